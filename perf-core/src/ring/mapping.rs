@@ -70,8 +70,8 @@ pub(super) fn reopened(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     // SAFETY: `fd` was just opened and has no other owner.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     // The kernel sends a signal when a process opens the file while `is_open_elsewhere` holds its
-    // lease. The default SIGIO ends an unprepared process; SIGURG is ignored by default. SAFETY:
-    // F_SETSIG takes the signal by value.
+    // lease. The default SIGIO ends an unprepared process; SIGURG is ignored by default.
+    // SAFETY: F_SETSIG takes the signal by value.
     check(unsafe { libc::fcntl(fd.as_raw_fd(), F_SETSIG, libc::SIGURG) })?;
     Ok(fd)
 }

@@ -189,8 +189,8 @@ impl PerfFd {
     /// Sets the period of a sampling event (1 to 2^63 - 1), counted from now. The kernel restarts a
     /// running event with it immediately.
     pub(crate) fn set_period(&self, period: u64) -> io::Result<()> {
-        // The generated wrapper takes the value, but the kernel copies it from an address. SAFETY:
-        // `period` lives until the call returns, and the kernel reads eight bytes from it.
+        // The generated wrapper takes the value, but the kernel copies it from an address.
+        // SAFETY: `period` lives until the call returns, and the kernel reads eight bytes from it.
         let rc = unsafe {
             libc::ioctl(
                 self.fd.as_raw_fd(),
@@ -205,8 +205,8 @@ impl PerfFd {
     /// its counter reads as end of file).
     pub(crate) fn read_count(&self) -> io::Result<Option<u64>> {
         let mut value = 0u64;
-        // SAFETY: the buffer is eight writable bytes and the event was opened without a read format, so the
-        // kernel writes one u64 or nothing.
+        // SAFETY: the buffer is eight writable bytes and the event was opened without a read
+        // format, so the kernel writes one u64 or nothing.
         let n = unsafe { libc::read(self.fd.as_raw_fd(), (&raw mut value).cast(), 8) };
         match n {
             8 => Ok(Some(value)),
@@ -358,8 +358,8 @@ impl PerfMap {
     }
 
     fn field_u32(&self, offset: usize) -> &AtomicU32 {
-        // SAFETY: callers pass the offset of an aligned u32 field of the control page, which is mapped while
-        // `self` lives; the kernel writes it with single stores.
+        // SAFETY: callers pass the offset of an aligned u32 field of the control page, which is
+        // mapped while `self` lives; the kernel writes it with single stores.
         unsafe { &*self.base.as_ptr().add(offset).cast::<AtomicU32>() }
     }
 
@@ -370,7 +370,8 @@ impl PerfMap {
 
     /// Returns `true` if the host allows this thread to read the counter with `rdpmc`.
     pub(crate) fn user_read_offered(&self) -> bool {
-        // SAFETY: the control page is mapped and readable; the capability word is written once, at mmap.
+        // SAFETY: the control page is mapped and readable; the capability word is written once, at
+        // mmap.
         unsafe { (*self.page()).__bindgen_anon_1.__bindgen_anon_1.cap_user_rdpmc() == 1 }
     }
 
@@ -506,9 +507,9 @@ impl PerfMap {
         let header = size_of::<perf_event_header>() as u64;
         while head.wrapping_sub(tail) >= header && head.wrapping_sub(tail) <= self.data_len as u64 {
             let at = (tail as usize) & (self.data_len - 1);
-            // Records are multiples of 8 bytes, so an 8-byte header never wraps. SAFETY: `at` is
-            // within the data area and 8-byte aligned (record sizes are checked below), and the
-            // kernel does not write between tail and head.
+            // Records are multiples of 8 bytes, so an 8-byte header never wraps.
+            // SAFETY: `at` is within the data area and 8-byte aligned (record sizes are checked
+            // below), and the kernel does not write between tail and head.
             let h = unsafe {
                 self.base
                     .as_ptr()

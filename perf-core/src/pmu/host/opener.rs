@@ -102,8 +102,8 @@ fn perf_event_open(request: &OpenRequest<'_>) -> io::Result<OwnedFd> {
     let group: RawFd = request.leader.map_or(-1, |leader| leader.as_raw_fd());
     let mut attr = perf_event_attr::default();
     let length = request.attr.len().min(size_of::<perf_event_attr>());
-    // SAFETY: the structure is made of integers, so any bytes are valid for it; both ranges have `length`
-    // bytes and do not overlap.
+    // SAFETY: the structure is made of integers, so any bytes are valid for it; both ranges have
+    // `length` bytes and do not overlap.
     unsafe {
         std::ptr::copy_nonoverlapping(request.attr.as_ptr(), (&raw mut attr).cast::<u8>(), length);
     }
