@@ -1,8 +1,8 @@
-//! What the core itself costs: a tick, a read, scheduling a vCPU in and out.
+//! Cost of the core itself: a tick, a read, scheduling a vCPU in and out.
 //!
-//! The driver here does nothing, so that the times are the core's alone; the reads of the kernel beside them
-//! are what an application pays today. Figures are printed at the end with their targets: ratios where there
-//! is a peer, since they and not the times compare across machines.
+//! The driver does nothing, so that the times are the core's alone; kernel reads beside them are
+//! the cost for a conventional application. Figures are printed at the end with their targets:
+//! ratios where there is a peer, because ratios rather than times are comparable across machines.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 mod figures;
@@ -55,7 +55,7 @@ impl Setup {
     }
 }
 
-/// Numbers of groups whose ticks are compared.
+/// Numbers of groups for which ticks are compared.
 const GROUPS: [usize; 3] = [10, 1_000, 100_000];
 
 /// Opens a kernel software event on this thread.
@@ -82,7 +82,7 @@ fn kernel_read(fd: i32, buf: &mut [u64]) -> isize {
 fn read(c: &mut Criterion) {
     let s = setup(8, None);
     let one = s.open(None);
-    // Reads with the count only are what a guest's RDPMC takes.
+    // Reads of the count alone are the cost of a guest's RDPMC.
     let mut group = c.benchmark_group("read");
     group.bench_function("one", |b| b.iter(|| black_box(one.read().unwrap())));
     group.bench_function("one_count_only", |b| b.iter(|| black_box(one.count().unwrap())));
@@ -98,7 +98,8 @@ fn read(c: &mut Criterion) {
     let mut buf = [0u64; 32];
     group.bench_function("kernel_one", |b| b.iter(|| black_box(kernel_read(fd, &mut buf))));
     let kernel_leader = kernel_event(2, -1, 15);
-    // Page faults, switches, migrations, minor and major faults, alignment and emulation faults, dummy.
+    // Page faults, switches, migrations, minor and major faults, alignment and emulation faults,
+    // dummy.
     let _kernel_members: Vec<_> = [3, 4, 5, 6, 7, 8, 9]
         .map(|config| kernel_event(config, kernel_leader, 15))
         .into();
@@ -109,14 +110,14 @@ fn read(c: &mut Criterion) {
 }
 
 fn kernel_close(fd: i32) {
-    // SAFETY: the descriptor is the caller's, who does not use it again.
+    // SAFETY: the caller owns the file descriptor and does not use it again.
     assert_eq!(unsafe { libc::close(fd) }, 0);
 }
 
-/// Stops a kernel event and starts it again: PERF_EVENT_IOC_DISABLE and PERF_EVENT_IOC_ENABLE
+/// Stops a kernel event and starts it again with PERF_EVENT_IOC_DISABLE and PERF_EVENT_IOC_ENABLE
 /// (perf_event_open(2)).
 fn kernel_off_and_on(fd: i32) {
-    // SAFETY: both take an event's descriptor and a flag word.
+    // SAFETY: both take an event's file descriptor and a flag word.
     let results = unsafe {
         [
             perf_event_open_sys::ioctls::DISABLE(fd, 0),
@@ -126,8 +127,9 @@ fn kernel_off_and_on(fd: i32) {
     assert_eq!(results, [0, 0]);
 }
 
-/// An event of perf-core opened and closed, and one disabled and enabled, over the kernel's system calls for
-/// the same: the shortest of runs that take turns, in ns. Two other events of the context are on meanwhile.
+/// Returns the minimum times, in nanoseconds, of opening and closing an event and of disabling and
+/// enabling it, each for perf-core and for the kernel's system calls, in alternating runs. Two
+/// other events of the context are on meanwhile.
 fn open_and_enable() -> [[f64; 2]; 2] {
     let s = setup(8, None);
     let _others = [s.open(None), s.open(None)];
@@ -172,10 +174,10 @@ fn switch(c: &mut Criterion) {
     });
 }
 
-/// Runs of which the shortest counts.
+/// Number of runs, of which the shortest counts.
 const RUNS: usize = 15;
 
-/// One run of `work`, ns per iteration.
+/// Runs `work` once and returns its nanoseconds per iteration.
 fn once(work: &mut dyn FnMut()) -> f64 {
     let iterations = if figures::only_tried() { 10 } else { 20_000 };
     let start = Instant::now();
@@ -185,12 +187,12 @@ fn once(work: &mut dyn FnMut()) -> f64 {
     start.elapsed().as_nanos() as f64 / f64::from(iterations)
 }
 
-/// Shortest of several runs of `work`, ns per iteration.
+/// Returns the minimum nanoseconds per iteration over several runs of `work`.
 fn best(mut work: impl FnMut()) -> f64 {
     (0..RUNS).map(|_| once(&mut work)).fold(f64::INFINITY, f64::min)
 }
 
-/// Groups that take turns on four slots, and their ticks.
+/// Multiplexed groups on four slots, and their ticks.
 struct Ticking {
     clock: Arc<ManualClock>,
     setup: Setup,
@@ -203,7 +205,7 @@ impl Ticking {
         let setup = setup(4, Some(Arc::clone(&clock) as Arc<dyn Clock>));
         let events = (0..groups).map(|_| setup.open(None)).collect();
         let new = Self { clock, setup, events };
-        // Every group has been on: the first time costs less, because no slice ends.
+        // Every group has been on; the first turn is cheaper because no slice ends.
         (0..groups + 10).for_each(|_| new.tick());
         new
     }
@@ -213,7 +215,8 @@ impl Ticking {
         self.setup.vcpu.tick();
     }
 
-    /// That what was measured did happen: four are on, and each of the first ten has been.
+    /// Checks that the measured work took place: four groups are on, and each of the first ten has
+    /// been.
     fn check(&self) {
         assert_eq!(self.setup.vcpu.stats().active, 4);
         for event in self.events.iter().take(10) {
@@ -222,7 +225,7 @@ impl Ticking {
     }
 }
 
-/// The figures, each with its peer in the same run.
+/// Computes the figures, each with its peer in the same run.
 fn ratios(_: &mut Criterion) {
     if std::env::args().any(|a| a == "--list") {
         return;
@@ -231,9 +234,9 @@ fn ratios(_: &mut Criterion) {
         let s = Ticking::new(n);
         steps::instructions(|| (0..64).for_each(|_| s.tick())).map(|n| n as f64 / 64.0)
     });
-    // In turns, so that what else the processor does for a while is not taken for what one of them costs. A
-    // virtual machine's processor can be half as fast for a second, as when its core's other thread runs
-    // somebody else's work, so criterion, which measures one after the other for a second each, cannot
+    // Alternating runs, so that a temporary slowdown of the CPU is not attributed to one of them. A
+    // virtual machine's CPU may run at half speed for a second, for example while its core's
+    // sibling thread is busy, so criterion, which measures each for a second in sequence, cannot
     // compare them.
     let ticking = GROUPS.map(Ticking::new);
     let mut tick_ns = [f64::INFINITY; GROUPS.len()];

@@ -1,11 +1,12 @@
-//! What a record costs: writing one of 40 bytes, by itself and with others at hand, alone and beside a second
-//! writer, and reading it, against the readers of the crates perf-event2 and perf-event-open over the very
-//! same bytes.
+//! Cost of a record: writing one of 40 bytes, separately and together with others, alone and beside
+//! a second writer; and reading it, compared with the readers of the crates perf-event2 and
+//! perf-event-open on the same bytes.
 //!
-//! Those two read rings of the kernel only. So each is given a perf event of the kernel, with a ring as large
-//! as ours, and then our memfd is mapped over its mapping: it has the same layout, and they cannot tell.
+//! Those crates only read kernel rings. Each is therefore given a kernel perf event with a ring of
+//! the same size, and then the memfd of this crate's ring, which has the same layout, is mapped
+//! over its mapping.
 //!
-//! Times are CPU time of the thread, so that other work on the machine does not count.
+//! Times are CPU time of the thread, so that other load on the machine does not count.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 mod figures;
@@ -24,9 +25,9 @@ use perf_core::attr::{ReadFormat, SampleType};
 use perf_core::record::{Encode, Format, Record, Sample};
 use perf_core::ring::{PAGE_SIZE, Ring, RingMode, RingReader};
 
-/// Data pages: 256 KiB, small enough for the second-level cache of most machines.
+/// Number of data pages: 256 KiB, small enough for the second-level cache of most machines.
 const DATA_PAGES: usize = 64;
-/// Bytes of a record with [`FORMAT`].
+/// Size of a record with [`FORMAT`], in bytes.
 const RECORD: usize = 40;
 const FORMAT: Format = Format {
     sample_type: SampleType::IP
@@ -48,9 +49,9 @@ fn sample(n: u64) -> Sample<'static> {
     }
 }
 
-/// What was measured, by name: ns for each record, in each of criterion's samples.
+/// Measurements by name: nanoseconds per record in each of criterion's samples.
 static SEEN: Mutex<BTreeMap<String, Vec<f64>>> = Mutex::new(BTreeMap::new());
-/// Samples of each benchmark. Before them criterion warms up.
+/// Number of samples per benchmark, after criterion's warm-up.
 const SAMPLES: usize = 20;
 
 fn note(name: String, time: Duration, records: u64) {
@@ -59,7 +60,7 @@ fn note(name: String, time: Duration, records: u64) {
     of_this.push(time.as_nanos() as f64 / records.max(1) as f64);
 }
 
-/// The median, ns for each record; `None` if it was not measured.
+/// Returns the median in nanoseconds per record, or `None` if it was not measured.
 fn median(name: &str) -> Option<f64> {
     let seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner);
     let all = seen.get(name)?;
@@ -68,10 +69,10 @@ fn median(name: &str) -> Option<f64> {
     last.get(last.len() / 2).copied()
 }
 
-/// Ties this thread to the `nth` of the processors it may run on, so that two that are to compete do. False
-/// if there are not so many.
+/// Pins this thread to the `nth` of its allowed CPUs, so that competing threads run in parallel.
+/// Returns `false` if there are too few.
 fn run_on_processor(nth: usize) -> bool {
-    // SAFETY: a set of processors is a bit field, for which zero bits are a value.
+    // SAFETY: a CPU set is a bit field for which zero bits are valid.
     let mut allowed: libc::cpu_set_t = unsafe { std::mem::zeroed() };
     let bytes = size_of_val(&allowed);
     // SAFETY: the pointer is valid for `bytes`, which the call writes.
@@ -88,26 +89,26 @@ fn run_on_processor(nth: usize) -> bool {
     unsafe { libc::sched_setaffinity(0, bytes, &raw const one) == 0 }
 }
 
-/// CPU time of this thread.
+/// Returns the CPU time of this thread.
 fn thread_time() -> Duration {
     let mut now = libc::timespec {
         tv_sec: 0,
         tv_nsec: 0,
     };
-    // SAFETY: the pointer is valid for the time the call writes.
+    // SAFETY: the pointer is valid for the duration of the call.
     let result = unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut now) };
     assert_eq!(result, 0, "every thread has a clock");
     Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }
 
-/// Fills the ring and returns how many records it took.
+/// Fills the ring and returns the number of records.
 fn fill(ring: &Ring) -> u64 {
     (0..)
         .take_while(|&n| sample(n).write(FORMAT, ring).is_ok())
         .count() as u64
 }
 
-/// Where this process has mapped rings of the kernel.
+/// Returns the address ranges at which this process has mapped kernel rings.
 fn perf_mappings() -> Vec<(usize, usize)> {
     let maps = std::fs::read_to_string("/proc/self/maps").expect("/proc is mounted");
     maps.lines()
@@ -120,7 +121,7 @@ fn perf_mappings() -> Vec<(usize, usize)> {
         .collect()
 }
 
-/// Maps our ring over the kernel's ring that `open` maps.
+/// Maps this crate's ring over the kernel ring that `open` maps.
 fn over_the_kernels<T>(ring: &Ring, open: impl FnOnce() -> T) -> T {
     let before = perf_mappings();
     let reader = open();
@@ -132,8 +133,8 @@ fn over_the_kernels<T>(ring: &Ring, open: impl FnOnce() -> T) -> T {
         panic!("one new ring was expected: {mapped:x?}")
     };
     assert_eq!(len, (1 + DATA_PAGES) * PAGE_SIZE, "the rings are equally large");
-    // SAFETY: the range is the other reader's mapping of a ring, which it treats as memory shared with a
-    // writer that it does not control. The new mapping is as large and as accessible.
+    // SAFETY: the range is the other reader's mapping of a ring, which it treats as memory shared
+    // with an uncontrolled writer. The new mapping has the same size and access.
     let placed = unsafe {
         libc::mmap(
             start as *mut _,
@@ -175,7 +176,7 @@ fn perf_event_open_reader(ring: &Ring) -> perf_event_open::sample::Sampler {
     })
 }
 
-/// Times `drain`, which returns how many records it read from the full ring.
+/// Measures `drain`, which returns the number of records that it read from the full ring.
 fn reading(
     (group, kind): (&mut BenchmarkGroup<'_, WallTime>, &str),
     name: &str,
@@ -190,7 +191,7 @@ fn reading(
                 let start = thread_time();
                 let read = drain();
                 time += thread_time() - start;
-                // The writer's LOST record of the attempt that found the ring full is read the next time.
+                // The LOST record for the attempt that found the ring full is read the next time.
                 assert!(read == written || read == written + 1, "{read} of {written}");
                 records += read;
             }
@@ -247,7 +248,7 @@ fn bench_read(criterion: &mut Criterion) {
 
     let mut group = criterion.benchmark_group("ring read, 40-byte records, decoded");
     group.throughput(Throughput::Elements(records));
-    // A reader keeps its position to itself, so after others have read, a new one is needed.
+    // A reader caches its position, so a new one is needed after others have read.
     drop(ours);
     let mut ours = RingReader::of(Arc::clone(&ring));
     reading((&mut group, "decoded"), "perf-core", &ring, || {
@@ -277,7 +278,7 @@ fn bench_read(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Runs `write` while another thread keeps the ring empty, or in overwrite mode with no reader at all.
+/// Runs `write` while another thread keeps the ring empty, or in overwrite mode without a reader.
 fn bench_write(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("ring write, 40-byte records");
     group.throughput(Throughput::Elements(1));
@@ -330,13 +331,13 @@ fn bench_write(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Records written together, where they are.
+/// Number of records written together.
 const TOGETHER: u64 = 16;
 
-/// Writers that write their share of the records at the same time, `together` at a time, each to its ring or
-/// all to the only one. The time is that of the slowest. A sample in which one of them was kept from running
-/// is no figure: the others had the ring to themselves meanwhile, or were refused records because it was in
-/// the middle of one.
+/// Runs several writers that write their shares of the records concurrently, `together` at a time,
+/// each to its own ring or all to a single one. The time is that of the slowest writer. A sample in
+/// which a writer was descheduled is discarded, because meanwhile the others had the ring to
+/// themselves, or were refused records because it held an open reservation.
 fn side_by_side(
     group: &mut BenchmarkGroup<'_, WallTime>,
     (name, writers, together): (&str, usize, u64),
@@ -399,7 +400,7 @@ fn side_by_side(
     );
 }
 
-/// The figures, from what was measured above in this run.
+/// Computes the figures from the measurements of this run.
 fn ratios(_: &mut Criterion) {
     let over = |a: Option<f64>, b: Option<f64>| Some(a? / b?);
     let one = median("one writer");

@@ -1,5 +1,5 @@
-//! Counts what each CPU of the host does for a second: context switches, migrations, page faults. It takes
-//! root, `CAP_PERFMON`, or a `kernel.perf_event_paranoid` of 0 or less.
+//! Counts context switches, migrations and page faults on each CPU of the host for a second.
+//! Requires root, `CAP_PERFMON`, or a `kernel.perf_event_paranoid` of 0 or less.
 //!
 //! `cargo run -p perf-core --example cpu`
 

@@ -1,4 +1,4 @@
-//! The `clock` driver without a VM: this thread plays a vCPU whose guest is busy for some time, and takes an
+//! The `clock` driver without a VM: this thread acts as a vCPU with a busy guest and handles an
 //! overflow.
 //!
 //! `cargo run --example driver_clock`
@@ -27,7 +27,8 @@ fn spin_until(done: impl Fn() -> bool) {
 
 fn main() -> Result<(), PmuError> {
     let signal = libc::SIGUSR2;
-    // SAFETY: the handler only adds to an atomic; a zeroed sigaction is valid and has no SA_RESTART.
+    // SAFETY: the handler only adds to an atomic; a zeroed sigaction is valid and has no
+    // SA_RESTART.
     unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = on_kick as extern "C" fn(libc::c_int) as usize;
@@ -54,7 +55,8 @@ fn main() -> Result<(), PmuError> {
     cycles.start(Some(40_000_000))?;
     ns.start(None)?;
 
-    // The kick may come a little early: then nothing has overflowed yet, and the timer is set for the rest.
+    // The kick may be slightly early: then no overflow is reported, and the timer is armed for the
+    // remainder.
     loop {
         let kicks = KICKS.load(Ordering::Relaxed);
         clock.guest_enter();
@@ -67,7 +69,7 @@ fn main() -> Result<(), PmuError> {
         }
     }
 
-    // The VMM's own work does not count, and neither does a halted vCPU.
+    // Neither the VMM's own work nor a halted vCPU is counted.
     let (before, start) = (ns.read(), Instant::now());
     spin_until(|| start.elapsed() > Duration::from_millis(20));
     clock.guest_enter();

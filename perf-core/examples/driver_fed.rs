@@ -1,5 +1,5 @@
-//! The `fed` driver: a VMM that steps through instructions counts them exactly, and stops exactly at an
-//! overflow.
+//! The `fed` driver: a VMM that single-steps instructions counts them exactly, and stops exactly at
+//! an overflow.
 //!
 //! `cargo run --example driver_fed`
 

@@ -1,4 +1,4 @@
-//! The `host` driver: what this host offers, and a software event that counts.
+//! The `host` driver: the capabilities of this host, and a software event.
 //!
 //! `cargo run --example driver_host`
 

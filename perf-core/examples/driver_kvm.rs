@@ -11,11 +11,11 @@ use perf_core::attr::{Attr, EventType};
 use perf_core::pmu::kvm::{KvmPmu, StatsFile};
 use perf_core::pmu::{Pmu, Target, VcpuId};
 
-/// `out 0x10, al` and back again: the vCPU comes back to us each time it runs.
+/// `out 0x10, al` in a loop: every run of the vCPU exits.
 const CODE: [u8; 4] = [0xe6, 0x10, 0xeb, 0xfc];
 const RUNS: usize = 100;
 
-/// Guest memory.
+/// A page of guest memory.
 #[repr(align(4096))]
 struct Page([u8; 4096]);
 
@@ -23,17 +23,17 @@ struct Page([u8; 4096]);
 const KVM_GET_STATS_FD: libc::c_ulong = 0xaece;
 
 fn stats(fd: &impl AsRawFd) -> Result<StatsFile, Box<dyn std::error::Error>> {
-    // SAFETY: the ioctl takes no argument and returns a new descriptor.
+    // SAFETY: the ioctl takes no argument and returns a new file descriptor.
     let rc = unsafe { libc::ioctl(fd.as_raw_fd(), KVM_GET_STATS_FD, 0) };
     if rc < 0 {
         return Err(std::io::Error::last_os_error().into());
     }
-    // SAFETY: the kernel just returned this descriptor and nothing else owns it.
+    // SAFETY: the kernel just returned this file descriptor, and nothing else owns it.
     Ok(StatsFile::new(unsafe { OwnedFd::from_raw_fd(rc) })?)
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    // The last page below 4 GiB, with code where a processor starts: its last 16 bytes.
+    // The last page below 4 GiB, with code at the reset vector in its last 16 bytes.
     let mut page = Page([0; 4096]);
     page.0[0xff0..0xff4].copy_from_slice(&CODE);
     let vm = Kvm::new()?.create_vm()?;
@@ -44,7 +44,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         memory_size: 4096,
         userspace_addr: &raw mut page as u64,
     };
-    // SAFETY: the page outlives every run of the vCPU, and nothing else touches it meanwhile.
+    // SAFETY: the page outlives every run of the vCPU, and nothing else accesses it meanwhile.
     unsafe { vm.set_user_memory_region(region)? };
     let mut vcpu = vm.create_vcpu(0)?;
     let pmu = KvmPmu::new(Some(stats(&vm)?));

@@ -1,4 +1,5 @@
-//! The `sim` driver: a PMU with two slots, one of which a picky event must have, and a skid of three counts.
+//! The `sim` driver: a PMU with two slots, one of which a constrained event requires, and a skid of
+//! three counts.
 //!
 //! `cargo run --example driver_sim`
 

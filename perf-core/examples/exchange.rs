@@ -1,5 +1,6 @@
-//! One host thread that runs two vCPUs by turns. Their contexts hold the same inherited events, so the thread
-//! takes the events along: nothing is stopped or started, and each vCPU keeps what was counted for it.
+//! One host thread that alternates between two vCPUs. Their contexts have the same inherited
+//! events, so a context switch exchanges the contexts: no event is stopped or started, and each
+//! vCPU keeps its counts.
 //!
 //! `cargo run -p perf-core --example exchange`
 
@@ -12,7 +13,7 @@ use perf_core::pmu::host::HostPmu;
 use perf_core::*;
 use shared::*;
 
-/// Goes to and fro `n` times. Returns how long that took, and how often the contexts were exchanged.
+/// Switches back and forth `n` times. Returns the duration and the number of exchanges.
 fn switch(a: &VcpuContext, b: &VcpuContext, n: u32) -> (Duration, u32) {
     let (began, mut exchanged) = (Instant::now(), 0);
     for _ in 0..n {
@@ -24,7 +25,7 @@ fn switch(a: &VcpuContext, b: &VcpuContext, n: u32) -> (Duration, u32) {
 /// Runs the example.
 ///
 /// # Errors
-/// What an event, a ring or a setting refused.
+/// Returns the error of any event, ring or setting.
 pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     let core = Core::builder()
         .driver(Arc::new(HostPmu::software(None)))
@@ -33,7 +34,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     let open = |config| {
         let attr = Attr {
             inherit: true,
-            // Counts and times stay with the vCPU, whichever context its events are in.
+            // Counts and times stay with the vCPU, regardless of the context of its events.
             inherit_stat: true,
             ..software(config)
         };
@@ -41,7 +42,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let faults = open(PAGE_FAULTS)?;
     let _clock = open(TASK_CLOCK)?;
-    // Both vCPUs on this thread.
+    // Both vCPUs run on this thread.
     let [first, second] = [core.add_vcpu(VcpuId(0), tid())?, core.add_vcpu(VcpuId(1), tid())?];
 
     first.sched_in();
@@ -58,7 +59,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     let (with, exchanged) = switch(&first, &second, 1_000);
     assert_eq!(exchanged, 2_000);
-    // Who looks at a context keeps it where it is.
+    // A pinned context is not exchanged.
     let looking = first.pin();
     let (without, exchanged) = switch(&first, &second, 1_000);
     assert_eq!(exchanged, 0);
@@ -69,7 +70,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
         without.as_nanos() / 2_000
     );
 
-    // An event of one vCPU alone tells them apart.
+    // An event of a single vCPU ends the clone relation.
     let target = OpenTarget::Vcpu(VcpuId(1));
     let own = core.open(
         &session,

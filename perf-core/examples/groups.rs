@@ -1,5 +1,5 @@
-//! A group read in one go, in the format of `read(2)`; an output shared by two events; a ring that is paused
-//! while it is read, with what was lost meanwhile; and the end that poll tells.
+//! A group read at once in the format of `read(2)`; an output shared by two events; a ring that is
+//! paused while it is read, with the records lost meanwhile; and the hang-up that poll reports.
 //!
 //! `cargo run -p perf-core --example groups`
 
@@ -14,7 +14,7 @@ use perf_core::ring::RingReader;
 use perf_core::*;
 use shared::*;
 
-/// What was interrupted: this thread, somewhere.
+/// Registers of this thread without an instruction pointer.
 struct Here;
 
 impl SampleRegs for Here {
@@ -29,9 +29,9 @@ impl SampleRegs for Here {
 /// Runs the example.
 ///
 /// # Errors
-/// What an event, a ring or a setting refused.
+/// Returns the error of any event, ring or setting.
 pub fn main() -> Result<(), Box<dyn std::error::Error>> {
-    // Overflows are looked for below, so the signal that tells of them may be one that is ignored by default.
+    // Overflows are polled below, so the overflow signal may be one that is ignored by default.
     let core = Core::builder()
         .driver(Arc::new(HostPmu::software(Some(libc::SIGURG))))
         .build()?;
@@ -42,7 +42,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
         core.open(&session, attr, OpenTarget::Vcpu(thread.id()), group, flags)
     };
 
-    // All members are read at one moment, each with its id and what it lost.
+    // All members are read at one moment, each with its id and lost count.
     let leader = Attr {
         read_format: ReadFormat::GROUP
             | ReadFormat::ID
@@ -54,7 +54,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     let clock = open(leader, None, OpenFlags::default())?;
     let faults = open(software(PAGE_FAULTS), Some(&clock), OpenFlags::default())?;
     touch(100);
-    // Any member's handle will do, and the whole group goes off.
+    // The handle of any member disables the whole group.
     faults.disable(ControlScope::Group)?;
     let group = clock.read_group()?;
     println!("{} ns with {} page faults", group[0].value, group[1].value);
@@ -66,7 +66,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
         .map(|word| u64::from_ne_bytes(word.try_into().expect("eight bytes")))
         .collect();
     println!("as read(2) says it: {words:?}");
-    // How many, two times, and of each its count, its id and its losses.
+    // The number of members, two times, and the count, id and lost count of each.
     let expected = [group[0], group[1]].map(|r| [r.value, r.id, 0]).concat();
     assert_eq!((words[0], &words[3..]), (2, &expected[..]));
     clock.reset(ControlScope::Group)?;
@@ -74,7 +74,8 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     assert!(nothing, "and nothing counts now");
     drop((clock, faults));
 
-    // Every 10th fault into a ring that keeps the newest, and every 25th into the same.
+    // Every 10th fault is recorded in a ring that overwrites old records, and every 25th in the
+    // same ring.
     let attr = |period| Attr {
         sample_type: SampleType::IDENTIFIER | SampleType::PERIOD,
         wakeup: Wakeup::Events(1),
@@ -97,7 +98,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     work(100);
     assert!(tenth.poll().contains(PollState::IN), "there is something to read");
-    // Nobody overwrites what is read now.
+    // No record is overwritten while the ring is read.
     tenth.pause_output(true)?;
     work(50);
     tenth.pause_output(false)?;
@@ -108,7 +109,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     );
     assert!(tenth.lost_records() >= 4 && twenty_fifth.lost_records() >= 1);
 
-    // Two overflows more, and it ends.
+    // The event ends after two more overflows.
     tenth.refresh(2)?;
     work(100);
     assert_eq!(tenth.state(), EventState::Off);

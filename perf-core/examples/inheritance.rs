@@ -1,4 +1,5 @@
-//! A VM-wide event follows vCPUs that come and go. The vCPUs here are threads that work for a while.
+//! A VM-wide event follows vCPUs that are added and removed. The vCPUs here are threads that work
+//! for a while.
 //!
 //! `cargo run -p perf-core --example inheritance`
 
@@ -50,7 +51,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
 
     print("no vCPU yet")?;
-    // All three are there before the second reading, and stay until it is made.
+    // All three exist before the second reading and until it is complete.
     let meet = Barrier::new(4);
     std::thread::scope(|s| {
         for n in 0..3u32 {

@@ -1,7 +1,8 @@
-//! More events than counters: groups take turns, pinned ones do not, and estimates say how sure they are.
+//! More events than counters: flexible groups are multiplexed, pinned ones are not, and estimates
+//! come with error bars.
 //!
-//! The counters are the host's software events, of which this example pretends to have two at a time.
-//! `cargo run -p perf-core --example multiplexing [rotate|adaptive]`
+//! The counters are the host's software events, limited to two at a time by this example. `cargo
+//! run -p perf-core --example multiplexing [rotate|adaptive]`
 
 mod shared;
 
@@ -43,7 +44,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             OpenFlags::default(),
         )
     };
-    // The truth, on one of the two counters all the time.
+    // The reference event, permanently on one of the two counters.
     let truth = open(
         Attr {
             pinned: true,
@@ -54,19 +55,19 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let shared = (0..4)
         .map(|_| open(software(PAGE_FAULTS), None))
         .collect::<Result<Vec<_>, _>>()?;
-    // A group of two does not fit beside the pinned event: it waits apart, and its reading says that it was
-    // not counted.
+    // A group of two does not fit beside the pinned event: it waits, and its reading shows that it
+    // was not counted.
     let group = open(software(TASK_CLOCK), None)?;
     let _second = open(software(CONTEXT_SWITCHES), Some(&group))?;
     group.disable(ControlScope::Event)?;
     vcpu.sched_in();
-    // Phases of a lot of faults and of few, some milliseconds each.
+    // Phases with many and with few faults, some milliseconds each.
     for (phase, ms) in [47, 83, 31, 67, 59, 71, 41, 90].into_iter().enumerate() {
         let end = core.now_ns() + ms * 1_000_000;
         while core.now_ns() < end {
             touch(if phase % 2 == 0 { 20 } else { 2 });
             spin(Duration::from_micros(50));
-            // What a VMM's timer does.
+            // The job of a VMM's timer.
             if core.next_turn_ns().is_some_and(|due| due <= core.now_ns()) {
                 core.rotate();
             }

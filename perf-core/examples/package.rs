@@ -1,7 +1,7 @@
-//! Counts that belong to the package, not to a vCPU: KVM's statistics of a whole VM.
+//! Package counts: KVM's statistics of a whole VM, which belong to no single vCPU.
 //!
-//! Inherited by three vCPUs, such a count is still one number. Needs /dev/kvm; says so and shows the same
-//! with a simulated PMU where there is none. `cargo run -p perf-core --example package`
+//! Inherited by three vCPUs, such a count is still one number. Uses /dev/kvm if present, otherwise
+//! a simulated PMU. `cargo run -p perf-core --example package`
 #![expect(unsafe_code, reason = "calls of the system")]
 
 mod shared;
@@ -13,17 +13,17 @@ use perf_core::pmu::kvm::{KvmPmu, StatsFile};
 use perf_core::pmu::sim::{SimConfig, SimPmu};
 use perf_core::*;
 
-/// `out 0x10, al` and back again: the vCPU comes back to us each time it runs.
+/// `out 0x10, al` in a loop: every run of the vCPU exits.
 const CODE: [u8; 4] = [0xe6, 0x10, 0xeb, 0xfc];
 
-/// A real VM with three vCPUs and one page of memory, where they start.
+/// A real VM with three vCPUs and one page of memory that contains the reset vector.
 struct Vm {
     vcpus: Vec<kvm_ioctls::VcpuFd>,
     _vm: kvm_ioctls::VmFd,
     pmu: Arc<KvmPmu>,
 }
 
-/// The statistics descriptor of a VM or vCPU.
+/// Returns the statistics file descriptor of a VM or vCPU.
 fn stats_fd(of: &impl AsRawFd) -> std::io::Result<OwnedFd> {
     /// `KVM_GET_STATS_FD`: `_IO(0xae, 0xce)`.
     const KVM_GET_STATS_FD: libc::c_ulong = 0xaece;
@@ -32,13 +32,13 @@ fn stats_fd(of: &impl AsRawFd) -> std::io::Result<OwnedFd> {
     if fd < 0 {
         return Err(std::io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just made the descriptor for us.
+    // SAFETY: the kernel just returned this file descriptor, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// A page of guest memory with [`CODE`] at the reset vector.
+/// Returns a page of guest memory with [`CODE`] at the reset vector.
 fn page() -> Result<u64, std::io::Error> {
-    // SAFETY: a fresh mapping of our own, which lives as long as the process; CODE lies inside it.
+    // SAFETY: a fresh mapping that lives as long as the process; CODE lies inside it.
     unsafe {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         let at = libc::mmap(
@@ -63,12 +63,12 @@ fn real_vm() -> Result<Vm, Box<dyn std::error::Error>> {
     let region = kvm_bindings::kvm_userspace_memory_region {
         slot: 0,
         flags: 0,
-        // The reset vector is the last 16 bytes below 4 GiB.
+        // The reset vector is in the last 16 bytes below 4 GiB.
         guest_phys_addr: 0xffff_f000,
         memory_size: 4096,
         userspace_addr: page()?,
     };
-    // SAFETY: the page lives as long as the process and nothing else uses it.
+    // SAFETY: the page lives as long as the process, and nothing else uses it.
     unsafe { vm.set_user_memory_region(region)? };
     let pmu = Arc::new(KvmPmu::new(None));
     let mut vcpus = Vec::new();
@@ -80,7 +80,7 @@ fn real_vm() -> Result<Vm, Box<dyn std::error::Error>> {
     Ok(Vm { vcpus, _vm: vm, pmu })
 }
 
-/// Counts `attrs` for the VM while three vCPUs come, run once each, and one goes.
+/// Counts `attrs` for the VM while three vCPUs are added and run once each, and one is removed.
 fn count(
     core: &Core,
     attrs: &[(&str, Attr)],
@@ -120,7 +120,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     match real_vm() {
         Ok(mut vm) => {
             core.register(Arc::clone(&vm.pmu) as Arc<dyn Pmu>);
-            // Which of them a KVM counts depends on its kind.
+            // The statistics that are counted depend on the KVM.
             let attrs: Vec<_> = ["exits", "io_exits", "insn_emulation"]
                 .into_iter()
                 .filter_map(|name| Some((name, Attr::counting(EventType::KVM, vm.pmu.config(name)?))))

@@ -1,6 +1,6 @@
-//! What a VMM sees itself: exits of its vCPUs, counted and sampled; one raised by a signal handler in the
-//! middle of another; names and mappings for readers; and what an operator may change while the core runs. It
-//! takes nothing of the host.
+//! Events that a VMM raises: exits of its vCPUs, counted and sampled; an event raised by a signal
+//! handler during another; names and mappings for readers; and settings that an operator may change
+//! at run time. Requires nothing from the host.
 //!
 //! `cargo run -p perf-core --example raised`
 
@@ -8,10 +8,10 @@ use perf_core::record::{Format, MapName, Record};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
-/// Where the vCPU was when it left the guest.
+/// The registers of a vCPU at an exit.
 struct Exit {
     ip: u64,
-    /// The exit's own data, for samples that ask for it.
+    /// Raw data of the exit, for samples that request it.
     reason: [u8; 8],
 }
 
@@ -27,7 +27,7 @@ impl SampleRegs for Exit {
     }
 }
 
-/// An exit during which a signal comes, whose handler raises an event itself.
+/// An exit interrupted by a signal whose handler raises an event.
 struct Interrupted<'a> {
     exit: Exit,
     vcpu: &'a VcpuContext,
@@ -55,7 +55,7 @@ impl SampleRegs for Interrupted<'_> {
 /// Runs the example.
 ///
 /// # Errors
-/// What an event, a ring or a setting refused.
+/// Returns the error of any event, ring or setting.
 pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     let core = Core::builder().build()?;
     let session = core.session(0, Role::Admin);
@@ -74,7 +74,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     let vcpus = [core.add_vcpu(VcpuId(0), 1001)?, core.add_vcpu(VcpuId(1), 1002)?];
     vcpus.iter().for_each(|vcpu| vcpu.sched_in());
 
-    // Every tenth exit of vCPU 0 is a sample, and is told to the VMM under a number.
+    // Every tenth exit of vCPU 0 is sampled and reported to the VMM with a cookie.
     let attr = Attr {
         sample_type: SampleType::IP | SampleType::RAW | SampleType::PERIOD,
         comm: true,
@@ -143,7 +143,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     assert_eq!(samples, 10);
 
-    // An operator's settings, as text. What is asked for beyond them is refused.
+    // Settings of the operator, as text. Values beyond them are refused.
     core.set_knob(Knob::SampleRateHz, "1000")?;
     print!("samples a second: {}", core.knob(Knob::SampleRateHz));
     let fast = Attr {

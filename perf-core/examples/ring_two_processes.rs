@@ -1,13 +1,14 @@
-//! One process writes samples into a ring, another maps the ring's memfd and prints them.
+//! One process writes samples into a ring; another maps the ring's memfd and prints them.
 //!
 //! ```text
 //! cargo run -p perf-core --example ring_two_processes
 //! ```
 //!
-//! The program starts itself a second time as the reader, and sends it two descriptors over a socket: the
-//! memfd and the eventfd that says when to look. The samples are real: a software clock event of the kernel
-//! interrupts this process, and each of its records is copied to the ring. A second thread writes to the same
-//! ring meanwhile, and for a while the reader sleeps, so that records are lost and the ring says how many.
+//! The program starts itself again as the reader and sends it two file descriptors over a socket:
+//! the memfd and the eventfd for notifications. The samples are real: a software clock event of the
+//! kernel interrupts this process, and each of its records is copied to the ring. A second thread
+//! writes to the same ring meanwhile, and the reader sleeps for a while, so that records are lost
+//! and the ring reports their number.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -48,7 +49,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The writer's process.
+/// Runs the writer process.
 fn write() -> Result<(), Error> {
     let (ours, theirs) = UnixStream::pair()?;
     let mut reader = Command::new(std::env::current_exe()?)
@@ -56,7 +57,7 @@ fn write() -> Result<(), Error> {
         .stdin(Stdio::from(OwnedFd::from(theirs)))
         .spawn()?;
 
-    // 4 pages of data: small, so that it can be seen to run full.
+    // 4 data pages: small enough to overflow visibly.
     let ring = Ring::new(4, RingMode::Writable)?;
     ring.set_wakeup(Wakeup::Events(8));
     ours.send_with_fds(
@@ -90,7 +91,7 @@ fn write() -> Result<(), Error> {
     }
 }
 
-/// Takes samples of this thread's CPU time for a fifth of a second, and copies them into `ring`.
+/// Samples this thread's CPU time for a fifth of a second and copies the samples into `ring`.
 fn copy_clock_samples(ring: &Ring) -> Result<(), Error> {
     use perf_event::events::Software;
     use perf_event::{Builder, SampleFlag};
@@ -105,7 +106,7 @@ fn copy_clock_samples(ring: &Ring) -> Result<(), Error> {
     let mut count = 0;
     while Instant::now() < end {
         while let Some(raw) = samples.next_record()? {
-            // The kernel's samples and ours have one format: decode, encode.
+            // Kernel samples and samples of this crate have the same format, so decode and encode.
             if let Record::Sample(sample) = Record::decode(raw, FORMAT)? {
                 count += 1;
                 match sample.write(FORMAT, ring) {
@@ -127,7 +128,7 @@ fn copy_clock_samples(ring: &Ring) -> Result<(), Error> {
 
 #[expect(unsafe_code, reason = "calls of the system")]
 fn borrow(counter: &perf_event::Counter) -> BorrowedFd<'_> {
-    // SAFETY: the descriptor is open as long as the counter it is borrowed from.
+    // SAFETY: the file descriptor is open as long as the borrowed counter.
     unsafe { BorrowedFd::borrow_raw(counter.as_raw_fd()) }
 }
 
@@ -149,7 +150,7 @@ fn flood(ring: &Ring, refused: &AtomicBool) {
     }
 }
 
-/// The reader's process: the socket is its standard input.
+/// Runs the reader process, whose standard input is the socket.
 fn read() -> Result<(), Error> {
     let [memfd, wakeup] = receive()?;
     let mut reader = RingReader::map(borrow_owned(&memfd))?;
@@ -165,7 +166,7 @@ fn read() -> Result<(), Error> {
     loop {
         epoll.wait(10_000, &mut [EpollEvent::default()])?;
         let mut count = [0; 8];
-        // Nonblocking: another wakeup may have been for what is read already.
+        // Nonblocking: the wakeup may concern records that were already read.
         let state = match wakeup.read(&mut count) {
             Ok(_) => PollState::from_count(u64::from_ne_bytes(count)),
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => continue,
@@ -212,7 +213,7 @@ fn read() -> Result<(), Error> {
 
 #[expect(unsafe_code, reason = "calls of the system")]
 fn receive() -> Result<[OwnedFd; 2], Error> {
-    // SAFETY: standard input is the socket the parent has placed there, and nothing else uses it.
+    // SAFETY: standard input is the socket that the parent placed there, and nothing else uses it.
     let socket = unsafe { UnixStream::from_raw_fd(0) };
     let mut text = [0u8; 4];
     let mut fds = [-1; 2];
@@ -226,7 +227,7 @@ fn receive() -> Result<[OwnedFd; 2], Error> {
     if received != 2 {
         return Err(format!("{received} descriptors came instead of 2").into());
     }
-    // SAFETY: the kernel has just made these descriptors for this process.
+    // SAFETY: the kernel just created these file descriptors for this process.
     Ok(fds.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }))
 }
 

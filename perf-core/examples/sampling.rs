@@ -1,8 +1,8 @@
-//! Sampling: by period and by frequency, a period that changes, a limit, a throttle, and what each sample
-//! stands for.
+//! Sampling by period and by frequency, with a changing period, a limit and throttling, and the
+//! meaning of each sample's period.
 //!
-//! The events are page faults and processor time of this thread, counted by the host's kernel, which sends a
-//! signal at each overflow. `cargo run -p perf-core --example sampling`
+//! The events are page faults and CPU time of this thread, counted by the host kernel, which sends
+//! a signal at each overflow. `cargo run -p perf-core --example sampling`
 
 mod shared;
 
@@ -15,7 +15,7 @@ use perf_core::ring::RingReader;
 use perf_core::*;
 use shared::*;
 
-/// Where the vCPU was. A VMM asks KVM; this thread only says that it was in user mode.
+/// Registers of the vCPU. A VMM reads them from KVM; this thread only reports user mode.
 struct Here;
 
 impl SampleRegs for Here {
@@ -27,7 +27,7 @@ impl SampleRegs for Here {
     }
 }
 
-/// An event with its ring, and what of it was read.
+/// An event with its ring, and the totals read from it.
 struct Sampled {
     handle: Handle,
     reader: RingReader,
@@ -48,7 +48,7 @@ impl Sampled {
         })
     }
 
-    /// Reads what is in the ring; throttles are told.
+    /// Reads the ring and prints throttling records.
     fn drain(&mut self) -> Result<(), Box<dyn std::error::Error>> {
         let attr = self.handle.attr();
         let format = Format::from(attr);
@@ -92,7 +92,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let session = core.session(0, Role::Admin);
     vcpu.sched_in();
     let serve = || vcpu.service_overflows(&mut Here, &mut |_| {});
-    // `n` page faults; overflows are served when their signal has come, as a VMM's run loop does.
+    // Causes `n` page faults and handles overflows after their signal, as a VMM's run loop does.
     let faults = |n: usize| {
         for _ in 0..n / 10 {
             let before = signals();
@@ -142,7 +142,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     )?;
     for second in 1..=2 {
         for _ in 0..250 {
-            // The host's timers interrupt nothing here that they could kick: this looks for itself.
+            // No blocking call here that an overflow signal could interrupt, so poll.
             for _ in 0..20 {
                 spin(Duration::from_micros(200));
                 serve();

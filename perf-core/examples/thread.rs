@@ -1,5 +1,5 @@
-//! Counts and samples this thread with a software clock event of the host's kernel, and reads the ring. Runs
-//! on any Linux on which this user may call `perf_event_open(2)`.
+//! Counts and samples this thread with a software clock event of the host kernel, and reads the
+//! ring. Runs on any Linux on which this user may call `perf_event_open(2)`.
 //!
 //! `cargo run -p perf-core --example thread`
 
@@ -10,11 +10,12 @@ use perf_core::record::{Format, Record};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
-/// `PERF_COUNT_SW_TASK_CLOCK`: nanoseconds on a processor.
+/// `PERF_COUNT_SW_TASK_CLOCK`: CPU time in nanoseconds.
 const TASK_CLOCK: u64 = 1;
 const PERIOD_NS: u64 = 1_000_000;
 
-/// A sample says when and for how long, but not where: that is for a signal handler to know.
+/// Registers without an instruction pointer, which only a signal handler could provide. Samples
+/// have a time and a period only.
 struct Nowhere;
 
 impl SampleRegs for Nowhere {
@@ -27,7 +28,7 @@ impl SampleRegs for Nowhere {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    // Overflows are looked for below, so the signal that tells of them may be one that is ignored by default.
+    // Overflows are polled below, so the overflow signal may be one that is ignored by default.
     let core = Core::builder()
         .driver(Arc::new(HostPmu::software(Some(libc::SIGURG))))
         .build()?;

@@ -1,4 +1,5 @@
-//! Time enabled and time running: what a count means depends on how long it was counted.
+//! Time enabled and time running: a count must be interpreted relative to the time for which it was
+//! counted.
 //!
 //! `cargo run -p perf-core --example times`
 
@@ -29,7 +30,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         clock: Arc::new(OwnTime),
         ..CoreConfig::default()
     });
-    // One counter only, so that two events must share it.
+    // A single counter, so that two events must share it.
     core.register(Arc::new(FewCounters {
         host: HostPmu::software(None),
         slots: 1,

@@ -1,22 +1,22 @@
-//! Figures with their targets: printed at the end of a benchmark, and left beside what criterion measured as
-//! `target/criterion/NAME-ratios.json`.
+//! Figures with targets, printed at the end of a benchmark and written next to criterion's results
+//! as `target/criterion/NAME-ratios.json`.
 
 use std::fs;
 
-/// What a figure should be.
-// No benchmark has targets of all kinds.
+/// The target of a figure.
+// No single benchmark has targets of all types.
 #[allow(dead_code, reason = "each program uses its part")]
 #[derive(Clone, Copy)]
 pub enum Target {
     AtLeast(f64),
     AtMost(f64),
-    /// More than that; it itself is no success.
+    /// More than the value, exclusively.
     Above(f64),
-    /// To be known, without a limit.
+    /// No target; for information only.
     None,
 }
 
-/// One figure; `None` where it was not measured, as when only some benchmarks run.
+/// One figure; `None` if it was not measured, for example when only some benchmarks run.
 pub struct Figure {
     pub name: &'static str,
     pub value: Option<f64>,
@@ -45,19 +45,20 @@ impl Figure {
     }
 }
 
-/// Whether benchmarks are only tried or listed: what they take then says nothing.
+/// Returns `true` if benchmarks are only tested or listed, so that measurements are meaningless.
 pub fn only_tried() -> bool {
     std::env::args().any(|a| a == "--test" || a == "--list")
 }
 
-/// The one in the middle.
+/// Returns the median.
 #[allow(dead_code, reason = "each program uses its part")]
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
 }
 
-/// Prints the figures and, unless the run was a partial one, writes them, with `more`, to `NAME-ratios.json`.
+/// Prints the figures and, unless the run was partial, writes them, with `more`, to
+/// `NAME-ratios.json`.
 pub fn report(
     name: &str,
     figures: &[Figure],

@@ -1,12 +1,12 @@
-//! A driver whose events cost nothing, in place of the host's.
+//! A driver whose events cost nothing, used instead of the host driver.
 
 use perf_core::pmu::{Capacity, PmuError, Target};
 use perf_core::{Attr, EventType, Pmu, PmuEvent};
 
-/// A driver of some slots that does nothing, so that what is counted is the core's alone.
+/// A driver with a number of slots that does nothing, so that only the core's cost is measured.
 #[derive(Debug)]
 pub struct Nothing {
-    /// How many events it has room for.
+    /// Number of slots.
     pub slots: usize,
 }
 

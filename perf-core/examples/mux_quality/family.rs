@@ -1,5 +1,6 @@
-//! A family of random traces: any number of them, each drawn from its own seed. The policy was tuned on the
-//! seeds 0 to 119 and the standard error on 0 to 19; those of [`HOLD_OUT`] were drawn after both were done.
+//! A family of random traces, each drawn from its own seed. The policy was tuned on seeds 0 to 119
+//! and the standard error on seeds 0 to 19; the seeds of [`HOLD_OUT`] were drawn after both were
+//! complete.
 
 use std::f64::consts::TAU;
 use std::ops::Range;
@@ -8,17 +9,17 @@ use fastrand::Rng;
 
 use super::traces::{MS, STEP_NS, TICK_NS, Trace};
 
-/// Seeds for the figures.
+/// Seeds for the published figures.
 pub const HOLD_OUT: Range<u64> = 5_000_000..5_000_120;
 
-/// The first length of the adaptive policy's turns, in ticks.
+/// Initial length of the adaptive policy's turns, in ticks.
 pub const PACE: f64 = 0.146;
-/// What [`in_step`] makes.
+/// Name of the kind of traces that [`in_step`] creates.
 pub const IN_STEP: &str = "in-step";
-/// What [`of_kind`] makes against plain rotation.
+/// Name of the kind of traces that [`of_kind`] constructs against plain rotation.
 pub const IN_STEP_ROTATE: &str = "in-step-rotate";
-/// All that [`of_kind`] makes: those of [`trace`], rhythms made against either policy, and three that no
-/// policy or estimator was chosen on.
+/// All kinds that [`of_kind`] creates: those of [`trace`], rhythms constructed against either
+/// policy, and three on which no policy or estimator was chosen.
 pub const ALL_KINDS: [&str; 15] = [
     "steady",
     "bursts",
@@ -37,7 +38,7 @@ pub const ALL_KINDS: [&str; 15] = [
     IN_STEP_ROTATE,
 ];
 
-/// What a trace is made of.
+/// Components of a trace.
 const KINDS: [&str; 10] = [
     "rhythm",
     "rhythms",
@@ -51,18 +52,18 @@ const KINDS: [&str; 10] = [
     "mixture",
 ];
 
-/// The trace of `seed`. Kinds take turns, so that every range of ten seeds holds each once.
+/// Creates the trace of `seed`. Kinds alternate, so every range of ten seeds contains each once.
 pub fn trace(seed: u64) -> Trace {
     drawn(KINDS[(seed % KINDS.len() as u64) as usize], seed)
 }
 
-/// The trace of `seed` that is of `kind`, one of [`ALL_KINDS`].
+/// Creates the trace of `seed` of the given `kind`, one of [`ALL_KINDS`].
 pub fn of_kind(kind: &str, seed: u64) -> Trace {
     drawn(kind, seed)
 }
 
-/// The trace of `seed` whose rhythm keeps step with the adaptive policy's own first rotation for seconds:
-/// within 0.1 % of a simple ratio to it.
+/// Creates the trace of `seed` with a rhythm that stays in step with the adaptive policy's first
+/// rotation for seconds: within 0.1 % of a simple ratio to it.
 pub fn in_step(seed: u64) -> Trace {
     drawn(IN_STEP, seed)
 }
@@ -74,8 +75,8 @@ fn drawn(kind: &str, seed: u64) -> Trace {
     let length_ns = rng.u64(4_000..12_000) * MS;
     let steps = (length_ns / STEP_NS) as usize;
     let tick_ms = TICK_NS as f64 / MS as f64;
-    // A turn sends one group off, so the reference's rotation is a turn per group, and a slice a turn per
-    // slot.
+    // A turn stops one group, so the reference's rotation takes one turn per group, and a slice one
+    // turn per slot.
     let near = |rng: &mut Rng, ms: f64| {
         let ratio = f64::from(rng.u32(1..=4)) / f64::from(rng.u32(1..=4));
         let pace = [1.0, 1.0, 0.618, 0.382, 0.25, 0.236][rng.usize(0..6)];
@@ -139,7 +140,7 @@ fn drawn(kind: &str, seed: u64) -> Trace {
         for rate in &mut rates {
             *rate *= level * (1.0 + noise * (2.0 * rng.f64() - 1.0));
         }
-        // Some events hardly change at all.
+        // Some events are almost constant.
         if e > 0 && rng.u32(0..5) == 0 {
             rates.fill(level);
         }
@@ -152,7 +153,7 @@ fn drawn(kind: &str, seed: u64) -> Trace {
     )
 }
 
-/// What kind of trace `name` is.
+/// Returns the kind of the trace `name`.
 pub fn kind(name: &str) -> &str {
     name.rsplit_once('-').map_or(name, |(kind, _)| kind)
 }
@@ -227,7 +228,7 @@ fn ramp(rng: &mut Rng, steps: usize) -> Vec<f64> {
         .collect()
 }
 
-/// The logarithm of the rate walks at random, by a factor of two in 50 to 1,000 ms.
+/// Random walk of the logarithm of the rate, by a factor of two in 50 to 1,000 ms.
 fn drift(rng: &mut Rng, steps: usize) -> Vec<f64> {
     let ms = log_uniform(rng, 50.0, 1_000.0);
     let step = std::f64::consts::LN_2 / (ms * MS as f64 / STEP_NS as f64).sqrt();
@@ -235,7 +236,7 @@ fn drift(rng: &mut Rng, steps: usize) -> Vec<f64> {
     (0..steps)
         .map(|_| {
             log += if rng.bool() { step } else { -step };
-            // Back towards the middle, so that no part of the run is all that counts.
+            // Towards the middle, so that no part of the run dominates.
             log *= 1.0 - step * step / 2.0;
             log.exp()
         })
@@ -263,7 +264,7 @@ fn phases(rng: &mut Rng, bounds: &[usize], steps: usize) -> Vec<f64> {
     rates
 }
 
-/// Rare, and of sizes whose variance is infinite.
+/// Rare events with sizes of infinite variance.
 fn long_tail(rng: &mut Rng, steps: usize) -> Vec<f64> {
     let alpha = 1.1 + 0.7 * rng.f64();
     let off = log_uniform(rng, 20.0, 300.0);

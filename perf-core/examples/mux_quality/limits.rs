@@ -1,12 +1,13 @@
-//! What can be had at all at a given number of turns: a bound for every estimator, and two ideas that were
-//! tried.
+//! Theoretical limits at a given number of turns: a bound for every estimator, and two ideas that
+//! were tried.
 //!
 //! # The bound
-//! For a rate whose correlation falls exponentially with time, three things are computed and not simulated:
-//! the error of linear scaling; the error of whoever knows the rate at every moment of every slice, its mean,
-//! its variance and its correlation time, and that it is Gaussian; and the error of whoever knows the same of
-//! a rate that jumps between two values. What gaps hide from these two is the variance of the integral given
-//! both ends: nobody who sees no more than slices can do better.
+//! For a rate with a correlation that decreases exponentially with time, three errors are computed
+//! analytically. The first is the error of linear scaling. The second assumes full knowledge of the
+//! rate during every slice, of its mean, variance and correlation time, and that it is Gaussian.
+//! The third assumes the same knowledge of a rate that jumps between two values. The remaining
+//! error of the latter two is the variance of the integral over the gaps given both ends: no
+//! estimator that sees only slices can do better.
 
 use fastrand::Rng;
 
@@ -15,18 +16,19 @@ use super::traces::{TICK_NS, Trace};
 /// Errors for one gap, in units of the rate's deviation and a period.
 #[derive(Clone, Copy, Debug)]
 pub struct Limit {
-    /// Of linear scaling.
+    /// Error of linear scaling.
     pub linear: f64,
-    /// Of whoever knows a Gaussian rate's path in all slices, and its law.
+    /// Error with full knowledge of a Gaussian rate in all slices, and of its distribution.
     pub gaussian: f64,
-    /// Likewise of a rate that jumps between two values.
+    /// Error with full knowledge of a rate that jumps between two values.
     pub telegraph: f64,
 }
 
-/// For slices that are the part `on` of a period and a correlation time of `time` periods.
+/// Computes the limit for slices that cover the fraction `on` of a period and a correlation time of
+/// `time` periods.
 pub fn limit(on: f64, time: f64) -> Limit {
     let gap = 1.0 - on;
-    // Mean of the correlation within a slice, and from a slice to one `by` periods later.
+    // Mean correlation within a slice, and between slices `by` periods apart.
     let x = on / time;
     let within = 2.0 / x * (1.0 - (1.0 - (-x).exp()) / x);
     let next =
@@ -40,8 +42,8 @@ pub fn limit(on: f64, time: f64) -> Limit {
     }
 }
 
-/// Mean over both ends of the variance of a telegraph's integral over a gap, between 1 and -1 with equal
-/// chances.
+/// Returns the mean, over both ends, of the variance of a telegraph process's integral over a gap,
+/// between 1 and -1 with equal probability.
 fn telegraph(gap: f64, time: f64) -> f64 {
     const STEPS: usize = 400;
     let dt = gap / STEPS as f64;
@@ -66,26 +68,25 @@ fn telegraph(gap: f64, time: f64) -> f64 {
     variance
 }
 
-/// A turn: how long it lasted, and who counted how much in it.
+/// A turn: its duration, and the counts of the events in it.
 struct Segment {
     length: f64,
     counts: Vec<(usize, f64)>,
 }
 
-/// Mean errors over the events of a trace, all at one turn a tick.
+/// Mean errors over the events of a trace, with one turn per tick.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ideas {
-    /// Everyone in turn, linear.
+    /// Round robin, linear scaling.
     pub rotate: f64,
-    /// In another order in each rotation, linear.
+    /// A different order in each rotation, linear scaling.
     pub shuffled: f64,
-    /// Everyone in turn; gaps are filled with what those who were on meanwhile say, as far as they used to
-    /// go together.
+    /// Round robin; gaps are filled from correlated events that were on meanwhile.
     pub together: f64,
 }
 
 impl Ideas {
-    /// Adds `other`, weighted.
+    /// Adds `other` with a weight.
     pub fn add(&mut self, other: &Self, weight: f64) {
         self.rotate += weight * other.rotate;
         self.shuffled += weight * other.shuffled;
@@ -127,7 +128,7 @@ fn segments(trace: &Trace, rng: &mut Rng, shuffle: bool) -> (u64, Vec<Segment>) 
             rng.shuffle(&mut line);
         }
         if shuffle {
-            // A round ends when everyone has been on in it.
+            // A round ends when every event has been on in it.
             on.extend(line.pop());
         } else {
             line.insert(0, left);
@@ -166,8 +167,8 @@ fn scaled(run: &[Segment], event: usize) -> f64 {
     mean_rate(run, event) * run.iter().map(|s| s.length).sum::<f64>()
 }
 
-/// The event's rate is taken for its mean and a part of what the others on at the time were above theirs. How
-/// large a part: a regression over the turns in which it was on itself.
+/// Estimates an event's rate as its mean plus a fraction of the deviation of the other events that
+/// were on. The fraction is a regression over the turns in which the event itself was on.
 fn with_others(run: &[Segment], event: usize) -> f64 {
     let events = 1 + run.iter().flat_map(|s| &s.counts).map(|c| c.0).max().unwrap_or(0);
     let means: Vec<f64> = (0..events).map(|e| mean_rate(run, e)).collect();
@@ -203,7 +204,7 @@ fn with_others(run: &[Segment], event: usize) -> f64 {
         xy += (x - x0) * (y - y0);
         yy += (y - y0) * (y - y0);
     }
-    // What may be chance is left alone.
+    // Insignificant correlations are ignored.
     let telling = xx > 0.0 && yy > 0.0 && xy * xy / (xx * yy) * n > 4.0;
     let part = if telling { xy / xx } else { 0.0 };
     run.iter()

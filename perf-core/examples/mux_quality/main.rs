@@ -1,5 +1,6 @@
-//! How good the estimates of multiplexed events are: the adaptive policy with the interpolating estimator
-//! beside linear scaling under round robin, on fixed traces and on a family of random ones.
+//! Measures the accuracy of multiplexed estimates: the adaptive policy with the interpolating
+//! estimator against linear scaling under round robin, on fixed traces and on a family of random
+//! ones.
 //!
 //! `cargo run --release --example mux_quality`
 
@@ -14,9 +15,9 @@ use measure::{Bars, Comparison, all_bars, bars, mean_error, run_core, runs, summ
 use perf_core::mux::MuxPolicy;
 use traces::{EVENTS, SEEDS, SLOTS, TICK_NS, Trace};
 
-/// Seeds each trace of the family is measured with.
+/// Number of seeds per trace of the family.
 const FAMILY_SEEDS: usize = 8;
-/// Traces of each kind that go through a core.
+/// Number of traces of each kind that are run through a core.
 const CORE_TRACES: usize = 40;
 
 fn hasty_ns() -> u64 {
@@ -156,7 +157,8 @@ fn random() {
             });
     };
     family::HOLD_OUT.map(family::trace).for_each(&mut add);
-    // Apart from the others, which do not know the policy: these are made against it.
+    // Separate from the others, which are independent of the policy: these are constructed against
+    // it.
     family::HOLD_OUT.map(family::in_step).for_each(&mut add);
     let in_step = kinds.remove(family::IN_STEP).unwrap_or_default();
     let mut all = Kind::default();
@@ -172,7 +174,8 @@ fn random() {
     );
 }
 
-/// What users get: traces of all kinds through a core, under both policies, and what it says of its errors.
+/// Runs traces of all kinds through a core under both policies, and reports the core's error bars
+/// as users see them.
 fn through_a_core() {
     println!("\nthrough a core, interpolating, {CORE_TRACES} traces of each kind, one seed each");
     println!(
@@ -214,7 +217,7 @@ fn through_a_core() {
     }
 }
 
-/// At the same number of turns.
+/// Compares the policies at the same number of turns.
 fn at_equal_turns() {
     println!(
         "\nat equal turns: the least error there can be, over that of linear scaling; slices are a quarter of a period"
@@ -259,7 +262,7 @@ fn print_ideas(name: &str, ideas: &limits::Ideas) {
     );
 }
 
-/// What longer turns cost, where a kick is dear.
+/// Measures the cost of longer turns, for hosts with expensive kicks.
 fn by_length() {
     println!("\nadaptive by the first length of its turns, interpolating, mean error");
     println!(

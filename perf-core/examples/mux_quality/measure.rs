@@ -1,5 +1,5 @@
-//! Runs a policy over a trace, as a context with a few slots would, and compares the estimates with the
-//! truth.
+//! Simulation of a multiplexing policy on a trace, as in a context with few slots, and comparison
+//! of its estimates with the true counts.
 
 use std::sync::Arc;
 
@@ -12,38 +12,38 @@ use perf_core::*;
 
 use super::traces::{SEEDS, TICK_NS, Trace};
 
-/// One run.
+/// The results of one run.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Run {
-    /// Mean over the events of |estimate - truth| / truth, scaling linearly.
+    /// Mean over the events of |estimate - truth| / truth, with linear scaling.
     pub linear_error: f64,
-    /// The same with the interpolating estimator.
+    /// Mean relative error with the interpolating estimator.
     pub error: f64,
-    /// What the estimates said of their errors.
+    /// Error bars of the estimates.
     pub bars: Bars,
-    /// Groups put on per second.
+    /// Group starts per second.
     pub switches_per_s: f64,
 }
 
-/// What estimates said of their errors, and whether it was so.
+/// Statistics of the error bars of estimates, and of their correctness.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Bars {
-    /// Estimates.
+    /// Number of estimates.
     pub events: f64,
-    /// Those with a standard error, and of them those with the truth within two.
+    /// Number of estimates with a standard error, and of those within two of the truth.
     pub known: f64,
     pub covered: f64,
-    /// Those with no more than a bound, and of them those with the truth within it.
+    /// Number of estimates with only a bound, and of those within it.
     pub bounded: f64,
     pub held: f64,
-    /// Sums over those with a standard error: of its square, relative to the truth, and of the square of the
-    /// error.
+    /// Sums over the estimates with a standard error: its square, relative to the truth, and the
+    /// square of the error.
     variance: f64,
     square_error: f64,
 }
 
 impl Bars {
-    /// Takes in an estimate.
+    /// Adds an estimate.
     pub fn add(&mut self, truth: u64, value: u64, standard_error: Option<f64>, bound: Option<f64>) {
         let error = value as f64 - truth as f64;
         let truth = (truth as f64).max(1.0);
@@ -59,7 +59,7 @@ impl Bars {
         }
     }
 
-    /// Takes in all that `other` has.
+    /// Adds the statistics of `other`.
     pub fn merge(&mut self, other: &Self) {
         self.events += other.events;
         self.known += other.known;
@@ -70,17 +70,18 @@ impl Bars {
         self.square_error += other.square_error;
     }
 
-    /// Of those with a standard error, the part within two.
+    /// Returns the fraction of estimates with a standard error that are within two of the truth.
     pub fn within_two(&self) -> f64 {
         self.covered / self.known
     }
 
-    /// Of those with a bound, the part within it.
+    /// Returns the fraction of estimates with a bound that are within it.
     pub fn within_bound(&self) -> f64 {
         self.held / self.bounded
     }
 
-    /// Standard error over error, root mean squares of both: 1 is right, less is too sure.
+    /// Returns the ratio of the root mean squares of standard error and error: 1 is correct, less
+    /// is overconfident.
     pub fn doubt(&self) -> f64 {
         (self.variance / self.square_error).sqrt()
     }
@@ -93,7 +94,7 @@ struct Event {
     estimator: Estimator,
 }
 
-/// Measures `policy`, with turns of `turn_ns`, on `trace`. The timer that gives turns rings on a grid of
+/// Measures `policy` with turns of `turn_ns` on `trace`. The timer for turns fires on a grid of
 /// `grid_ns`.
 pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u64) -> Run {
     let mut rng = Rng::with_seed(seed);
@@ -114,7 +115,7 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
     let mut queue = MuxQueue::new(policy, turn_ns);
     (0..n).for_each(|key| queue.insert(GroupKey::from(key)));
 
-    // The run sees the trace from `start` to its end; times below are the trace's.
+    // The run covers the trace from `start` to its end; the times below are the trace's.
     let mut now = start;
     let mut switches = 0u64;
     let mut left = None;
@@ -199,8 +200,8 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
     result
 }
 
-/// The same run through a [`Core`] with a simulated PMU: estimates of the events as handles give them, in the
-/// order of the trace, and how often groups were put on.
+/// Performs the same run through a [`Core`] with a simulated PMU. Returns the estimates of the
+/// events' handles in the order of the trace, and the number of group starts.
 pub fn run_core(trace: &Trace, policy: MuxPolicy, turn_ns: u64, seed: u64) -> (Vec<CoreEstimate>, u64) {
     let mut rng = Rng::with_seed(seed);
     let n = trace.events.len();
@@ -270,7 +271,7 @@ pub fn run_core(trace: &Trace, policy: MuxPolicy, turn_ns: u64, seed: u64) -> (V
     )
 }
 
-/// What a handle says of one event, and what is true.
+/// An event's estimate from its handle, and the true count.
 #[derive(Clone, Copy, Debug)]
 pub struct CoreEstimate {
     pub truth: u64,
@@ -279,7 +280,7 @@ pub struct CoreEstimate {
     pub bound: Option<f64>,
 }
 
-/// Mean error of the estimates, relative to the truth.
+/// Returns the mean error of the estimates, relative to the truth.
 pub fn mean_error(estimates: &[CoreEstimate]) -> f64 {
     let error = |e: &CoreEstimate| {
         let truth = e.truth as f64;
@@ -288,7 +289,7 @@ pub fn mean_error(estimates: &[CoreEstimate]) -> f64 {
     estimates.iter().map(error).sum::<f64>() / estimates.len() as f64
 }
 
-/// What they said of their errors.
+/// Returns the statistics of the estimates' error bars.
 pub fn bars(estimates: &[CoreEstimate]) -> Bars {
     let mut bars = Bars::default();
     for e in estimates {
@@ -297,7 +298,7 @@ pub fn bars(estimates: &[CoreEstimate]) -> Bars {
     bars
 }
 
-/// The runs of one policy on one trace, one for each of the first `seeds` seeds.
+/// Runs one policy on one trace with each of the first `seeds` seeds.
 pub fn runs(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seeds: usize) -> Vec<Run> {
     SEEDS
         .iter()
@@ -306,14 +307,15 @@ pub fn runs(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seeds:
         .collect()
 }
 
-/// What all runs said of their errors.
+/// Returns the error bar statistics of all runs.
 pub fn all_bars(runs: &[Run]) -> Bars {
     let mut all = Bars::default();
     runs.iter().for_each(|run| all.merge(&run.bars));
     all
 }
 
-/// The adaptive policy and the interpolating estimator beside linear scaling under rotation.
+/// The adaptive policy with the interpolating estimator compared with linear scaling under
+/// rotation.
 #[derive(Clone, Debug)]
 pub struct Comparison {
     pub rotate: Vec<Run>,
@@ -323,7 +325,7 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    /// Compares on `trace`; the adaptive policy's timer rings on a grid of `grid_ns`.
+    /// Compares both on `trace`; the adaptive policy's timer fires on a grid of `grid_ns`.
     pub fn new(trace: &Trace, grid_ns: u64, seeds: usize) -> Self {
         let rotate = runs(trace, MuxPolicy::Rotate, TICK_NS, 1, seeds);
         let adaptive = runs(trace, MuxPolicy::Adaptive, TICK_NS, grid_ns, seeds);
@@ -335,8 +337,8 @@ impl Comparison {
         }
     }
 
-    /// By how much ours is worse than one may expect of two runs that are equally good: what is beyond two
-    /// standard deviations, over the seeds, of their difference.
+    /// Returns by how much the adaptive policy is worse beyond the expected noise, which is two
+    /// standard deviations of the difference over the seeds.
     pub fn excess(&self) -> f64 {
         let noise = 2.0 * self.base.deviation.hypot(self.ours.deviation);
         (self.ours.mean - self.base.mean - noise).max(0.0)
@@ -350,7 +352,7 @@ pub struct Summary {
     pub deviation: f64,
 }
 
-/// Summarises one figure of several runs.
+/// Summarizes one figure of several runs.
 pub fn summarise(runs: &[Run], figure: impl Fn(&Run) -> f64) -> Summary {
     let n = runs.len() as f64;
     let mean = runs.iter().map(&figure).sum::<f64>() / n;

@@ -1,33 +1,33 @@
-//! Traces on which estimators and multiplexing policies are measured: how fast each of some events really
-//! happens, over time. Everything is fixed: formulas, lengths and seeds.
+//! Traces on which estimators and multiplexing policies are measured: the true rates of several
+//! events over time. Formulas, lengths and seeds are fixed.
 
 use std::sync::Arc;
 
 use fastrand::Rng;
 
-/// Resolution of a trace.
+/// Resolution of a trace, in nanoseconds.
 pub const STEP_NS: u64 = 100_000;
-/// Nanoseconds of a millisecond.
+/// Nanoseconds per millisecond.
 pub const MS: u64 = 1_000_000;
-/// Length of the synthetic traces.
+/// Length of the synthetic traces, in nanoseconds.
 const LENGTH_NS: u64 = 10_000 * MS;
-/// Events of a synthetic trace; the recorded ones have as many.
+/// Number of events of a synthetic trace; the recorded traces have the same number.
 pub const EVENTS: usize = 8;
-/// Slots they share.
+/// Number of slots that the events share.
 pub const SLOTS: usize = 2;
-/// What the policies are compared at: the reference rotates every `TICK_NS`.
+/// Interval of the reference policy's rotation, in nanoseconds.
 pub const TICK_NS: u64 = 4 * MS;
-/// Every trace is measured with each of these seeds. They move the start of the trace against the tick, the
-/// order of the events, and whatever the policy draws.
+/// Seeds of the measurements of each trace. They vary the start of the trace relative to the tick,
+/// the order of the events, and the random choices of the policy.
 pub const SEEDS: [u64; 16] = [
     0x9e37, 0x79b9, 0x7f4a, 0x7c15, 0xf39c, 0xc060, 0x5ced, 0xc834, 0x1082, 0x276b, 0xf3a2, 0x7251, 0xf86c,
     0x6a11, 0xd0c1, 0x8e95,
 ];
 
-/// One event's true counts over time.
+/// The true counts of one event over time.
 #[derive(Clone, Debug)]
 pub struct Curve {
-    /// Counts up to each step; one more entry than there are steps.
+    /// Cumulative counts at each step; one more entry than there are steps.
     sums: Arc<[f64]>,
 }
 
@@ -42,7 +42,7 @@ impl Curve {
         Self { sums: sums.into() }
     }
 
-    /// Counts in the first `ns` nanoseconds.
+    /// Returns the counts in the first `ns` nanoseconds.
     pub fn until(&self, ns: u64) -> u64 {
         let steps = self.sums.len() - 1;
         let at = (ns / STEP_NS) as usize;
@@ -54,21 +54,21 @@ impl Curve {
     }
 }
 
-/// A rate of 1 is this many counts per step: 10^8 per second.
+/// Counts per step at a rate of 1: 10^8 per second.
 const COUNTS_PER_STEP: f64 = 10_000.0;
 
-/// Some events of one program.
+/// Several events of one program.
 #[derive(Clone, Debug)]
 pub struct Trace {
     pub name: String,
     pub events: Vec<Curve>,
     pub length_ns: u64,
-    /// Slots the events share.
+    /// Number of slots that the events share.
     pub slots: usize,
 }
 
 impl Trace {
-    /// A trace of events with these rates per step.
+    /// Creates a trace of events with the given rates per step.
     pub fn from_rates(name: String, rates: Vec<Vec<f64>>, slots: usize) -> Self {
         Self {
             name: name.to_owned(),
@@ -83,7 +83,7 @@ fn steps() -> u64 {
     LENGTH_NS / STEP_NS
 }
 
-/// A trace whose event `e` has rate `rate(e, t)`, `t` in ms.
+/// Creates a trace whose event `e` has rate `rate(e, t)`, with `t` in milliseconds.
 fn formula(name: &'static str, rate: impl Fn(usize, f64) -> f64) -> Trace {
     let ms_of = |step: u64| step as f64 * STEP_NS as f64 / MS as f64;
     Trace {
@@ -96,7 +96,7 @@ fn formula(name: &'static str, rate: impl Fn(usize, f64) -> f64) -> Trace {
     }
 }
 
-/// A trace whose events draw: `rates(e, rng)` gives the rate of each step.
+/// Creates a trace of random events: `rates(e, rng)` returns the rate of each step.
 fn drawn(name: &'static str, seed: u64, rates: impl Fn(usize, &mut Rng) -> Vec<f64>) -> Trace {
     Trace {
         name: name.to_owned(),
@@ -108,13 +108,13 @@ fn drawn(name: &'static str, seed: u64, rates: impl Fn(usize, &mut Rng) -> Vec<f
     }
 }
 
-/// A time drawn from an exponential distribution, in whole steps, at least one.
+/// Draws an exponentially distributed time in whole steps, at least one.
 fn exponential_steps(rng: &mut Rng, mean_ms: f64) -> usize {
     let ms = -mean_ms * (1.0 - rng.f64()).ln();
     ((ms * MS as f64 / STEP_NS as f64) as usize).max(1)
 }
 
-/// On and off in turn, for times drawn around the two means.
+/// Alternates between on and off for random times around the two means.
 fn on_off(rng: &mut Rng, on_ms: f64, off_ms: f64, on: f64, off: f64) -> Vec<f64> {
     let mut rates = Vec::new();
     while rates.len() < steps() as usize {
@@ -142,12 +142,12 @@ fn steady() -> Trace {
     })
 }
 
-/// Every event comes in bursts of its own.
+/// Independent bursts of every event.
 fn bursty() -> Trace {
     drawn("bursty", 200, |_, rng| on_off(rng, 25.0, 225.0, 2.0, 0.02))
 }
 
-/// Two events in bursts among six steady ones.
+/// Two bursty events among six steady ones.
 fn bursty_few() -> Trace {
     drawn("bursty-few", 300, |e, rng| {
         if e < 2 {
@@ -158,31 +158,31 @@ fn bursty_few() -> Trace {
     })
 }
 
-/// Short, rare and high: a collector, a timer, a flush.
+/// Short, rare and high spikes, such as a garbage collector, a timer, or a flush.
 fn spikes() -> Trace {
     drawn("spikes", 400, |e, rng| {
         on_off(rng, 3.0, 100.0 + 20.0 * e as f64, 10.0, 0.3)
     })
 }
 
-/// As long as a tick of the reference, nearly.
+/// A period close to the reference's tick.
 fn near_tick() -> Trace {
     formula("near-tick", |e, t| square(t + e as f64 * 0.4, 4.04, 0.3))
 }
 
-/// As long as the reference's whole rotation, nearly: eight groups, a tick each.
+/// A period close to the reference's whole rotation: eight groups, a tick each.
 fn near_rotation() -> Trace {
     formula("near-rotation", |e, t| square(t + e as f64 * 3.0, 32.05, 0.25))
 }
 
-/// Exactly twice the rotation, as a sine.
+/// A sine with a period of exactly twice the rotation.
 fn two_rotations() -> Trace {
     formula("two-rotations", |e, t| {
         1.0 + 0.9 * (std::f64::consts::TAU * (t + e as f64 * 7.0) / 64.0).sin()
     })
 }
 
-/// Half the events rise, half fall.
+/// Increasing rates for half the events, decreasing rates for the others.
 fn ramp() -> Trace {
     formula("ramp", |e, t| {
         let x = t / (LENGTH_NS / MS) as f64;
@@ -209,7 +209,7 @@ fn phases() -> Trace {
     })
 }
 
-/// Events that happen in one part of the run only.
+/// Events that occur in one part of the run only.
 fn part_time() -> Trace {
     formula("part-time", |e, t| {
         let begin = 900.0 * e as f64;
@@ -221,7 +221,8 @@ fn part_time() -> Trace {
     })
 }
 
-/// A trace of a real process, recorded by `record.sh`: one row per ms, one column per event.
+/// Parses a trace of a real process, recorded by `record.sh`: one row per millisecond, one column
+/// per event.
 fn recorded(name: &'static str, csv: &str) -> Trace {
     let rows: Vec<Vec<f64>> = csv
         .lines()
@@ -243,7 +244,7 @@ fn recorded(name: &'static str, csv: &str) -> Trace {
     }
 }
 
-/// All traces.
+/// Returns all traces.
 pub fn all() -> Vec<Trace> {
     vec![
         steady(),

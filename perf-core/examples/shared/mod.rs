@@ -1,4 +1,4 @@
-//! What the examples share: this thread as a vCPU, work that can be counted, and a PMU with few counters.
+//! Helpers of the examples: this thread as a vCPU, countable work, and a PMU with few counters.
 #![allow(dead_code, unsafe_code, reason = "each program uses its part")]
 
 use std::hint::black_box;
@@ -10,19 +10,19 @@ use perf_core::pmu::host::HostPmu;
 use perf_core::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target};
 use perf_core::time::Clock;
 
-/// `PERF_COUNT_SW_TASK_CLOCK`: nanoseconds this thread ran.
+/// `PERF_COUNT_SW_TASK_CLOCK`: CPU time of this thread, in nanoseconds.
 pub const TASK_CLOCK: u64 = 1;
 /// `PERF_COUNT_SW_PAGE_FAULTS`.
 pub const PAGE_FAULTS: u64 = 2;
 /// `PERF_COUNT_SW_CONTEXT_SWITCHES`.
 pub const CONTEXT_SWITCHES: u64 = 3;
 
-/// An event of the host kernel's software counters.
+/// Returns the attributes of a software event of the host kernel.
 pub fn software(config: u64) -> Attr {
     Attr::counting(EventType::SOFTWARE, config)
 }
 
-/// The number of this thread.
+/// Returns the id of this thread.
 pub fn tid() -> i32 {
     let link = std::fs::read_link("/proc/thread-self").unwrap_or_default();
     link.file_name()
@@ -30,8 +30,8 @@ pub fn tid() -> i32 {
         .unwrap_or(0)
 }
 
-/// The processor time of the thread that asks. This process has one vCPU and one thread, so it is the vCPU's
-/// time, and what else goes on on the machine is no part of it.
+/// The CPU time of the calling thread. This process has one vCPU and one thread, so this is the
+/// vCPU's time, unaffected by other load on the machine.
 #[derive(Debug)]
 pub struct OwnTime;
 
@@ -41,7 +41,7 @@ impl Clock for OwnTime {
             tv_sec: 0,
             tv_nsec: 0,
         };
-        // SAFETY: the pointer is valid for the time the call writes.
+        // SAFETY: the pointer is valid for the duration of the call.
         let result = unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut now) };
         assert_eq!(result, 0, "every thread has a clock");
         now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
@@ -54,24 +54,24 @@ extern "C" fn on_signal(_: libc::c_int) {
     SIGNALS.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Counts the signal that this gives from now on.
+/// Counts overflow signals from now on and returns the signal's number.
 pub fn count_signals() -> i32 {
     let handler = on_signal as extern "C" fn(libc::c_int);
-    // SAFETY: the handler only touches an atomic.
+    // SAFETY: the handler only accesses an atomic.
     unsafe { libc::signal(libc::SIGUSR2, handler as usize) };
     libc::SIGUSR2
 }
 
-/// How many came.
+/// Returns the number of signals received.
 pub fn signals() -> u64 {
     SIGNALS.load(Ordering::Relaxed)
 }
 
-/// Touches `pages` pages of new memory: as many page faults, unless the kernel hands out huge pages.
+/// Touches `pages` pages of new memory, which causes as many page faults unless the kernel uses
+/// huge pages.
 pub fn touch(pages: usize) {
     let len = pages * 4096;
-    // SAFETY: a fresh private mapping, of nobody else's memory; unmapped below, when nothing points to it any
-    // more.
+    // SAFETY: a fresh private mapping that is unmapped below, when nothing points to it any more.
     unsafe {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         let at = libc::mmap(
@@ -90,7 +90,7 @@ pub fn touch(pages: usize) {
     }
 }
 
-/// Computes for `time` of the processor.
+/// Computes for `time` of CPU time.
 pub fn spin(time: Duration) {
     let end = OwnTime.now_ns() + time.as_nanos() as u64;
     while OwnTime.now_ns() < end {
@@ -98,8 +98,7 @@ pub fn spin(time: Duration) {
     }
 }
 
-/// The host's software events as if they needed counters and there were only so many: multiplexing on any
-/// machine.
+/// The host's software events with a limited number of counters, for multiplexing on any machine.
 #[derive(Debug)]
 pub struct FewCounters {
     pub host: HostPmu,

@@ -1,25 +1,26 @@
-//! Sets of hardware counters.
+//! Sets of hardware counters, for capacities and counter constraints.
 
 use std::fmt;
 use std::ops::{BitAnd, BitOr};
 
-/// A set of up to 64 counters of one PMU, numbered from 0.
+/// A set of up to 64 hardware counters of one PMU, numbered from 0.
 ///
-/// A driver numbers its counters from those that hold most events to those that hold few: general counters
-/// first, fixed ones behind them. An event that may sit on several is put on the last of them, so that the
-/// general ones stay free for what fits nowhere else.
+/// A driver numbers its counters from the most general to the most specialized: general-purpose
+/// counters first, then fixed-function counters. An event with several allowed counters is assigned
+/// to the highest-numbered one, which leaves the general-purpose counters free for events that fit
+/// nowhere else.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct CounterMask(u64);
 
 impl CounterMask {
-    /// No counter.
+    /// The empty set.
     pub const NONE: Self = Self(0);
-    /// All there can be.
+    /// The set of all 64 counters.
     pub const ALL: Self = Self(u64::MAX);
-    /// The most counters a PMU may have.
+    /// Maximum number of counters of a PMU.
     pub const MOST: usize = 64;
 
-    /// Counters 0 to `n - 1`; all 64 for any larger `n`.
+    /// Returns the set of counters 0 to `n - 1`, or all 64 counters if `n` is larger than 64.
     #[must_use]
     pub const fn first(n: usize) -> Self {
         if n >= Self::MOST {
@@ -29,49 +30,49 @@ impl CounterMask {
         }
     }
 
-    /// Counter `n` alone; none for an `n` there cannot be.
+    /// Returns the set that contains only counter `n`, or the empty set if `n` is 64 or larger.
     #[must_use]
     pub const fn one(n: usize) -> Self {
         if n >= Self::MOST { Self::NONE } else { Self(1 << n) }
     }
 
-    /// One bit for each counter.
+    /// Creates a set from a mask with one bit per counter.
     #[must_use]
     pub const fn from_bits(bits: u64) -> Self {
         Self(bits)
     }
 
-    /// One bit for each counter.
+    /// Returns the set as a mask with one bit per counter.
     #[must_use]
     pub const fn bits(self) -> u64 {
         self.0
     }
 
-    /// How many counters these are.
+    /// Returns the number of counters in the set.
     #[must_use]
     pub const fn len(self) -> usize {
         self.0.count_ones() as usize
     }
 
-    /// Whether there is no counter in it.
+    /// Returns `true` if the set is empty.
     #[must_use]
     pub const fn is_empty(self) -> bool {
         self.0 == 0
     }
 
-    /// Whether counter `n` is in it.
+    /// Returns `true` if the set contains counter `n`.
     #[must_use]
     pub const fn contains(self, n: usize) -> bool {
         !Self(self.0 & Self::one(n).0).is_empty()
     }
 
-    /// These counters without those of `other`.
+    /// Returns the counters of this set that are not in `other`.
     #[must_use]
     pub const fn without(self, other: Self) -> Self {
         Self(self.0 & !other.0)
     }
 
-    /// The last counter.
+    /// Returns the highest-numbered counter.
     #[must_use]
     pub const fn last(self) -> Option<usize> {
         match self.0.checked_ilog2() {
@@ -80,7 +81,7 @@ impl CounterMask {
         }
     }
 
-    /// These counters without the first `n`.
+    /// Returns this set without its `n` lowest-numbered counters.
     #[must_use]
     pub fn skip(self, n: usize) -> Self {
         self.iter()
@@ -88,7 +89,7 @@ impl CounterMask {
             .fold(self, |left, c| left.without(Self::one(c)))
     }
 
-    /// The counters, in order.
+    /// Iterates over the counters in ascending order.
     pub fn iter(self) -> impl Iterator<Item = usize> {
         let mut left = self.0;
         std::iter::from_fn(move || {

@@ -1,11 +1,12 @@
-//! The `fed` driver: counts the VMM makes itself.
+//! The `fed` driver: events whose counts the VMM supplies.
 //!
-//! The VMM counts what it sees (instructions it steps through, exits it handles) into a [`FedCounts`] per
-//! vCPU, and events read from there. `config` is the selector: an index the VMM gives meaning to.
+//! The VMM adds what it observes (single-stepped instructions, handled exits) to a [`FedCounts`]
+//! per vCPU, and events read their counts from there. An event's `config` is the selector, an index
+//! with a meaning that the VMM defines.
 //!
-//! Every count is fed with the guest's privilege level, so `exclude_user` and `exclude_kernel` are exact
-//! here. So are overflows: a feeder that can stop at will asks [`FedCounts::until_overflow`] how far it may
-//! go, and [`FedCounts::add`] tells it when an event has overflowed.
+//! Every addition names the guest's privilege level, so `exclude_user` and `exclude_kernel` are
+//! exact. Overflows are exact too if the VMM can stop at any count: [`FedCounts::until_overflow`]
+//! returns the remaining distance, and [`FedCounts::add`] reports that an event has overflowed.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -15,10 +16,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::attr::{Attr, EventType};
 use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target, VcpuId};
 
-/// No overflow is armed.
+/// Overflow point of a selector without an armed event.
 const NEVER: u64 = u64::MAX;
 
-/// Which privilege levels an event counts.
+/// Privilege levels that an event counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Levels {
     User,
@@ -38,12 +39,12 @@ impl Levels {
     }
 }
 
-/// One selector: what was fed, and where the next overflow is for each choice of levels.
+/// Totals of one selector, and the next overflow point for each choice of levels.
 #[derive(Debug)]
 struct Cell {
     user: AtomicU64,
     kernel: AtomicU64,
-    /// In counts of that choice of levels; [`NEVER`] when no event is armed.
+    /// Next overflow point, in counts at this choice of levels; [`NEVER`] if no event is armed.
     next_user: AtomicU64,
     next_kernel: AtomicU64,
     next_both: AtomicU64,
@@ -81,28 +82,28 @@ impl Cell {
     }
 }
 
-/// What an event counts, and the count at which it overflows, so that the nearest overflow can be found again
-/// when another goes.
+/// An event's choice of levels and its overflow point, from which the nearest overflow point is
+/// recomputed when another event is disarmed.
 #[derive(Clone, Copy, Debug)]
 struct Armed {
     selector: usize,
     levels: Levels,
-    /// [`NEVER`] while it is not armed.
+    /// Overflow point; [`NEVER`] while disarmed.
     at: u64,
 }
 
-/// The open events, armed or not. None of what is done while they are open allocates.
+/// All open events, armed or not. Arming and disarming do not allocate.
 #[derive(Debug, Default)]
 struct ArmedEvents {
     list: Vec<Armed>,
-    /// Places in it that no event has.
+    /// Unused indices of `list`.
     free: Vec<usize>,
 }
 
-/// The counts of one vCPU.
+/// Counts of one vCPU, supplied by the VMM.
 ///
-/// Fed by the vCPU's thread. Feeding and asking are a few relaxed loads and stores on memory of this vCPU
-/// alone.
+/// The vCPU's thread adds the counts. Adding and querying take a few relaxed loads and stores on
+/// memory that belongs to this vCPU alone.
 #[derive(Debug)]
 pub struct FedCounts {
     cells: Box<[Cell]>,
@@ -110,7 +111,7 @@ pub struct FedCounts {
 }
 
 impl FedCounts {
-    /// Counts for selectors 0 to `selectors - 1`.
+    /// Creates zero counts for selectors 0 to `selectors - 1`.
     #[must_use]
     pub fn new(selectors: usize) -> Self {
         Self {
@@ -119,17 +120,19 @@ impl FedCounts {
         }
     }
 
-    /// How many selectors there are.
+    /// Returns the number of selectors.
     #[must_use]
     pub fn selectors(&self) -> usize {
         self.cells.len()
     }
 
-    /// `n` more of `selector`, with the guest at privilege level `cpl` (3 is user, everything else kernel).
-    /// True when an armed event has reached its overflow, now or before: time to handle overflows. A selector
-    /// that does not exist is ignored.
+    /// Adds `n` to `selector`, with the guest at privilege level `cpl` (3 is user, any other value
+    /// is kernel).
     ///
-    /// Several threads may feed the same counts; nothing is lost.
+    /// Returns `true` if an armed event has reached its overflow point, in this call or before, so
+    /// that the caller must handle overflows. Ignores a selector that does not exist.
+    ///
+    /// Several threads may add concurrently without losing counts.
     pub fn add(&self, selector: usize, cpl: u8, n: u64) -> bool {
         let Some(cell) = self.cells.get(selector) else {
             return false;
@@ -139,8 +142,10 @@ impl FedCounts {
         self.until_overflow(selector, cpl) == Some(0)
     }
 
-    /// How many more counts of `selector` at privilege level `cpl` until the next armed event overflows: 0
-    /// when one is due already, `None` when no event that counts this level is armed.
+    /// Returns the number of further counts of `selector` at privilege level `cpl` until the next
+    /// armed event overflows.
+    ///
+    /// Returns 0 if an overflow is already due, and `None` if no armed event counts this level.
     #[must_use]
     pub fn until_overflow(&self, selector: usize, cpl: u8) -> Option<u64> {
         let cell = self.cells.get(selector)?;
@@ -154,7 +159,7 @@ impl FedCounts {
             .min()
     }
 
-    /// All that was fed to `selector`, at any level.
+    /// Returns the total of `selector` at all privilege levels.
     #[must_use]
     pub fn total(&self, selector: usize) -> u64 {
         self.cells
@@ -166,7 +171,7 @@ impl FedCounts {
         self.armed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets, moves or (with [`NEVER`]) removes the overflow of the event at `place`.
+    /// Sets, moves or (with [`NEVER`]) removes the overflow point of the event at index `place`.
     #[inline]
     fn set_armed(&self, place: usize, at: u64) {
         let mut armed = self.armed();
@@ -179,7 +184,7 @@ impl FedCounts {
         if at <= nearest {
             next.store(at, Ordering::Relaxed);
         } else if before == nearest {
-            // It was the nearest; now it may be another.
+            // The nearest overflow point was removed, so find the next one.
             let same = armed
                 .list
                 .iter()
@@ -197,18 +202,18 @@ pub struct FedPmu {
 }
 
 impl FedPmu {
-    /// A driver without vCPUs yet.
+    /// Creates a driver without vCPUs.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Makes `counts` the counts of `vcpu`. Events opened from now on read them.
+    /// Registers `counts` as the counts of `vcpu`. Events that are opened afterwards read them.
     pub fn add_vcpu(&self, vcpu: VcpuId, counts: Arc<FedCounts>) {
         self.lock().insert(vcpu, counts);
     }
 
-    /// Forgets `vcpu`; its open events keep working.
+    /// Unregisters `vcpu`. Its open events keep working.
     pub fn remove_vcpu(&self, vcpu: VcpuId) {
         self.lock().remove(&vcpu);
     }
@@ -282,10 +287,10 @@ struct FedEvent {
     place: usize,
     selector: usize,
     levels: Levels,
-    /// The selector's total when the current span began.
+    /// Total of the selector at the start of the current span.
     span_start: Option<u64>,
     spans: u64,
-    /// In counts of this event.
+    /// Overflow point, in counts of this event.
     armed_at: Option<u64>,
 }
 
@@ -451,8 +456,8 @@ mod tests {
     }
 
     proptest! {
-        /// A feeder that stops where `until_overflow` says never overshoots: every overflow is taken at its
-        /// very count.
+        /// A caller that stops at the distance that `until_overflow` returns takes each overflow at
+        /// its exact count.
         #[test]
         fn stepping_stops_exactly_at_each_overflow(periods in prop::collection::vec(1u64..50, 1..20), cpls in prop::collection::vec(0u8..4, 1..10)) {
             let (counts, pmu) = setup(1);
@@ -477,7 +482,7 @@ mod tests {
             }
         }
 
-        /// P38: nobody claims an overflow while nothing is on.
+        /// P38: a stopped event reports no overflow.
         #[test]
         fn p38_a_stopped_event_claims_no_overflow(n in 1u64..1000, fed in 0u64..10_000) {
             let (counts, pmu) = setup(1);

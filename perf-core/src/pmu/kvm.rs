@@ -1,27 +1,28 @@
-//! The `kvm` driver: KVM's binary statistics.
+//! The `kvm` driver: events that read KVM's binary statistics.
 //!
-//! KVM hands out one statistics descriptor per VM and one per vCPU (`KVM_GET_STATS_FD`, Linux 5.14). The VMM
-//! passes them in as [`StatsFile`]s; this module needs no other KVM interface. Their layout is
-//! self-describing: a header, a table of named descriptors, and the values (Linux,
+//! KVM provides one statistics file descriptor per VM and one per vCPU (`KVM_GET_STATS_FD`, Linux
+//! 5.14). The VMM passes them in as [`StatsFile`]s; this module needs no other KVM interface. The
+//! layout is self-describing: a header, a table of named descriptors, and the values (Linux,
 //! Documentation/virt/kvm/api.rst, "KVM_GET_STATS_FD").
 //!
-//! Which statistics there are depends on the host's kernel, so an event's `config` is only valid for the
-//! [`KvmPmu`] that named it: ask [`KvmPmu::config`] or list [`KvmPmu::events`].
+//! The set of statistics depends on the host kernel, so an event's `config` is valid only for the
+//! [`KvmPmu`] that returned it. Use [`KvmPmu::config`] to look one up or [`KvmPmu::events`] to list
+//! them.
 //!
 //! | `config` bits | meaning |
 //! |---|---|
 //! | 31:0 | index of the statistic |
-//! | 32 | 0: a vCPU's, 1: the VM's |
+//! | 32 | 0: statistic of a vCPU, 1: statistic of the VM |
 //!
 //! # Package counts
-//! A statistic of the VM is one number, however many vCPUs there are. Its events therefore supply
-//! [`PmuEvent::count`], on whichever target they are opened: an event inherited by every vCPU does not
-//! multiply it. A vCPU's statistic opened for the VM as a whole is the sum over the vCPUs there are, those
-//! added later included, and is a package count too. Such a total is taken when it is asked for; it has no
-//! stale window of its own.
+//! A statistic of the VM is a single number, independent of the number of vCPUs. Its events
+//! therefore implement [`PmuEvent::count`] on every target, so an event that all vCPUs inherit is
+//! not counted several times. A vCPU statistic that is opened for the whole VM is the sum over all
+//! vCPUs, including vCPUs that are added later, and is a package count too. Both are read when they
+//! are requested and are never stale.
 //!
-//! Only cumulative scalars can be events. Instantaneous values, peaks and histograms are listed by
-//! [`StatsFile::descriptors`] but do not count anything. KVM statistics never overflow.
+//! Only cumulative scalars can be events. [`StatsFile::descriptors`] also lists instantaneous
+//! values, peaks and histograms, which cannot be counted. KVM statistics never overflow.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -34,46 +35,46 @@ use crate::attr::{Attr, EventType};
 use crate::pmu::spans::Spans;
 use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target, VcpuId};
 
-/// Bit of `config` that names the VM's statistics.
+/// Bit of `config` that selects the statistics of the VM.
 pub const VM_SCOPE: u64 = 1 << 32;
 
 const HEADER_LEN: usize = 24;
-/// Bytes of a descriptor before its name.
+/// Size of a descriptor without its name, in bytes.
 const DESC_LEN: usize = 16;
-/// Kernels today use 48 bytes per name and fewer than a hundred statistics. These bounds leave room.
+/// Bounds on the table. Current kernels use 48 bytes per name and have fewer than 100 statistics.
 const MAX_NAME_LEN: u32 = 256;
 const MAX_DESCRIPTORS: u32 = 4096;
 
-/// Why a statistics descriptor could not be used.
+/// An error of reading or parsing a statistics file.
 #[derive(Debug, thiserror::Error)]
 pub enum StatsError {
-    /// It could not be read.
+    /// The file could not be read.
     #[error("reading KVM statistics failed")]
     Read(#[source] io::Error),
-    /// What was read is not a statistics layout.
+    /// The content is not a valid statistics layout.
     #[error("KVM statistics are malformed: {0}")]
     Malformed(&'static str),
 }
 
-/// What a statistic's value is.
+/// The type of a statistic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StatKind {
-    /// Grows: a count.
+    /// A count that only grows.
     Cumulative,
-    /// The value of this moment.
+    /// An instantaneous value.
     Instant,
-    /// The largest value so far.
+    /// The maximum so far.
     Peak,
     /// A histogram with buckets of equal width.
     LinearHistogram,
-    /// A histogram whose buckets double.
+    /// A histogram with bucket widths that double.
     LogHistogram,
-    /// A kind this version does not know.
+    /// A type that this version does not support.
     Unknown(u8),
 }
 
-/// The unit of a statistic, before its exponent.
+/// The unit of a statistic, before its exponent is applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StatUnit {
@@ -85,40 +86,40 @@ pub enum StatUnit {
     Seconds,
     /// CPU cycles.
     Cycles,
-    /// 0 or 1.
+    /// A Boolean, 0 or 1.
     Boolean,
-    /// A unit this version does not know.
+    /// A unit that this version does not support.
     Unknown(u8),
 }
 
-/// One statistic.
+/// The description of one statistic.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StatDescriptor {
-    /// KVM's name of it.
+    /// Name that KVM gives the statistic.
     pub name: String,
-    /// What its value is.
+    /// Type of the statistic.
     pub kind: StatKind,
-    /// Its unit.
+    /// Unit of the value.
     pub unit: StatUnit,
-    /// The exponent's base: 10 or 2.
+    /// Base of the exponent, 10 or 2.
     pub base: u8,
-    /// The value times `base` to this power is in `unit`s.
+    /// Exponent: the value times `base` to this power is in `unit`s.
     pub exponent: i16,
-    /// How many u64 values it has.
+    /// Number of `u64` values.
     pub values: u16,
-    /// Where its first value is in the file.
+    /// Offset of the first value in the file.
     offset: u64,
 }
 
 impl StatDescriptor {
-    /// Whether it can be an event: one number that only grows.
+    /// Returns `true` if the statistic can be an event, that is, a single cumulative value.
     #[must_use]
     pub fn countable(&self) -> bool {
         self.kind == StatKind::Cumulative && self.values == 1
     }
 }
 
-/// An open statistics descriptor and its parsed table.
+/// An open statistics file descriptor and its parsed descriptor table.
 #[derive(Debug)]
 pub struct StatsFile {
     file: File,
@@ -126,26 +127,27 @@ pub struct StatsFile {
 }
 
 impl StatsFile {
-    /// Takes over a descriptor that `KVM_GET_STATS_FD` returned, and reads its table.
+    /// Takes ownership of a file descriptor returned by `KVM_GET_STATS_FD` and parses its table.
     ///
     /// # Errors
-    /// [`StatsError`] when it cannot be read or is no statistics file.
+    /// Returns [`StatsError::Read`] if the file cannot be read and [`StatsError::Malformed`] if its
+    /// content is not a statistics layout.
     pub fn new(fd: OwnedFd) -> Result<Self, StatsError> {
         let file = File::from(fd);
         let table = parse(|buf, at| file.read_exact_at(buf, at))?;
         Ok(Self { file, table })
     }
 
-    /// Everything the descriptor offers, in KVM's order.
+    /// Returns all descriptors, in KVM's order.
     #[must_use]
     pub fn descriptors(&self) -> &[StatDescriptor] {
         &self.table
     }
 
-    /// The first value of the statistic at `index` now.
+    /// Reads the first value of the statistic at `index`.
     ///
     /// # Errors
-    /// [`StatsError`] when there is no such statistic or it cannot be read.
+    /// Returns a [`StatsError`] if `index` does not exist or the value cannot be read.
     pub fn value(&self, index: usize) -> Result<u64, StatsError> {
         let desc = self
             .table
@@ -163,7 +165,7 @@ impl StatsFile {
     }
 }
 
-/// Reads the header and all descriptors through `read_at`, which fills a buffer from a file position.
+/// Parses the header and all descriptors. `read_at` fills a buffer from a file offset.
 fn parse(
     mut read_at: impl FnMut(&mut [u8], u64) -> io::Result<()>,
 ) -> Result<Vec<StatDescriptor>, StatsError> {
@@ -178,7 +180,8 @@ fn parse(
         return Err(StatsError::Malformed("number of statistics"));
     }
     let stride = DESC_LEN + name_len as usize;
-    // All at once: there are some fifty, and two such files at the start of each VM.
+    // One read for the whole table: there are about fifty descriptors per file, and two files are
+    // parsed at VM start.
     let mut bytes = vec![0; stride * count as usize];
     read_at(&mut bytes, u64::from(desc_at)).map_err(StatsError::Read)?;
     bytes
@@ -229,14 +232,14 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }
 
-/// A statistic that can be an event.
+/// A statistic that can be opened as an event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvmEvent {
-    /// `NAME` for a vCPU's statistic, `vm:NAME` for the VM's.
+    /// Event name: `NAME` for a vCPU statistic, `vm:NAME` for a VM statistic.
     pub name: String,
-    /// The event's `config`.
+    /// Value of the event's `config`.
     pub config: u64,
-    /// What it is.
+    /// Description of the statistic.
     pub descriptor: StatDescriptor,
 }
 
@@ -250,7 +253,7 @@ pub struct KvmPmu {
 }
 
 impl KvmPmu {
-    /// A driver with the VM's statistics; `None` where the host has none.
+    /// Creates a driver with the VM's statistics, or `None` if the host does not provide them.
     #[must_use]
     pub fn new(vm: Option<StatsFile>) -> Self {
         Self {
@@ -264,12 +267,13 @@ impl KvmPmu {
         lock(&self.vcpus).insert(vcpu, Arc::new(stats));
     }
 
-    /// Forgets `vcpu`. Its open events keep working; sums over all vCPUs keep what it had counted.
+    /// Removes `vcpu`. Its open events keep working, and sums over all vCPUs keep its last value.
     pub fn remove_vcpu(&self, vcpu: VcpuId) {
         lock(&self.vcpus).remove(&vcpu);
     }
 
-    /// The `config` of the event `name`: a vCPU's statistic, or the VM's when it begins with `vm:`.
+    /// Returns the `config` of the event `name`: a VM statistic if `name` begins with `vm:`,
+    /// otherwise a vCPU statistic.
     #[must_use]
     pub fn config(&self, name: &str) -> Option<u64> {
         match name.strip_prefix("vm:") {
@@ -278,7 +282,7 @@ impl KvmPmu {
         }
     }
 
-    /// All events, the vCPUs' first.
+    /// Returns all events, those of vCPUs first.
     #[must_use]
     pub fn events(&self) -> Vec<KvmEvent> {
         let vcpu = lock(&self.vcpus).values().next().cloned();
@@ -346,7 +350,8 @@ impl Pmu for KvmPmu {
                     Source::Vcpu(stats)
                 }
                 Target::Vm if attr.inherit => {
-                    // An event for each vCPU then, which counts from when its vCPU comes until it goes.
+                    // Inherited events are opened once per vCPU instead, and count while their vCPU
+                    // exists.
                     return Err(PmuError::Unsupported(
                         "an inherited KVM statistic is counted for each vCPU",
                     ));
@@ -386,14 +391,14 @@ fn check(stats: &StatsFile, index: usize) -> Result<(), PmuError> {
     }
 }
 
-/// The sum of one statistic over all vCPUs. A vCPU that has left stays in it with its last value.
+/// The sum of one statistic over all vCPUs. A removed vCPU contributes its last value.
 #[derive(Debug)]
 struct AllVcpus {
     vcpus: Vcpus,
     index: usize,
-    /// What each vCPU had at the last look, so that one that has left is not lost.
+    /// Latest value of each vCPU, kept for vCPUs that are removed.
     seen: BTreeMap<VcpuId, (Arc<StatsFile>, u64)>,
-    /// Totals of vCPUs whose id was taken over by another.
+    /// Sum of the values of vCPUs with ids that were reused.
     replaced: u64,
 }
 
@@ -411,7 +416,7 @@ impl AllVcpus {
         for (&id, stats) in lock(&self.vcpus).iter() {
             let entry = self.seen.entry(id).or_insert_with(|| (Arc::clone(stats), 0));
             if !Arc::ptr_eq(&entry.0, stats) {
-                // A new vCPU under an old id. The old one's descriptor still answers.
+                // A new vCPU reuses the id. The previous vCPU's file descriptor is still readable.
                 self.replaced += entry.0.value(self.index).unwrap_or(entry.1);
                 *entry = (Arc::clone(stats), 0);
             }
@@ -440,7 +445,7 @@ impl Source {
         }
     }
 
-    /// The value, if it can be read.
+    /// Returns the value of the statistic, or `None` if it cannot be read.
     fn known(&mut self, index: usize) -> Option<u64> {
         let value = self.value(index).inspect_err(|e| {
             log::debug!("a KVM statistic stands still: {}", crate::error_line(e));
@@ -449,7 +454,7 @@ impl Source {
     }
 }
 
-/// One statistic, counted while started.
+/// One statistic, counted while the event is started.
 #[derive(Debug)]
 struct StatEvent {
     source: Source,
@@ -499,7 +504,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Reads from a byte string as `read_exact_at` would from a file.
+    /// Returns a reader of a byte string that behaves like `read_exact_at` on a file.
     fn from_bytes(bytes: &[u8]) -> impl FnMut(&mut [u8], u64) -> io::Result<()> + '_ {
         move |buf, at| {
             let at = usize::try_from(at).map_err(io::Error::other)?;
@@ -564,7 +569,7 @@ mod tests {
     }
 
     proptest! {
-        /// No bytes whatever make the parser panic, loop or allocate beyond its bounds.
+        /// The parser does not panic, loop or exceed its allocation bounds on arbitrary bytes.
         #[test]
         fn any_bytes_are_parsed_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
             if let Ok(table) = parse(from_bytes(&bytes)) {
@@ -572,7 +577,7 @@ mod tests {
             }
         }
 
-        /// The same with a plausible header, so that descriptors are reached.
+        /// The same property for arbitrary descriptors after a plausible header.
         #[test]
         fn any_descriptors_are_parsed_or_refused(tail in prop::collection::vec(any::<u8>(), 0..300), n in 0u32..12) {
             let bytes = [header(16, n, 24, 500), tail].concat();

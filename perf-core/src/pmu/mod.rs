@@ -1,8 +1,8 @@
-//! Drivers: where counts come from.
+//! Drivers: the sources of counts.
 //!
-//! A driver implements [`Pmu`]; each event it serves is a [`PmuEvent`]. Nothing outside this module calls
-//! `perf_event_open(2)`. The core decides *when* an event is on (multiplexing, pinned and exclusive groups);
-//! a driver only knows how to start, stop, read and arm one.
+//! A driver implements [`Pmu`], and each of its events implements [`PmuEvent`]. Nothing outside
+//! this module calls `perf_event_open(2)`. The core decides *when* an event is on (multiplexing,
+//! pinned and exclusive groups); a driver only starts, stops, reads and arms events.
 
 #[cfg(feature = "clock")]
 pub mod clock;
@@ -25,75 +25,75 @@ use crate::attr::{Attr, EventType};
 
 pub use counters::CounterMask;
 
-/// Index of a vCPU in its VM, as the operator sees it (0-based).
+/// Index of a vCPU in its VM, from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct VcpuId(pub u32);
 
-/// Whose counts an event is to collect.
+/// The scope in which an event counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// One vCPU; `tid` is the host thread that runs it (0 in simulations).
+    /// One vCPU.
     Vcpu {
-        /// The vCPU.
+        /// Index of the vCPU.
         vcpu: VcpuId,
-        /// Host thread id of the vCPU thread.
+        /// Host thread id of the vCPU thread; 0 in simulations.
         tid: i32,
     },
     /// The VM as a whole.
     Vm,
-    /// One CPU of the host, whatever runs there.
+    /// One CPU of the host, with everything that runs on it.
     Cpu {
-        /// Its number, as the host has it.
+        /// Number of the host CPU.
         cpu: u32,
     },
 }
 
-/// How many events of a driver can be on at once.
+/// The number of events of a driver that can be on at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Capacity {
-    /// A software class driver: any number, no slot is used.
+    /// Capacity of a software driver: any number of events, no slot is used.
     Unlimited,
-    /// A hardware class driver: each vCPU thread has these counters, one event on each at a time. Which
-    /// events a counter can hold is said by [`Pmu::constraint`].
+    /// Capacity of a hardware driver: each vCPU thread has these counters, each of which holds one
+    /// event at a time. [`Pmu::constraint`] restricts an event to some of them.
     Counters(CounterMask),
 }
 
 impl Capacity {
-    /// A hardware class driver with `n` counters, at most 64.
+    /// Returns the capacity of a hardware driver with `n` counters, at most 64.
     #[must_use]
     pub const fn counters(n: usize) -> Self {
         Self::Counters(CounterMask::first(n))
     }
 }
 
-/// Why a driver refused. The core maps these to the error numbers of `perf_event_open(2)`.
+/// An error of a driver. The core maps each variant to an error number of `perf_event_open(2)`.
 #[derive(Debug, thiserror::Error)]
 pub enum PmuError {
     /// The driver has no such event (`ENOENT`).
     #[error("the driver has no such event")]
     NoSuchEvent,
-    /// The event cannot be counted in this combination, ever (`EINVAL`).
+    /// The driver can never count the event in this combination (`EINVAL`).
     #[error("unsupported combination: {0}")]
     Unsupported(&'static str),
-    /// No room now; it may work at another time (`EAGAIN`).
+    /// No counter is available at present (`EAGAIN`).
     #[error("no counter is free now")]
     Busy,
-    /// The host holds the PMU for mediated guests (`EOPNOTSUPP`/`EBUSY`).
+    /// The host reserves the PMU for mediated guests (`EOPNOTSUPP` or `EBUSY`).
     #[error("the host's PMU is held by a mediated virtual PMU")]
     Mediated(#[source] std::io::Error),
     /// A system call failed.
     #[error("{what} failed")]
     Os {
-        /// The call that failed.
+        /// Name of the system call.
         what: &'static str,
-        /// Its error.
+        /// Error of the system call.
         #[source]
         source: std::io::Error,
     },
 }
 
 impl PmuError {
-    /// The error number of the refusal.
+    /// Returns the error number that corresponds to the error.
     #[must_use]
     pub fn errno(&self) -> i32 {
         match self {
@@ -105,36 +105,39 @@ impl PmuError {
     }
 }
 
-/// A source of counts.
+/// A driver: a source of counts.
 pub trait Pmu: Send + Sync + Debug {
-    /// Short name, e.g. `host`, `clock`, `kvm`, `sim`.
+    /// Returns the short name of the driver, such as `host`, `clock`, `kvm` or `sim`.
     fn name(&self) -> &'static str;
 
-    /// Whether this driver serves events of `ty`.
+    /// Returns `true` if this driver serves events of type `ty`.
     fn serves(&self, ty: EventType) -> bool;
 
-    /// How many events can be on at once, per vCPU.
+    /// Returns the number of events that can be on at once, per vCPU.
     fn capacity(&self) -> Capacity;
 
-    /// The counters that can hold `attr`. Asked once, when the event is opened. All of them unless the driver
-    /// says otherwise.
+    /// Returns the counters that can hold `attr`, by default all of them.
+    ///
+    /// Called once per event, at open.
     fn constraint(&self, attr: &Attr) -> CounterMask {
         let _ = attr;
         CounterMask::ALL
     }
 
-    /// Checks `attr` and makes the driver's half of an event, stopped.
+    /// Validates `attr` and opens the driver's part of an event in the stopped state.
     ///
     /// # Errors
-    /// [`PmuError`] when the event cannot be counted here.
+    /// Returns a [`PmuError`] if this driver cannot count the event.
     fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError>;
 
-    /// [`Pmu::open`] of an event that will be on only together with the one that gave `group`
-    /// ([`PmuEvent::group`]), perhaps of another driver. Where the driver's host has groups of its own
-    /// this spares calls and puts all on at one moment; by default it changes nothing.
+    /// Opens an event that will be on only together with the event that returned `group` from
+    /// [`PmuEvent::group`], which may belong to another driver.
+    ///
+    /// A driver with native groups on the host saves system calls and starts all members at the
+    /// same time. The default implementation calls [`Pmu::open`].
     ///
     /// # Errors
-    /// As [`Pmu::open`].
+    /// Returns the same errors as [`Pmu::open`].
     fn open_in_group(
         &self,
         attr: &Attr,
@@ -146,102 +149,120 @@ pub trait Pmu: Send + Sync + Debug {
     }
 }
 
-/// What a driver needs to know of a group's leader to open other members beside it.
+/// Driver-specific handle of a group leader, with which other members are opened.
 pub type Group = Arc<dyn Any + Send + Sync>;
 
-/// The driver's half of one event.
+/// The driver's part of one event.
 ///
-/// All calls come under the lock of the event's context; from the vCPU's own thread on the hot path, from any
-/// thread otherwise. Of a group's members the leader is started last and stopped first.
+/// All calls are made under the lock of the event's context, from the vCPU's own thread on the hot
+/// path and otherwise from any thread. The leader of a group is started last and stopped first.
 pub trait PmuEvent: Send {
-    /// Starts counting. `overflow_in` arms an overflow after that many further counts (`None`: not armed).
+    /// Starts counting. `overflow_in` arms an overflow after that many further counts; `None` arms
+    /// nothing.
     ///
     /// # Errors
-    /// [`PmuError::Busy`] when it does not fit now; it stays stopped.
+    /// Returns [`PmuError::Busy`] if no counter is available at present; the event stays stopped.
     fn start(&mut self, overflow_in: Option<u64>) -> Result<(), PmuError>;
 
-    /// Stops counting; the count is kept.
+    /// Stops counting and keeps the count.
     fn stop(&mut self);
 
-    /// For [`Pmu::open_in_group`] of others that will be on only together with this event. `None` for drivers
-    /// without groups of their own.
+    /// Returns the handle with which [`Pmu::open_in_group`] opens events that will be on only
+    /// together with this event.
+    ///
+    /// Returns `None` if the driver has no native groups.
     fn group(&mut self) -> Option<Group> {
         None
     }
 
-    /// The event, which is stopped, is no longer of the group it was opened in: from now on it goes on by
-    /// itself.
+    /// Detaches the stopped event from the group in which it was opened. It is started and stopped
+    /// on its own afterwards.
     fn leave_group(&mut self) {}
 
-    /// Counts collected while started, since [`Pmu::open`]; never decreases, never resets. Cheap on the
-    /// vCPU's own thread: at most one system call.
+    /// Returns the counts collected while started, since [`Pmu::open`].
+    ///
+    /// Never decreases or resets. On the vCPU's own thread this takes at most one system call.
     fn read(&mut self) -> u64;
 
-    /// Asks the host whether a started event still has its counter, for [`PmuEvent::lost_ns`]. At most one
-    /// system call, and none for drivers from whom nobody takes anything.
+    /// Checks whether a started event still has its counter on the host, for [`PmuEvent::lost_ns`].
+    ///
+    /// Takes at most one system call, and none in drivers with counters that cannot be taken away.
     fn look(&mut self) {}
 
-    /// How long ago, in nanoseconds, the host took away the counter of a started event; `None` while it
-    /// counts, as far as the last [`PmuEvent::look`] or [`PmuEvent::read`] knows. Where the moment is not
-    /// known this is the longest it may have been. The count stands still from then on; to count again the
-    /// event is stopped and started. No system call.
+    /// Returns how long ago, in nanoseconds, the host took the counter of a started event away, or
+    /// `None` while the event counts.
+    ///
+    /// The result reflects the last call of [`PmuEvent::look`] or [`PmuEvent::read`]. If the exact
+    /// moment is unknown, this is the longest possible time. The count does not advance after the
+    /// loss until the event is stopped and started again. Takes no system call.
     fn lost_ns(&self) -> Option<u64> {
         None
     }
 
-    /// Re-arms a started event: the next overflow comes after `overflow_in` further counts from now.
+    /// Arms a started event to overflow after `overflow_in` further counts.
     ///
     /// # Errors
-    /// [`PmuError`] when the host refuses; the event then stays armed as it was.
+    /// Returns a [`PmuError`] if the host refuses; the event then stays armed as before.
     fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError>;
 
-    /// How many times this event notified an overflow that was armed since the last call. Drivers that cannot
-    /// tell return 1 when `read()` has reached the armed point and 0 when the notification was early (they
-    /// then re-arm for the rest themselves).
+    /// Returns the number of armed overflows that were signaled since the last call.
+    ///
+    /// A driver that cannot tell returns 1 if `read()` has reached the armed count. If the signal
+    /// was early, such a driver returns 0 and re-arms for the remaining counts itself.
     fn take_overflows(&mut self) -> u32;
 
-    /// What was armed before and has overflowed unnoticed is not to be reported: it is armed anew next, or
-    /// was stopped. A driver whose [`PmuEvent::rearm`] and [`PmuEvent::stop`] leave nothing of it has nothing
-    /// to do.
+    /// Discards armed overflows that were not reported, because the event is about to be re-armed
+    /// or was stopped.
+    ///
+    /// A driver with [`PmuEvent::rearm`] and [`PmuEvent::stop`] implementations that discard them
+    /// does nothing here.
     fn forget_overflows(&mut self) {
         let _ = self.take_overflows();
     }
 
-    /// [`PmuEvent::take_overflows`] and, if there was one, [`PmuEvent::read`] in one go: the count when the
-    /// armed overflow was noticed, `None` if there was none. This is the hot path; a driver that learns the
-    /// count together with the overflow answers both without a system call.
+    /// Combines [`PmuEvent::take_overflows`] and [`PmuEvent::read`]: returns the count at which an
+    /// armed overflow was noticed, or `None` if there was no overflow.
+    ///
+    /// This is the hot path. A driver that receives the count together with the overflow needs no
+    /// system call.
     fn overflowed(&mut self) -> Option<u64> {
         (self.take_overflows() > 0).then(|| self.read())
     }
 
-    /// [`PmuEvent::arm`] for a caller that knows the count, because it was just told `count`: the next
-    /// overflow comes when `overflow_in` more have been counted than that. A driver whose host goes on from
-    /// overflow to overflow by itself has nothing to do while the distance stays the same.
+    /// Arms a started event to overflow `overflow_in` counts after `count`, the value that the
+    /// driver just returned.
+    ///
+    /// A driver with a host that re-arms periodically does nothing while the distance stays the
+    /// same.
     ///
     /// # Errors
-    /// As [`PmuEvent::arm`].
+    /// Returns the same errors as [`PmuEvent::arm`].
     fn rearm(&mut self, count: u64, overflow_in: u64) -> Result<(), PmuError> {
         let _ = count;
         self.arm(overflow_in)
     }
 
-    /// For counts that belong to a package (the whole VM): the total, which *replaces* the event's own count
-    /// and its children's in every reading. `None` for ordinary events.
+    /// Returns the total of a package count (one count for the whole VM), which *replaces* the
+    /// count of the event and of its children in every reading.
+    ///
+    /// Returns `None` for ordinary events.
     fn count(&mut self) -> Option<u64> {
         None
     }
 
-    /// How old, in nanoseconds, what [`PmuEvent::count`] gives is; 0 when it is taken at the moment of
-    /// asking.
+    /// Returns the age of the value of [`PmuEvent::count`], in nanoseconds; 0 if the value is read
+    /// on request.
     ///
-    /// A driver that cannot reach its package from every thread refreshes the total when one of the package's
-    /// vCPUs is scheduled, and gives that one until the next time. The core passes it on unmodified either
-    /// way: such a total grows in steps, never shrinks, and may lag by this much.
+    /// A driver that cannot access the package counter from every thread updates the total when a
+    /// vCPU of the package is scheduled, and returns that value until the next update. The core
+    /// passes the total on unmodified: it grows in steps, never decreases, and may lag by this
+    /// time.
     fn count_age_ns(&mut self) -> u64 {
         0
     }
 
-    /// Index for a user-space read through the control page (`index` field), 0 when not offered.
+    /// Returns the index for user-space reads, as in the `index` field of the control page; 0 if
+    /// user-space reads are not available.
     fn user_index(&self) -> u32 {
         0
     }

@@ -1,12 +1,12 @@
-//! The `sched` driver: how long a vCPU's thread was ready to run and waited for a host CPU.
+//! The `sched` driver: the time for which a vCPU's thread was runnable but waited for a host CPU.
 //!
-//! The host's scheduler keeps that time for each thread, in nanoseconds, in its `schedstat` (Linux,
-//! Documentation/scheduler/sched-stats.rst: time on a CPU, time waiting on a run queue, time slices).
-//! `config` 0 is that time; there are no others. It has no guest privilege level and never overflows. The
-//! kernel adds a wait when it ends, so a thread that is waiting now has its present wait still to come.
+//! The host scheduler accounts this time for each thread in `schedstat`, in nanoseconds (Linux,
+//! Documentation/scheduler/sched-stats.rst: time on a CPU, time waiting on a run queue, time
+//! slices). The only event has `config` 0. It has no guest privilege level and never overflows. The
+//! kernel adds a wait when it ends, so the current wait of a thread is not yet included.
 //!
-//! A vCPU's thread opens its own `schedstat` when it begins ([`WaitTime::of_this_thread`]) and others share
-//! that file: later, threads of a VM may open no files.
+//! A vCPU's thread opens its own `schedstat` at start ([`WaitTime::of_this_thread`]) and others
+//! share that file, because threads of a running VM may not open files.
 
 use std::cell::OnceCell;
 use std::collections::BTreeMap;
@@ -21,18 +21,19 @@ use crate::pmu::host::fd::current_tid as own_tid;
 use crate::pmu::spans::Spans;
 use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target};
 
-/// `config` of the time spent waiting for a host CPU, in ns.
+/// `config` of the time spent waiting for a host CPU, in nanoseconds.
 pub const WAIT_NS: u64 = 0;
 
-/// What threads got that opened their own files, by their ids, for as long as they live.
+/// Results of threads that opened their own files, by thread id. An entry is removed when its
+/// thread ends.
 static OPENED: Mutex<BTreeMap<i32, Opened>> = Mutex::new(BTreeMap::new());
 
 thread_local!(static OWN: OnceCell<Own> = const { OnceCell::new() });
 
-/// A file, or the number of the error of opening it.
+/// A file, or the error number of opening it.
 type Opened = Result<Arc<File>, i32>;
 
-/// What a thread got, until it ends.
+/// The thread-local owner of an [`OPENED`] entry.
 struct Own {
     tid: i32,
     opened: Opened,
@@ -48,8 +49,8 @@ fn opened_files() -> MutexGuard<'static, BTreeMap<i32, Opened>> {
     OPENED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The calling thread's id, by what `/proc/thread-self` leads to; 0 where `/proc` is not mounted. With the
-/// host's driver there is a call for it, which a confined thread may make.
+/// Returns the calling thread's id from the link `/proc/thread-self`, or 0 if `/proc` is not
+/// mounted. With the host driver, a system call that confined threads may make replaces this.
 #[cfg(not(feature = "host"))]
 fn own_tid() -> i32 {
     let link = std::fs::read_link("/proc/thread-self").unwrap_or_default();
@@ -57,7 +58,7 @@ fn own_tid() -> i32 {
     tid.unwrap_or(0)
 }
 
-/// Opens a thread's file.
+/// Opens the `schedstat` of a thread.
 fn open(path: &str) -> Opened {
     let opened = File::open(path).map(Arc::new);
     opened.map_err(|e| e.raw_os_error().unwrap_or(libc::EIO))
@@ -70,10 +71,11 @@ pub struct WaitTime {
 }
 
 impl WaitTime {
-    /// That of thread `tid`; no file is opened if that thread has called [`WaitTime::of_this_thread`].
+    /// Creates a reader for thread `tid`, and shares the file of a thread that has called
+    /// [`WaitTime::of_this_thread`].
     ///
     /// # Errors
-    /// The error of opening its `schedstat`: not found where the host keeps no such time.
+    /// Returns the error of opening `schedstat`; not found if the host does not account this time.
     pub fn of_thread(tid: i32) -> io::Result<Self> {
         let opened = opened_files().get(&tid).cloned();
         Self::on(opened.unwrap_or_else(|| open(&format!("/proc/self/task/{tid}/schedstat"))))
@@ -84,15 +86,15 @@ impl WaitTime {
         Ok(Self { file })
     }
 
-    /// That of the calling thread, which tries to open its file once.
+    /// Creates a reader for the calling thread. Each thread opens its file at most once.
     ///
     /// # Errors
-    /// As [`WaitTime::of_thread`].
+    /// Returns the same errors as [`WaitTime::of_thread`].
     pub fn of_this_thread() -> io::Result<Self> {
         OWN.with(|own| {
             let own = own.get_or_init(|| {
                 let tid = own_tid();
-                // A jail's /proc may have no link for each thread.
+                // The /proc of a jail may lack per-thread links.
                 let opened = open("/proc/thread-self/schedstat")
                     .or_else(|_| open(&format!("/proc/self/task/{tid}/schedstat")));
                 opened_files().insert(tid, opened.clone());
@@ -102,7 +104,8 @@ impl WaitTime {
         })
     }
 
-    /// Nanoseconds since the thread began; `None` when it has gone. One `pread(2)`.
+    /// Returns the waiting time since the thread started, in nanoseconds, or `None` if the thread
+    /// has ended. Takes one `pread(2)`.
     #[must_use]
     pub fn read_ns(&self) -> Option<u64> {
         let mut text = [0u8; 80];
@@ -162,7 +165,7 @@ impl Pmu for SchedPmu {
 
 const NO_OVERFLOW: PmuError = PmuError::Unsupported("waiting times do not overflow");
 
-/// Waiting time, counted while started.
+/// Waiting time, counted while the event is started.
 #[derive(Debug)]
 struct WaitEvent {
     time: WaitTime,
@@ -187,7 +190,7 @@ impl PmuEvent for WaitEvent {
     }
 
     fn read(&mut self) -> u64 {
-        // A thread that has ended waits no more: the count stands still.
+        // A thread that has ended no longer waits, so the count does not advance.
         self.spans.count(|| self.time.read_ns())
     }
 
@@ -220,7 +223,7 @@ mod tests {
         }
     }
 
-    /// Only what passes while the event is on counts, and the count is the thread's own.
+    /// Only waiting time while the event is on is counted, and only that of the event's own thread.
     #[test]
     fn waits_count_while_the_event_is_on() {
         let mut event = SchedPmu
@@ -230,7 +233,7 @@ mod tests {
         assert_eq!(event.read(), 0);
         let before = own.read_ns().unwrap();
         event.start(None).unwrap();
-        // Giving the CPU away makes the thread wait for it, if only for a moment.
+        // Yielding the CPU makes the thread wait for it, if only briefly.
         for _ in 0..1000 {
             std::thread::yield_now();
         }
@@ -244,8 +247,8 @@ mod tests {
         assert_eq!(event.read(), stopped);
     }
 
-    /// Threads of a VM can open no file once it runs: an event on one of them shares the file that it has
-    /// opened, which goes with the thread.
+    /// Threads of a running VM cannot open files, so an event on a thread shares the file that this
+    /// thread opened. The file is closed when the thread ends.
     #[test]
     fn who_opened_its_file_shares_it_until_it_ends() {
         let (tid, kept) = std::thread::spawn(|| {

@@ -1,14 +1,15 @@
-//! The `sim` driver: a PMU that counts what a test tells it to, exactly when it tells it to.
+//! The `sim` driver: a simulated PMU that counts exactly what a test specifies.
 //!
-//! [`SimPmu::advance`] is the only thing that makes time pass. Everything a real PMU does to its user can be
-//! asked for: few slots, events that fit only some slots ([`SimConfig::allowed_slots`]), slots that somebody
-//! else holds (`taken`), skid between an overflow and its notice, refusal to open or to start, and slots that
-//! are taken away from what runs on them and given back. [`SimHost`] describes PMUs as they are built.
+//! Time passes only in [`SimPmu::advance`]. The simulation covers the constraints of real PMUs: few
+//! slots, events that fit only some slots ([`SimConfig::allowed_slots`]), slots that another user
+//! holds (`taken`), skid between an overflow and its notification, failing opens and starts, and
+//! slots that are taken away from running events and returned. [`SimHost`] describes the counters
+//! of real PMUs.
 //!
-//! An event that is on keeps its slot as long as what is started beside it fits without moving it.
+//! An event that is on keeps its slot as long as newly started events fit without moving it.
 //!
-//! Clones of a [`SimPmu`] are handles on the same simulated PMU, so a test keeps one and gives the other to
-//! the core.
+//! Clones of a [`SimPmu`] are handles to the same simulated PMU, so a test keeps one and passes
+//! another to the core.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,30 +21,30 @@ mod hosts;
 
 pub use hosts::{SimFixed, SimHost};
 
-/// The most slots a simulated PMU may have.
+/// Maximum number of slots of a simulated PMU.
 pub const MAX_SLOTS: usize = CounterMask::MOST;
 
-/// How a simulated PMU behaves.
+/// Configuration of a simulated PMU.
 #[derive(Clone, Debug, Default)]
 pub struct SimConfig {
-    /// Slots per vCPU; `None`: a software class driver without slots.
+    /// Number of slots per vCPU; `None` for a software driver without slots.
     pub slots: Option<usize>,
-    /// For some `config`s, the slots they fit, one bit each. Others fit all.
+    /// Mask of allowed slots by `config`. A `config` without an entry fits all slots.
     pub allowed_slots: BTreeMap<u64, u64>,
-    /// How long ago, in the answer of an event whose slot was taken away, that was.
+    /// Time since the loss of a slot that an event reports, in nanoseconds.
     pub late_ns: u64,
-    /// The slots that events without an entry in `allowed_slots` fit; `None`: all.
+    /// Mask of slots for events without an entry in `allowed_slots`; `None` for all slots.
     pub general: Option<u64>,
-    /// Which slots an event fits is found out by starting it only, as with a host whose kernel knows more of
-    /// its PMU than we.
+    /// Hides slot constraints from the core, so that only a start reveals whether an event fits.
+    /// Models a host kernel that has constraints unknown to this crate.
     pub untold: bool,
-    /// Slots that somebody else holds, one bit each: they are there, and no event of ours gets them.
+    /// Mask of slots that another user holds. They exist, but no event is assigned to them.
     pub taken: u64,
-    /// Counts between an overflow and its notice.
+    /// Skid: counts between an overflow and its notification.
     pub skid: u64,
-    /// `config`s that do not exist here.
+    /// `config` values that do not exist.
     pub unknown: Vec<u64>,
-    /// `config`s whose counts are one for the whole VM ([`PmuEvent::count`]).
+    /// `config` values that are package counts ([`PmuEvent::count`]).
     pub package: Vec<u64>,
 }
 
@@ -56,7 +57,7 @@ struct Counter {
     count: u64,
     armed_at: Option<u64>,
     overflows: u32,
-    /// Its slot was taken away while it was on; true once somebody looked.
+    /// Set if the slot was lost while the event was on; `true` after the core noticed the loss.
     lost: Option<bool>,
 }
 
@@ -66,7 +67,7 @@ struct State {
     next_id: u64,
     package: BTreeMap<u64, u64>,
     refuse_starts: u32,
-    /// Slots of each vCPU that somebody else has, from the first.
+    /// Number of slots of each vCPU that another user holds, from slot 0.
     taken: usize,
     starts: u64,
     stops: u64,
@@ -91,22 +92,22 @@ pub struct SimPmu {
     shared: Arc<Shared>,
 }
 
-/// How often a simulated PMU was called.
+/// Number of calls to a simulated PMU, by type.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SimCalls {
     /// Successful starts of stopped events.
     pub starts: u64,
     /// Stops of started events.
     pub stops: u64,
-    /// Overflows armed.
+    /// Armed overflows.
     pub arms: u64,
 }
 
 impl SimPmu {
-    /// A PMU that behaves as `config` says.
+    /// Creates a simulated PMU.
     ///
     /// # Panics
-    /// With more than [`MAX_SLOTS`] slots.
+    /// Panics if `config` has more than [`MAX_SLOTS`] slots.
     #[must_use]
     pub fn new(config: SimConfig) -> Self {
         assert!(
@@ -121,10 +122,10 @@ impl SimPmu {
         }
     }
 
-    /// A PMU with `slots` slots and no other peculiarity.
+    /// Creates a simulated PMU with `slots` slots and default configuration.
     ///
     /// # Panics
-    /// With more than [`MAX_SLOTS`] slots.
+    /// Panics if `slots` is larger than [`MAX_SLOTS`].
     #[must_use]
     pub fn with_slots(slots: usize) -> Self {
         Self::new(SimConfig {
@@ -133,7 +134,7 @@ impl SimPmu {
         })
     }
 
-    /// Lets `vcpu` work: each event that is on there counts `counts(config)`.
+    /// Advances `vcpu`: each event that is on there counts `counts(config)`.
     pub fn advance(&self, vcpu: VcpuId, counts: impl Fn(u64) -> u64) {
         let mut state = self.shared.lock();
         let skid = self.shared.config.skid;
@@ -156,14 +157,15 @@ impl SimPmu {
         }
     }
 
-    /// Makes the next `n` starts fail as if the hardware were taken.
+    /// Makes the next `n` starts fail as if the hardware were in use.
     pub fn refuse_starts(&self, n: u32) {
         self.shared.lock().refuse_starts = n;
     }
 
-    /// Somebody else has the first `n` slots of each vCPU from now on. What is on moves to other slots where
-    /// it can; the events put on last that find none stop counting, and their users learn of it only when
-    /// they look.
+    /// Takes the first `n` slots of each vCPU away, as another user of the PMU would.
+    ///
+    /// Running events move to other slots if possible. The events started last that find no slot
+    /// stop counting, and the core notices this only when it looks.
     pub fn take_slots(&self, n: usize) {
         let config = &self.shared.config;
         let mut state = self.shared.lock();
@@ -189,7 +191,7 @@ impl SimPmu {
         }
     }
 
-    /// How many events are on for `vcpu`.
+    /// Returns the number of events that are on for `vcpu`.
     #[must_use]
     pub fn on(&self, vcpu: VcpuId) -> usize {
         let state = self.shared.lock();
@@ -200,13 +202,13 @@ impl SimPmu {
             .count()
     }
 
-    /// How many events exist.
+    /// Returns the number of open events.
     #[must_use]
     pub fn open_events(&self) -> usize {
         self.shared.lock().counters.len()
     }
 
-    /// Calls so far.
+    /// Returns the number of calls so far.
     #[must_use]
     pub fn calls(&self) -> SimCalls {
         let state = self.shared.lock();
@@ -219,7 +221,7 @@ impl SimPmu {
 }
 
 impl Default for SimPmu {
-    /// A software class PMU: no slots to run out of.
+    /// Creates the configuration of a software PMU without slots.
     fn default() -> Self {
         Self::new(SimConfig::default())
     }
@@ -311,8 +313,8 @@ impl State {
         }
     }
 
-    /// Places `id` on a free slot, or moves others as a real scheduler would, or says that they cannot all
-    /// fit.
+    /// Assigns `id` to a free slot, moving other events if necessary as a real scheduler would.
+    /// Returns `false` if not all events fit.
     #[expect(clippy::cast_possible_truncation, reason = "a number of slots, 64 at most")]
     fn place(&mut self, id: u64, config: &SimConfig) -> bool {
         let Some(slots) = config.slots else {
@@ -341,7 +343,7 @@ impl State {
             .map(|i| config.fits(self.counters[i].config).bits() & !taken)
             .collect();
         let event = ids.len() - 1;
-        // Where slots were taken away, who is put on again.
+        // An event that lost its slot returns to it if the slot is free.
         let again = had.filter(|&slot| masks[event] & (1 << slot) != 0 && seats[slot].is_none());
         match again {
             Some(slot) => seats[slot] = Some(event),
@@ -362,7 +364,7 @@ impl SimConfig {
         CounterMask::from_bits(self.taken)
     }
 
-    /// The slots that `config` fits and may have.
+    /// Returns the slots that `config` fits and that are not taken.
     fn fits(&self, config: u64) -> CounterMask {
         let general = self.general.unwrap_or(u64::MAX);
         let allowed = self.allowed_slots.get(&config).copied().unwrap_or(general);
@@ -370,8 +372,8 @@ impl SimConfig {
     }
 }
 
-/// Gives `event` a slot that its mask allows: a free one, or one whose event can go elsewhere. Where that
-/// cannot be done nobody is moved.
+/// Assigns `event` to a slot in its mask that is free or can be freed by moving another event.
+/// Moves no event if this fails.
 fn seat(event: usize, masks: &[u64], seats: &mut [Option<usize>]) -> bool {
     fn give(event: usize, masks: &[u64], seats: &mut [Option<usize>], tried: &mut u64) -> bool {
         let free = (0..seats.len()).find(|&slot| masks[event] & (1 << slot) != 0 && seats[slot].is_none());
@@ -505,7 +507,7 @@ mod tests {
         events[0].start(None).unwrap();
         events[1].start(None).unwrap();
         assert!(matches!(events[2].start(None), Err(PmuError::Busy)));
-        // Each vCPU has slots of its own.
+        // Each vCPU has its own slots.
         let mut other = open_on(&pmu, 9, VcpuId(1));
         other.start(None).unwrap();
         events[0].stop();
@@ -555,7 +557,8 @@ mod tests {
         assert_eq!(pmu.open_events(), 0);
     }
 
-    /// P40: a package count is the same whichever event asks, and is not the event's own.
+    /// P40: all events read the same package count, which is independent of the counts of the event
+    /// itself.
     #[test]
     fn p40_a_package_count_is_shared() {
         let pmu = SimPmu::new(SimConfig {
@@ -588,8 +591,8 @@ mod tests {
     }
 
     proptest! {
-        /// P23, for a driver: with a period P and a user who re-arms for the rest of it, there are
-        /// floor(total / P) overflows, and the distance to the next one is never more than P.
+        /// P23 for drivers: with a period P, re-armed for the remaining counts, there are
+        /// floor(total / P) overflows, and the distance to the next one never exceeds P.
         #[test]
         fn p23_overflows_are_total_over_period(period in 1u64..100, steps in prop::collection::vec(0u64..100, 0..200)) {
             let pmu = SimPmu::default();
@@ -610,7 +613,7 @@ mod tests {
             }
         }
 
-        /// P38: nobody claims an overflow while nothing is on.
+        /// P38: a stopped event reports no overflow.
         #[test]
         fn p38_a_stopped_event_claims_no_overflow(n in 1u64..100, counts in prop::collection::vec(0u64..200, 0..20)) {
             let pmu = SimPmu::default();
@@ -624,8 +627,8 @@ mod tests {
             prop_assert_eq!(ev.read(), 0);
         }
 
-        /// A placement, once found, respects every mask and uses no slot twice; when none is found there is
-        /// none. Who has a slot is not moved while a free one fits.
+        /// An assignment respects every mask and uses no slot twice; a failure means that no
+        /// assignment exists. An event keeps its slot while a free slot fits the new event.
         #[test]
         fn placements_are_valid_and_complete(masks in prop::collection::vec(0u64..16, 0..6)) {
             fn possible(masks: &[u64], free: u64) -> bool {

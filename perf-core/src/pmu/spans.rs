@@ -1,18 +1,19 @@
-//! Counts of what goes on whether or not an event is on: only what is gained while it is on is the event's.
+//! Counts derived from a source that runs whether or not the event is on. An event counts only what
+//! the source gains while the event is on.
 
-/// The spans in which an event was on, and what its source gained in them.
+/// The spans of time in which an event was on, and the gain of its source in them.
 #[derive(Debug, Default)]
 pub(super) struct Spans {
-    /// The source when the present span began.
+    /// Value of the source at the start of the current span.
     start: Option<u64>,
-    /// What spans that have ended gained.
+    /// Gain of all finished spans.
     ended: u64,
-    /// A source that goes back, or cannot be read any more, takes nothing away.
+    /// Last returned count. A source that decreases or becomes unreadable does not lower the count.
     last: u64,
 }
 
 impl Spans {
-    /// Begins a span if none is under way. `source` reads the source.
+    /// Begins a span unless one is open. `source` returns the current value of the source.
     pub fn begin<E>(&mut self, source: impl FnOnce() -> Result<u64, E>) -> Result<(), E> {
         if self.start.is_none() {
             self.start = Some(source()?);
@@ -20,13 +21,14 @@ impl Spans {
         Ok(())
     }
 
-    /// Ends the span.
+    /// Ends the current span.
     pub fn end(&mut self, source: impl FnOnce() -> Option<u64>) {
         self.ended = self.count(source);
         self.start = None;
     }
 
-    /// What all spans have gained so far. Without a reading of the source the count stands still.
+    /// Returns the gain of all spans so far. The count does not advance if the source cannot be
+    /// read.
     pub fn count(&mut self, source: impl FnOnce() -> Option<u64>) -> u64 {
         if let Some(start) = self.start
             && let Some(now) = source()

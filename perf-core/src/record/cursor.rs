@@ -1,22 +1,22 @@
-//! Taking fields off the front of a record.
+//! A cursor that takes fields off the front of a record.
 
-/// Why bytes are not a record.
+/// An error of decoding a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DecodeError {
     /// The record ends before the field.
     #[error("the record ends before its {field}")]
     Short {
-        /// The field that is missing or cut.
+        /// Name of the missing or truncated field.
         field: &'static str,
     },
-    /// The sample goes on after the last field of its format.
+    /// The sample continues after the last field of its format.
     #[error("{bytes} bytes after the last field")]
     Trailing {
-        /// How many.
+        /// Number of excess bytes.
         bytes: usize,
     },
-    /// The header does not describe the bytes.
+    /// The header does not match the bytes.
     #[error("the size in the header is not that of the record")]
     Header,
 }
@@ -60,7 +60,8 @@ impl<'a> Cursor<'a> {
         self.array(field).map(u32::from_ne_bytes)
     }
 
-    /// `count` fields of `len` bytes each, where the count was read from the record and may be anything.
+    /// Takes `count` fields of `len` bytes each. `count` was read from the record and may have any
+    /// value.
     #[inline]
     pub(super) fn many(
         &mut self,
@@ -74,7 +75,7 @@ impl<'a> Cursor<'a> {
         self.bytes(bytes.ok_or(DecodeError::Short { field })?, field)
     }
 
-    /// Takes the last `len` bytes off.
+    /// Takes `len` bytes off the end.
     pub(super) fn split_end(&mut self, len: usize, field: &'static str) -> Result<Self, DecodeError> {
         let at = self
             .rest
@@ -86,13 +87,13 @@ impl<'a> Cursor<'a> {
         Ok(Self { rest: end })
     }
 
-    /// All that is left.
+    /// Takes all remaining bytes.
     pub(super) fn rest(&mut self) -> &'a [u8] {
         std::mem::take(&mut self.rest)
     }
 }
 
-/// The bytes before the first NUL.
+/// Returns the bytes before the first NUL.
 pub(super) fn until_nul(bytes: &[u8]) -> &[u8] {
     bytes
         .iter()

@@ -1,11 +1,11 @@
-//! The trailer of records that are no samples (`struct sample_id` of `perf_event_open(2)`).
+//! The trailer of records other than samples (`struct sample_id` of `perf_event_open(2)`).
 
 use super::cursor::Cursor;
 use super::{DecodeError, Format, Sink, put_u32s, put_u64};
 use crate::attr::SampleType;
 use crate::ring::Trailer;
 
-/// Fields of a trailer, 8 bytes each.
+/// Fields of a trailer, of 8 bytes each.
 const FIELDS: SampleType = SampleType::TID
     .union(SampleType::TIME)
     .union(SampleType::ID)
@@ -13,26 +13,27 @@ const FIELDS: SampleType = SampleType::TID
     .union(SampleType::CPU)
     .union(SampleType::IDENTIFIER);
 
-/// Whom a record that is no sample is about and when it was written: its trailer, if the event has
-/// `sample_id_all`. Of these fields those are written that the event's samples have; the others are 0 when
-/// decoded.
+/// The trailer of a record that is not a sample, present if the event has `sample_id_all`: the task
+/// that the record refers to, and its time.
+///
+/// Contains the fields that the event's samples have; other fields are 0 when decoded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SampleId {
-    /// Process (the VM) as the operator sees it.
+    /// Process id (the VM), as shown to the operator.
     pub pid: u32,
-    /// Thread (the vCPU).
+    /// Thread id (the vCPU).
     pub tid: u32,
     /// Time in nanoseconds.
     pub time_ns: u64,
-    /// Id of the event that was opened; in both places of a trailer that has ID and IDENTIFIER.
+    /// Id of the opened event, written in both places of a trailer with ID and IDENTIFIER.
     pub id: u64,
-    /// Id of the event itself, which differs for inherited ones.
+    /// Id of the event itself, which differs for inherited events.
     pub stream_id: u64,
-    /// CPU number (the vCPU); `u32::MAX` for what no vCPU did.
+    /// CPU number (the vCPU); `u32::MAX` for a record without a vCPU.
     pub cpu: u32,
 }
 
-/// Bytes of a trailer in `format`.
+/// Returns the size of a trailer in `format`, in bytes.
 #[inline]
 pub(super) fn size_of(format: Format) -> usize {
     if format.sample_id_all {
@@ -43,7 +44,7 @@ pub(super) fn size_of(format: Format) -> usize {
 }
 
 impl SampleId {
-    /// The words of the trailer, in the order of the ABI. None without `sample_id_all`.
+    /// Appends the words of the trailer in ABI order, or nothing without `sample_id_all`.
     #[inline]
     pub(super) fn encode(&self, format: Format, out: &mut impl Sink) {
         if !format.sample_id_all {
@@ -102,7 +103,7 @@ impl SampleId {
         Ok(id)
     }
 
-    /// The trailer as a ring takes it, for a LOST record.
+    /// Returns the trailer in the form that a ring appends to a LOST record.
     #[inline]
     pub(super) fn trailer(&self, format: Format) -> Trailer {
         let mut trailer = Trailer::NONE;
@@ -112,7 +113,7 @@ impl SampleId {
 }
 
 impl Sink for Trailer {
-    /// Whole words, as a trailer has nothing else.
+    /// Appends whole words, the only content of a trailer.
     #[inline]
     fn put(&mut self, bytes: &[u8]) {
         for &word in bytes.as_chunks().0 {

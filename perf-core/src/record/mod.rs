@@ -1,8 +1,9 @@
-//! Records: what rings carry. Layouts and type numbers are those of `linux/perf_event.h`, native byte order.
+//! Records: the content of rings. Layouts and type numbers are those of `linux/perf_event.h`, in
+//! native byte order.
 //!
-//! Each record knows its size before it is written, so it is reserved and encoded straight into the ring,
-//! without a copy and without allocation. Decoding borrows from the bytes and accepts arbitrary ones: what
-//! does not hold together is a [`DecodeError`].
+//! The size of a record is known before it is written, so a record is reserved and encoded directly
+//! into the ring without copying or allocating. Decoding borrows from the bytes and accepts
+//! arbitrary input: inconsistent bytes return a [`DecodeError`].
 
 mod cursor;
 mod id;
@@ -23,27 +24,27 @@ pub use read::{Entries, ReadEntry, ReadValues};
 pub use sample::{Sample, UserPart, Words};
 pub use side::{Comm, Lost, MapName, Mmap, Read, Task, Throttle};
 
-/// Bytes of a record's header.
+/// Size of a record header, in bytes.
 pub const HEADER_SIZE: usize = 8;
 
-/// `perf_event_header.type`.
+/// The type of a record (`perf_event_header.type`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RecordType(pub u32);
 
 impl RecordType {
     /// `PERF_RECORD_MMAP`: memory was mapped.
     pub const MMAP: Self = Self(1);
-    /// `PERF_RECORD_LOST`: records found no room.
+    /// `PERF_RECORD_LOST`: records were lost because the ring was full.
     pub const LOST: Self = Self(2);
-    /// `PERF_RECORD_COMM`: a name.
+    /// `PERF_RECORD_COMM`: name of a task.
     pub const COMM: Self = Self(3);
-    /// `PERF_RECORD_EXIT`: a vCPU has gone.
+    /// `PERF_RECORD_EXIT`: a vCPU exited.
     pub const EXIT: Self = Self(4);
-    /// `PERF_RECORD_THROTTLE`: an event samples too fast and was stopped.
+    /// `PERF_RECORD_THROTTLE`: an event sampled too fast and was stopped.
     pub const THROTTLE: Self = Self(5);
-    /// `PERF_RECORD_UNTHROTTLE`: it was started again.
+    /// `PERF_RECORD_UNTHROTTLE`: a throttled event was restarted.
     pub const UNTHROTTLE: Self = Self(6);
-    /// `PERF_RECORD_FORK`: a vCPU has come.
+    /// `PERF_RECORD_FORK`: a vCPU was added.
     pub const FORK: Self = Self(7);
     /// `PERF_RECORD_READ`: final values of an inherited event.
     pub const READ: Self = Self(8);
@@ -51,16 +52,16 @@ impl RecordType {
     pub const SAMPLE: Self = Self(9);
 }
 
-/// What ran when a sample was taken: the low three bits of `misc`.
+/// The CPU mode at the time of a sample: the low three bits of `misc`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(u16)]
 pub enum CpuMode {
-    /// Not known.
+    /// Unknown mode.
     #[default]
     Unknown = 0,
-    /// The host's kernel.
+    /// Host kernel.
     Kernel = 1,
-    /// The host's user space.
+    /// Host user space.
     User = 2,
     /// A hypervisor below the host.
     Hypervisor = 3,
@@ -70,7 +71,7 @@ pub enum CpuMode {
     GuestUser = 5,
 }
 
-/// `perf_event_header.misc`.
+/// Flags of a record header (`perf_event_header.misc`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Misc(pub u16);
 
@@ -79,7 +80,7 @@ impl Misc {
     pub const EXACT_IP: Self = Self(1 << 14);
     const CPU_MODE_MASK: u16 = 7;
 
-    /// What ran; [`CpuMode::Unknown`] for values that are not defined.
+    /// Returns the CPU mode, or [`CpuMode::Unknown`] for undefined values.
     pub fn cpu_mode(self) -> CpuMode {
         match self.0 & Self::CPU_MODE_MASK {
             1 => CpuMode::Kernel,
@@ -91,7 +92,7 @@ impl Misc {
         }
     }
 
-    /// Whether the instruction pointer has no skid.
+    /// Returns `true` if the instruction pointer has no skid.
     pub fn exact_ip(self) -> bool {
         self.0 & Self::EXACT_IP.0 != 0
     }
@@ -103,14 +104,14 @@ impl From<CpuMode> for Misc {
     }
 }
 
-/// Which fields the samples and read values of an event have.
+/// The selection of fields in an event's samples and read values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Format {
     /// Fields of SAMPLE records.
     pub sample_type: SampleType,
     /// Fields of read values, in SAMPLE and READ records.
     pub read_format: ReadFormat,
-    /// Records that are no samples end with a [`SampleId`].
+    /// `true` if records other than samples end with a [`SampleId`].
     pub sample_id_all: bool,
 }
 
@@ -124,7 +125,7 @@ impl From<&Attr> for Format {
     }
 }
 
-/// Where bytes of records go.
+/// A destination for the bytes of records.
 pub trait Sink {
     /// Appends bytes.
     fn put(&mut self, bytes: &[u8]);
@@ -148,7 +149,7 @@ impl Sink for Reservation<'_> {
     }
 }
 
-/// What exceeds the slice is dropped.
+/// Discards bytes that exceed the slice.
 impl Sink for &mut [u8] {
     fn put(&mut self, bytes: &[u8]) {
         let len = bytes.len().min(self.len());
@@ -169,14 +170,15 @@ fn put_u64(out: &mut impl Sink, value: u64) {
     out.put_u64(value);
 }
 
-/// Two fields of 32 bits, the first at the lower address.
+/// Appends two 32-bit fields, `first` at the lower address.
 #[inline]
 fn put_u32s(out: &mut impl Sink, first: u32, second: u32) {
-    // Little endian, as everything here: Perfvisor runs on x86-64 only.
+    // Little endian: Perfvisor runs on x86-64 only.
     put_u64(out, u64::from(first) | u64::from(second) << 32);
 }
 
-/// A header. A size above 65535 cannot be encoded; rings refuse it before anything is written.
+/// Appends a header. A size above 65535 cannot be encoded; rings reject it before anything is
+/// written.
 #[inline]
 fn put_header(out: &mut impl Sink, ty: RecordType, misc: Misc, size: usize) {
     let size = u16::try_from(size).unwrap_or(u16::MAX);
@@ -186,18 +188,19 @@ fn put_header(out: &mut impl Sink, ty: RecordType, misc: Misc, size: usize) {
     );
 }
 
-/// A record that can be written.
+/// A record that can be encoded.
 pub trait Encode {
-    /// Bytes of the whole record; always a multiple of 8.
+    /// Returns the size of the whole record in bytes, a multiple of 8.
     fn size(&self, format: Format) -> usize;
 
     /// Appends exactly [`size`](Self::size) bytes to `out`.
     fn encode(&self, format: Format, out: &mut impl Sink);
 
-    /// Whether it counts as a sample for `wakeup_events`.
+    /// `true` if the record counts as a sample for `wakeup_events`.
     const IS_SAMPLE: bool = false;
 
-    /// Who writes it and when: also what a LOST record says that the ring writes before it.
+    /// Returns the task and time of the record, which the ring also uses for a LOST record before
+    /// this record.
     fn sample_id(&self) -> SampleId {
         SampleId::default()
     }
@@ -206,7 +209,7 @@ pub trait Encode {
     ///
     /// # Errors
     ///
-    /// As [`Ring::begin`].
+    /// Returns the same errors as [`Ring::begin`].
     #[inline]
     fn write(&self, format: Format, ring: &Ring) -> Result<(), RingError> {
         let trailer = self.sample_id().trailer(format);
@@ -216,10 +219,11 @@ pub trait Encode {
         Ok(())
     }
 
-    /// Writes records that are at hand together, in their order, in as few reservations as they fit in:
-    /// cheaper than one by one, and much so where another thread writes to the ring at the same time.
+    /// Writes several records in order, in as few reservations as possible. This is cheaper than
+    /// writing them separately, in particular while another thread writes to the same ring.
     ///
-    /// Without room for all, each is tried by itself, so no more are lost than one by one.
+    /// Without space for all of them, each is written separately, so no more records are lost than
+    /// with separate writes.
     #[inline]
     fn write_all<I>(records: I, format: Format, ring: &Ring) -> Written
     where
@@ -251,7 +255,7 @@ pub trait Encode {
             };
             if let Some(mut run) = run {
                 for record in rest.by_ref().take(usize::try_from(n).unwrap_or(usize::MAX)) {
-                    // There is room, if a record says the same size twice.
+                    // Succeeds if a record returns the same size twice.
                     match run.begin(record.size(format)) {
                         Ok(mut reservation) => {
                             record.encode(format, &mut reservation);
@@ -273,19 +277,19 @@ pub trait Encode {
     }
 }
 
-/// What became of records that were written together.
+/// The outcome of writing several records.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Written {
-    /// Records that are in the ring.
+    /// Number of records in the ring.
     pub written: u64,
-    /// Records that found no room. The ring has counted them and will report them.
+    /// Number of records that did not fit. The ring has counted them and will report them.
     pub lost: u64,
-    /// Records this ring could never take. Nobody has counted them.
+    /// Number of records that the ring can never hold, which are not counted as lost.
     pub unfit: u64,
 }
 
 impl From<Result<(), RingError>> for Written {
-    /// Of one record.
+    /// Converts the result of writing one record.
     #[inline]
     fn from(result: Result<(), RingError>) -> Self {
         let (written, lost, unfit) = match result {
@@ -301,34 +305,35 @@ impl From<Result<(), RingError>> for Written {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Record<'a> {
-    /// Memory was mapped.
+    /// A memory mapping.
     Mmap(Mmap<'a>),
-    /// Records found no room.
+    /// Number of lost records.
     Lost(Lost),
-    /// A name.
+    /// Name of a task.
     Comm(Comm<'a>),
-    /// A vCPU has gone.
+    /// Exit of a vCPU.
     Exit(Task),
-    /// An event was stopped because it sampled too fast.
+    /// Stop of an event that sampled too fast.
     Throttle(Throttle),
-    /// It was started again.
+    /// Restart of a throttled event.
     Unthrottle(Throttle),
-    /// A vCPU has come.
+    /// Addition of a vCPU.
     Fork(Task),
     /// Final values of an inherited event.
     Read(Read<'a>),
     /// A sample.
     Sample(Sample<'a>),
-    /// A type that is not known here.
+    /// A record of unsupported type.
     Other(RawRecord<'a>),
 }
 
 impl<'a> Record<'a> {
-    /// Decodes a record from a ring. `format` is that of the event (or events) that write to it.
+    /// Decodes a record from a ring. `format` is the format of the events that write to the ring.
     ///
     /// # Errors
     ///
-    /// [`DecodeError`] if the bytes are too few for their type, or in a sample too many.
+    /// Returns a [`DecodeError`] if the record is too short for its type, or if a sample is too
+    /// long.
     #[inline]
     pub fn decode(raw: RawRecord<'a>, format: Format) -> Result<Self, DecodeError> {
         let mut body = Cursor::new(raw.body());
@@ -337,8 +342,8 @@ impl<'a> Record<'a> {
         if ty == RecordType::SAMPLE {
             return Ok(Self::Sample(Sample::decode(&mut body, misc, format)?));
         }
-        // The layouts before it have no length of their own, so it is found from the end. What is not known
-        // here need not have one.
+        // These layouts carry no length, so the trailer is located from the end. Records of
+        // unsupported types may have none.
         let id = match ty.0 {
             1..=9 => SampleId::decode(&mut body, format)?,
             _ => return Ok(Self::Other(raw)),
@@ -356,12 +361,12 @@ impl<'a> Record<'a> {
         })
     }
 
-    /// Decodes a record from the beginning of `bytes`, which may go on after it.
+    /// Decodes a record at the beginning of `bytes`, which may be longer than the record.
     ///
     /// # Errors
     ///
-    /// As [`decode`](Self::decode), and [`DecodeError::Header`] if the header's size is not that of a record
-    /// or exceeds the bytes.
+    /// Returns the errors of [`decode`](Self::decode), and [`DecodeError::Header`] if the size in
+    /// the header is invalid or exceeds `bytes`.
     pub fn decode_bytes(bytes: &'a [u8], format: Format) -> Result<Self, DecodeError> {
         let &[_, _, _, _, _, _, low, high, ..] = bytes else {
             return Err(DecodeError::Short { field: "header" });

@@ -1,32 +1,32 @@
-//! Read values: what `read(2)` of an event returns, and the READ part of samples.
+//! Read values: the result of `read(2)` on an event, and the READ field of samples.
 
 use super::cursor::Cursor;
 use super::{DecodeError, Sink, put_u64};
 use crate::attr::ReadFormat;
 
-/// Value of one event.
+/// The value of one event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReadEntry {
-    /// Its count.
+    /// Count of the event.
     pub value: u64,
-    /// Its id; 0 if the format has none.
+    /// Id of the event; 0 if the format has none.
     pub id: u64,
-    /// How many of its records found no room; 0 if the format has none.
+    /// Number of lost records of the event; 0 if the format has none.
     pub lost: u64,
 }
 
-/// Values of an event or of the members of a group.
+/// The values of one event or of the members of a group.
 #[derive(Clone, Copy, Debug)]
 pub enum Entries<'a> {
-    /// One event alone.
+    /// Value of a single event.
     One(ReadEntry),
-    /// To be encoded.
+    /// Values to be encoded.
     List(&'a [ReadEntry]),
-    /// As found in a record.
+    /// Values in the encoding of a record.
     Encoded {
-        /// Whole entries: a value, and what of id and lost the format has.
+        /// Whole entries: a value, with an id and a lost count if the format has them.
         bytes: &'a [u8],
-        /// Of which ID and LOST matter.
+        /// Format of the entries, of which only ID and LOST matter.
         format: ReadFormat,
     },
 }
@@ -38,7 +38,7 @@ impl Default for Entries<'_> {
 }
 
 impl<'a> Entries<'a> {
-    /// Number of entries.
+    /// Returns the number of entries.
     pub fn len(&self) -> usize {
         match self {
             Self::One(_) => 1,
@@ -47,12 +47,12 @@ impl<'a> Entries<'a> {
         }
     }
 
-    /// Whether there are none.
+    /// Returns `true` if there are no entries.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The entries, the leader's first.
+    /// Iterates over the entries, the leader's first.
     pub fn iter(&self) -> impl Iterator<Item = ReadEntry> + 'a {
         let (one, list, bytes, format) = match *self {
             Self::One(entry) => (Some(entry), [].as_slice(), [].as_slice(), ReadFormat::empty()),
@@ -78,23 +78,25 @@ impl PartialEq for Entries<'_> {
     }
 }
 
-/// Values in a read format. Fields that the format lacks are not written, and 0 when decoded.
+/// Read values of an event or group. Fields that the read format lacks are not written, and are 0
+/// when decoded.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ReadValues<'a> {
-    /// Nanoseconds enabled, of the group's leader.
+    /// Time enabled of the group leader, in nanoseconds.
     pub time_enabled_ns: u64,
-    /// Nanoseconds on the PMU, of the group's leader.
+    /// Time running of the group leader, in nanoseconds.
     pub time_running_ns: u64,
-    /// One entry without `GROUP`, the leader's and each sibling's with it.
+    /// One entry without `GROUP`; with it, the entries of the leader and all siblings.
     pub entries: Entries<'a>,
 }
 
-/// Bytes of one entry: 8 + 8·id + 8·lost.
+/// Returns the size of one entry, in bytes: 8 + 8·id + 8·lost.
 fn entry_size(format: ReadFormat) -> usize {
     8 + 8 * (format & (ReadFormat::ID | ReadFormat::LOST)).bits().count_ones() as usize
 }
 
-/// Bytes that `members` events have in `format`: 8·enabled + 8·running + 8·group + entry·members.
+/// Returns the size of the values of `members` events in `format`, in bytes: 8·enabled + 8·running
+/// + 8·group + entry·members.
 pub(crate) fn read_size_of(format: ReadFormat, members: usize) -> usize {
     let (members, group) = if format.contains(ReadFormat::GROUP) {
         (members, 8)
@@ -108,14 +110,15 @@ pub(crate) fn read_size_of(format: ReadFormat, members: usize) -> usize {
 }
 
 impl<'a> ReadValues<'a> {
-    /// Bytes in `format`.
+    /// Returns the encoded size in `format`, in bytes.
     #[inline]
     pub fn size(&self, format: ReadFormat) -> usize {
         read_size_of(format, self.entries.len())
     }
 
-    /// Appends exactly [`size`](Self::size) bytes: without `GROUP` value, enabled, running, id, lost; with it
-    /// the number of members, enabled, running, and value, id and lost of each.
+    /// Appends exactly [`size`](Self::size) bytes: without `GROUP`, the value, enabled, running, id
+    /// and lost; with `GROUP`, the number of members, enabled, running, and the value, id and lost
+    /// of each member.
     pub fn encode(&self, format: ReadFormat, out: &mut impl Sink) {
         let rest = |entry: ReadEntry, out: &mut _| {
             if format.contains(ReadFormat::ID) {

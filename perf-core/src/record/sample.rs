@@ -8,12 +8,12 @@ use super::{
 };
 use crate::attr::{REGS_USER_LEN, SampleType};
 
-/// A list of `u64`, such as a call chain.
+/// A list of `u64` words, such as a call chain.
 #[derive(Clone, Copy, Debug)]
 pub enum Words<'a> {
-    /// To be encoded.
+    /// Words to be encoded.
     List(&'a [u64]),
-    /// As found in a record: whole words of 8 bytes.
+    /// Whole 8-byte words in the encoding of a record.
     Encoded(&'a [u8]),
 }
 
@@ -24,7 +24,7 @@ impl Default for Words<'_> {
 }
 
 impl<'a> Words<'a> {
-    /// Number of words.
+    /// Returns the number of words.
     pub fn len(&self) -> usize {
         match self {
             Self::List(list) => list.len(),
@@ -32,12 +32,12 @@ impl<'a> Words<'a> {
         }
     }
 
-    /// Whether there are none.
+    /// Returns `true` if there are no words.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The words.
+    /// Iterates over the words.
     pub fn iter(&self) -> impl Iterator<Item = u64> + 'a {
         let (list, bytes) = match *self {
             Self::List(list) => (list, [].as_slice()),
@@ -56,48 +56,50 @@ impl PartialEq for Words<'_> {
     }
 }
 
-/// A sample. Fields that the event's sample type lacks are not written, and 0 or empty when decoded.
+/// A sample. Fields that the event's sample type lacks are not written, and are 0 or empty when
+/// decoded.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sample<'a> {
-    /// What ran, and whether `ip` is exact.
+    /// CPU mode, and whether `ip` is exact.
     pub misc: Misc,
     /// Instruction pointer.
     pub ip: u64,
-    /// Process (the VM) as the operator sees it.
+    /// Process id (the VM), as shown to the operator.
     pub pid: u32,
-    /// Thread (the vCPU).
+    /// Thread id (the vCPU).
     pub tid: u32,
     /// Time in nanoseconds.
     pub time_ns: u64,
-    /// Address the event is about.
+    /// Data address of the event.
     pub addr: u64,
-    /// Id of the event that was opened; in both places of a sample that has ID and IDENTIFIER.
+    /// Id of the opened event, written in both places of a sample with ID and IDENTIFIER.
     pub id: u64,
-    /// Id of the event itself, which differs for inherited ones.
+    /// Id of the event itself, which differs for inherited events.
     pub stream_id: u64,
     /// CPU number.
     pub cpu: u32,
-    /// What it stands for: how far the event counted since the sample before it.
+    /// Sampling period: the number of counts since the previous sample.
     pub period: u64,
     /// Read values.
     pub read: ReadValues<'a>,
-    /// Call chain, the innermost address first.
+    /// Call chain, innermost address first.
     pub callchain: Words<'a>,
-    /// Raw data. When written it is padded with zeros so that it and its 4 bytes of size are a multiple of
-    /// 8.
+    /// Raw data. Encoding pads it with zeros so that it and its 4-byte size are a multiple of 8
+    /// bytes.
     pub raw: &'a [u8],
-    /// Registers and stack of the program.
+    /// User registers and stack.
     pub user: UserPart<'a>,
 }
 
-/// Registers of a program and the top of its stack.
+/// User registers and the top of the user stack.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct UserPart<'a> {
-    /// `PERF_SAMPLE_REGS_ABI_*`: 0 where there is no program, and no register then; 1 for 32 bits, 2 for 64.
+    /// Value of `PERF_SAMPLE_REGS_ABI_*`: 0 for no user context and thus no registers, 1 for 32
+    /// bits, 2 for 64 bits.
     pub abi: u64,
-    /// Those of [`REGS_USER`](crate::attr::REGS_USER), in the order of its bits.
+    /// Registers of [`REGS_USER`](crate::attr::REGS_USER), in the order of its bits.
     pub registers: Words<'a>,
-    /// From the stack pointer up. When written it must be a multiple of 8 bytes.
+    /// Stack bytes from the stack pointer up. The length must be a multiple of 8 for encoding.
     pub stack: &'a [u8],
 }
 
@@ -112,7 +114,7 @@ const FIXED: SampleType = SampleType::IP
     .union(SampleType::PERIOD)
     .union(SampleType::IDENTIFIER);
 
-/// Bytes of the RAW part for `len` bytes of data.
+/// Returns the size of the RAW field for `len` bytes of data.
 fn raw_size(len: usize) -> usize {
     (4 + len).next_multiple_of(8)
 }
@@ -120,7 +122,7 @@ fn raw_size(len: usize) -> usize {
 /// Fields of [`UserPart`].
 const USER: SampleType = SampleType::REGS_USER.union(SampleType::STACK_USER);
 
-// Out of line: few samples have these fields, and those that have are large.
+// Separate methods: few samples have these fields, and those that do are large.
 impl UserPart<'_> {
     #[inline(never)]
     fn size(&self, fields: SampleType) -> usize {
@@ -147,14 +149,15 @@ impl UserPart<'_> {
             put_u64(out, len as u64);
             if len > 0 {
                 out.put(&self.stack[..len]);
-                // How much of it is the stack: all, as no more is written.
+                // Dynamic size of the stack, equal to the full size because only existing bytes are
+                // written.
                 put_u64(out, len as u64);
             }
         }
     }
 }
 
-/// Bytes of the STACK_USER part for `len` bytes of stack.
+/// Returns the size of the STACK_USER field for `len` bytes of stack.
 fn stack_size(len: usize) -> usize {
     match len / 8 {
         0 => 8,
@@ -188,7 +191,7 @@ impl Encode for Sample<'_> {
     fn encode(&self, format: Format, out: &mut impl Sink) {
         let fields = format.sample_type;
         put_header(out, RecordType::SAMPLE, self.misc, self.size(format));
-        // The order is the ABI's, which is not that of the bits.
+        // The ABI order differs from the order of the bits.
         if fields.contains(SampleType::IDENTIFIER) {
             put_u64(out, self.id);
         }
@@ -229,7 +232,7 @@ impl Encode for Sample<'_> {
             let size = raw_size(self.raw.len()) - 4;
             out.put(&u32::try_from(size).unwrap_or(u32::MAX).to_ne_bytes());
             out.put(self.raw);
-            // At most 7 bytes: the size is the next that fits.
+            // At most 7 bytes: the size is the next multiple of 8.
             out.put(&[0; 8][..size - self.raw.len()]);
         }
         if fields.intersects(USER) {

@@ -1,4 +1,4 @@
-//! Side-band records: everything but samples.
+//! Side-band records: all records except samples.
 
 use super::cursor::{Cursor, until_nul};
 use super::id::{self, SampleId};
@@ -7,12 +7,14 @@ use super::{
     DecodeError, Encode, Format, HEADER_SIZE, Misc, RecordType, Sink, put_header, put_u32s, put_u64,
 };
 
-/// Most bytes of a name in COMM records, its terminating NUL included (`TASK_COMM_LEN`).
+/// Maximum size of a name in COMM records in bytes, including its terminating NUL
+/// (`TASK_COMM_LEN`).
 const COMM_MAX: usize = 16;
-/// Most bytes of a path in MMAP records, its terminating NUL included (`PATH_MAX`).
+/// Maximum size of a path in MMAP records in bytes, including its terminating NUL (`PATH_MAX`).
 const PATH_MAX: usize = 4096;
 
-/// Bytes of `text` up to its first NUL, with a NUL, padded to a multiple of 8.
+/// Returns the encoded size of `text` up to its first NUL, NUL-terminated and padded to a multiple
+/// of 8 bytes.
 fn text_size(text: &[u8]) -> usize {
     (until_nul(text).len() + 1).next_multiple_of(8)
 }
@@ -23,14 +25,14 @@ fn put_text(out: &mut impl Sink, text: &[u8]) {
     out.put(&[0; 8][..text_size(text) - text.len()]);
 }
 
-/// `PERF_RECORD_LOST`: attempts that found no room since the last record.
+/// `PERF_RECORD_LOST`: the number of records lost since the previous record.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Lost {
-    /// The event that owns the ring.
+    /// Id of the event that owns the ring.
     pub id: u64,
-    /// Number of records lost.
+    /// Number of lost records.
     pub lost: u64,
-    /// The trailer.
+    /// Trailer.
     pub sample_id: SampleId,
 }
 
@@ -61,18 +63,18 @@ impl Lost {
     }
 }
 
-/// `PERF_RECORD_THROTTLE` and `PERF_RECORD_UNTHROTTLE`.
+/// `PERF_RECORD_THROTTLE` or `PERF_RECORD_UNTHROTTLE`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Throttle {
-    /// Stopped (THROTTLE) or started again (UNTHROTTLE).
+    /// `true` for THROTTLE (stopped), `false` for UNTHROTTLE (restarted).
     pub throttled: bool,
-    /// When, in nanoseconds.
+    /// Time in nanoseconds.
     pub time_ns: u64,
-    /// Id of the event that was opened.
+    /// Id of the opened event.
     pub id: u64,
     /// Id of the event itself.
     pub stream_id: u64,
-    /// The trailer.
+    /// Trailer.
     pub sample_id: SampleId,
 }
 
@@ -115,22 +117,22 @@ impl Throttle {
     }
 }
 
-/// `PERF_RECORD_FORK` and `PERF_RECORD_EXIT`: a vCPU comes or goes.
+/// `PERF_RECORD_FORK` or `PERF_RECORD_EXIT`: the addition or exit of a vCPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Task {
-    /// Comes (FORK) or goes (EXIT).
+    /// `true` for FORK (added), `false` for EXIT.
     pub fork: bool,
-    /// Process (the VM) of the vCPU.
+    /// Process id (the VM) of the vCPU.
     pub pid: u32,
-    /// Process of its parent.
+    /// Parent process id.
     pub ppid: u32,
-    /// Thread (the vCPU).
+    /// Thread id (the vCPU).
     pub tid: u32,
-    /// Thread of its parent.
+    /// Parent thread id.
     pub ptid: u32,
-    /// When, in nanoseconds.
+    /// Time in nanoseconds.
     pub time_ns: u64,
-    /// The trailer.
+    /// Trailer.
     pub sample_id: SampleId,
 }
 
@@ -175,16 +177,16 @@ impl Task {
     }
 }
 
-/// `PERF_RECORD_READ`: final values of an inherited event whose vCPU exits.
+/// `PERF_RECORD_READ`: final values of an inherited event on a vCPU that exits.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Read<'a> {
-    /// Process (the VM).
+    /// Process id (the VM).
     pub pid: u32,
-    /// Thread (the vCPU).
+    /// Thread id (the vCPU).
     pub tid: u32,
-    /// The values.
+    /// Final values.
     pub values: ReadValues<'a>,
-    /// The trailer.
+    /// Trailer.
     pub sample_id: SampleId,
 }
 
@@ -220,16 +222,16 @@ impl<'a> Read<'a> {
     }
 }
 
-/// `PERF_RECORD_COMM`: name of a vCPU or a VM.
+/// `PERF_RECORD_COMM`: the name of a vCPU or a VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Comm<'a> {
-    /// Process (the VM).
+    /// Process id (the VM).
     pub pid: u32,
-    /// Thread (the vCPU).
+    /// Thread id (the vCPU).
     pub tid: u32,
-    /// The name. At most 15 bytes up to the first NUL are written.
+    /// Name. At most 15 bytes, up to the first NUL, are written.
     pub name: &'a [u8],
-    /// The trailer.
+    /// Trailer.
     pub sample_id: SampleId,
 }
 
@@ -267,23 +269,24 @@ impl<'a> Comm<'a> {
     }
 }
 
-/// Name of a mapping.
+/// The name of a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MapName<'a> {
-    /// A file, or the name of a region of guest memory. One of 4096 bytes or more is written as `TooLong`.
+    /// A file, or the name of a guest memory region. A path of 4096 bytes or more is written as
+    /// `TooLong`.
     Path(&'a [u8]),
-    /// Memory without a name: `//anon`.
+    /// Anonymous memory: `//anon`.
     Anonymous,
     /// A path that does not fit: `//toolong`.
     TooLong,
-    /// There was no memory to find out: `//enomem`.
+    /// A name that could not be determined for lack of memory: `//enomem`.
     NoMemory,
-    /// The kernel's page of system calls: `[vdso]`.
+    /// The kernel's vDSO: `[vdso]`.
     Vdso,
 }
 
 impl<'a> MapName<'a> {
-    /// The name as it is written, without padding.
+    /// Returns the name as written, without padding.
     pub fn bytes(&self) -> &'a [u8] {
         match self {
             Self::Path(path) if until_nul(path).len() < PATH_MAX => until_nul(path),
@@ -310,21 +313,21 @@ impl<'a> From<&'a [u8]> for MapName<'a> {
 /// `PERF_RECORD_MMAP`: a mapping, such as guest memory or firmware.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mmap<'a> {
-    /// Whose: [`CpuMode`](super::CpuMode) of code that runs there.
+    /// [`CpuMode`](super::CpuMode) of the code in the mapping.
     pub misc: Misc,
-    /// Process (the VM).
+    /// Process id (the VM).
     pub pid: u32,
-    /// Thread (the vCPU).
+    /// Thread id (the vCPU).
     pub tid: u32,
-    /// First address.
+    /// Start address.
     pub start: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
-    /// Where in the file it begins, in bytes.
+    /// Offset in the file, in bytes.
     pub pgoff: u64,
-    /// What is mapped.
+    /// Name of the mapping.
     pub name: MapName<'a>,
-    /// The trailer.
+    /// Trailer.
     pub sample_id: SampleId,
 }
 

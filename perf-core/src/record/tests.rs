@@ -4,7 +4,8 @@ use proptest::prelude::*;
 
 const ALL_TIMES: ReadFormat = ReadFormat::TOTAL_TIME_ENABLED.union(ReadFormat::TOTAL_TIME_RUNNING);
 
-/// Of 14 bits the eleven lowest, IDENTIFIER for the next, and registers and stack of the program.
+/// Maps 14 bits to sample types: the eleven lowest types, IDENTIFIER, user registers and user
+/// stack.
 fn sample_type(bits: u64) -> SampleType {
     let bits = bits & 0x7ff | (bits >> 11 & 1) << 16 | bits & 0x3000;
     SampleType::from_bits(bits).expect("all of these are defined")
@@ -53,7 +54,7 @@ fn sample<'a>(entries: &'a [ReadEntry], ips: &'a [u64], raw: &'a [u8]) -> Sample
     }
 }
 
-/// What is left of `full` in `format`.
+/// Returns `full` restricted to the fields of `format`.
 fn projected<'a>(
     full: &Sample<'a>,
     format: Format,
@@ -224,7 +225,7 @@ proptest! {
         put_header(&mut bytes, RecordType(ty), Misc(3), lie.map_or(HEADER_SIZE + body.len(), usize::from));
         bytes.extend_from_slice(&body);
         match Record::decode_bytes(&bytes, format) {
-            // Whatever was accepted lies inside the bytes it was made of, and can be walked.
+            // Decoded fields lie within the input and can be iterated.
             Ok(Record::Sample(sample)) => {
                 prop_assert!(sample.callchain.iter().count() * 8 <= body.len());
                 prop_assert!(sample.read.entries.iter().count() * 8 <= body.len().max(8));
@@ -272,7 +273,7 @@ const ID: SampleId = SampleId {
     cpu: 26,
 };
 
-/// The trailer of [`ID`], word by word from perf_event_open(2).
+/// Returns the trailer of [`ID`], word by word as in perf_event_open(2).
 fn encoded_id(format: Format) -> Vec<u8> {
     let words = [
         (SampleType::TID, 21 | 22 << 32),
@@ -288,7 +289,7 @@ fn encoded_id(format: Format) -> Vec<u8> {
     there.flat_map(|(_, word)| word.to_ne_bytes()).collect()
 }
 
-/// What is left of [`ID`] in `format`.
+/// Returns [`ID`] restricted to the fields of `format`.
 fn told(format: Format) -> SampleId {
     let has = |fields| format.sample_id_all && format.sample_type.intersects(fields);
     let or_0 = |fields, value| if has(fields) { value } else { 0 };
@@ -307,7 +308,7 @@ fn sample_fields_come_in_the_order_of_the_abi() {
     let format = Format {
         sample_type: SampleType::all(),
         read_format: ReadFormat::ID | ReadFormat::LOST,
-        // A sample has no trailer.
+        // Samples have no trailer.
         sample_id_all: true,
     };
     let entries = [ReadEntry {
@@ -356,7 +357,7 @@ fn sample_fields_come_in_the_order_of_the_abi() {
     );
 }
 
-/// Where there is no program: no register, and a stack of nothing.
+/// A sample without a user context has no registers and an empty stack.
 #[test]
 fn a_sample_without_a_program_says_so_in_sixteen_bytes() {
     let format = Format {
@@ -369,7 +370,7 @@ fn a_sample_without_a_program_says_so_in_sixteen_bytes() {
         panic!("it does not decode");
     };
     assert_eq!(sample.user, UserPart::default());
-    // A stack that says it is longer than its record.
+    // The stack claims to be longer than its record.
     let mut long = encoded(
         &Sample {
             user: UserPart {
@@ -587,7 +588,7 @@ fn a_record_too_short_for_its_trailer_is_refused() {
         let short = Err(DecodeError::Short { field });
         assert_eq!(Record::decode_bytes(&bytes, format), short, "{body} bytes");
     }
-    // What is not known here is passed on as it is, with a trailer or without.
+    // Records of unsupported types are passed through unchanged, with or without a trailer.
     let mut bytes = Vec::new();
     put_header(&mut bytes, RecordType(10), Misc::default(), 8);
     assert!(matches!(

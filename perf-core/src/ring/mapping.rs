@@ -1,4 +1,4 @@
-//! Memory of a ring: the memfd and its mappings.
+//! The memory of a ring: its memfd and mappings.
 #![expect(unsafe_code, reason = "memory shared with other processes")]
 
 use std::io::{Error, Result};
@@ -7,18 +7,18 @@ use std::ptr::{NonNull, null_mut};
 
 use super::page::ControlPage;
 
-/// Bytes of a page on x86-64, the only architecture Perfvisor runs on.
+/// Page size on x86-64, the only supported architecture, in bytes.
 pub const PAGE_SIZE: usize = 4096;
 
-/// Access to the control page and to the data pages.
+/// Access modes of the control page and the data pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Access {
     pub(super) control_writable: bool,
     pub(super) data_writable: bool,
 }
 
-/// One control page and the data pages behind it; if `mirrored`, the data pages follow once more, so that a
-/// record which wraps is contiguous in memory.
+/// A mapped control page and its data pages. If `mirrored`, the data pages are mapped twice in a
+/// row, so that a record that wraps is contiguous in memory.
 pub(super) struct Mapping {
     base: NonNull<u8>,
     len: usize,
@@ -26,8 +26,8 @@ pub(super) struct Mapping {
     mirrored: bool,
 }
 
-// SAFETY: a mapping is memory that any thread may use; what is in it is reached through atomics, or through
-// raw pointers by code that argues its exclusive right to the bytes.
+// SAFETY: a mapping is memory that any thread may use; its contents are accessed through atomics,
+// or through raw pointers by code that justifies its exclusive right to the bytes.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -40,46 +40,47 @@ fn check(result: libc::c_int) -> Result<libc::c_int> {
     }
 }
 
-/// A memfd of `len` bytes that can no longer change its size: a mapping of it never faults.
+/// Creates a memfd of `len` bytes with a sealed size, so that a mapping of it never faults.
 pub(super) fn sealed_memfd(len: usize) -> Result<OwnedFd> {
-    // SAFETY: the name is a valid C string; the result is checked.
+    // SAFETY: the name is a valid C string, and the result is checked.
     let fd = check(unsafe {
         libc::memfd_create(c"perf-ring".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING)
     })?;
-    // SAFETY: fd was just created and is owned by nobody else.
+    // SAFETY: `fd` was just created and has no other owner.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     let len = libc::off_t::try_from(len).map_err(|_| Error::from_raw_os_error(libc::EINVAL))?;
-    // SAFETY: plain system call on an open descriptor.
+    // SAFETY: plain system call on an open file descriptor.
     check(unsafe { libc::ftruncate(fd.as_raw_fd(), len) })?;
     add_seals(&fd, libc::F_SEAL_SHRINK | libc::F_SEAL_GROW)?;
     Ok(fd)
 }
 
-/// `fcntl(2)` command of include/uapi/asm-generic/fcntl.h that the libc crate does not have: which signal a
-/// descriptor sends.
+/// `fcntl(2)` command from include/uapi/asm-generic/fcntl.h, missing in the libc crate, that
+/// selects the signal of a file descriptor.
 const F_SETSIG: libc::c_int = 10;
 
-/// Opens the memfd once more. The first descriptor that `memfd_create(2)` gives is not counted by the kernel
-/// as one that has the file open; this one is, for as long as anybody has a copy of it or a mapping made with
-/// it.
+/// Reopens the memfd.
+///
+/// The kernel does not count the original file descriptor of `memfd_create(2)` as an open of the
+/// file. It counts the reopened one, as long as any copy or mapping of it exists.
 pub(super) fn reopened(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     let path = std::ffi::CString::new(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
-    // SAFETY: the path is a valid C string; the result is checked.
+    // SAFETY: the path is a valid C string, and the result is checked.
     let fd = check(unsafe { libc::open(path.as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) })?;
-    // SAFETY: fd was just opened and is owned by nobody else.
+    // SAFETY: `fd` was just opened and has no other owner.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-    // Who opens the file while `is_open_elsewhere` holds its lease makes the kernel send a signal: by default
-    // SIGIO, which ends a process that does not expect it. SIGURG is ignored by default.
+    // The kernel sends a signal when a process opens the file while `is_open_elsewhere` holds its
+    // lease. The default SIGIO ends an unprepared process; SIGURG is ignored by default.
     // SAFETY: F_SETSIG takes the signal by value.
     check(unsafe { libc::fcntl(fd.as_raw_fd(), F_SETSIG, libc::SIGURG) })?;
     Ok(fd)
 }
 
-/// Whether anybody but `fd`, which came from [`reopened`] and was never handed out, has the file open or
-/// mapped. The kernel grants a write lease only to one who is alone.
+/// Returns `true` if the file is open or mapped other than through `fd`, which must be an unshared
+/// result of [`reopened`]. The kernel grants a write lease only to the sole user of a file.
 pub(super) fn is_open_elsewhere(fd: BorrowedFd<'_>) -> Result<bool> {
     let lease = |kind: libc::c_int| {
-        // SAFETY: F_SETLEASE takes the kind of lease by value.
+        // SAFETY: F_SETLEASE takes the lease type by value.
         check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETLEASE, kind) })
     };
     match lease(libc::F_WRLCK) {
@@ -90,20 +91,20 @@ pub(super) fn is_open_elsewhere(fd: BorrowedFd<'_>) -> Result<bool> {
 }
 
 pub(super) fn add_seals(fd: &OwnedFd, seals: libc::c_int) -> Result<()> {
-    // SAFETY: plain system call on an open descriptor.
+    // SAFETY: plain system call on an open file descriptor.
     check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) }).map(drop)
 }
 
-/// The seals of `fd`; an error if it is not a memfd.
+/// Returns the seals of `fd`, or an error if it is not a memfd.
 pub(super) fn seals(fd: BorrowedFd<'_>) -> Result<libc::c_int> {
-    // SAFETY: plain system call on an open descriptor.
+    // SAFETY: plain system call on an open file descriptor.
     check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) })
 }
 
-/// Size of the file behind `fd` in bytes.
+/// Returns the size of the file behind `fd`, in bytes.
 pub(super) fn file_size(fd: BorrowedFd<'_>) -> Result<u64> {
     let mut stat = std::mem::MaybeUninit::<libc::stat>::uninit();
-    // SAFETY: the pointer is valid for a `stat`, which the call fills if it succeeds.
+    // SAFETY: the pointer is valid for a `stat`, which the call fills on success.
     check(unsafe { libc::fstat(fd.as_raw_fd(), stat.as_mut_ptr()) })?;
     // SAFETY: the call succeeded.
     let size = unsafe { stat.assume_init() }.st_size;
@@ -111,10 +112,10 @@ pub(super) fn file_size(fd: BorrowedFd<'_>) -> Result<u64> {
 }
 
 impl Mapping {
-    /// Maps a memfd of `PAGE_SIZE + data_size` bytes whose size is sealed.
+    /// Maps a memfd of `PAGE_SIZE + data_size` bytes with a sealed size.
     pub(super) fn memfd(fd: BorrowedFd<'_>, data_size: usize, access: Access) -> Result<Self> {
         let len = PAGE_SIZE + 2 * data_size;
-        // SAFETY: a new mapping at an address of the kernel's choice; nothing is replaced.
+        // SAFETY: a new mapping at an address chosen by the kernel replaces nothing.
         let base = unsafe {
             libc::mmap(
                 null_mut(),
@@ -129,7 +130,7 @@ impl Mapping {
             return Err(Error::last_os_error());
         }
         let base = NonNull::new(base.cast::<u8>()).ok_or_else(|| Error::from_raw_os_error(libc::EINVAL))?;
-        // Owns the range from here on, so errors below unmap it.
+        // Owns the range from here on, so the errors below unmap it.
         let mapping = Self {
             base,
             len,
@@ -150,10 +151,10 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Maps a ring of the kernel's. It cannot be mirrored: the kernel maps it from offset 0 only.
+    /// Maps a kernel ring. It cannot be mirrored, because the kernel maps it only from offset 0.
     pub(super) fn perf(fd: BorrowedFd<'_>, data_size: usize) -> Result<Self> {
         let len = PAGE_SIZE + data_size;
-        // SAFETY: a new mapping at an address of the kernel's choice; nothing is replaced.
+        // SAFETY: a new mapping at an address chosen by the kernel replaces nothing.
         let base = unsafe {
             libc::mmap(
                 null_mut(),
@@ -182,8 +183,8 @@ impl Mapping {
         let prot = libc::PROT_READ | if writable { libc::PROT_WRITE } else { 0 };
         // Populated now, so that writing a record never takes a page fault.
         let flags = libc::MAP_SHARED | libc::MAP_FIXED | libc::MAP_POPULATE;
-        // SAFETY: [at, at + len) lies in the range this mapping reserved and owns, so MAP_FIXED replaces
-        // nothing else.
+        // SAFETY: [at, at + len) lies in the range that this mapping reserved and owns, so
+        // MAP_FIXED replaces nothing else.
         let placed = unsafe {
             libc::mmap(
                 self.base.as_ptr().add(at).cast(),
@@ -203,17 +204,18 @@ impl Mapping {
 
     #[inline]
     pub(super) fn control(&self) -> &ControlPage {
-        // SAFETY: the first page is mapped readable for as long as `self` lives, is page aligned and larger
-        // than a ControlPage, whose fields are all atomics, so changes by others through other mappings are
-        // allowed. Stores through it on a read-only page would fault: only writable mappings do any (see the
-        // callers).
+        // SAFETY: the first page stays mapped readable for the lifetime of `self`, is page aligned
+        // and larger than a ControlPage. All its fields are atomics, so changes through other
+        // mappings are allowed. Stores through a read-only page would fault, but only writable
+        // mappings are stored to (see the callers).
         unsafe { self.base.cast::<ControlPage>().as_ref() }
     }
 
-    /// First byte of the data area.
+    /// Returns the address of the data area.
     #[inline]
     pub(super) fn data(&self) -> *mut u8 {
-        // SAFETY: the mapping is longer than a page, or (no data pages) this is one past its end.
+        // SAFETY: the mapping is longer than a page, or (without data pages) this is one past its
+        // end.
         unsafe { self.base.as_ptr().add(PAGE_SIZE) }
     }
 
@@ -230,7 +232,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the range was mapped by this value and nothing borrowed from it outlives it.
+        // SAFETY: this value mapped the range, and no borrow from it outlives this value.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
     }
 }
@@ -242,26 +244,27 @@ mod tests {
 
     const F_GETSIG: libc::c_int = 11;
 
-    /// A client may open the memory at the very moment it is looked for. That must not end the process, which
-    /// may know nothing of SIGIO.
+    /// A client may open the memory during the check for other users. This must not end the
+    /// process, which may have no SIGIO handler.
     #[test]
     fn a_client_that_opens_a_ring_while_it_is_looked_for_harms_nobody() {
         let memory = sealed_memfd(PAGE_SIZE).unwrap();
         let fd = reopened(memory.as_fd()).unwrap();
-        // SAFETY: F_SETLEASE takes the kind of lease by value.
+        // SAFETY: F_SETLEASE takes the lease type by value.
         check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETLEASE, libc::F_WRLCK) }).unwrap();
         let path = std::ffi::CString::new(format!("/proc/self/fd/{}", fd.as_raw_fd())).unwrap();
         // SAFETY: the path is a valid C string.
         let opened = unsafe { libc::open(path.as_ptr(), libc::O_RDWR | libc::O_NONBLOCK) };
         let error = Error::last_os_error().raw_os_error();
-        // The signal has been sent: the lease is broken. With SIGIO this line would not be reached.
+        // The signal was sent because the lease was broken. SIGIO would have ended the process
+        // before this line.
         assert_eq!((opened, error), (-1, Some(libc::EWOULDBLOCK)));
-        // SAFETY: F_GETSIG takes nothing.
+        // SAFETY: F_GETSIG takes no argument.
         let signal = check(unsafe { libc::fcntl(fd.as_raw_fd(), F_GETSIG) }).unwrap();
         assert_eq!(signal, libc::SIGURG);
     }
 
-    /// How often this process has the file mapped.
+    /// Returns the number of mappings of the file in this process.
     fn mapped(fd: &OwnedFd) -> usize {
         use std::os::unix::fs::MetadataExt;
         let inode = std::fs::File::from(fd.try_clone().unwrap())
@@ -274,7 +277,8 @@ mod tests {
         maps.lines().filter(is).count()
     }
 
-    /// Rings come and go with clients: what is left mapped would stay until the VM ends.
+    /// Rings are created and dropped with clients, so leaked mappings would accumulate until the VM
+    /// ends.
     #[test]
     fn nothing_stays_mapped() {
         let memory = sealed_memfd(2 * PAGE_SIZE).unwrap();
@@ -283,7 +287,7 @@ mod tests {
             data_writable: true,
         };
         let mapping = Mapping::memfd(memory.as_fd(), PAGE_SIZE, access).unwrap();
-        // The kernel shows the control page and the data behind it as one.
+        // The kernel lists the control page and the following data as one mapping.
         assert!(mapped(&memory) >= 2);
         drop(mapping);
         assert_eq!(mapped(&memory), 0);
@@ -297,10 +301,10 @@ mod tests {
         let other = reopened(memory.as_fd()).unwrap();
         assert!(is_open_elsewhere(fd.as_fd()).unwrap());
         drop(other);
-        // Asked twice: the lease it takes to ask is given back.
+        // Repeated, because the lease taken for the check must be returned.
         assert!(!is_open_elsewhere(fd.as_fd()).unwrap());
         assert!(!is_open_elsewhere(fd.as_fd()).unwrap());
-        // What cannot be asked is an error, not an answer.
+        // A file that cannot be checked returns an error.
         let null = std::fs::File::open("/dev/null").unwrap();
         is_open_elsewhere(null.as_fd()).unwrap_err();
     }

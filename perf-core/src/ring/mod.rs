@@ -1,8 +1,8 @@
-//! Rings: the way samples and side-band records leave the core.
+//! Ring buffers for samples and side-band records.
 //!
-//! A [`Ring`] has the layout of the kernel's perf ring: a control page (`struct perf_event_mmap_page`) and
-//! 2^n data pages, in a memfd that another process may map and read with any reader of that ABI, ours being
-//! [`RingReader`].
+//! A [`Ring`] has the layout of the kernel's perf ring buffer: a control page (`struct
+//! perf_event_mmap_page`) and 2^n data pages in a memfd. Another process may map the memfd and read
+//! it with any reader of that ABI, such as [`RingReader`].
 //!
 //! ```text
 //!  writer threads and signal handlers           reader, here or in another process
@@ -14,19 +14,20 @@
 //!  └───────────────┴───────────────────────────┴────────────┘
 //! ```
 //!
-//! Properties, each with its test:
+//! Properties, each covered by a test:
 //!
-//! - Writers never wait, not for each other and not for the reader. A writer may be interrupted by a signal
-//!   handler that writes to the same ring (an overflow inside an overflow).
-//! - A reader never sees a half-written record: the head moves only when everything below it is written (see
-//!   `protocol.rs`).
-//! - A record that finds no room is counted, and the count precedes the next record that does (LOST).
-//! - Nothing on the way allocates. A wakeup costs one system call, a record without one none.
-//! - Another process may write anything anywhere into the memfd: the writer still writes inside the ring
-//!   only, and our reader reports corruption as an error.
+//! - Writers never wait for each other or for the reader. A signal handler may interrupt a writer
+//!   and write to the same ring (an overflow inside an overflow).
+//! - A reader never sees a partially written record: the head advances only when everything below
+//!   it is written (see `protocol.rs`).
+//! - A record that does not fit is counted, and the next record that fits is preceded by that count
+//!   (LOST).
+//! - Writing does not allocate. A wakeup takes one system call, a record without a wakeup none.
+//! - Another process may write anything to the memfd: the writer still writes only inside the ring,
+//!   and [`RingReader`] reports corruption as an error.
 //!
-//! Units: sizes are bytes, positions are bytes since the ring was made; they grow for ever and are reduced
-//! modulo the size only to address memory.
+//! Sizes are in bytes. Positions are in bytes since the creation of the ring; they increase
+//! monotonically and are reduced modulo the size only to address memory.
 #![expect(unsafe_code, reason = "memory shared with other processes")]
 
 mod mapping;
@@ -58,30 +59,30 @@ pub use reader::{Batch, RawRecord, ReadError, RingReader};
 pub use wake::PollState;
 pub(crate) use wake::borrowed;
 
-/// Most data pages of a ring: 256 MiB.
+/// Maximum number of data pages of a ring (256 MiB).
 pub const DATA_PAGES_MAX: usize = 1 << 16;
-/// Most bytes of a record: its size is a `u16` and a multiple of 8.
+/// Maximum size of a record in bytes: a `u16` and a multiple of 8.
 pub const RECORD_SIZE_MAX: usize = u16::MAX as usize & !7;
-/// Bytes of a LOST record without a trailer: header, id, count.
+/// Size of a LOST record without a trailer, in bytes: header, id and count.
 const LOST_SIZE: usize = 24;
-/// Most bytes of a LOST record's trailer: six words.
+/// Maximum size of a LOST record's trailer, in bytes: six words.
 const TRAILER_MAX: usize = 48;
-/// `PERF_RECORD_LOST`.
 const LOST_TYPE: u32 = 2;
 
-/// What happens when a ring is full.
+/// The behavior of a full ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RingMode {
-    /// The reader maps the control page writable and moves `data_tail`; unread bytes are never overwritten,
-    /// records without room are counted and reported by LOST records.
+    /// The reader maps the control page writable and advances `data_tail`. Unread bytes are never
+    /// overwritten; records that do not fit are counted and reported by LOST records.
     Writable,
-    /// The memfd can be mapped read-only and no other way. The newest records overwrite the oldest. The
+    /// The memfd can only be mapped read-only, and new records overwrite the oldest ones. The
     /// reader may trust the last three quarters of the data area.
     Overwrite,
 }
 
-/// What a LOST record ends with if the event that finds room again wants all its records to have a trailer
-/// (`sample_id_all`). The ring writes LOST records itself, so their writer hands it over with each record.
+/// The trailer of a LOST record, for events that append a trailer to all records (`sample_id_all`).
+///
+/// The ring writes LOST records itself, so each writer passes the trailer along with its record.
 #[derive(Clone, Copy, Debug)]
 pub struct Trailer {
     bytes: [u8; TRAILER_MAX],
@@ -89,13 +90,13 @@ pub struct Trailer {
 }
 
 impl Trailer {
-    /// No trailer.
+    /// The empty trailer.
     pub const NONE: Self = Self {
         bytes: [0; TRAILER_MAX],
         len: 0,
     };
 
-    /// Appends a word. What exceeds six is dropped.
+    /// Appends a word. Words after the sixth are discarded.
     #[inline]
     pub fn put_u64(&mut self, value: u64) {
         if let Some(room) = self.bytes.get_mut(self.len..self.len + 8) {
@@ -104,54 +105,56 @@ impl Trailer {
         }
     }
 
-    /// The words so far.
+    /// Returns the bytes of the words appended so far.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes[..self.len]
     }
 }
 
-/// Why there is no ring, or no room in it.
+/// An error of creating a ring or reserving space in it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RingError {
-    /// The number of data pages is not a power of two (or 0), or is above [`DATA_PAGES_MAX`] (`EINVAL`).
+    /// The number of data pages is neither 0 nor a power of two, or exceeds [`DATA_PAGES_MAX`]
+    /// (`EINVAL`).
     #[error("{pages} data pages: a ring has 0 or a power of two up to {DATA_PAGES_MAX}")]
     Pages {
-        /// The number asked for.
+        /// Requested number of data pages.
         pages: usize,
     },
-    /// The ring has a control page only; records cannot be written.
+    /// The ring has only a control page, so records cannot be written.
     #[error("the ring has no data pages")]
     NoData,
-    /// A record is at least a header (8 bytes) and a multiple of 8 long.
+    /// The size is less than a header (8 bytes) or not a multiple of 8.
     #[error("record of {size} bytes: must be a multiple of 8 and at least 8")]
     Size {
-        /// The size asked for.
+        /// Requested size, in bytes.
         size: usize,
     },
-    /// The record could never fit.
+    /// The record can never fit.
     #[error("record of {size} bytes: this ring takes at most {limit}")]
     TooLarge {
-        /// The size asked for.
+        /// Requested size, in bytes.
         size: usize,
-        /// The most that fits.
+        /// Maximum size, in bytes.
         limit: usize,
     },
-    /// No room now (`ENOSPC`). The attempt has been counted and will be reported by a LOST record.
+    /// The ring is full (`ENOSPC`). The lost record was counted and will be reported by a LOST
+    /// record.
     #[error("no room in the ring")]
     Full,
     /// A system call failed.
     #[error("{what} failed")]
     Os {
-        /// The call.
+        /// Name of the system call.
         what: &'static str,
-        /// Its error.
+        /// Error of the system call.
         #[source]
         source: std::io::Error,
     },
 }
 
-/// A ring: the writers' side, to be shared (`Arc`) by every event that writes to it.
+/// The writers' side of a ring, shared (`Arc`) by all events that write to it.
 pub struct Ring {
     protocol: Protocol<AtomicU64>,
     mapping: Mapping,
@@ -163,19 +166,20 @@ pub struct Ring {
     wake: wake::Wake,
     mode: RingMode,
     memfd: OwnedFd,
-    /// The account to which the memory was charged. Declared last, so it is dropped after the memory.
+    /// Account to which the memory is charged. Declared last, so that it is dropped after the
+    /// memory.
     charge: OnceLock<Box<dyn Any + Send + Sync>>,
 }
 
-/// Tells whether the memory of a ring is still in use, by whichever process, after the [`Ring`] itself is
-/// gone.
+/// A watch on the memory of a ring that reports, after the [`Ring`] was dropped, whether another
+/// process still uses it.
 #[derive(Debug)]
 pub(crate) struct MemoryWatch {
     own: OwnedFd,
 }
 
 impl MemoryWatch {
-    /// Whether anybody has the memory open or mapped. Asks the kernel.
+    /// Returns `true` if any process has the memory open or mapped. Queries the kernel.
     pub(crate) fn is_in_use(&self) -> bool {
         mapping::is_open_elsewhere(self.own.as_fd()).unwrap_or_else(|e| {
             log::debug!("cannot tell whether a ring's memory is in use: {e}");
@@ -196,16 +200,17 @@ impl fmt::Debug for Ring {
 }
 
 impl Ring {
-    /// Makes a ring of one control page and `data_pages` data pages (0 or a power of two).
+    /// Creates a ring of one control page and `data_pages` data pages (0 or a power of two).
     ///
     /// # Errors
     ///
-    /// [`RingError::Pages`] for a bad number of pages, [`RingError::Os`] if memory or descriptors run out.
+    /// Returns [`RingError::Pages`] for an invalid number of pages and [`RingError::Os`] if memory
+    /// or file descriptors are exhausted.
     pub fn new(data_pages: usize, mode: RingMode) -> Result<Self, RingError> {
         Self::starting_at(data_pages, mode, 0)
     }
 
-    /// A ring whose first record has position `start`, to test what happens when positions wrap.
+    /// Creates a ring whose first record has position `start`, for tests of position wraparound.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "a number of records that fits the ring"
@@ -218,8 +223,8 @@ impl Ring {
         let data_size = data_pages * PAGE_SIZE;
         let memfd =
             mapping::sealed_memfd(PAGE_SIZE + data_size).map_err(os("creating a memfd for the ring"))?;
-        // Clients get a descriptor that the kernel counts, so that it can be told when the last of them is
-        // gone.
+        // Clients receive a file descriptor that the kernel counts, so that the last use is
+        // detectable.
         let memfd = match mapping::reopened(memfd.as_fd()) {
             Ok(counted) => counted,
             Err(e) => {
@@ -232,7 +237,7 @@ impl Ring {
             data_writable: true,
         };
         let mapping = Mapping::memfd(memfd.as_fd(), data_size, access).map_err(os("mapping the ring"))?;
-        // Our own mapping stays writable; nobody makes another.
+        // The existing mapping stays writable; the seal prevents further writable mappings.
         let read_only = if mode == RingMode::Overwrite {
             libc::F_SEAL_FUTURE_WRITE
         } else {
@@ -245,7 +250,7 @@ impl Ring {
             size: data_size as u64,
             overwrite: mode == RingMode::Overwrite,
         };
-        // In a writable ring at least 8 bytes stay free; see `Protocol::reserve`.
+        // A writable ring keeps at least 8 bytes free; see `Protocol::reserve`.
         let room = if shape.overwrite {
             shape.in_flight_max() as usize
         } else {
@@ -254,8 +259,8 @@ impl Ring {
         let ring = Self {
             protocol: Protocol::new(shape, start),
             mapping,
-            // After a loss the next record has a LOST record before it. The largest must fit behind one, or
-            // it would not be written any more, even to an empty ring.
+            // After a loss, a LOST record precedes the next record. The largest record must fit
+            // after one, otherwise it could never be written, even to an empty ring.
             record_max: room.saturating_sub(LOST_SIZE).min(RECORD_SIZE_MAX),
             lost_id: AtomicU64::new(0),
             paused: AtomicBool::new(false),
@@ -270,12 +275,12 @@ impl Ring {
         Ok(ring)
     }
 
-    /// When the reader is notified.
+    /// Sets when the reader is notified.
     ///
-    /// A watermark is the number of bytes written since the last time it was reached; it is limited to half
-    /// the data area, so that a reader that waits for it is woken before records are lost. 0 is a quarter of
-    /// the area, at least a page (but no more than half). The default watermark stays in force beside a
-    /// number of samples.
+    /// A watermark is the number of bytes written since it was last reached. It is limited to half
+    /// the data area, so that a reader that waits for it wakes before records are lost. 0 selects a
+    /// quarter of the area, at least a page (but no more than half). The default watermark also
+    /// applies in addition to a number of samples.
     pub fn set_wakeup(&self, wakeup: Wakeup) {
         let size = self.data_size() as u64;
         let default = (size / 4).max(PAGE_SIZE as u64);
@@ -287,88 +292,97 @@ impl Ring {
         self.protocol.set_wakeup(watermark.min(size / 2).max(1), events);
     }
 
-    /// The event id that LOST records carry.
+    /// Sets the event id in LOST records.
     pub fn set_lost_id(&self, id: u64) {
         self.lost_id.store(id, Relaxed);
     }
 
-    /// What happens when the ring is full.
+    /// Returns the behavior of the ring when full.
     pub fn mode(&self) -> RingMode {
         self.mode
     }
 
-    /// Bytes of the data area.
+    /// Returns the size of the data area, in bytes.
     pub fn data_size(&self) -> usize {
         self.mapping.data_size()
     }
 
-    /// Most bytes of a record that this ring takes.
+    /// Returns the maximum size of a record in this ring, in bytes.
     pub fn record_max(&self) -> usize {
         self.record_max
     }
 
-    /// Pages of memory the ring holds, the control page included: what a memory budget is charged with.
+    /// Returns the number of pages of the ring including the control page, which is charged to a
+    /// memory budget.
     pub fn pages(&self) -> usize {
         1 + self.data_size() / PAGE_SIZE
     }
 
-    /// Attempts that found no room since the last LOST record.
+    /// Returns the number of records lost since the last LOST record.
     pub fn pending_lost(&self) -> u64 {
         self.protocol.pending_lost()
     }
 
-    /// A position up to which records have been published. May lag behind while several writers publish.
+    /// Returns a position up to which records are published. May lag behind while several writers
+    /// publish.
     pub fn published(&self) -> u64 {
         self.protocol.published()
     }
 
-    /// Keeps `charge` for as long as this process has the ring. The first one stays.
+    /// Holds `charge` for the lifetime of the ring in this process. Only the first call has an
+    /// effect.
     pub(crate) fn keep(&self, charge: Box<dyn Any + Send + Sync>) {
         let _ = self.charge.set(charge);
     }
 
-    /// Tells whether somebody has the memory when the ring itself is gone.
+    /// Returns a watch that detects use of the memory after the ring itself is dropped.
     ///
     /// # Errors
     ///
-    /// The host's, where the memfd cannot be opened again: without `/proc`, or without descriptors.
+    /// Returns the host's error if the memfd cannot be reopened, because `/proc` is missing or file
+    /// descriptors are exhausted.
     pub(crate) fn watch(&self) -> std::io::Result<MemoryWatch> {
         let own = mapping::reopened(self.memfd.as_fd())?;
         Ok(MemoryWatch { own })
     }
 
-    /// The memory of the ring, for another process to map. Its size is sealed.
+    /// Returns the memfd of the ring, for another process to map. Its size is sealed.
     ///
-    /// Whoever gets the memfd of a [`RingMode::Writable`] ring can write to all of it. That cannot harm the
-    /// writer, but it can spoil the ring for other readers: give each client a ring of its own.
+    /// A process with the memfd of a [`RingMode::Writable`] ring can write to all of it. This
+    /// cannot harm the writer but can corrupt the ring for other readers, so each client should
+    /// have a ring of its own.
     pub fn memfd(&self) -> BorrowedFd<'_> {
         self.memfd.as_fd()
     }
 
-    /// The eventfd that becomes readable when the reader is to look. Its count is a [`PollState`].
+    /// Returns the eventfd that becomes readable when the reader must be notified. Its count is a
+    /// [`PollState`].
     ///
-    /// It must stay nonblocking. The flag belongs to the open file, so a process it is sent to could clear
-    /// it; send it only to a client that may hold up the VM anyway, and relay notifications to others.
+    /// The eventfd must stay nonblocking. The flag belongs to the open file, so a receiving process
+    /// can clear it and block the writer. Send the eventfd only to a client that may delay the VM
+    /// anyway, and relay notifications to others.
     pub fn wakeup_fd(&self) -> BorrowedFd<'_> {
         self.wake.fd()
     }
 
-    /// Takes the poll state: each notification is seen once, and one that comes after is not lost.
+    /// Takes the poll state. Each notification is returned once, and later notifications are not
+    /// lost.
     pub fn take_poll(&self) -> PollState {
         self.wake.take()
     }
 
-    /// Notifies the reader without a record, for an overflow whose event has no room or no data pages.
+    /// Notifies the reader without a record, for an overflow of an event that has no data pages or
+    /// no free space.
     pub fn notify(&self) {
         self.wake.notify();
     }
 
-    /// Tells the reader that nothing more will come. Kept until it is read.
+    /// Signals the end of the ring to the reader. The signal persists until it is read.
     pub fn hang_up(&self) {
         self.wake.hang_up();
     }
 
-    /// The owner's side of the control page.
+    /// Returns the owner's side of the control page.
     pub fn control(&self) -> Control<'_> {
         Control {
             page: self.mapping.control(),
@@ -393,36 +407,35 @@ impl Ring {
         }
     }
 
-    /// Takes no more records, or takes them again. What comes meanwhile is counted as lost. So a reader can
-    /// go through a ring that is overwritten without being overtaken.
+    /// Pauses or resumes the ring. Records in a paused ring are counted as lost, so a reader can
+    /// walk an overwrite ring without being overrun.
     pub fn pause(&self, on: bool) {
-        // Relaxed: a writer that is between its look and its reservation is as one that came before.
+        // Relaxed: a writer between this check and its reservation is equivalent to an earlier one.
         self.paused.store(on, Relaxed);
     }
 
-    /// Reserves a record of `size` bytes, header included. Samples count for `wakeup_events`.
+    /// Reserves a record of `size` bytes, including its header. Samples count for `wakeup_events`.
     ///
-    /// The record is published after the returned guard is dropped, together with those that were begun
-    /// before. Safe to call in a signal handler (which must preserve `errno`, because a wakeup is a system
-    /// call).
+    /// The record is published after the returned guard is dropped, together with the records begun
+    /// before it. A signal handler may call this; the handler must preserve `errno`, because a
+    /// wakeup is a system call.
     ///
     /// # Errors
     ///
-    /// [`RingError::Full`] if there is no room now or the ring is paused, which is counted for the next LOST
-    /// record.
-    /// [`RingError::Size`], [`RingError::TooLarge`] and [`RingError::NoData`] if the record could never be
-    /// written; these are not counted.
+    /// Returns [`RingError::Full`] if the ring is full or paused; the loss is counted for the next
+    /// LOST record. Returns [`RingError::Size`], [`RingError::TooLarge`] or [`RingError::NoData`]
+    /// if the record can never be written; such records are not counted.
     #[inline]
     pub fn begin(&self, size: usize, is_sample: bool) -> Result<Reservation<'_>, RingError> {
         self.begin_with(size, is_sample, &Trailer::NONE)
     }
 
-    /// [`begin`](Self::begin) for a writer whose LOST records end with `trailer`. It takes that much less of
-    /// a record.
+    /// Reserves a record as [`begin`](Self::begin) does, for a writer whose LOST records end with
+    /// `trailer`. The maximum record size is reduced by the size of the trailer.
     ///
     /// # Errors
     ///
-    /// As [`begin`](Self::begin).
+    /// Returns the same errors as [`begin`](Self::begin).
     #[inline]
     #[expect(
         clippy::cast_possible_truncation,
@@ -449,27 +462,28 @@ impl Ring {
         })
     }
 
-    /// Reserves `bytes` for several records that are at hand, `samples` of them samples. They are reserved
-    /// and published together, so two threads that write to one ring get in each other's way once for all of
-    /// them.
+    /// Reserves `bytes` for several records, `samples` of which are samples.
     ///
-    /// What is said of [`begin`](Self::begin) holds for the run as a whole: it nests, and holds back what is
-    /// begun later.
+    /// The records are reserved and published together, so two threads that write to the same ring
+    /// contend only once for all of them. The reservation as a whole nests, and delays the
+    /// publication of later records, as with [`begin`](Self::begin).
     ///
     /// # Errors
     ///
-    /// [`RingError::Full`] if there is no room for all of them now. This is *not* counted as a loss, because
-    /// some may fit by themselves: try each with `begin`, which counts. [`RingError::Size`],
-    /// [`RingError::TooLarge`] (above [`run_max`](Self::run_max)) and [`RingError::NoData`] as for a record.
+    /// Returns [`RingError::Full`] if the records do not fit together. This is *not* counted as a
+    /// loss, because some may fit separately: the caller retries each with `begin`, which counts
+    /// losses. Returns [`RingError::Size`], [`RingError::TooLarge`] (above
+    /// [`run_max`](Self::run_max)) and [`RingError::NoData`] as for a single record.
     pub fn begin_run(&self, bytes: usize, samples: u64) -> Result<Run<'_>, RingError> {
         self.begin_run_with(bytes, samples, &Trailer::NONE)
     }
 
-    /// [`begin_run`](Self::begin_run) for a writer whose LOST records end with `trailer`.
+    /// Reserves several records as [`begin_run`](Self::begin_run) does, for a writer whose LOST
+    /// records end with `trailer`.
     ///
     /// # Errors
     ///
-    /// As [`begin_run`](Self::begin_run).
+    /// Returns the same errors as [`begin_run`](Self::begin_run).
     pub fn begin_run_with(
         &self,
         bytes: usize,
@@ -489,14 +503,15 @@ impl Ring {
         })
     }
 
-    /// Most bytes of a run: an eighth of the data area, so that it holds back the records of others for a
-    /// short while only; no more than a record may have.
+    /// Returns the maximum size of a reservation for several records, in bytes: an eighth of the
+    /// data area, so that other writers' records are delayed only briefly, and at most the maximum
+    /// record size.
     pub fn run_max(&self) -> usize {
         (self.data_size() / 8).min(RECORD_SIZE_MAX)
     }
 
-    /// Reserves `size` bytes and puts a LOST record before them if losses are pending. Returns where they
-    /// are. A refusal counts `records` losses.
+    /// Reserves `size` bytes, preceded by a LOST record if losses are pending, and returns their
+    /// position. A failure counts `records` losses.
     #[inline]
     #[expect(
         clippy::cast_possible_truncation,
@@ -521,7 +536,7 @@ impl Ring {
             return Err(self.refused(lost + records));
         };
         let offset = claim.start as usize & (self.data_size() - 1);
-        // SAFETY: offset is below the size of the data area, which is mapped twice in a row.
+        // SAFETY: `offset` is below the size of the data area, which is mapped twice in a row.
         let mut at = unsafe { self.mapping.data().add(offset) };
         if lost != 0 {
             let mut record = [0; LOST_SIZE + TRAILER_MAX];
@@ -530,9 +545,10 @@ impl Ring {
             record[8..16].copy_from_slice(&self.lost_id.load(Relaxed).to_ne_bytes());
             record[16..24].copy_from_slice(&lost.to_ne_bytes());
             record[24..].copy_from_slice(&trailer.bytes);
-            // SAFETY: the claim gives this writer the bytes [start, start + extra + size), which are at most
-            // the size of the data area and therefore inside the doubled mapping. `extra` is at most
-            // `record`'s length, because a trailer has no more than `TRAILER_MAX` bytes.
+            // SAFETY: the claim gives this writer the bytes [start, start + extra + size), which
+            // are at most the size of the data area and therefore inside the doubled mapping.
+            // `extra` is at most the length of `record`, because a trailer has at most
+            // `TRAILER_MAX` bytes.
             unsafe {
                 std::ptr::copy_nonoverlapping(record.as_ptr(), at, extra);
                 at = at.add(extra);
@@ -552,7 +568,8 @@ impl Ring {
         }
     }
 
-    /// Counts what is lost: what was taken for a LOST record that is not written now, and what is refused.
+    /// Counts the losses of a failed reservation: those taken for a LOST record that is not
+    /// written, and the new ones.
     #[cold]
     fn refused(&self, lost: u64) -> RingError {
         if lost != 0 {
@@ -562,15 +579,16 @@ impl Ring {
     }
 }
 
-/// A reserved record. Fill it with [`put`](Self::put); dropping it ends the record.
+/// A reserved record, filled with [`put`](Self::put) and completed when dropped.
 ///
-/// It stays on the thread that began it. Begin and drop must nest: a signal handler drops what it begins.
-/// While one is alive, records begun later are not published, so do nothing slow in between. Leaking one
-/// (`std::mem::forget`) stops publication for ever, without further harm.
+/// A reservation stays on its thread. Reservations must nest: a signal handler drops those that it
+/// begins. While a reservation exists, later records are not published, so the owner must not do
+/// slow work in between. Leaking it (`std::mem::forget`) stops publication permanently, without
+/// further harm.
 #[must_use = "dropping a reservation ends its record"]
 pub struct Reservation<'a> {
     ring: &'a Ring,
-    /// What its end ends; `None` inside a run, which does it for all.
+    /// Claim that the drop ends; `None` in a batch, which ends its own claim for all records.
     claim: Option<Claim>,
     at: *mut u8,
     left: usize,
@@ -588,14 +606,14 @@ impl fmt::Debug for Reservation<'_> {
 }
 
 impl Reservation<'_> {
-    /// Appends bytes to the record. What exceeds the reserved size is dropped.
+    /// Appends bytes to the record. Bytes that exceed the reserved size are discarded.
     #[inline]
     pub fn put(&mut self, bytes: &[u8]) {
         debug_assert!(bytes.len() <= self.left, "record larger than its reservation");
         let len = bytes.len().min(self.left);
-        // SAFETY: [at, at + left) is what remains of this writer's claim, inside the doubled mapping, and
-        // `len` is no more. No other writer has these bytes, and a reader does not look at them before they
-        // are published.
+        // SAFETY: [at, at + left) is the remainder of this writer's claim, inside the doubled
+        // mapping, and `len` does not exceed it. No other writer has these bytes, and readers do
+        // not access them before publication.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.at, len);
             self.at = self.at.add(len);
@@ -609,7 +627,7 @@ impl Reservation<'_> {
         if self.left < 8 {
             return self.put(&value.to_ne_bytes());
         }
-        // SAFETY: as in `put`: 8 bytes are left of this writer's claim.
+        // SAFETY: as in `put`; 8 bytes are left of this writer's claim.
         unsafe {
             self.at.cast::<u64>().write_unaligned(value);
             self.at = self.at.add(8);
@@ -617,7 +635,7 @@ impl Reservation<'_> {
         self.left -= 8;
     }
 
-    /// Bytes still to be put.
+    /// Returns the number of reserved bytes that are not yet written.
     pub fn left(&self) -> usize {
         self.left
     }
@@ -626,14 +644,16 @@ impl Reservation<'_> {
 impl Drop for Reservation<'_> {
     #[inline]
     fn drop(&mut self) {
-        // SAFETY: as in `put`: the remaining bytes are this writer's, and so are the two bytes of the size
-        // field 6 bytes after the record's beginning, which is `size` bytes before its end.
+        // SAFETY: as in `put`: the remaining bytes belong to this writer, and so do the two bytes
+        // of the size field, 6 bytes after the start of the record, which is `size` bytes before
+        // its end.
         unsafe {
             if self.left != 0 {
-                // Nothing of earlier records may show through.
+                // Clear the rest, so that no bytes of earlier records remain visible.
                 std::ptr::write_bytes(self.at, 0, self.left);
             }
-            // Whatever the caller put there: readers walk the ring by this field.
+            // Readers walk the ring by this field, so it is set regardless of the bytes that the
+            // caller wrote.
             let start = self.at.add(self.left).sub(usize::from(self.size));
             start.add(6).cast::<u16>().write_unaligned(self.size);
         }
@@ -643,10 +663,11 @@ impl Drop for Reservation<'_> {
     }
 }
 
-/// Reserved room for several records. Begin them one after the other; dropping the run ends it.
+/// Reserved space for several records, which are begun one after the other and published when this
+/// is dropped.
 ///
-/// What is not used of it becomes one record of zeros (type 0, which no reader knows and all pass over), so
-/// reserve what the records have.
+/// Unused space becomes one record of zeros (type 0, which readers skip), so the reservation should
+/// match the records.
 #[must_use = "dropping a run ends it"]
 pub struct Run<'a> {
     ring: &'a Ring,
@@ -665,12 +686,13 @@ impl fmt::Debug for Run<'_> {
 }
 
 impl Run<'_> {
-    /// The next record, of `size` bytes with its header. Fill it and drop it; it is published with the run.
+    /// Begins the next record, of `size` bytes including its header. The record is published with
+    /// the batch.
     ///
     /// # Errors
     ///
-    /// [`RingError::Size`] as for a record by itself, [`RingError::TooLarge`] if it is more than what is
-    /// left.
+    /// Returns [`RingError::Size`] as for a single record, and [`RingError::TooLarge`] if `size`
+    /// exceeds the remaining space.
     #[inline]
     #[expect(
         clippy::cast_possible_truncation,
@@ -681,9 +703,9 @@ impl Run<'_> {
             return Err(self.ring.bad_size(size, self.left));
         }
         let at = self.at;
-        // SAFETY: [at, at + left) is what remains of the run's claim, inside the doubled mapping, and `size`
-        // is no more. The header is written at once, so that a reservation that is leaked leaves a whole
-        // record.
+        // SAFETY: [at, at + left) is the remainder of the batch's claim, inside the doubled
+        // mapping, and `size` does not exceed it. The header is written immediately, so a leaked
+        // reservation leaves a whole record.
         unsafe {
             at.cast::<u64>().write_unaligned((size as u64) << 48);
             self.at = at.add(size);
@@ -694,13 +716,13 @@ impl Run<'_> {
             claim: None,
             at,
             left: size,
-            // No more than `run_max`, which a `u16` holds.
+            // At most `run_max`, which fits a `u16`.
             size: size as u16,
             _not_send: PhantomData,
         })
     }
 
-    /// Bytes still to be used.
+    /// Returns the number of unused bytes.
     pub fn left(&self) -> usize {
         self.left
     }
@@ -710,7 +732,7 @@ impl Drop for Run<'_> {
     #[inline]
     fn drop(&mut self) {
         if let size @ 8.. = self.left {
-            // One record of nothing.
+            // Fill the unused space with one empty record.
             if let Ok(rest) = self.begin(size) {
                 drop(rest);
             }

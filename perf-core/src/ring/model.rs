@@ -1,6 +1,6 @@
-//! The ring's protocol under the model checker: every interleaving, and every reordering the memory model
-//! allows, of a few writers, nested writers and a reader. It is the very code of `protocol.rs`, over loom's
-//! atomics.
+//! The ring's protocol under the model checker: every interleaving, and every reordering that the
+//! memory model allows, of a few writers, nested writers and a reader. Runs the code of
+//! `protocol.rs` with loom's atomics.
 //!
 //! Run with `RUSTFLAGS="--cfg loom" cargo test -p perf-core --release --lib ring::model`.
 
@@ -12,20 +12,20 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use super::protocol::{Claim, Protocol, Shape, Shared};
 
-/// Units of 8 bytes in the modelled ring, but where a model says otherwise.
+/// Default size of the modelled ring, in units of 8 bytes.
 const UNITS: usize = 8;
 
 struct Ring {
     protocol: Protocol<AtomicU64>,
     head: AtomicU64,
     tail: AtomicU64,
-    /// The data area. loom fails the model if one thread reads a unit while another may write it.
+    /// Data area. loom fails the model if one thread reads a unit while another may write it.
     data: Vec<UnsafeCell<u64>>,
-    /// The head as it was at the latest notification.
+    /// Head at the latest notification.
     notified: AtomicU64,
 }
 
-// SAFETY: access to the cells is what the model checks.
+// SAFETY: the model checks the accesses to the cells.
 unsafe impl Sync for Ring {}
 // SAFETY: as above.
 unsafe impl Send for Ring {}
@@ -69,7 +69,7 @@ impl Ring {
         self.fill_part(claim.start, (claim.end - claim.start) / 8, tag);
     }
 
-    /// The same for a record of `units` at `start`, in a claim that holds several.
+    /// Fills a record of `units` at `start`, in a claim that holds several records.
     fn fill_part(&self, start: u64, units: u64, tag: u64) {
         let first = start / 8;
         for unit in first..first + units {
@@ -95,17 +95,18 @@ impl Ring {
         true
     }
 
-    /// Reads whole records up to the head; panics on half a record. Returns how many.
+    /// Reads whole records up to the head and returns their number. Panics on a partial record.
     fn read(&self) -> usize {
         self.read_tagged(0).0
     }
 
-    /// The same, and how many of them had that tag.
+    /// Reads whole records as `read` does and returns their number and the number of those with tag
+    /// `wanted`.
     fn read_tagged(&self, wanted: u64) -> (usize, usize) {
         let head = self.head.load(Acquire);
         let mut tail = self.tail.load(Relaxed);
         let (mut records, mut tagged) = (0, 0);
-        // SAFETY: loom checks that nobody writes.
+        // SAFETY: loom checks that there is no concurrent write.
         let unit = |at: u64| self.data[(at / 8) as usize % self.data.len()].with(|cell| unsafe { *cell });
         while tail < head {
             let units = unit(tail);
@@ -160,7 +161,8 @@ fn p28_nested_writers_are_published_whole_by_the_outermost() {
             let ring = Arc::clone(&ring);
             thread::spawn(move || ring.read())
         };
-        // A signal handler that interrupts a writer is a second record begun and ended inside the first.
+        // A signal handler that interrupts a writer is a second record begun and ended inside the
+        // first.
         let outer = ring.begin(3).expect("room");
         let inner = ring.begin(2).expect("room");
         ring.fill(&inner, 2);
@@ -208,8 +210,8 @@ fn p28_a_run_of_records_is_published_at_once_beside_another_writer() {
 
 #[test]
 fn p29_publishers_that_take_turns_never_take_the_head_back() {
-    // The second writer may publish before the first, after it, or have the first do it; a reader looks
-    // twice.
+    // The second writer may publish before or after the first, or leave publication to the first; a
+    // reader looks twice.
     check(3, || {
         let ring = Ring::new(false);
         let writer = {
@@ -240,7 +242,7 @@ fn p29_space_is_reused_only_after_the_reader_gave_it_back_and_the_head_never_goe
         assert!(ring.write(4, 1));
         let writer = {
             let ring = Arc::clone(&ring);
-            // The first fits, the second only if the reader was quick.
+            // The first record fits, the second only if the reader was fast.
             thread::spawn(move || usize::from(ring.write(3, 2)) + usize::from(ring.write(3, 3)))
         };
         let before = ring.head.load(Relaxed);
@@ -252,8 +254,8 @@ fn p29_space_is_reused_only_after_the_reader_gave_it_back_and_the_head_never_goe
     });
 }
 
-/// One attempt as `Ring::begin` makes it: pending losses travel with the record, or are put back. Returns how
-/// many records were written and how many losses reported.
+/// Writes as `Ring::begin` does: pending losses are reported with the record or restored. Returns
+/// the number of written records and of reported losses.
 fn attempt(ring: &Ring, tag: u64) -> (u64, u64) {
     let lost = ring.protocol.take_lost();
     match ring.protocol.reserve(&ring.shared(), 32, 0) {
@@ -293,7 +295,7 @@ fn p30_what_is_written_and_what_is_lost_add_up() {
 fn p30_losses_are_reported_once_when_two_writers_find_them_pending() {
     check(3, || {
         let ring = Ring::new(false);
-        // One record fits, of the next there is one loss pending.
+        // One record fits, and one loss is pending for the next.
         assert_eq!(attempt(&ring, 1), (1, 0));
         assert_eq!(attempt(&ring, 2), (0, 0));
         let writer = {
@@ -357,8 +359,8 @@ fn p28_a_generation_that_is_closed_while_others_write_loses_nothing() {
         let first = ring.begin(2).expect("room");
         let second = ring.begin(2).expect("room");
         ring.fill(&first, 2);
-        // If the other has ended in between the two, the first is the last of the old generation, and must
-        // publish up to its boundary and no further: the second is not written yet.
+        // If the other writer ended in between, the first is the last of the old generation and
+        // must publish exactly up to its boundary: the second is not written yet.
         ring.end(first);
         let mut seen = ring.read();
         ring.fill(&second, 3);
@@ -373,9 +375,10 @@ fn p28_a_generation_that_is_closed_while_others_write_loses_nothing() {
 
 #[test]
 fn p29_a_joiner_that_comes_between_publishing_and_counting_out_does_not_take_the_head_back() {
-    // Four records. The second closes the generation of the first, the third goes beyond its boundary, and
-    // the fourth is begun just when the first, found alone, has published the head and is about to count out.
-    // The protocol asserts in tests that no publication is behind the one before.
+    // Four records. The second closes the generation of the first, the third goes beyond its
+    // boundary, and the fourth begins just when the first, as the only writer, has published the
+    // head and is about to decrement the count. In tests the protocol asserts that no publication
+    // is behind the previous one.
     check(3, || {
         let ring = Ring::with_units(16, false);
         let first = ring.begin(2).expect("room");

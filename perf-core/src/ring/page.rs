@@ -1,14 +1,15 @@
-//! The control page: `struct perf_event_mmap_page` of `linux/perf_event.h`, field for field.
+//! The control page: `struct perf_event_mmap_page` of `linux/perf_event.h`, field by field.
 //!
-//! Every field is an atomic, because the page is shared with other processes; what they write there is never
-//! trusted (see the module documentation of [`super`]).
+//! Every field is an atomic, because the page is shared with other processes. Values that they
+//! write are never trusted (see the module documentation of [`super`]).
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU16, AtomicU32, AtomicU64, fence};
 
-/// `capabilities`: `cap_bit0_is_deprecated`, so that readers do not take bit 0 for `cap_user_rdpmc`.
+/// Bit `cap_bit0_is_deprecated` of `capabilities`, so that readers do not take bit 0 for
+/// `cap_user_rdpmc`.
 const CAP_BIT0_IS_DEPRECATED: u64 = 1 << 1;
-/// `size`: bytes of the page's first part that are defined (the offset of the reserved gap).
+/// Value of `size`: the defined bytes of the page's first part (the offset of the reserved gap).
 const DEFINED_BYTES: u32 = 96;
 
 /// The first page of a ring.
@@ -38,25 +39,26 @@ pub(super) struct ControlPage {
     pub(super) data_size: AtomicU64,
 }
 
-/// What the control page says about the counter itself.
+/// The counter fields of the control page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counter {
-    /// Hardware counter index plus one; 0: the counter is not active, `offset` is the whole count.
+    /// Hardware counter index plus one; 0 if the counter is not active, in which case `offset` is
+    /// the whole count.
     pub index: u32,
-    /// To be added to the hardware counter's value, or the whole count.
+    /// Value to add to the hardware counter, or the whole count.
     pub offset: i64,
-    /// Nanoseconds enabled, those of exited and live children included.
+    /// Time enabled in nanoseconds, including exited and live children.
     pub time_enabled_ns: u64,
-    /// Nanoseconds on the PMU, those of children included.
+    /// Time running in nanoseconds, including children.
     pub time_running_ns: u64,
 }
 
-/// Another update of the control page is under way.
+/// Error: another update of the control page is in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the control page is being updated by another thread or by the code this one interrupted")]
 pub struct ControlBusy;
 
-/// The owner's side of the control page: updates of [`Counter`] under the page's sequence lock.
+/// The owner's side of the control page, which updates [`Counter`] under the page's sequence lock.
 pub struct Control<'a> {
     pub(super) page: &'a ControlPage,
     pub(super) busy: &'a AtomicBool,
@@ -65,7 +67,7 @@ pub struct Control<'a> {
 
 impl ControlPage {
     pub(super) fn init(&self, data_offset: u64, data_size: u64, start: u64) {
-        // compat_version 0 and version 0 are what the kernel writes to this day.
+        // Linux still writes 0 to compat_version and version.
         self.version.store(0, Relaxed);
         self.compat_version.store(0, Relaxed);
         self.capabilities.store(CAP_BIT0_IS_DEPRECATED, Relaxed);
@@ -76,11 +78,12 @@ impl ControlPage {
         self.data_head.store(start, Release);
     }
 
-    /// Reads the counter fields consistently. `None` if an update was always under way in `tries` attempts
-    /// (its writer may be a process that died in the middle of it).
+    /// Reads the counter fields consistently. Returns `None` if an update was in progress in all
+    /// `tries` attempts, perhaps of a process that died in the middle of it.
     pub(super) fn counter(&self, tries: usize) -> Option<Counter> {
         for _ in 0..tries {
-            // Acquire: pairs with the Release store that ends an update; the fields are read after it.
+            // Acquire: pairs with the Release store that ends an update, so the fields are read
+            // after it.
             let before = self.lock.load(Acquire);
             if before & 1 != 0 {
                 std::hint::spin_loop();
@@ -92,8 +95,8 @@ impl ControlPage {
                 time_enabled_ns: self.time_enabled.load(Relaxed),
                 time_running_ns: self.time_running.load(Relaxed),
             };
-            // Acquire: pairs with the Release fence that begins an update. If a field came from it, the lock
-            // does too and differs.
+            // Acquire: pairs with the Release fence that begins an update. If a field belongs to
+            // that update, the lock differs too.
             fence(Acquire);
             if self.lock.load(Relaxed) == before {
                 return Some(counter);
@@ -104,29 +107,31 @@ impl ControlPage {
 }
 
 impl Control<'_> {
-    /// Writes `counter` to the page; readers see all of it or nothing.
+    /// Writes `counter` to the page. Readers see all of it or nothing.
     ///
     /// # Errors
     ///
-    /// [`ControlBusy`] if an update is under way. Updates of one event are made under its context's lock, so
-    /// this can only come from a signal handler that interrupted one: the interrupted update then writes
-    /// older values, and the handler must ask for another.
+    /// Returns [`ControlBusy`] if an update is in progress. Updates of one event are made under its
+    /// context's lock, so this can only happen in a signal handler that interrupted an update. The
+    /// interrupted update then writes older values, and the handler must request another update.
     pub fn update(&self, counter: Counter) -> Result<(), ControlBusy> {
-        // Acquire: pairs with the Release store below; updates follow one another.
+        // Acquire: pairs with the Release store below, so updates are sequential.
         if self.busy.swap(true, Acquire) {
             return Err(ControlBusy);
         }
-        // The sequence is kept outside the page: another process may have written anything to it.
+        // The sequence number is kept outside the page, where another process may have written
+        // anything.
         let sequence = self.sequence.load(Relaxed);
         self.page.lock.store(sequence.wrapping_add(1), Relaxed);
-        // Release: pairs with the reader's Acquire fence; the odd lock is visible before any field is.
+        // Release: pairs with the reader's Acquire fence, so the odd lock is visible before any
+        // field.
         fence(Release);
         self.page.index.store(counter.index, Relaxed);
         self.page.offset.store(counter.offset, Relaxed);
         self.page.time_enabled.store(counter.time_enabled_ns, Relaxed);
         self.page.time_running.store(counter.time_running_ns, Relaxed);
-        // Release: pairs with the reader's first Acquire load; the fields are visible before the even lock
-        // is.
+        // Release: pairs with the reader's first Acquire load, so the fields are visible before the
+        // even lock.
         self.page.lock.store(sequence.wrapping_add(2), Release);
         self.sequence.store(sequence.wrapping_add(2), Relaxed);
         self.busy.store(false, Release);

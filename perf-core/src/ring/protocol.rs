@@ -1,9 +1,11 @@
-//! How writers share a ring: reservation, publication, losses and wakeups. No memory mapping here, only
-//! atomics, so the model checker runs this very code (`cfg(loom)`).
+//! The lock-free protocol by which writers share a ring: reservation, publication, losses and
+//! wakeups. This module uses only atomics and no memory mapping, so the model checker runs this
+//! same code (`cfg(loom)`).
 //!
 //! # The protocol
 //!
-//! One private word, the *state*, holds where the next record goes and how many records are being written:
+//! One private word, the *state*, holds the position of the next record and the number of records
+//! being written:
 //!
 //! ```text
 //!  63      56 55      48 47   46                                    0
@@ -12,40 +14,43 @@
 //! └──────────┴──────────┴────┴───────────────────────────────────────┘
 //! ```
 //!
-//! *Begin* moves the head and counts the writer in, in one compare-and-swap. *End* counts it out in another.
-//! A writer that is about to count out and finds itself alone knows that nothing below the head is being
-//! written any more: it publishes the head, and then counts out, in a step that fails if somebody has come
-//! meanwhile; then it looks again. So a reader never sees a half-written record, whether writers are threads
-//! or signal handlers nested inside one another: the outermost publishes for all. Nobody ever waits for
-//! anybody.
+//! *Begin* advances the head and increments the writer count in one compare-and-swap; *end*
+//! decrements the count in another. If an ending writer is the only one, everything below the head
+//! is written: the writer publishes the head and then decrements the count. The decrement fails if
+//! another writer began meanwhile, and the check is repeated. So a reader never sees a partially
+//! written record, regardless of whether the writers are threads or nested signal handlers: the
+//! outermost writer publishes for all. No writer ever waits for another.
 //!
-//! As long as a writer is counted in, no other is alone. So there is one publisher at a time, each sees what
-//! the one before it did, and `data_head` is a plain store that never takes it back.
+//! While a writer is counted, no other writer is the only one. So there is one publisher at a time,
+//! each sees the stores of its predecessor, and `data_head` is written by a plain store that never
+//! moves backwards.
 //!
-//! If writers overlap without a gap, the count would never reach zero and the reader would starve. Therefore
-//! writers belong to a *generation* (the parity bit). When too much is unpublished, an ending writer closes
-//! the current generation: its count becomes `old`, nobody joins it any more, and the position of the head at
-//! that moment is its *boundary*. The last of the old generation publishes the boundary, before it counts
-//! out. At most two generations exist, and while there are two, only a member of the old one publishes.
+//! If writers overlap without a gap, the count would never reach zero and the reader would starve.
+//! Therefore writers belong to a *generation* (the parity bit). When too many bytes are
+//! unpublished, an ending writer closes the current generation: its count becomes `old`, no further
+//! writer joins it, and the head position at that moment is its *boundary*. The last writer of the
+//! old generation publishes the boundary before it decrements the count. At most two generations
+//! exist, and while there are two, only a member of the old one publishes.
 //!
-//! # What two writers cost each other
+//! # Cache line transfers
 //!
-//! What passes from one processor's cache to the other's: the line of the state, for each step on it;
-//! `data_head`'s, for each publication; and those of the data where their records adjoin. Begin and end touch
-//! no other line that is written for every record, and records that are at hand together can share one begin
-//! and end.
+//! The following cache lines move between processors: the line of the state at each access to it,
+//! the line of `data_head` at each publication, and data lines shared by adjacent records. Begin
+//! and end touch no other line that is written for every record, and several records can share one
+//! begin and end.
 //!
-//! # Who is trusted
+//! # Trust
 //!
-//! The control page is shared with other processes and may hold anything. Of it the writer reads `data_tail`
-//! only, which decides *whether* to write. Where to write comes from the state word.
+//! The control page is shared with other processes and may contain anything. The writer reads only
+//! `data_tail` from it, which decides *whether* to write. The position of a write is derived from
+//! the state word.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use super::word::Word;
 
-/// Width of the head in the state word: 2^47 units of 8 bytes, 1 PiB. Positions are widened to 64 bits
-/// outside.
+/// Width of the head in the state word: 2^47 units of 8 bytes, 1 PiB. Callers see positions widened
+/// to 64 bits.
 const HEAD_BITS: u32 = 47;
 const HEAD_MASK: u64 = (1 << HEAD_BITS) - 1;
 const PARITY: u64 = 1 << HEAD_BITS;
@@ -53,7 +58,7 @@ const CURRENT_SHIFT: u32 = 48;
 const CURRENT_ONE: u64 = 1 << CURRENT_SHIFT;
 const OLD_SHIFT: u32 = 56;
 const OLD_ONE: u64 = 1 << OLD_SHIFT;
-/// Most records in flight at once in one generation.
+/// Maximum number of records in flight in one generation.
 const WRITERS_MAX: u64 = 0xff;
 
 #[derive(Clone, Copy)]
@@ -72,87 +77,89 @@ impl State {
     fn old(self) -> u64 {
         self.0 >> OLD_SHIFT
     }
-    /// One more writer, and the head `units` further.
+    /// Returns the state with one more writer and the head advanced by `units`.
     fn joined(self, units: u64) -> u64 {
         ((self.0 & !HEAD_MASK) | ((self.head() + units) & HEAD_MASK)) + CURRENT_ONE
     }
-    /// The current generation becomes the old one; nobody is in the new one yet.
+    /// Returns the state with the current generation closed and an empty new one.
     fn closed(self) -> u64 {
         (self.current() << OLD_SHIFT) | (self.parity() ^ PARITY) | self.head()
     }
 }
 
-/// A cache line of its own, with its neighbour: adjacent lines are fetched in pairs.
+/// Alignment to a pair of cache lines, because adjacent lines are fetched in pairs.
 #[repr(align(128))]
 pub(super) struct Line<T>(pub(super) T);
 
-/// Written twice by every record.
+/// Words that every record writes twice.
 struct Hot<W> {
     state: W,
-    /// Where the old generation ends. Written by the writer that closed it, which is still a member of it
-    /// then.
+    /// Boundary of the old generation, written by the writer that closes it while still a member.
     boundary: W,
-    /// `data_head` as its last publisher has written it. Equals the head while nobody writes.
+    /// `data_head` as last published. Equals the head while there is no writer.
     published: W,
-    /// `data_tail` as it was when the room by the value before was used up. It lies in the line of
-    /// `data_head`, which every publication takes away from the others.
+    /// `data_tail` as last read from the control page. Read again only when its free space is used
+    /// up, because each publication moves the line of `data_head` and `data_tail` between
+    /// processors.
     tail: W,
 }
 
-/// Hardly ever written.
+/// Words that are rarely written.
 struct Cold<W> {
-    /// Attempts refused since the last LOST record.
+    /// Number of failed reservations since the last LOST record.
     lost: W,
     /// Bytes between wakeups.
     watermark: W,
-    /// Samples between wakeups; 0: not by count.
+    /// Samples between wakeups; 0 disables wakeups by count.
     wakeup_events: W,
     /// Position at which the watermark was last crossed.
     last_crossing: W,
 }
 
-/// Written by samples if wakeups are counted, and by records that are due to wake the reader.
+/// Words written by samples if wakeups are counted, and by records that must wake the reader.
 struct Wake<W> {
     samples: W,
-    /// Highest end position of a record that is to wake the reader; 0: none.
+    /// Highest end position of a record that must wake the reader; 0 if none.
     due: W,
 }
 
-/// Shape of a ring.
+/// The geometry of a ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shape {
-    /// Bytes of the data area; a power of two.
+    /// Size of the data area in bytes, a power of two.
     pub(super) size: u64,
-    /// `data_tail` is not honoured.
+    /// Set if `data_tail` is ignored.
     pub(super) overwrite: bool,
 }
 
 impl Shape {
-    /// Most bytes that may be reserved and not yet published. In overwrite mode a reader may trust all but
-    /// this much of the area, because no writer can be ahead of the published head by more.
+    /// Returns the maximum number of reserved but unpublished bytes.
+    ///
+    /// In overwrite mode a reader may trust the rest of the area, because no writer is ahead of the
+    /// published head by more than this.
     pub(super) fn in_flight_max(self) -> u64 {
         if self.overwrite { self.size / 4 } else { self.size }
     }
 
-    /// Unpublished bytes at which an ending writer closes its generation.
+    /// Returns the number of unpublished bytes at which an ending writer closes its generation.
     fn close_at(self) -> u64 {
         self.size / 8
     }
 }
 
-/// A reserved piece of the ring.
+/// A reserved range of the ring.
 #[derive(Debug)]
 pub(super) struct Claim {
-    /// Position of its first byte.
+    /// Position of the first byte.
     pub(super) start: u64,
-    /// Position after its last.
+    /// Position after the last byte.
     pub(super) end: u64,
     parity: u64,
-    /// The reader is to be woken once this is published.
+    /// Set if the reader must be woken when this range is published.
     wake: bool,
 }
 
-/// The two words of the control page that the protocol needs.
+/// The two control page words that the protocol uses.
 pub(super) struct Shared<'a, W> {
     pub(super) data_head: &'a W,
     pub(super) data_tail: &'a W,
@@ -166,7 +173,8 @@ pub(super) struct Protocol<W> {
 }
 
 impl<W: Word> Protocol<W> {
-    /// A ring whose first record goes to position `start` (a multiple of 8; 0 but in tests of the wrap).
+    /// Creates the protocol state of a ring with its first record at `start` (a multiple of 8;
+    /// nonzero only in tests of wraparound).
     pub(super) fn new(shape: Shape, start: u64) -> Self {
         Self {
             shape,
@@ -189,18 +197,18 @@ impl<W: Word> Protocol<W> {
         }
     }
 
-    /// Bytes between wakeups, and samples between wakeups (0: never by count).
+    /// Sets the number of bytes and of samples between wakeups (0 disables wakeups by count).
     pub(super) fn set_wakeup(&self, watermark: u64, events: u64) {
         self.cold.0.watermark.store(watermark, Relaxed);
         self.cold.0.wakeup_events.store(events, Relaxed);
     }
 
-    /// Attempts refused since the last LOST record.
+    /// Returns the number of failed reservations since the last LOST record.
     pub(super) fn pending_lost(&self) -> u64 {
         self.cold.0.lost.load(Relaxed)
     }
 
-    /// Takes the losses that the next record has to report.
+    /// Takes the losses that the next record must report.
     #[inline]
     pub(super) fn take_lost(&self) -> u64 {
         // The plain load keeps the line shared between writers while nothing is lost.
@@ -211,37 +219,38 @@ impl<W: Word> Protocol<W> {
         }
     }
 
-    /// Counts `n` refused attempts.
+    /// Counts `n` failed reservations.
     pub(super) fn add_lost(&self, n: u64) {
         self.cold.0.lost.fetch_add(n, Relaxed);
     }
 
-    /// A position below which everything is published.
+    /// Returns a position below which everything is published.
     pub(super) fn published(&self) -> u64 {
         self.hot.0.published.load(Acquire)
     }
 
-    /// Reserves `len` bytes (a multiple of 8) for records of which `samples` are samples, or `None` if there
-    /// is no room now.
+    /// Reserves `len` bytes (a multiple of 8) for records that include `samples` samples. Returns
+    /// `None` if the ring is full.
     #[inline]
     pub(super) fn reserve(&self, shared: &Shared<'_, W>, len: u64, samples: u64) -> Option<Claim> {
         let hot = &self.hot.0;
         let size = self.shape.size >> 3;
         let units = len >> 3;
-        // Whether the tail is the control page's, and not the one remembered.
+        // Set once the tail is read from the control page instead of the cached value.
         let mut fresh = false;
         loop {
-            // The order of these three loads matters: the tail and the published position only grow and never
-            // pass the head, so values older than the state are lower than its head, which errs on the safe
-            // side.
+            // The order of these three loads matters: the tail and the published position only grow
+            // and never pass the head, so values older than the state are lower than its head,
+            // which is conservative.
             //
-            // Acquire: pairs with the reader's Release store of data_tail, or with the Release store below of
-            // who saw that. What the reader has read before its store is read before we write over it.
+            // Acquire: pairs with the reader's Release store of data_tail, or with the Release
+            // store below by a writer that saw it. Bytes that the reader read before its store are
+            // read before this writer overwrites them.
             let tail = if fresh { shared.data_tail } else { &hot.tail }.load(Acquire);
             // Acquire: pairs with the Release in `publish`.
             let published = hot.published.load(Acquire);
-            // Acquire: pairs with the AcqRel of the writer that counted out; its bytes are written before
-            // ours.
+            // Acquire: pairs with the AcqRel of the writer that decremented the count; its bytes
+            // are written before those of this writer.
             let seen = hot.state.load(Acquire);
             let state = State(seen);
             let head = state.head();
@@ -250,18 +259,18 @@ impl<W: Word> Protocol<W> {
             let room = if self.shape.overwrite {
                 ahead + units <= self.shape.in_flight_max() >> 3
             } else {
-                // Nobody writes: nothing below the head is in flight, and the published position is an old
-                // one.
+                // Without a writer nothing below the head is in flight, and the published position
+                // is outdated.
                 let in_flight = if state.current() == 0 && state.old() == 0 {
                     0
                 } else {
                     ahead
                 };
                 let unread = (head.wrapping_sub(tail >> 3)) & HEAD_MASK;
-                // A tail that is ahead of the head or a lap behind is not one of a working reader (`unread`
-                // is then larger than the ring): no room. One that is inside the bytes in flight frees only
-                // what is published. At least 8 bytes stay free so that full and empty differ modulo the
-                // size.
+                // A tail ahead of the head or a lap behind is not that of a working reader
+                // (`unread` then exceeds the ring), so the ring counts as full. A tail inside the
+                // bytes in flight frees only published bytes. At least 8 bytes stay free, so that
+                // full and empty differ modulo the size.
                 tail & 7 == 0 && unread.max(in_flight) + units < size
             };
             if !room || state.current() == WRITERS_MAX {
@@ -269,7 +278,8 @@ impl<W: Word> Protocol<W> {
                     fresh = true;
                     continue;
                 }
-                // The state may have moved on between the loads; a refusal must rest on one consistent view.
+                // The state may have changed between the loads; a failure must be based on a
+                // consistent view.
                 if hot.state.load(Relaxed) == seen && hot.published.load(Relaxed) == published {
                     return None;
                 }
@@ -277,8 +287,9 @@ impl<W: Word> Protocol<W> {
             }
             if hot.state.swap_if(seen, state.joined(units)).is_ok() {
                 if fresh {
-                    // Release: pairs with the Acquire load above. Another writer may put it back to an older
-                    // one, which only makes the next look at the control page come earlier.
+                    // Release: pairs with the Acquire load above. Another writer may restore an
+                    // older value, which only makes the next read of the control page occur
+                    // earlier.
                     hot.tail.store(tail, Release);
                 }
                 let start = published.wrapping_add(ahead << 3);
@@ -293,53 +304,59 @@ impl<W: Word> Protocol<W> {
         }
     }
 
-    /// Whether the records up to `end`, with so many samples in them, wake the reader.
+    /// Returns `true` if the records up to `end`, with `samples` samples in them, must wake the
+    /// reader.
     #[inline]
     fn wake_due(&self, end: u64, samples: u64) -> bool {
         let cold = &self.cold.0;
         let mut due = false;
         let events = cold.wakeup_events.load(Relaxed);
         if events != 0 && samples != 0 {
-            // A running count, so that n samples give exactly one wakeup whatever the interleaving.
+            // A running count, so that n samples cause exactly one wakeup for any interleaving.
             let before = self.wake.0.samples.fetch_add(samples, Relaxed);
             due = events == 1 || before % events + samples >= events;
         }
         let last = cold.last_crossing.load(Relaxed);
         if end.wrapping_sub(last).cast_signed() >= cold.watermark.load(Relaxed).cast_signed() {
-            // Of several that cross together one wakes.
+            // Of several writers that cross the watermark concurrently, one wakes the reader.
             due |= cold.last_crossing.swap_if(last, end).is_ok();
         }
         due
     }
 
-    /// Ends the record of `claim`, whose bytes are all written. Whether the reader must be notified.
+    /// Ends the record of `claim` after all its bytes are written. Returns `true` if the reader
+    /// must be notified.
     #[inline]
     pub(super) fn end(&self, shared: &Shared<'_, W>, claim: Claim) -> bool {
         let hot = &self.hot.0;
         if claim.wake {
-            // Before counting out: whoever publishes this record sees us counted out, and so sees it.
+            // Before the decrement: the writer that publishes this record sees the decrement and
+            // thus this store.
             self.wake.0.due.fetch_max(claim.end, Relaxed);
         }
-        // Widens a position of the state word. This record is not published yet, so both are close.
+        // Widens a position of the state word. This record is not published yet, so both positions
+        // are close.
         let widen = |units: u64| {
             claim
                 .start
                 .wrapping_add((units.wrapping_sub(claim.start >> 3) & HEAD_MASK) << 3)
         };
         let mut done = None;
-        // Acquire, as every look at the state here: the bytes of everybody counted out by then are written,
-        // and what we publish covers them. Only state words with us counted in can be seen.
+        // Acquire, as for every load of the state here: the bytes of all writers that decremented
+        // the count are written, and the publication covers them. This writer is counted in every
+        // state seen here.
         let mut seen = hot.state.load(Acquire);
         loop {
             let state = State(seen);
-            // A generation is drained before another is closed, so if ours is not the current one it is the
-            // only old one.
+            // A generation is drained before another is closed, so a generation that is not current
+            // is the only old one.
             let closed = state.parity() != claim.parity;
             let publish_to = match (closed, state.old(), state.current()) {
-                // Alone, or the last of the old generation with nobody in the current one.
+                // This is the only writer, or the last of the old generation while the current one
+                // is empty.
                 (false, 0, 1) | (true, 1, 0) => Some(widen(state.head())),
-                // The boundary is written: the closer has counted out, or is us. And nobody closes again
-                // before we have counted out.
+                // The boundary is written: the closing writer has decremented the count or is this
+                // writer. No generation is closed again before this writer decrements the count.
                 (true, 1, _) => Some(hot.boundary.load(Acquire)),
                 _ => None,
             };
@@ -349,9 +366,9 @@ impl<W: Word> Protocol<W> {
                 seen - CURRENT_ONE
             };
             match publish_to {
-                // While we are counted in nobody else gets here, so publications follow one another. Ours may
-                // be ahead of the boundary already: we found ourselves alone, published the head, and then
-                // somebody joined.
+                // While this writer is counted, no other gets here, so publications are sequential.
+                // This writer may already have published beyond the boundary, if it was the only
+                // one and another then joined.
                 Some(to) if done.is_none_or(|done| is_ahead(to, done)) => {
                     self.publish(shared, to);
                     done = Some(to);
@@ -359,7 +376,8 @@ impl<W: Word> Protocol<W> {
                 None if !closed && state.old() == 0 && self.is_long(state) => {
                     match hot.state.swap_if(seen, state.closed()) {
                         Ok(_) => {
-                            // We are still counted in, so nobody reads the boundary before this store.
+                            // This writer is still counted, so the boundary is not read before this
+                            // store.
                             hot.boundary.store(widen(state.head()), Release);
                             seen = hot.state.load(Acquire);
                         }
@@ -369,17 +387,18 @@ impl<W: Word> Protocol<W> {
                 }
                 _ => {}
             }
-            // AcqRel. Release: our bytes are written, and what we published is, before we are counted out.
+            // AcqRel. Release: this writer's bytes and its publication are written before the
+            // decrement.
             match hot.state.swap_if(seen, without_us) {
-                // Not before: what is due is for the publisher after whom nobody is left, else the reader is
-                // woken while a record that was counted before the one that is due has still to be published.
+                // Only here: a due wakeup belongs to the publisher that leaves no writer behind. An
+                // earlier wakeup could precede the publication of an older record.
                 Ok(_) => return publish_to.is_some() && done.is_some_and(|to| self.take_due(to)),
                 Err(now) => seen = now,
             }
         }
     }
 
-    /// Whether so much is unpublished that the writer must close the generation.
+    /// Returns `true` if so many bytes are unpublished that the writer must close the generation.
     #[inline]
     fn is_long(&self, state: State) -> bool {
         let unpublished =
@@ -390,29 +409,30 @@ impl<W: Word> Protocol<W> {
     /// Makes everything below `to` visible to readers.
     #[inline]
     fn publish(&self, shared: &Shared<'_, W>, to: u64) {
-        // Between two stores of one publisher no reader needs to look: so every store is looked at.
+        // A reader may miss a store between two others of the same publisher, so the check is made
+        // at every store.
         #[cfg(test)]
         assert!(
             !is_ahead(self.hot.0.published.load(Relaxed), to),
             "data_head is taken back to {to}"
         );
-        // Release: pairs with the reader's Acquire load of data_head. It sees the records once it sees the
-        // head. If another process has written there, this puts it right.
+        // Release: pairs with the reader's Acquire load of data_head, so a reader that sees the
+        // head sees the records. Also corrects values that another process has written there.
         shared.data_head.store(to, Release);
-        // After data_head, so that a writer that sees this position may rely on readers being able to see it.
-        // Release: pairs with the Acquire load in `reserve`.
+        // After data_head, so that a writer that sees this position can rely on readers seeing it
+        // too. Release: pairs with the Acquire load in `reserve`.
         self.hot.0.published.store(to, Release);
     }
 
-    /// Whether a record that wakes the reader is among those published up to `to`.
+    /// Returns `true` if a record that wakes the reader is among those published up to `to`.
     #[inline]
     fn take_due(&self, to: u64) -> bool {
         let due = self.wake.0.due.load(Relaxed);
         if due == 0 {
             return false;
         }
-        // If a later record is due as well, leave it for its own publisher, but notify now for those before
-        // it.
+        // If a later record is due as well, leave it to its own publisher, but notify now for the
+        // earlier ones.
         if due <= to {
             let _ = self.wake.0.due.swap_if(due, 0);
         }
@@ -420,8 +440,8 @@ impl<W: Word> Protocol<W> {
     }
 }
 
-/// Whether position `a` comes after `b`. Positions wrap; two that are compared are less than half the range
-/// apart.
+/// Returns `true` if position `a` is after `b`. Positions wrap; compared positions are less than
+/// half the range apart.
 fn is_ahead(a: u64, b: u64) -> bool {
     a.wrapping_sub(b).cast_signed() > 0
 }
@@ -478,8 +498,8 @@ mod tests {
                 Page::new(),
             );
             page.pass(&protocol, 64);
-            // Preempted at any point before it counts out. Others write until there is no room, and close its
-            // generation.
+            // A writer is preempted before it decrements the count. Others write until the ring is
+            // full, and close its generation.
             let preempted = protocol.reserve(&page.shared(), 64, 0).expect("room");
             let mut end = preempted.end;
             while let Some(claim) = protocol.reserve(&page.shared(), 64, 0) {
@@ -524,9 +544,10 @@ mod tests {
         }
     }
 
-    /// With one writer in flight others begin and end. From an eighth of the area on that is unpublished the
-    /// one that ends closes their generation, so that the first, when it ends, publishes what they wrote,
-    /// although yet another has come. Below that it is left to who is alone, which costs less.
+    /// With one writer in flight, others begin and end. Once an eighth of the area is unpublished,
+    /// an ending writer closes their generation, so that the first writer publishes their records
+    /// when it ends even though another has begun. Below that threshold the only remaining writer
+    /// publishes, which is cheaper.
     #[test]
     fn a_generation_is_closed_when_an_eighth_of_the_ring_is_unpublished() {
         for (len, published) in [(SIZE / 8 - 64 - 8, 96), (SIZE / 8 - 64, 96 + SIZE / 8)] {
@@ -568,7 +589,7 @@ mod tests {
         );
         let first = protocol.reserve(&page.shared(), 2048, 0).expect("room");
         let second = protocol.reserve(&page.shared(), 512, 0).expect("room");
-        // It closes the generation; only the first is in flight, in the old one.
+        // Closes the generation; only the first writer is in flight, in the old one.
         protocol.end(&page.shared(), second);
         page.tail.store(2560, Release);
         assert!(
@@ -592,7 +613,7 @@ mod tests {
             Page::new(),
         );
         let first = protocol.reserve(&page.shared(), 2048, 0).expect("room");
-        // The reader claims to have read what is still being written.
+        // The reader claims to have read bytes that are still being written.
         page.tail.store(2048, Release);
         assert!(
             protocol.reserve(&page.shared(), 2048, 0).is_none(),
@@ -607,7 +628,7 @@ mod tests {
         assert_eq!(page.head.load(Acquire), 4088);
     }
 
-    /// What another thread does, at a step of this one.
+    /// The action of another thread at a given access of this thread.
     type Meanwhile = (Step, Box<dyn FnOnce()>);
 
     thread_local! {
@@ -618,7 +639,7 @@ mod tests {
     enum Step {
         /// Before a compare-and-swap.
         Swap,
-        /// After so many loads.
+        /// After this number of loads.
         Loads(u32),
     }
 
@@ -639,7 +660,7 @@ mod tests {
         }
     }
 
-    /// A word whose steps another thread comes between, where a test wants that.
+    /// A word that lets a test run another thread's action between two accesses.
     struct Stepped(AtomicU64);
 
     impl Word for Stepped {
@@ -669,7 +690,7 @@ mod tests {
         }
     }
 
-    /// A ring that lasts as long as the process.
+    /// A ring with static lifetime.
     struct Steps {
         protocol: Protocol<Stepped>,
         head: Stepped,
@@ -728,8 +749,9 @@ mod tests {
         assert_eq!(ring.published(), 128);
     }
 
-    /// The last of an old generation has published all there is, and somebody joins before it counts out.
-    /// Then it is to publish the boundary of its generation, which is behind.
+    /// The last writer of an old generation has published everything, and another joins before the
+    /// decrement. The writer then finds the boundary of its generation behind the published
+    /// position.
     #[test]
     fn p29_a_boundary_that_is_behind_is_not_published() {
         for others in [0, 64] {
@@ -745,7 +767,7 @@ mod tests {
             meanwhile(Step::Swap, move || {
                 assert_eq!(ring.published(), all);
                 let joiner = ring.begin(64).expect("room");
-                // It ends at last.
+                // The preempted writer ends.
                 meanwhile(Step::Swap, move || {
                     assert_eq!(ring.published(), all, "data_head is never taken back");
                     ring.end(joiner);
@@ -756,14 +778,14 @@ mod tests {
         }
     }
 
-    /// A refusal rests on what was true at one moment: not on a published position from before and a head
-    /// from after somebody has published.
+    /// A failed reservation is based on a single moment, not on an old published position combined
+    /// with a newer head.
     #[test]
     fn room_that_comes_between_two_looks_is_seen() {
         let ring = Steps::new(true);
         let first = ring.begin(SIZE / 4).expect("as much as may be in flight");
         assert!(ring.begin(8).is_none());
-        // Its looks are at the tail, at what is published, and at the state.
+        // The loads are the tail, the published position and the state.
         meanwhile(Step::Loads(2), move || ring.end(first));
         assert!(ring.begin(8).is_some());
         assert_eq!(ring.published(), SIZE / 4);

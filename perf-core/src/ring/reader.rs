@@ -1,4 +1,4 @@
-//! The reader's side: our rings, here or in another process, and the kernel's own.
+//! The reader of rings, for both this crate's rings (in this process or another) and the kernel's.
 #![expect(unsafe_code, reason = "memory shared with other processes")]
 
 use std::fmt;
@@ -12,66 +12,66 @@ use super::page::{ControlPage, Counter};
 use super::protocol::Shape;
 use super::{DATA_PAGES_MAX, RECORD_SIZE_MAX, Ring, RingMode};
 
-/// Bytes of `struct perf_event_header`.
+/// Size of `struct perf_event_header`, in bytes.
 const HEADER_SIZE: usize = 8;
 
-/// Why a ring cannot be mapped or read.
+/// An error of mapping or reading a ring.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReadError {
-    /// The descriptor is not a ring of ours.
+    /// The file descriptor is not a ring of this crate.
     #[error("not a ring: {what}")]
     NotARing {
-        /// What is wrong with it.
+        /// Description of the mismatch.
         what: &'static str,
     },
-    /// The ring contradicts itself: somebody wrote to it who should not. Everything up to the present head
-    /// has been skipped; reading may go on.
+    /// The ring is inconsistent: another process has written to it. Everything up to the current
+    /// head was skipped, and reading may continue.
     #[error("corrupt ring at position {position}: {what}")]
     Corrupt {
-        /// Position of the bad record or head.
+        /// Position of the invalid record or head.
         position: u64,
-        /// What is wrong there.
+        /// Description of the inconsistency.
         what: &'static str,
     },
-    /// The writer of an overwrite ring was faster: records were overwritten before they were read. Reading
-    /// goes on with what is written from now on.
+    /// The writer of an overwrite ring overwrote records before they were read. Reading continues
+    /// with new records.
     #[error("{bytes} bytes were overwritten before they were read")]
     Overrun {
-        /// Bytes that went by unread.
+        /// Number of bytes skipped.
         bytes: u64,
     },
     /// A system call failed.
     #[error("{what} failed")]
     Os {
-        /// The call.
+        /// Name of the system call.
         what: &'static str,
-        /// Its error.
+        /// Error of the system call.
         #[source]
         source: std::io::Error,
     },
 }
 
-/// One record as it is in the ring.
+/// The undecoded bytes of one record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RawRecord<'a> {
     bytes: &'a [u8],
 }
 
 impl<'a> RawRecord<'a> {
-    /// A record from its bytes; `None` if they are not one whole record.
+    /// Creates a record from its bytes. Returns `None` if they are not exactly one record.
     pub fn new(bytes: &'a [u8]) -> Option<Self> {
         let record = Self { bytes };
         (bytes.len() >= HEADER_SIZE && record.size() == bytes.len()).then_some(record)
     }
 
-    /// `PERF_RECORD_*`.
+    /// Returns the record type (`PERF_RECORD_*`).
     #[inline]
     pub fn ty(&self) -> u32 {
         u32::from_ne_bytes([self.bytes[0], self.bytes[1], self.bytes[2], self.bytes[3]])
     }
 
-    /// `PERF_RECORD_MISC_*`.
+    /// Returns the `misc` flags (`PERF_RECORD_MISC_*`).
     #[inline]
     pub fn misc(&self) -> u16 {
         u16::from_ne_bytes([self.bytes[4], self.bytes[5]])
@@ -81,13 +81,13 @@ impl<'a> RawRecord<'a> {
         usize::from(u16::from_ne_bytes([self.bytes[6], self.bytes[7]]))
     }
 
-    /// The whole record, header included.
+    /// Returns the whole record, including its header.
     #[inline]
     pub fn bytes(&self) -> &'a [u8] {
         self.bytes
     }
 
-    /// What follows the header.
+    /// Returns the bytes after the header.
     #[inline]
     pub fn body(&self) -> &'a [u8] {
         &self.bytes[HEADER_SIZE..]
@@ -99,36 +99,38 @@ enum Memory {
     Ring(Arc<Ring>),
 }
 
-/// Reads the records of one ring. A [`RingMode::Writable`] ring has one reader at a time.
+/// A reader of one ring. A [`RingMode::Writable`] ring supports one reader at a time.
 ///
-/// Records are borrowed from the ring itself, also where they wrap (our rings are mapped so that they are
-/// contiguous; the kernel's are copied into a buffer there). The space is given back to the writer when the
-/// ring has been read to its end or by a quarter of its size, and when the reader is dropped.
+/// Records are borrowed from the ring itself, even where they wrap: this crate's rings are mapped
+/// so that they are contiguous, and wrapping records of the kernel's rings are copied to a buffer.
+/// Space is returned to the writer when the ring was read to its end or by a quarter of its size,
+/// and when the reader is dropped.
 ///
-/// Neither the control page nor the records are trusted, so corruption yields an error and never a panic. But
-/// borrowed bytes are *bytes of a shared mapping*: a writer that changes them after publication can change
-/// them under the borrower, who must take each length from them only once. The decoder in [`crate::record`]
-/// does.
+/// Neither the control page nor the records are trusted, so corruption causes an error and never a
+/// panic. But borrowed bytes are *bytes of a shared mapping*: a writer can change them after
+/// publication while they are borrowed, so the borrower must read each length only once. The
+/// decoder in [`crate::record`] does so.
 pub struct RingReader {
     data: *const u8,
     mask: usize,
     /// Position of the next record.
     tail: u64,
-    /// The head seen last.
+    /// Head as last read.
     head: u64,
-    /// The tail written last.
+    /// Tail as last written.
     released: u64,
-    /// Unreleased bytes at which the tail is written.
+    /// Number of unreleased bytes at which the tail is written.
     release_at: u64,
     mode: RingMode,
     mirrored: bool,
-    /// For records that cannot be borrowed: all of an overwrite ring, those that wrap in a kernel's ring.
+    /// Buffer for records that cannot be borrowed: all records of an overwrite ring, and wrapping
+    /// records of a kernel ring.
     scratch: Box<[u8]>,
     memory: Memory,
 }
 
-// SAFETY: `data` points into `memory`, which the reader owns or shares and which does not move; nothing of it
-// is tied to a thread.
+// SAFETY: `data` points into `memory`, which the reader owns or shares and which does not move;
+// nothing in it is tied to a thread.
 unsafe impl Send for RingReader {}
 
 impl fmt::Debug for RingReader {
@@ -142,12 +144,13 @@ impl fmt::Debug for RingReader {
 }
 
 impl RingReader {
-    /// Maps a ring that another process sent as a memfd.
+    /// Maps a ring from a memfd that another process sent.
     ///
     /// # Errors
     ///
-    /// [`ReadError::NotARing`] if the descriptor is not a memfd with a ring's size, or could shrink under the
-    /// mapping (its size is not sealed); [`ReadError::Os`] if it cannot be mapped.
+    /// Returns [`ReadError::NotARing`] if the file descriptor is not a memfd of a ring's size, or
+    /// if its size is not sealed so that it could shrink under the mapping. Returns
+    /// [`ReadError::Os`] if it cannot be mapped.
     pub fn map(fd: BorrowedFd<'_>) -> Result<Self, ReadError> {
         let seals = mapping::seals(fd).map_err(|_| ReadError::NotARing {
             what: "the descriptor is not a memfd",
@@ -193,13 +196,13 @@ impl RingReader {
         Ok(Self::new(Memory::Own(mapping), mode))
     }
 
-    /// Maps the ring of a kernel's perf event with `data_pages` data pages, which makes the kernel allocate
-    /// it.
+    /// Maps the ring of a kernel perf event with `data_pages` data pages, which the kernel
+    /// allocates.
     ///
     /// # Errors
     ///
-    /// [`ReadError::NotARing`] for a number of pages that is not a power of two, [`ReadError::Os`] if mapping
-    /// fails.
+    /// Returns [`ReadError::NotARing`] if the number of pages is not a power of two and
+    /// [`ReadError::Os`] if mapping fails.
     pub fn map_perf(fd: BorrowedFd<'_>, data_pages: usize) -> Result<Self, ReadError> {
         if !data_pages.is_power_of_two() || data_pages > DATA_PAGES_MAX {
             return Err(ReadError::NotARing {
@@ -213,7 +216,7 @@ impl RingReader {
         Ok(Self::new(Memory::Own(mapping), RingMode::Writable))
     }
 
-    /// Reads a ring of this process, through its own mapping.
+    /// Creates a reader of a ring of this process, through its existing mapping.
     pub fn of(ring: Arc<Ring>) -> Self {
         let mode = ring.mode;
         Self::new(Memory::Ring(ring), mode)
@@ -246,9 +249,9 @@ impl RingReader {
             scratch: vec![0; scratch].into_boxed_slice(),
             memory,
         };
-        // In a writable ring the tail is the last reader's. An overwrite ring begins at 0 as long as that is
-        // still there; later there is no telling where its oldest record begins, so it is read from its head
-        // on.
+        // In a writable ring, reading starts at the tail of the last reader. An overwrite ring is
+        // read from position 0 while that is still intact; later its oldest record cannot be
+        // located, so it is read from its head.
         let (head, tail) = (
             reader.page().data_head.load(Acquire),
             reader.page().data_tail.load(Relaxed),
@@ -279,7 +282,7 @@ impl RingReader {
         self.mapping().data_size() as u64
     }
 
-    /// Bytes below the head that no writer can be overwriting.
+    /// Returns the number of bytes below the head that no writer can be overwriting.
     fn trusted(&self) -> u64 {
         let shape = Shape {
             size: self.size(),
@@ -292,23 +295,25 @@ impl RingReader {
         }
     }
 
-    /// What happens when the ring is full.
+    /// Returns the behavior of the ring when full.
     pub fn mode(&self) -> RingMode {
         self.mode
     }
 
-    /// The counter as the control page shows it; `None` if its owner is (or died) in the middle of an update.
+    /// Returns the counter fields of the control page, or `None` if their owner is in the middle of
+    /// an update, perhaps permanently because it has died.
     pub fn counter(&self) -> Option<Counter> {
         self.page().counter(1000)
     }
 
-    /// The next record, or `None` if there is none yet.
+    /// Returns the next record, or `None` if the ring is empty.
     ///
-    /// The record lives until the next call; its space is given back after that.
+    /// The record is borrowed until the next call, after which its space may be released.
     ///
     /// # Errors
     ///
-    /// [`ReadError::Corrupt`] or [`ReadError::Overrun`]; both skip to the head, so that reading may go on.
+    /// Returns [`ReadError::Corrupt`] or [`ReadError::Overrun`]. Both skip to the head, so that
+    /// reading may continue.
     #[inline]
     #[expect(
         clippy::cast_possible_truncation,
@@ -333,40 +338,43 @@ impl RingReader {
                 bytes: &self.scratch[..size],
             }));
         }
-        // SAFETY: [offset, offset + size) is inside the data area, or, if it is mapped twice, inside the two:
-        // the offset is below the size of the area and `size_at` has made sure the record is no longer than
-        // that. The bytes are published and not released while the record is borrowed, so an honest writer
-        // leaves them alone. Bytes have no invalid values.
+        // SAFETY: [offset, offset + size) is inside the data area, or inside both copies if it is
+        // mapped twice: the offset is below the size of the area, and `size_at` has checked that
+        // the record does not exceed that size. The bytes are published and not released while the
+        // record is borrowed, so a correct writer does not change them. Bytes have no invalid
+        // values.
         let bytes = unsafe { std::slice::from_raw_parts(self.data.add(offset), size) };
         Ok(Some(RawRecord { bytes }))
     }
 
-    /// All records that are there now, to be held together. An overwrite ring gives none: its records
-    /// can be trusted one at a time only, see [`next_record`](Self::next_record). Their space is given back
-    /// with the next call of any method, so a writer may find the ring full meanwhile.
+    /// Returns all available records, to be held together.
+    ///
+    /// An overwrite ring yields none, because its records can only be trusted one at a time; see
+    /// [`next_record`](Self::next_record). Space is released by the next call of any method, so a
+    /// writer may meanwhile find the ring full.
     ///
     /// # Errors
     ///
-    /// As [`next_record`](Self::next_record), for the head. A corrupt record ends the batch; the next call
-    /// reports it.
+    /// Returns the errors of [`next_record`](Self::next_record) for the head. A corrupt record ends
+    /// the batch, and the next call reports it.
     pub fn batch(&mut self) -> Result<Batch<'_>, ReadError> {
         self.release();
         if self.tail == self.head {
             self.refill()?;
         } else if self.mode == RingMode::Writable {
-            // The last batch stopped short: let `next_record` say why.
+            // The last batch ended early; `next_record` reports the reason.
             self.size_at(self.tail)?;
         }
         Ok(Batch { reader: self })
     }
 
-    /// Looks for new records; gives back the space of the old ones if there are none.
+    /// Checks for new records, and releases the space of the old ones if there are none.
     #[inline]
     fn refill(&mut self) -> Result<bool, ReadError> {
         self.release();
-        // Acquire: pairs with the writer's AcqRel in `Protocol::publish` (the kernel's smp_wmb before it
-        // stores data_head): the records below the head are read after it. An honest head is a multiple of 8;
-        // of another one only whole units are looked at.
+        // Acquire: pairs with the writer's AcqRel in `Protocol::publish` (the kernel's smp_wmb
+        // before it stores data_head), so the records below the head are read after it. A valid
+        // head is a multiple of 8; an invalid one is rounded down.
         let head = self.page().data_head.load(Acquire) & !7;
         if head == self.tail {
             return Ok(false);
@@ -387,7 +395,7 @@ impl RingReader {
         Ok(true)
     }
 
-    /// Size of the record at `position`, which is below the head.
+    /// Returns the size of the record at `position`, which is below the head.
     #[inline]
     #[expect(
         clippy::cast_possible_truncation,
@@ -395,9 +403,9 @@ impl RingReader {
     )]
     fn size_at(&mut self, position: u64) -> Result<usize, ReadError> {
         let offset = position as usize & self.mask;
-        // SAFETY: positions are multiples of 8 (`new`, `refill`, and every size is), so the 8 bytes of the
-        // header are aligned and inside the data area. Volatile, so that the size that is checked is the size
-        // that is used.
+        // SAFETY: positions are multiples of 8 (ensured by `new`, `refill` and every size), so the
+        // 8 bytes of the header are aligned and inside the data area. Volatile, so that the checked
+        // size is the size that is used.
         let header = unsafe { self.data.add(offset).cast::<u64>().read_volatile() };
         let size = (header.to_le() >> 48) as usize;
         if size < HEADER_SIZE || !size.is_multiple_of(8) || size as u64 > self.head.wrapping_sub(position) {
@@ -431,10 +439,11 @@ impl RingReader {
     )]
     #[inline]
     fn copy_wrapped(&mut self, offset: usize, size: usize) {
-        // Both lengths are those of the parts of the scratch buffer that are filled.
+        // Both lengths are those of the filled parts of the scratch buffer.
         let (first, rest) = self.scratch[..size].split_at_mut(self.mask + 1 - offset);
-        // SAFETY: the record is [offset, end of the area) and the first `rest.len()` bytes of the area, both
-        // inside it, because `size_at` has made sure that the record is no longer than the area.
+        // SAFETY: the record is [offset, end of the area) and the first `rest.len()` bytes of the
+        // area. Both are inside it, because `size_at` has checked that the record does not exceed
+        // the area.
         unsafe {
             std::ptr::copy_nonoverlapping(self.data.add(offset), first.as_mut_ptr(), first.len());
             std::ptr::copy_nonoverlapping(self.data, rest.as_mut_ptr(), rest.len());
@@ -442,7 +451,7 @@ impl RingReader {
         self.scratch[6..8].copy_from_slice(&(size as u16).to_ne_bytes());
     }
 
-    /// The next record of an overwrite ring, copied, and checked afterwards not to have been overwritten
+    /// Copies the next record of an overwrite ring, and then checks that it was not overwritten
     /// meanwhile.
     #[expect(
         clippy::cast_possible_truncation,
@@ -454,7 +463,7 @@ impl RingReader {
         let size = match self.size_at(position) {
             Ok(size) => size,
             Err(corrupt) => {
-                // Not corrupt but overwritten, if the writer has come round.
+                // If the writer has wrapped, the record is overwritten rather than corrupt.
                 let head = self.head;
                 self.tail = position;
                 self.still_there()?;
@@ -463,13 +472,13 @@ impl RingReader {
             }
         };
         if size > self.mask + 1 {
-            // Only the distance to the head has limited it, and that may be laps here.
+            // The size was limited only by the distance to the head, which may be several laps.
             self.still_there()?;
             return Err(self.corrupt(position, size));
         }
         let offset = position as usize & self.mask;
         // SAFETY: as in `next_record`; the scratch buffer holds the largest record. A writer may be
-        // overwriting these bytes, they are used only if the check below finds that none could.
+        // overwriting these bytes; they are used only if the check below proves otherwise.
         unsafe { std::ptr::copy_nonoverlapping(self.data.add(offset), self.scratch.as_mut_ptr(), size) };
         self.still_there()?;
         self.tail = position.wrapping_add(size as u64);
@@ -478,11 +487,12 @@ impl RingReader {
         })
     }
 
-    /// Whether the bytes from the tail on are out of the reach of every writer, even now that they have been
-    /// read.
+    /// Checks that no writer can have overwritten the bytes from the tail on, including while they
+    /// were read.
     fn still_there(&mut self) -> Result<(), ReadError> {
-        // Acquire: the bytes are read before the head is. A writer stores over them only when it has seen a
-        // published head that makes them old (`Protocol::reserve`), and then so do we here.
+        // Acquire: the bytes are read before the head is. A writer stores over them only after it
+        // has seen a published head that makes them old (`Protocol::reserve`), which is then
+        // visible here too.
         fence(Acquire);
         let head = self.page().data_head.load(Acquire) & !7;
         let behind = head.wrapping_sub(self.tail);
@@ -493,12 +503,13 @@ impl RingReader {
         Err(ReadError::Overrun { bytes: behind })
     }
 
-    /// Gives the space of the records read so far back to the writer.
+    /// Returns the space of the records read so far to the writer.
     #[inline]
     pub fn release(&mut self) {
         if self.mode == RingMode::Writable && self.released != self.tail {
-            // Release: pairs with the writer's Acquire load of data_tail in `Protocol::reserve` (the kernel's
-            // control dependency): we are done with the bytes before the writer reuses them.
+            // Release: pairs with the writer's Acquire load of data_tail in `Protocol::reserve`
+            // (the kernel's control dependency), so all reads precede the writer's reuse of the
+            // bytes.
             self.page().data_tail.store(self.tail, Release);
             self.released = self.tail;
         }
@@ -511,7 +522,7 @@ impl Drop for RingReader {
     }
 }
 
-/// Records that were there when the batch was taken; see [`RingReader::batch`].
+/// The records that were available when the batch was taken; see [`RingReader::batch`].
 pub struct Batch<'a> {
     reader: &'a mut RingReader,
 }
@@ -542,14 +553,14 @@ impl<'a> Iterator for Batch<'a> {
         reader.tail = reader.tail.wrapping_add(size as u64);
         if !reader.mirrored && offset + size > reader.mask + 1 {
             reader.copy_wrapped(offset, size);
-            // SAFETY: the buffer holds `size` bytes and lives as long as the reader. A batch is no longer
-            // than the ring, so only one record of it wraps, and the buffer is not written again before the
-            // batch is gone.
+            // SAFETY: the buffer holds `size` bytes and lives as long as the reader. A batch does
+            // not exceed the ring, so only one of its records wraps, and the buffer is not
+            // rewritten while the batch exists.
             let bytes = unsafe { std::slice::from_raw_parts(reader.scratch.as_ptr(), size) };
             return Some(RawRecord { bytes });
         }
-        // SAFETY: as in `next_record`. The space is not released before the batch, which holds the reader
-        // exclusively, is gone.
+        // SAFETY: as in `next_record`. The space is not released while the batch exists, because it
+        // borrows the reader exclusively.
         let bytes = unsafe { std::slice::from_raw_parts(reader.data.add(offset), size) };
         Some(RawRecord { bytes })
     }

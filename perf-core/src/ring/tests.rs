@@ -1,7 +1,7 @@
 use super::*;
 use std::sync::Arc;
 
-/// A record of `size` bytes whose words all are `tag`.
+/// Writes a record of `size` bytes in which every word is `tag`.
 fn write(ring: &Ring, size: usize, tag: u64) -> Result<(), RingError> {
     let mut record = ring.begin(size, true)?;
     record.put_u64(9);
@@ -11,7 +11,7 @@ fn write(ring: &Ring, size: usize, tag: u64) -> Result<(), RingError> {
     Ok(())
 }
 
-/// Sizes and tags of all records that are there; LOST records count.
+/// Returns the sizes and tags of all available records, and the number of lost records.
 fn drain(reader: &mut RingReader) -> (Vec<(usize, u64)>, u64) {
     let (mut records, mut lost) = (Vec::new(), 0);
     while let Some(record) = reader.next_record().expect("the ring is sound") {
@@ -88,7 +88,7 @@ fn nested_writers_are_published_by_the_outermost() {
 fn a_generation_is_closed_so_that_overlapping_writers_cannot_starve_the_reader() {
     let ring = ring(1, RingMode::Writable);
     let mut reader = RingReader::of(Arc::clone(&ring));
-    // There is always one record in flight, never none.
+    // At least one record is always in flight.
     let mut flying = ring.begin(64, true).expect("room");
     let mut seen = 0;
     for _ in 0..1000 {
@@ -110,7 +110,7 @@ fn a_generation_is_closed_so_that_overlapping_writers_cannot_starve_the_reader()
 fn a_run_is_published_at_once_and_its_records_are_like_any_other() {
     let ring = ring(1, RingMode::Writable);
     let mut reader = RingReader::of(Arc::clone(&ring));
-    // So often that it wraps at every kind of place.
+    // Often enough to wrap at every offset.
     for n in 0..500 {
         let mut run = ring.begin_run(24 + 40, 2).expect("room");
         let mut first = run.begin(24).expect("it is what was reserved");
@@ -119,7 +119,7 @@ fn a_run_is_published_at_once_and_its_records_are_like_any_other() {
         first.put_u64(n);
         drop(first);
         assert_eq!(run.left(), 40);
-        // One that interrupts the run waits for it.
+        // A record that interrupts the batch is published after it.
         write(&ring, 16, 7).expect("room");
         let mut second = run.begin(40).expect("it is what was reserved");
         second.put_u64(9);
@@ -148,7 +148,7 @@ fn what_a_run_leaves_unused_is_a_whole_record_of_zeros() {
         })
     ));
     assert!(matches!(run.begin(12), Err(RingError::Size { size: 12 })));
-    // A reservation that is leaked in it is whole as well.
+    // A leaked reservation inside the batch is a whole record too.
     std::mem::forget(run.begin(16).expect("room"));
     drop(run.begin(24).expect("room"));
     drop(run);
@@ -211,8 +211,8 @@ fn the_largest_record_fits_an_empty_ring_after_a_loss_too() {
     }
 }
 
-/// A LOST record has the trailer of the writer that finds room again, of up to six words, and leaves that
-/// much less for the largest record.
+/// A LOST record has the trailer of the next writer that succeeds, of up to six words, which
+/// reduces the maximum record size.
 #[test]
 fn a_lost_record_ends_with_the_trailer_of_who_finds_room_again() {
     for words in 0..=7 {
@@ -250,7 +250,7 @@ fn a_lost_record_ends_with_the_trailer_of_who_finds_room_again() {
         let record = reader.next_record().expect("sound").expect("the record");
         assert_eq!(record.bytes().len(), largest);
 
-        // And so has one before a run. Who looks on gives back what was read.
+        // The same applies to a batch. An empty read releases the space.
         assert!(reader.next_record().expect("sound").is_none());
         ring.pause(true);
         assert!(ring.begin(16, true).is_err());
@@ -261,8 +261,7 @@ fn a_lost_record_ends_with_the_trailer_of_who_finds_room_again() {
     }
 }
 
-/// Nobody can add a seal to a ring that was given away, and a ring that must not be written cannot be mapped
-/// to write.
+/// No seal can be added to a shared ring, and a ring in overwrite mode cannot be mapped writable.
 #[test]
 fn a_rings_seals_are_final() {
     for (mode, read_only) in [(RingMode::Writable, false), (RingMode::Overwrite, true)] {
@@ -289,7 +288,7 @@ fn a_ring_has_at_most_so_many_pages() {
     }
 }
 
-/// The default watermark is a quarter of the area, and no watermark is above half of it or none at all.
+/// The default watermark is a quarter of the area. No watermark is zero or above half the area.
 #[test]
 fn watermarks_are_bounded_by_the_ring() {
     let woken_after = |wakeup| {
@@ -322,7 +321,7 @@ fn the_pages_of_a_ring_are_its_data_and_one() {
     }
 }
 
-/// What a ring is charged to is kept for as long as the ring is there; the first charge is the one.
+/// The charge lives as long as the ring; only the first charge is kept.
 #[test]
 fn a_charge_goes_with_its_ring() {
     struct Charge(Arc<AtomicU64>);
@@ -341,7 +340,8 @@ fn a_charge_goes_with_its_ring() {
     assert_eq!(gone(), (1, 1));
 }
 
-/// A run is whole words, at least one and at most an eighth of the ring or the largest record.
+/// The size of a batch is a multiple of 8 bytes, at least 8 bytes, and at most an eighth of the
+/// ring or the largest record.
 #[test]
 fn runs_of_impossible_sizes_are_refused() {
     for (pages, most) in [(1, 512), (16, 8192), (1024, RECORD_SIZE_MAX)] {
@@ -357,8 +357,8 @@ fn runs_of_impossible_sizes_are_refused() {
     }
 }
 
-/// Whoever puts more into a record than it holds is told so by builds with debug assertions, and touches
-/// nothing behind it in any.
+/// Writing beyond a record's size panics in builds with debug assertions, and never writes past the
+/// record in any build.
 #[test]
 fn a_record_takes_no_more_than_its_size() {
     let ring = ring(1, RingMode::Writable);
@@ -379,7 +379,7 @@ fn a_record_takes_no_more_than_its_size() {
     assert_eq!(drain(&mut reader), (vec![(16, 7)], 0));
 }
 
-/// So it is with the records of a run.
+/// The same applies to records of a batch.
 #[test]
 fn a_record_of_a_run_has_a_possible_size() {
     let ring = ring(1, RingMode::Writable);

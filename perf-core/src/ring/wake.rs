@@ -1,8 +1,8 @@
-//! Telling a reader: an eventfd whose count *is* the poll state.
+//! Reader notification through an eventfd whose count *is* the poll state.
 //!
-//! The state is not kept beside the eventfd, so there is no moment between looking at it and waiting for it:
-//! reading the eventfd takes the state, atomically and once, and a notification after that makes it readable
-//! again. This also holds for a reader in another process that was handed nothing but the descriptor.
+//! The state is not kept beside the eventfd, so there is no race between checking and waiting:
+//! reading the eventfd takes the state atomically, and a later notification makes it readable
+//! again. This also works for a reader in another process that has only the file descriptor.
 
 #![expect(unsafe_code, reason = "system calls, and memory shared with the kernel")]
 
@@ -12,21 +12,21 @@ use std::sync::atomic::{AtomicBool, Ordering::AcqRel};
 
 use vmm_sys_util::eventfd::EventFd;
 
-/// Added to the count when the source is gone, above all notifications one could live to see.
+/// Amount added to the count on hang-up, larger than any reachable number of notifications.
 const HANG_UP: u64 = 1 << 48;
 
-/// What happened to a ring since its poll state was last taken.
+/// The events of a ring since its poll state was last taken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PollState {
-    /// Records are due to be read, or the event has overflowed.
+    /// Records are available, or the event has overflowed.
     pub readable: bool,
-    /// Nothing more will come: the event is exhausted or its source has gone.
+    /// No more records will follow: the event is exhausted or its source was closed.
     pub hang_up: bool,
 }
 
 impl PollState {
-    /// The state that a count read from [`wakeup_fd`](super::Ring::wakeup_fd) stands for, for readers in
-    /// another process.
+    /// Decodes a count read from [`wakeup_fd`](super::Ring::wakeup_fd), for readers in another
+    /// process.
     pub fn from_count(count: u64) -> Self {
         Self {
             readable: count & (HANG_UP - 1) != 0,
@@ -50,13 +50,14 @@ impl Wake {
 
     #[cold]
     pub(super) fn notify(&self) {
-        // The only error is EAGAIN, when the count would overflow: it is readable then, which is all that is
-        // wanted.
+        // The only error is EAGAIN when the count would overflow. The eventfd is then readable,
+        // which suffices.
         let _ = self.fd.write(1);
     }
 
     pub(super) fn hang_up(&self) {
-        // Once: a hang-up is kept until it is read, and later notifications cannot overwrite it.
+        // Only once: a hang-up persists until it is read, and later notifications cannot overwrite
+        // it.
         if !self.hung_up.swap(true, AcqRel) {
             let _ = self.fd.write(HANG_UP);
         }
@@ -71,8 +72,8 @@ impl Wake {
     }
 }
 
-/// The descriptor of an eventfd.
+/// Borrows the file descriptor of an eventfd.
 pub(crate) fn borrowed(fd: &EventFd) -> BorrowedFd<'_> {
-    // SAFETY: the descriptor is open for as long as `fd` is borrowed.
+    // SAFETY: the file descriptor stays open while `fd` is borrowed.
     unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) }
 }

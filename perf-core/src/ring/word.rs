@@ -1,22 +1,23 @@
-//! The atomics the ring's protocol is written over, so that a model checker can run the very same code.
+//! The atomics on which the ring's protocol is built, abstracted so that a model checker can run
+//! the same code.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A 64-bit atomic word. Implemented for [`AtomicU64`], and for loom's own under `cfg(loom)`.
+/// A 64-bit atomic word. Implemented for [`AtomicU64`], and for loom's type under `cfg(loom)`.
 pub trait Word: Send + Sync {
-    /// A word holding `value`.
+    /// Creates a word with value `value`.
     fn new(value: u64) -> Self;
-    /// Loads.
+    /// Loads the value.
     fn load(&self, order: Ordering) -> u64;
-    /// Stores.
+    /// Stores `value`.
     fn store(&self, value: u64, order: Ordering);
-    /// Replaces `current` by `new` with `AcqRel`; an `Err` holds the value found (an `Acquire` load).
+    /// Replaces `current` by `new` with `AcqRel`. `Err` holds the actual value (an `Acquire` load).
     fn swap_if(&self, current: u64, new: u64) -> Result<u64, u64>;
-    /// Adds and returns the value before.
+    /// Adds `value` and returns the previous value.
     fn fetch_add(&self, value: u64, order: Ordering) -> u64;
-    /// Stores the maximum of itself and `value`, and returns the value before.
+    /// Stores the maximum of the current value and `value`, and returns the previous value.
     fn fetch_max(&self, value: u64, order: Ordering) -> u64;
-    /// Stores `value` and returns the value before.
+    /// Stores `value` and returns the previous value.
     fn swap(&self, value: u64, order: Ordering) -> u64;
 }
 

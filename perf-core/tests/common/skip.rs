@@ -1,10 +1,9 @@
-//! Tests that cannot be run.
+//! Reporting of tests that cannot run.
 
-/// Says that a test is not run, and why. `able` is whether this machine could run it, if something were there
-/// that is not.
+/// Reports that a test is skipped, and why. `able` is set if this machine should be able to run it.
 ///
 /// # Panics
-/// When it is able and the environment has `CI`: there a test that does not run has failed.
+/// Panics if `able` is set and the environment contains `CI`, where a skipped test is a failure.
 #[track_caller]
 pub fn skipped(why: &str, able: bool) {
     let ci = std::env::var_os("CI").is_some_and(|value| !["", "0", "false"].iter().any(|no| value == *no));

@@ -1,5 +1,5 @@
-//! The `host` driver on real perf events of this machine's kernel: software events everywhere, hardware
-//! events where there is a PMU.
+//! The `host` driver on real perf events of this machine's kernel: software events everywhere,
+//! hardware events if there is a PMU.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::sync::{Arc, mpsc};
@@ -40,10 +40,10 @@ fn hardware(config: u64) -> Attr {
     }
 }
 
-/// Touches `n` fresh pages: exactly so many page faults.
+/// Touches `n` fresh pages, which causes exactly `n` page faults.
 fn fault(n: usize) {
     const PAGE: usize = 4096;
-    // SAFETY: a private anonymous mapping of our own, written within its bounds and unmapped once.
+    // SAFETY: a private anonymous mapping, written within its bounds and unmapped once.
     unsafe {
         let at = libc::mmap(
             std::ptr::null_mut(),
@@ -72,7 +72,7 @@ fn page_faults_count_while_started_only() {
     fault(100);
     ev.stop();
     let counted = ev.read();
-    // A few of the test's own beside the hundred.
+    // The hundred faults, and a few of the test itself.
     assert!((100..150).contains(&counted), "{counted} faults");
     fault(50);
     assert_eq!(ev.read(), counted);
@@ -81,7 +81,7 @@ fn page_faults_count_while_started_only() {
     assert!(ev.read() >= counted + 100);
 }
 
-/// `arm(n)` means n further counts from now, also while the event runs and was armed for something else.
+/// `arm(n)` means n further counts from now, also for a running event that is already armed.
 #[test]
 fn a_new_period_takes_effect_at_once() {
     let signal = catch_signals();
@@ -101,12 +101,12 @@ fn a_new_period_takes_effect_at_once() {
     assert_eq!(ev.take_overflows(), 1);
     assert_eq!(ev.take_overflows(), 0);
 
-    // Not re-armed, and parked by the call above: quiet.
+    // Not re-armed, and parked by the call above: no signal.
     let before = signals_of_this_thread();
     fault(200);
     assert_eq!(signals_of_this_thread(), before);
 
-    // A longer period after a shorter one does not fire at the shorter one's end.
+    // A longer period after a shorter one does not overflow at the end of the shorter one.
     ev.arm(20).unwrap();
     ev.arm(10_000).unwrap();
     fault(100);
@@ -125,9 +125,9 @@ impl SampleRegs for Regs {
     }
 }
 
-/// Samples of real page faults, with a period that changes while they happen, while the event is off and
-/// while its vCPU is out: what they stand for adds up to the count, but for what of the last period is not
-/// over.
+/// Samples of real page faults, with a period that changes during faults, while the event is off
+/// and while its vCPU is scheduled out. Their periods add up to the count, except for the
+/// unfinished last period.
 #[test]
 fn periods_of_real_samples_add_up_to_the_count() {
     let core = Core::new(CoreConfig::default());
@@ -190,7 +190,8 @@ fn periods_of_real_samples_add_up_to_the_count() {
     );
 }
 
-/// An overflow is the business of the thread it is counted for, not of the one that opened and armed it.
+/// An overflow is signaled to the thread that is counted, not to the thread that opened and armed
+/// the event.
 #[test]
 fn the_signal_goes_to_the_target_thread_only() {
     let signal = catch_signals();
@@ -199,7 +200,7 @@ fn the_signal_goes_to_the_target_thread_only() {
     let vcpu = thread::spawn(move || {
         send.send(this_tid()).unwrap();
         wait.recv().unwrap();
-        // However long a slow machine's kernel takes to send it: of CPU time a minute.
+        // A slow machine's kernel may delay the signal, so wait for up to a minute of CPU time.
         for _ in 0..12_000 {
             burn(5_000_000);
             if signals_of_this_thread() > 0 {
@@ -221,24 +222,25 @@ fn the_signal_goes_to_the_target_thread_only() {
     assert_eq!(ev.take_overflows(), 1);
 }
 
-/// The signal ends a system call that the thread is in, with EINTR, as it must end `KVM_RUN`.
+/// The signal interrupts a blocking system call of the thread with EINTR, as it must end `KVM_RUN`.
 #[test]
 fn the_signal_interrupts_a_blocking_call() {
     let signal = catch_signals();
     let pmu = HostPmu::software(Some(signal));
     let mut ev = pmu.open(&software(CONTEXT_SWITCHES), here()).unwrap();
     let mut pipe = [0; 2];
-    // SAFETY: `pipe` has room for two descriptors.
+    // SAFETY: `pipe` has room for two file descriptors.
     assert_eq!(unsafe { libc::pipe2(pipe.as_mut_ptr(), libc::O_CLOEXEC) }, 0);
-    // Going to sleep in read(2) is the context switch that overflows; nobody ever writes to the pipe.
+    // Blocking in read(2) is the context switch that overflows; nothing is ever written to the
+    // pipe.
     ev.start(Some(1)).unwrap();
     let mut byte = 0u8;
-    // SAFETY: one byte of room for one byte.
+    // SAFETY: a one-byte buffer for one byte.
     let n = unsafe { libc::read(pipe[0], (&raw mut byte).cast(), 1) };
     let error = std::io::Error::last_os_error();
     assert_eq!((n, error.raw_os_error()), (-1, Some(libc::EINTR)));
     assert!(ev.take_overflows() == 1);
-    // SAFETY: both descriptors are ours and open.
+    // SAFETY: both file descriptors are open and owned here.
     unsafe {
         libc::close(pipe[0]);
         libc::close(pipe[1]);
@@ -272,7 +274,7 @@ fn what_a_host_event_cannot_do_is_refused() {
     assert!(matches!(ev.start(Some(5)), Err(PmuError::Unsupported(_))));
 }
 
-/// The thread a software event counts for has ended: the last count stays readable.
+/// The last count of a software event stays readable after its thread has ended.
 #[test]
 fn a_count_outlives_its_thread() {
     let (send, receive) = mpsc::channel();
@@ -299,8 +301,9 @@ fn a_count_outlives_its_thread() {
     );
 }
 
-/// What the probe promised is on at once: an event on each general counter, and that of each free fixed one
-/// beside them. On a host with no PMU, opening says there is no such event.
+/// All slots that the probe reports are on at once: an event on each general-purpose counter, and
+/// the event of each free fixed-function counter. On a host without a PMU, opening fails because
+/// the event does not exist.
 #[test]
 fn hardware_events_fit_the_slots_that_were_probed() {
     let probe = HostProbe::run();
@@ -312,8 +315,7 @@ fn hardware_events_fit_the_slots_that_were_probed() {
         assert!(pmu.open(&hardware(4), here()).is_err());
         return;
     }
-    // Branches rather than what sits on a fixed counter, where there are any: a virtual PMU may count cycles
-    // only.
+    // Prefer branches, which no fixed-function counter holds; a virtual PMU may count cycles only.
     let branches = [4, 2, 1, 0]
         .map(hardware)
         .into_iter()
@@ -331,18 +333,19 @@ fn hardware_events_fit_the_slots_that_were_probed() {
     }
 }
 
-/// A disposition the process has chosen for SIGIO is left alone; the default, which kills, is replaced.
+/// An existing disposition for SIGIO is kept; the default, which ends the process, is replaced.
 #[test]
 fn sigio_does_not_kill() {
     ignore_sigio().unwrap();
     ignore_sigio().unwrap();
-    // SAFETY: raising a signal that is ignored.
+    // SAFETY: raises an ignored signal.
     assert_eq!(unsafe { libc::raise(libc::SIGIO) }, 0);
 }
 
-/// A clock's period may be shorter than the host's kernel needs for one interrupt. The thread must still get
-/// on: its clocks ring once in [`MIN_CLOCK_PERIOD_NS`] at most, all of them together. Who opens them watches
-/// from another CPU, and takes them away if the thread does not come back.
+/// The requested period of a clock may be shorter than the host kernel needs for one interrupt. The
+/// thread must still make progress: all its clocks together overflow at most once per
+/// [`MIN_CLOCK_PERIOD_NS`]. The opening thread watches from another CPU and closes them if the
+/// thread makes no progress.
 #[test]
 fn a_clock_with_a_short_period_leaves_its_thread_time() {
     let signal = catch_signals();
@@ -364,7 +367,7 @@ fn a_clock_with_a_short_period_leaves_its_thread_time() {
         for event in &mut events {
             event.start(Some(1)).unwrap();
         }
-        // Those that rang alone a moment ago hear that they no longer do.
+        // Clocks that were alone at first now share the minimum period.
         for event in &mut events {
             event.arm(1).unwrap();
         }
@@ -376,7 +379,7 @@ fn a_clock_with_a_short_period_leaves_its_thread_time() {
         let signals = signals.expect("the thread gets on");
         thread.join().unwrap();
         let counted = events.iter_mut().map(|event| event.read()).max().unwrap();
-        // The kernel counts a clock by another than it times it with.
+        // The kernel counts a clock event with a different clock than it times it with.
         let most = (counted + counted / 4) / MIN_CLOCK_PERIOD_NS + clocks;
         assert!(
             signals > 0 && signals <= most,
@@ -385,7 +388,7 @@ fn a_clock_with_a_short_period_leaves_its_thread_time() {
     }
 }
 
-/// Periods of the samples of `attr` while this thread uses 5 ms, and the count.
+/// Returns the periods of the samples of `attr` while this thread uses 5 ms, and the count.
 fn clock_samples(attr: Attr) -> (Vec<u64>, u64) {
     let core = Core::new(CoreConfig::default());
     core.register(Arc::new(HostPmu::software(Some(catch_signals()))));
@@ -413,7 +416,7 @@ fn clock_samples(attr: Attr) -> (Vec<u64>, u64) {
     (periods, event.read().unwrap().value)
 }
 
-/// Where the kernel was given a longer period than was asked for, each sample says what it stands for.
+/// If the kernel uses a longer period than requested, each sample has the actual number of counts.
 #[test]
 fn samples_of_a_short_clock_stand_for_all_it_counted() {
     let (periods, counted) = clock_samples(Attr {
@@ -427,11 +430,11 @@ fn samples_of_a_short_clock_stand_for_all_it_counted() {
         "{stood_for} of {counted}"
     );
     assert!(periods.iter().all(|period| period % 1000 == 0), "{periods:?}");
-    // How many there are goes by how long the host takes for an interrupt: one may be all.
+    // The number of samples depends on the host's interrupt latency; it may be one.
     assert!(!periods.is_empty(), "{counted} ns were counted");
 }
 
-/// A clock's frequency is a period, from the first sample on.
+/// The frequency of a clock is a period, from the first sample on.
 #[test]
 fn a_clocks_frequency_is_its_period() {
     let (periods, counted) = clock_samples(Attr {

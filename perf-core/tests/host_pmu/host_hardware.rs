@@ -1,10 +1,9 @@
-//! The `host` driver and the core above it on real hardware events of the kernel that runs this test. Where
-//! that kernel has no PMU the tests say so and pass; they are also run inside a Linux guest, whose PMU is
-//! ours.
+//! The `host` driver and the core on real hardware events of the running kernel. Without a PMU the
+//! tests report this and pass. They also run inside a Linux guest whose PMU Perfvisor provides.
 //!
-//! `PERFVISOR_EXPECT_PMU=1` makes a kernel without a PMU a failure. Only cycles are counted: every PMU counts
-//! them, also one that is backed by a clock. Bounds allow for a real PMU, and for a machine that does other
-//! things besides.
+//! `PERFVISOR_EXPECT_PMU=1` makes a kernel without a PMU a failure. Only cycles are counted,
+//! because every PMU supports them, including one backed by a clock. Bounds allow for real PMUs and
+//! for busy machines.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::fs;
@@ -25,10 +24,10 @@ use crate::common::thread::{burn, catch_signals, signals_of_this_thread, this_ti
 
 const CYCLES: u64 = 0;
 const MS: u64 = 1_000_000;
-/// CPU time after which something that has not happened never will, ns: for the slowest machine.
+/// Timeout in CPU time, in nanoseconds, for the slowest machine.
 const PATIENCE_NS: u64 = 120_000 * MS;
 
-/// What the kernel offers; `None`, with a message, where there is no hardware PMU.
+/// Returns the probed host PMU. Prints a message and returns `None` if there is no hardware PMU.
 fn pmu() -> Option<&'static HostProbe> {
     static PROBE: OnceLock<HostProbe> = OnceLock::new();
     let probe = PROBE.get_or_init(|| {
@@ -69,8 +68,8 @@ struct Thread {
     signal: i32,
 }
 
-/// A thread's CPU time, readable from any thread: what the thread does not run is neither enabled nor running
-/// time then, as for the kernel's own times of its events.
+/// The CPU time of a thread, readable from any thread. As in the kernel's event times, time in
+/// which the thread does not run is neither enabled nor running time.
 struct CpuTime(libc::clockid_t);
 
 impl CpuTime {
@@ -95,7 +94,7 @@ impl Clock for CpuTime {
     }
 }
 
-/// What the driver and the core have to say belongs into the test's output.
+/// A logger that writes the driver's and the core's messages to the test's output.
 struct Said;
 
 impl log::Log for Said {
@@ -161,8 +160,8 @@ impl Thread {
         self.try_open(attr, None, None).unwrap()
     }
 
-    /// Burns `ns` of CPU time and serves overflows as a vCPU's thread does: when a signal came, and once more
-    /// at the end. Adds how many periods passed under each cookie.
+    /// Uses `ns` of CPU time and handles overflows as a vCPU's thread does, after each signal and
+    /// once at the end. Adds the number of elapsed periods per cookie.
     fn serve(&self, ns: u64, passed: &mut [u64; 4]) {
         let mut serve = || {
             self.vcpu.service_overflows(&mut NoRegs, &mut |o| {
@@ -183,7 +182,7 @@ impl Thread {
         serve();
     }
 
-    /// Serves until so many counts of `event` are there.
+    /// Handles overflows until `event` has the given number of counts.
     fn serve_counts(&self, event: &Handle, counts: u64, passed: &mut [u64; 4]) {
         let end = thread_cpu_ns() + PATIENCE_NS;
         while event.read().unwrap().value < counts && thread_cpu_ns() < end {
@@ -191,8 +190,8 @@ impl Thread {
         }
     }
 
-    /// Serves until the periods of all these counts are reported but for the last: an overflow is reported
-    /// when its signal has come, which on a busy machine is some time after it.
+    /// Handles overflows until the periods of all these counts but the last are reported. An
+    /// overflow is reported after its signal, which may be late on a busy machine.
     fn serve_reports(&self, cookie: usize, due: u64, passed: &mut [u64; 4]) {
         let end = thread_cpu_ns() + PATIENCE_NS;
         while passed[cookie] + 1 < due && thread_cpu_ns() < end {
@@ -201,7 +200,7 @@ impl Thread {
     }
 }
 
-/// Cycles in a nanosecond of this thread's time, by one event alone.
+/// Returns the cycles per nanosecond of this thread's time, measured with a single event.
 fn rate(probe: &HostProbe) -> f64 {
     let mut ev = HostPmu::hardware(None, probe).open(&cycles(), here()).unwrap();
     let from = thread_cpu_ns();
@@ -211,7 +210,7 @@ fn rate(probe: &HostProbe) -> f64 {
     ev.read() as f64 / (thread_cpu_ns() - from) as f64
 }
 
-/// The descriptors of all perf events that this process holds and that can be read with times.
+/// Returns the file descriptors of all perf events of this process that can be read with times.
 fn kernel_events() -> Vec<RawFd> {
     fs::read_dir("/proc/self/fd")
         .unwrap()
@@ -223,10 +222,11 @@ fn kernel_events() -> Vec<RawFd> {
         .collect()
 }
 
-/// Count, time enabled and time running of a kernel event; `None` for one in the error state.
+/// Returns the count, time enabled and time running of a kernel event, or `None` in the error
+/// state.
 fn kernel_times(fd: RawFd) -> Option<[u64; 3]> {
     let mut words = [0u64; 3];
-    // SAFETY: 24 writable bytes.
+    // SAFETY: a writable buffer of 24 bytes.
     let n = unsafe { libc::read(fd, words.as_mut_ptr().cast(), 24) };
     match n {
         24 => Some(words),
@@ -235,7 +235,7 @@ fn kernel_times(fd: RawFd) -> Option<[u64; 3]> {
     }
 }
 
-/// Two events on two counters see the same cycles, only while they are started, and never run backwards.
+/// Two events on two counters count the same cycles, only while started, and never decrease.
 #[test]
 fn hardware_events_count_while_started_only() {
     let Some(probe) = pmu() else { return };
@@ -261,20 +261,20 @@ fn hardware_events_count_while_started_only() {
     assert_eq!([pair[0].read(), pair[1].read()], [a, b], "counted while stopped");
     let ratio = a as f64 / b as f64;
     eprintln!("{a} and {b} cycles in 100 ms");
-    // The second is started and stopped a system call later.
+    // The second event is started and stopped one system call later.
     assert!((0.8..1.25).contains(&ratio), "{a} and {b}");
-    // 10 MHz to 10 GHz.
+    // Between 10 MHz and 10 GHz.
     assert!((MS..1000 * MS).contains(&a), "{a} cycles in 100 ms");
 }
 
-/// How many events that count cycles can be on at once: on the general counters, and on their fixed one if
-/// there is.
+/// Returns how many cycles events can be on at once, on the general-purpose counters and a
+/// fixed-function counter.
 fn slots(probe: &HostProbe) -> usize {
     probe.counters.at_once(&cycles())
 }
 
-/// All slots that were probed can be on at once; one more is refused, stays stopped, and goes on when a slot
-/// is free.
+/// All probed slots can be on at once; one more event is refused, stays stopped, and starts once a
+/// slot is free.
 #[test]
 fn one_event_more_than_slots_is_refused_until_one_is_free() {
     let Some(probe) = pmu() else { return };
@@ -285,7 +285,8 @@ fn one_event_more_than_slots_is_refused_until_one_is_free() {
         match ev.start(None) {
             Ok(()) => events.push(ev),
             Err(PmuError::Busy) => {
-                // One more where the watchdog's counter is left out though it is not on this CPU.
+                // One more counter exists here if the watchdog's counter is excluded although it is
+                // not on this CPU.
                 let spare = usize::from(probe.nmi_watchdog);
                 let promised = slots(probe);
                 assert!(
@@ -307,8 +308,8 @@ fn one_event_more_than_slots_is_refused_until_one_is_free() {
     panic!("64 events are on at once");
 }
 
-/// Events that a fixed counter holds take none of the general ones: with those full of events that fit
-/// nowhere else, each is on beside them, whatever went on first.
+/// Events of fixed-function counters take no general-purpose counters: with those full of events
+/// that fit nowhere else, each is still on, in any order of starts.
 #[test]
 fn fixed_counters_leave_the_general_ones_alone() {
     let Some(probe) = pmu() else { return };
@@ -321,7 +322,8 @@ fn fixed_counters_leave_the_general_ones_alone() {
     let mut held: Vec<Handle> = fixed
         .map(|f| t.open(pinned(EventType::HARDWARE, f.config)))
         .collect();
-    // Event select C4H: no fixed counter holds it, and it takes a counter also where it counts nothing.
+    // Event select C4H: no fixed-function counter holds this event, and it takes a counter even if
+    // it counts nothing.
     let general = || t.open(pinned(EventType::RAW, 0xC4));
     held.extend((0..probe.counters.general).map(|_| general()));
     assert_eq!(held.len(), probe.slots());
@@ -360,7 +362,7 @@ fn a_group_larger_than_the_counters_is_refused_whole_ones_count_together() {
     assert_eq!(readings.len(), slots(probe));
     for reading in &readings {
         assert_eq!(reading.time_running_ns, reading.time_enabled_ns);
-        // They are started one after the other.
+        // The events are started one after the other.
         let ratio = reading.value as f64 / readings[0].value as f64;
         assert!((0.75..1.33).contains(&ratio), "{readings:?}");
     }
@@ -419,9 +421,9 @@ fn an_exclusive_group_has_the_pmu_alone_and_shares_its_time() {
     }
 }
 
-/// However often the period changes, and however an overflow falls among reads, the count goes on at the rate
-/// of the counter. A kernel that brings an event up to date from a counter that does not move as it should is
-/// off by half the counter's range or all of it.
+/// The count advances at the counter's rate for any changes of the period and any overflow between
+/// reads. A kernel that updates an event from a malfunctioning counter would be off by half the
+/// counter's range or all of it.
 #[test]
 fn a_count_never_jumps_when_its_period_changes() {
     const JUMP: u64 = 1 << 46;
@@ -445,7 +447,7 @@ fn a_count_never_jumps_when_its_period_changes() {
     for n in 0..400 {
         let period = periods[n % periods.len()];
         ev.arm(period).unwrap();
-        // Many reads, so that some of them meet the overflow.
+        // Many reads, so that some coincide with the overflow.
         for _ in 0..8 * (n % 7) {
             let now = ev.read();
             assert!(now >= last, "{now} after {last}");
@@ -457,7 +459,7 @@ fn a_count_never_jumps_when_its_period_changes() {
             last = now;
         }
         if n % 3 == 0 {
-            // Parks it, if the overflow is reported.
+            // Parks the event if the overflow is reported.
             ev.take_overflows();
             ev.take_overflows();
         }
@@ -468,7 +470,7 @@ fn a_count_never_jumps_when_its_period_changes() {
     }
 }
 
-/// `passed` periods were reported, all of those by `counted` and none after `later`.
+/// Checks that `passed` periods were reported: all those due at `counted`, and none after `later`.
 fn agree(passed: u64, counted: u64, later: u64, period: u64) {
     let expected = counted / period..=later / period;
     eprintln!("period {period}: {passed} reported, count / period = {expected:?}");
@@ -479,7 +481,7 @@ fn agree(passed: u64, counted: u64, later: u64, period: u64) {
     );
 }
 
-/// Overflows are reported where the period says, by a signal to this thread, and a new period takes effect
+/// Overflows are reported at the period by a signal to this thread, and a new period takes effect
 /// while the event runs.
 #[test]
 fn overflows_follow_the_period_also_after_it_changed() {
@@ -502,20 +504,20 @@ fn overflows_follow_the_period_also_after_it_changed() {
     );
 
     event.set_period(period / 3).unwrap();
-    // What is left of the old one is reported first: that far, nothing is asserted.
+    // The remainder of the old period is reported first; nothing is asserted up to there.
     t.serve(70 * MS, &mut [0; 4]);
     let from = event.read().unwrap().value;
     let mut fast = [0; 4];
     t.serve_counts(&event, from + 11 * period, &mut fast);
     let counted = event.read().unwrap().value;
     t.serve_reports(1, (counted - from) / (period / 3), &mut fast);
-    // What was due at the start may be reported behind it.
+    // Overflows due at the start may be reported after it.
     let later = event.read().unwrap().value;
     agree(fast[1], counted - from, later - from + 2 * period, period / 3);
 
-    // Armed by hand, later and sooner than the period.
+    // Armed manually, later and earlier than the period.
     event.arm(u64::from(u32::MAX) << 10).unwrap();
-    // What passed before is reported first.
+    // Earlier overflows are reported first.
     t.serve(20 * MS, &mut [0; 4]);
     let mut armed = [0; 4];
     t.serve(70 * MS, &mut armed);
@@ -525,7 +527,7 @@ fn overflows_follow_the_period_also_after_it_changed() {
     assert!(armed[1] > 0, "armed for now, it did not come");
 }
 
-/// Two sampling events and a counting one do not take each other's overflows.
+/// Two sampling events and a counting one do not receive each other's overflows.
 #[test]
 fn each_event_gets_its_own_overflows() {
     let Some(probe) = pmu() else { return };
@@ -555,9 +557,9 @@ fn each_event_gets_its_own_overflows() {
     agree(passed[2], counted[1], later[1], period / 3);
 }
 
-/// Where the kernel does not offer user-space reads, or offers them and RDPMC faults or reads something else,
-/// nobody tries: reads go through read(2), and the process lives. `PERFVISOR_EXPECT_USER_READ` says `yes` or
-/// `no` where that is known.
+/// If the kernel does not offer user-space reads, or offers them although RDPMC faults or reads
+/// another value, they are not used: reads go through read(2), and the process survives.
+/// `PERFVISOR_EXPECT_USER_READ` is `yes` or `no` if the result is known.
 #[test]
 fn user_space_reads_are_used_where_they_work_and_refused_cleanly_elsewhere() {
     let Some(probe) = pmu() else { return };
@@ -579,8 +581,9 @@ fn user_space_reads_are_used_where_they_work_and_refused_cleanly_elsewhere() {
     }
 }
 
-/// More events than counters: the core shares the slots over time, and says so in its times. The kernel below
-/// never takes a counter away from an event we started: its own times of each of them are equal.
+/// With more events than counters, the core multiplexes the slots and reports this in its times.
+/// The kernel never takes a counter away from a started event: its own enabled and running times of
+/// each event are equal.
 #[test]
 fn multiplexing_is_the_cores_and_never_the_kernels() {
     let Some(probe) = pmu() else { return };
@@ -599,7 +602,7 @@ fn multiplexing_is_the_cores_and_never_the_kernels() {
         let all = kernel_events().into_iter();
         all.filter(|fd| !before.contains(fd)).collect()
     };
-    // One that is in the error state counts no more: that is judged below.
+    // An event in the error state no longer counts; this is checked below.
     let has_counted = |fd| kernel_times(fd).is_none_or(|[count, _, running]| count > 0 && running > 0);
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -609,7 +612,7 @@ fn multiplexing_is_the_cores_and_never_the_kernels() {
                 t.core.rotate();
             }
         });
-        // Every event needs turns, which take as long as this machine takes for them.
+        // Every event needs several turns, which may take long on a slow machine.
         let end = thread_cpu_ns() + PATIENCE_NS;
         while !opened().iter().all(|&fd| has_counted(fd)) && thread_cpu_ns() < end {
             burn(20 * MS);
@@ -644,16 +647,17 @@ fn multiplexing_is_the_cores_and_never_the_kernels() {
         );
         sum += ratio;
     }
-    // On a busy machine slices are of very different lengths, so no single estimate is held to anything.
+    // On a busy machine slice lengths vary widely, so no single estimate is checked.
     let mean = sum / shared.len() as f64;
     assert!((0.4..2.5).contains(&mean), "{mean}");
     assert_eq!(t.vcpu.errors(), 0, "an event lost its slot");
 }
 
-/// Takes every counter of this thread's CPU away, by pinned events of the CPU as a whole: the kernel puts
-/// those on before any thread's. The thread stays on that CPU.
+/// Takes all counters of this thread's CPU away with pinned CPU-wide events, which the kernel
+/// schedules before thread events. The thread stays on that CPU.
 fn take_all_counters() -> Vec<OwnedFd> {
-    // SAFETY: sched_getcpu takes nothing; the set is a plain bit mask that lives until the call returns.
+    // SAFETY: sched_getcpu takes no arguments; the set is a plain bit mask that lives until the
+    // call returns.
     let cpu = unsafe {
         let cpu = libc::sched_getcpu();
         let mut set: libc::cpu_set_t = std::mem::zeroed();
@@ -663,8 +667,8 @@ fn take_all_counters() -> Vec<OwnedFd> {
     };
     let mut held = Vec::new();
     for _ in 0..64 {
-        // A `perf_event_attr` of version 1 (64 bytes): type hardware, its size, config cycles, and the flag
-        // `pinned`.
+        // A `perf_event_attr` of version 0 (64 bytes): type hardware, its size, config cycles, and
+        // the flag `pinned`.
         let mut attr = [0u64; 8];
         attr[0] = 64 << 32;
         attr[5] = 1 << 2;
@@ -672,25 +676,25 @@ fn take_all_counters() -> Vec<OwnedFd> {
         let fd = unsafe { libc::syscall(libc::SYS_perf_event_open, attr.as_ptr(), -1, cpu, -1, 0) };
         let fd = RawFd::try_from(fd).unwrap();
         assert!(fd >= 0, "{}", std::io::Error::last_os_error());
-        // SAFETY: it was just opened, and nobody else has it.
+        // SAFETY: the file descriptor was just opened and has no other owner.
         held.push(unsafe { OwnedFd::from_raw_fd(fd) });
         let mut count = 0u64;
-        // SAFETY: eight writable bytes.
+        // SAFETY: a writable buffer of eight bytes.
         if unsafe { libc::read(fd, (&raw mut count).cast(), 8) } == 0 {
-            // This one found none any more.
+            // No counter was left for this event.
             return held;
         }
     }
     panic!("64 events are on at once");
 }
 
-/// The kernel takes the counter of a running event away and tells nobody: a look finds out, says since when,
-/// loses nothing of what was counted, and the event goes on when the counters are back.
+/// The kernel silently takes the counter of a running event away. A check detects this and its
+/// time, no counts are lost, and the event continues when the counters are free again.
 #[test]
 fn counters_taken_by_the_kernel_are_missed_and_got_back() {
     let Some(probe) = pmu() else { return };
-    // The core's own clock, in which the driver says when a counter was taken: a thread's CPU time leaves
-    // interrupts out.
+    // The core's clock here is the driver's clock for lost counters, because a thread's CPU time
+    // excludes interrupts.
     let t = Thread::with(probe, CoreConfig::default());
     let pinned = t.open(Attr {
         pinned: true,
@@ -716,7 +720,7 @@ fn counters_taken_by_the_kernel_are_missed_and_got_back() {
     assert_eq!(failure.cause, EventFailureCause::Taken);
     let now_ns = t.vcpu.time_ns();
     let uncounted_ns = now_ns - failure.since_ns;
-    // One of the hogs took it after the look that found it counting.
+    // A competing event took the counter after the check that found it counting.
     let (least_ns, most_ns) = (now_ns - taken_ns, now_ns - before_ns);
     eprintln!("uncounted for {uncounted_ns} ns, truly for {least_ns} to {most_ns} ns");
     assert!(uncounted_ns >= least_ns - least_ns / 20 && uncounted_ns <= most_ns + most_ns / 20);

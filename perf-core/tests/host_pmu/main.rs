@@ -1,8 +1,9 @@
-//! Tests of the `host` driver on real perf events. Besides on the host, they run in a Linux guest
-//! whose PMU is our virtual one (`integration/tests/nested.rs`), so this program is small.
+//! Tests of the `host` driver on real perf events. These also run in a Linux guest with Perfvisor's
+//! virtual PMU (`integration/tests/nested.rs`), so this program is small.
 //!
-//! A program of its own, because `host_hardware` lists the perf events among the descriptors of the
-//! process, installs a global logger, and takes all counters of a CPU for a while.
+//! This is a separate program because `host_hardware` lists the perf events among the file
+//! descriptors of the process, installs a global logger, and temporarily takes all counters of a
+//! CPU.
 
 #[allow(dead_code, reason = "each program uses its part")]
 #[path = "../it/common/mod.rs"]

@@ -1,6 +1,6 @@
-//! System calls of the hot paths with the `clock` driver, counted by ptrace. Readings of the clock are left
-//! out: they are none where the kernel's clock can be read without, and the vCPU's exit and entry have
-//! theirs.
+//! System calls of the hot paths with the `clock` driver, counted by ptrace. Clock reads are not
+//! counted: they take no system call if the vDSO provides the clock, and guest exit and entry have
+//! separate tests.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::common::thread::{burn, catch_signals, clock_attr, signals_of_this_thr
 use crate::steps;
 
 const SET: u64 = libc::SYS_timer_settime as u64;
-/// Time by which a timer that rings sixteen times a second has rung again.
+/// Time after which a timer that expires sixteen times per second has expired again.
 const SECOND_RING: Duration = Duration::from_millis(125);
 
 /// This thread as a vCPU with one event.
@@ -41,7 +41,7 @@ impl Scene {
         Self { clock, event }
     }
 
-    /// One whose overflow has passed.
+    /// Returns a fixture with an event that has overflowed.
     fn overflowed() -> Self {
         let before = signals_of_this_thread();
         let scene = Self::armed(100_000);
@@ -54,10 +54,10 @@ impl Scene {
     }
 }
 
-/// Ends the child, so that its parent notices, unless `holds`.
+/// Exits the child with an error, which the parent notices, unless `holds`.
 fn must(holds: bool) {
     if !holds {
-        // SAFETY: ends the process at once.
+        // SAFETY: `_exit` ends the process immediately.
         unsafe { libc::_exit(1) };
     }
 }
@@ -68,7 +68,7 @@ fn calls(setup: impl FnOnce() -> Scene, work: impl FnOnce(&mut Scene)) -> Vec<u6
     calls
 }
 
-/// The guest is entered and left again.
+/// Enters and exits the guest once.
 fn turn(scene: &Scene) {
     scene.clock.guest_enter();
     scene.clock.guest_exit();
@@ -86,8 +86,8 @@ fn an_overflow_sets_its_timer_once() {
     assert_eq!(calls, [SET]);
 }
 
-/// A counter of a guest goes on after its overflow, with the next one out of sight; the guest's handler stops
-/// it and starts it again, with an exit for each.
+/// A guest counter continues after its overflow with the next one far away; the guest's handler
+/// stops it and starts it again, with an exit for each.
 #[test]
 fn a_guests_interrupt_sets_the_timer_once() {
     let calls = calls(Scene::overflowed, |scene| {
@@ -103,7 +103,7 @@ fn a_guests_interrupt_sets_the_timer_once() {
     assert_eq!(calls, [SET]);
 }
 
-/// As a guest does that switches between its programs all the time.
+/// Models a guest that switches between tasks continuously.
 #[test]
 fn many_starts_set_the_timer_twice_at_most() {
     let calls = calls(
@@ -126,7 +126,7 @@ fn a_timer_that_rang_early_is_set_once_more() {
         let before = signals_of_this_thread();
         let scene = Scene::armed(100_000);
         turn(&scene);
-        // Not in the guest.
+        // Outside the guest.
         while signals_of_this_thread() == before {
             burn(1_000);
         }
@@ -139,7 +139,7 @@ fn a_timer_that_rang_early_is_set_once_more() {
     assert_eq!(calls, [SET]);
 }
 
-/// The signal was another event's.
+/// The signal belongs to another event.
 #[test]
 fn looking_for_an_overflow_makes_no_system_call() {
     let setup = || {
@@ -154,11 +154,11 @@ fn looking_for_an_overflow_makes_no_system_call() {
     assert_eq!(calls, []);
 }
 
-/// The timer of an event that is gone is not stopped at once, as the next event may want it. It rings, and
-/// once more.
+/// The timer of a closed event is not disarmed immediately, because the next event may use it. It
+/// expires up to twice.
 ///
-/// On a busy machine, the first signal may be handled when the second is almost due. Then the timer
-/// is stopped at once, and there is no second signal to wait for.
+/// On a busy machine the first signal may be handled when the second is almost due. Then the timer
+/// is disarmed at once, and there is no second signal to wait for.
 #[test]
 fn a_timer_nobody_needs_is_stopped_at_its_second_ring() {
     let calls = calls(
@@ -180,8 +180,8 @@ fn a_timer_nobody_needs_is_stopped_at_its_second_ring() {
     assert_eq!(calls, [SET, SET]);
 }
 
-/// The timer that asks for the level goes on meanwhile. It is set anew if it was off for long, as here it may
-/// have been on a busy machine.
+/// The timer for level samples keeps running meanwhile. It is re-armed if the event was stopped for
+/// long, which may happen here on a busy machine.
 #[test]
 fn an_event_of_one_level_is_stopped_and_started_with_one_call_at_most() {
     let mut attr = clock_attr(GUEST_NS);
@@ -199,12 +199,12 @@ fn an_event_of_one_level_is_stopped_and_started_with_one_call_at_most() {
             turn(scene);
         },
     );
-    // A host whose samples may show the level has them stopped and started, too.
+    // A host with samples that may show the level stops and starts these too.
     calls.retain(|&call| call != libc::SYS_ioctl as u64);
     assert!(calls.is_empty() || calls == [SET], "{calls:?}");
 }
 
-/// While the vCPU is paused nothing rings.
+/// The timer does not expire while the vCPU is paused.
 #[test]
 fn a_vcpu_that_rests_has_its_timer_stopped() {
     let calls = calls(

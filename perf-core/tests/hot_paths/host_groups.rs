@@ -1,5 +1,5 @@
-//! Groups with the `host` driver are groups of the kernel: on and off by one system call, counted by ptrace,
-//! and right whatever becomes of their members.
+//! Groups of the `host` driver are kernel groups: started and stopped by one system call, counted
+//! by ptrace, with correct counts for any sequence of operations on their members.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::sync::Arc;
@@ -13,13 +13,13 @@ use crate::common::thread::{catch_signals, this_tid};
 use crate::steps;
 
 const PAGE_FAULTS: u64 = 2;
-/// Those for which nothing is read from a disk, as for all of these tests.
+/// `config` of minor page faults, which read nothing from disk, as in all these tests.
 const MINOR_FAULTS: u64 = 5;
 const PAGE: usize = 4096;
 const PAGES: usize = 20_000;
 
-/// This thread as a vCPU, with a group of `events` that count its page faults, and memory whose pages were
-/// never touched.
+/// This thread as a vCPU, with a group of `events` that count its page faults, and untouched
+/// memory.
 struct Scene {
     core: Core,
     session: Session,
@@ -38,13 +38,13 @@ impl Scene {
         scene
     }
 
-    /// A vCPU that is out, without events. `signal` tells of overflows.
+    /// Creates a scheduled-out vCPU without events. `signal` is the overflow signal.
     fn empty(signal: Option<i32>) -> Self {
         let core = Core::new(CoreConfig::default());
         core.register(Arc::new(HostPmu::software(signal)));
         let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
         let session = core.session(0, Role::Admin);
-        // SAFETY: a fresh private mapping of our own.
+        // SAFETY: a fresh private mapping.
         let fresh = unsafe {
             let at = libc::mmap(
                 std::ptr::null_mut(),
@@ -67,7 +67,7 @@ impl Scene {
         }
     }
 
-    /// One member more; the first leads.
+    /// Adds one member; the first is the leader.
     fn join(&mut self) {
         self.join_as(Attr::counting(EventType::SOFTWARE, PAGE_FAULTS));
     }
@@ -84,10 +84,10 @@ impl Scene {
         self.group.push(opened.unwrap());
     }
 
-    /// `n` page faults, without a system call.
+    /// Takes `n` page faults without a system call.
     fn fault(&mut self, n: usize) {
         for _ in 0..n {
-            // SAFETY: within the mapping, of which no test touches all.
+            // SAFETY: within the mapping, which is larger than any test touches.
             unsafe {
                 self.fresh.write_volatile(1);
                 self.fresh = self.fresh.add(PAGE);
@@ -99,7 +99,7 @@ impl Scene {
         self.group.iter().map(|e| e.read().unwrap().value).collect()
     }
 
-    /// By how much the counts grow over `n` faults, at least; others may come.
+    /// Returns the growth of each count over `n` faults. Other faults may add to it.
     fn grown(&mut self, n: usize) -> Vec<u64> {
         let before = self.counts();
         self.fault(n);
@@ -110,12 +110,13 @@ impl Scene {
 
 fn must(holds: bool) {
     if !holds {
-        // SAFETY: ends the process at once.
+        // SAFETY: `_exit` ends the process immediately.
         unsafe { libc::_exit(1) };
     }
 }
 
-/// What a turn does: one member goes off, and with it all; what they counted is read; all go on again.
+/// One turn disables one member and thereby the group, reads all counts, and enables the group
+/// again.
 #[test]
 fn a_turn_is_one_call_off_one_read_and_one_call_on() {
     for members in [2, 4, 12] {
@@ -141,7 +142,7 @@ fn a_turn_is_one_call_off_one_read_and_one_call_on() {
     }
 }
 
-/// The vCPU stops and goes on: the whole context goes off and on.
+/// The vCPU stops and continues, so its whole context is scheduled out and in.
 #[test]
 fn going_out_and_in_is_one_call_each() {
     let calls = steps::system_calls(
@@ -157,7 +158,7 @@ fn going_out_and_in_is_one_call_each() {
     );
 }
 
-/// All count the same, whatever they went through together.
+/// All members have equal counts after any common history.
 #[test]
 fn members_count_alike() {
     let mut scene = Scene::new(5);
@@ -176,7 +177,7 @@ fn members_count_alike() {
     );
 }
 
-/// No member counts longer than another, whatever turns the group takes, and of whatever kind they are.
+/// No member counts longer than another, for any turns of the group and any types of members.
 #[test]
 fn members_do_not_drift_apart_over_random_turns() {
     let mut rng = fastrand::Rng::with_seed(11);
@@ -225,9 +226,9 @@ fn members_do_not_drift_apart_over_random_turns() {
     );
 }
 
-/// A member that comes to a group that is on counts from then on, whatever the leader is; and so it does
-/// after its period was changed. The kernel puts a fault counter beside a clock on only when the thread is
-/// next scheduled, which here may be long after.
+/// A member that joins a running group counts immediately, regardless of the leader's type, and
+/// also after a change of its period. The kernel schedules a fault counter in a group led by a
+/// clock only when the thread is next scheduled, which may be much later.
 #[test]
 fn who_joins_a_group_that_is_on_counts_at_once() {
     const TASK_CLOCK: u64 = 1;
@@ -268,8 +269,9 @@ impl SampleRegs for Nowhere {
     }
 }
 
-/// A member that samples is in the kernel's group like the others: it counts what they count, and its samples
-/// stand for all of that, over turns of the group and of the vCPU. The leader may be the one, too.
+/// A sampling member belongs to the kernel group: it has the counts of the other members, and its
+/// samples account for all of them, over turns of the group and the vCPU. The same holds for a
+/// sampling leader.
 #[test]
 fn a_sampling_member_samples_and_counts_with_its_group() {
     for place in 0..3 {
@@ -309,7 +311,7 @@ fn a_sampling_member_samples_and_counts_with_its_group() {
                 }
             }
         };
-        // Once for what is touched the first time on the way.
+        // One warm-up round for everything that is touched for the first time.
         rounds(&mut scene);
         scene.vcpu.sched_out();
         let before = scene.counts();
@@ -332,7 +334,7 @@ fn a_sampling_member_samples_and_counts_with_its_group() {
             samples += 1;
             stood_for += sample.period;
         }
-        // Ten faults are one overflow or two, which are noticed together.
+        // Ten faults cause one or two overflows, which are noticed together.
         assert!(samples >= 100, "{samples} samples");
         let counted = counts[place];
         assert!(
@@ -353,7 +355,7 @@ fn a_member_that_is_off_stays_off_while_the_others_take_turns() {
     scene.group[0].enable(ControlScope::Event).unwrap();
     let grown = scene.grown(100);
     assert!(grown[2] == 0 && grown[3] >= 100, "{grown:?}");
-    // And on while the group is off.
+    // Continue while the group is off.
     scene.group[0].disable(ControlScope::Event).unwrap();
     scene.group[2].enable(ControlScope::Event).unwrap();
     assert_eq!(scene.grown(100), [0; 4]);
@@ -361,7 +363,7 @@ fn a_member_that_is_off_stays_off_while_the_others_take_turns() {
     assert!(scene.grown(100).iter().all(|g| *g >= 100));
 }
 
-/// Those that are left go on by themselves, and keep what they have.
+/// The remaining siblings count separately and keep their counts.
 #[test]
 fn siblings_outlive_their_leader() {
     for running in [true, false] {
@@ -385,14 +387,14 @@ fn siblings_outlive_their_leader() {
             "{before:?} {after:?}"
         );
         assert!(scene.grown(100).iter().all(|g| (100..500).contains(g)));
-        // They are no group any more.
+        // The events are no longer a group.
         scene.group[0].disable(ControlScope::Event).unwrap();
         let grown = scene.grown(100);
         assert!(grown[0] == 0 && grown[1] >= 100 && grown[2] >= 100, "{grown:?}");
     }
 }
 
-/// The one through which the group is read is as good as any to go.
+/// The member through which the group is read may be closed like any other.
 #[test]
 fn a_group_outlives_its_siblings() {
     let mut scene = Scene::new(4);
@@ -407,7 +409,7 @@ fn a_group_outlives_its_siblings() {
     assert!(scene.grown(100).iter().all(|g| *g >= 100));
 }
 
-/// Those that find no place in the kernel's group are members all the same.
+/// Members that do not fit in the kernel group still belong to the group.
 #[test]
 fn more_members_than_the_kernel_s_group_takes() {
     let mut scene = Scene::new(24);

@@ -1,6 +1,6 @@
-//! System calls of the hot paths with the `host` driver, counted by ptrace: an overflow makes none while the
-//! period stays the same, and one when it changes; a read makes one where counters cannot be read from user
-//! space.
+//! System calls of the hot paths with the `host` driver, counted by ptrace: an overflow takes none
+//! while the period stays the same, and one if it changes; a read takes one if counters cannot be
+//! read from user space.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::sync::Arc;
@@ -26,7 +26,7 @@ impl SampleRegs for Regs {
     }
 }
 
-/// This thread as a vCPU with one event of the guest's, and memory whose pages were never touched.
+/// This thread as a vCPU with one guest event, and untouched memory.
 struct Scene {
     _core: Core,
     _session: Session,
@@ -52,7 +52,7 @@ impl Scene {
         let event = core
             .open(&session, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
             .unwrap();
-        // SAFETY: a fresh private mapping of our own.
+        // SAFETY: a fresh private mapping.
         let fresh = unsafe {
             let at = libc::mmap(
                 std::ptr::null_mut(),
@@ -74,7 +74,7 @@ impl Scene {
             event,
             fresh,
         };
-        // The first overflow, so that everything that happens once has happened.
+        // The first overflow, so that all one-time work is done.
         match config {
             PAGE_FAULTS => scene.fault(2 * period as usize),
             _ => burn(2 * period),
@@ -83,10 +83,10 @@ impl Scene {
         scene
     }
 
-    /// `n` page faults, without a system call.
+    /// Takes `n` page faults without a system call.
     fn fault(&mut self, n: usize) {
         for _ in 0..n {
-            // SAFETY: within the mapping, of which no test touches all.
+            // SAFETY: within the mapping, which is larger than any test touches.
             unsafe {
                 self.fresh.write_volatile(1);
                 self.fresh = self.fresh.add(PAGE);
@@ -101,10 +101,10 @@ impl Scene {
     }
 }
 
-/// Ends the child, so that its parent notices, unless `holds`.
+/// Exits the child with an error, which the parent notices, unless `holds`.
 fn must(holds: bool) {
     if !holds {
-        // SAFETY: ends the process at once.
+        // SAFETY: `_exit` ends the process immediately.
         unsafe { libc::_exit(1) };
     }
 }
@@ -114,7 +114,7 @@ fn the_calls_are_counted() {
     let calls = steps::system_calls(
         || (),
         |_| {
-            // SAFETY: takes no pointers.
+            // SAFETY: getppid takes no arguments.
             unsafe { libc::getppid() };
         },
     );
@@ -140,15 +140,15 @@ fn an_overflow_with_the_same_period_makes_no_system_call() {
     assert_eq!(calls.expect("processes may be traced"), []);
 }
 
-/// Also when nothing has overflowed: a kick for another reason.
+/// Also without an overflow, after a kick for another reason.
 #[test]
 fn looking_for_an_overflow_makes_no_system_call() {
     let calls = steps::system_calls(|| Scene::new(PAGE_FAULTS, 100), |scene| must(scene.serve() == 0));
     assert_eq!(calls.expect("processes may be traced"), []);
 }
 
-/// What a guest does in its PMI handler: it writes the counter, so the next overflow is at another distance.
-/// The count is read and the period set.
+/// A guest's PMI handler writes the counter, so the next overflow is at another distance. The count
+/// is read and the period set.
 #[test]
 fn a_clock_armed_anew_reads_once_and_sets_the_period_once() {
     let calls = steps::system_calls(

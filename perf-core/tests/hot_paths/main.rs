@@ -1,8 +1,9 @@
-//! The cost of the hot paths: allocations, system calls and instructions.
+//! Cost of the hot paths: allocations, system calls and instructions.
 //!
-//! A program of its own, because it has the counting allocator of `allocation_counter`, and because
-//! system calls and instructions are counted in forked copies of the process. Each fork makes all
-//! pages copy-on-write; the page faults that follow would disturb tests that count page faults.
+//! This is a separate program because it uses the counting allocator of `allocation_counter`, and
+//! because system calls and instructions are counted in forked copies of the process. Each fork
+//! makes all pages copy-on-write, and the resulting page faults would disturb tests that count page
+//! faults.
 
 #[allow(dead_code, reason = "each program uses its part")]
 #[path = "../it/common/mod.rs"]

@@ -1,4 +1,4 @@
-//! Turns, slices and estimates allocate nothing.
+//! Turns, slices and estimates do not allocate.
 
 use allocation_counter::measure;
 use perf_core::estimate::Estimator;

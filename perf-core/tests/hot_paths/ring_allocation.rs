@@ -1,4 +1,4 @@
-//! Writing and reading allocate nothing.
+//! Writing and reading a ring does not allocate.
 
 use std::sync::Arc;
 
@@ -81,7 +81,7 @@ fn no_allocation_on_write_loss_wakeup_and_read() {
                     })
                     .expect("the only updater");
                 let _ = ring.take_poll();
-                // The ring runs full for a while, which is no reason to allocate either.
+                // The ring is full for a while, which must not allocate either.
                 if round % 100 > 50 {
                     continue;
                 }

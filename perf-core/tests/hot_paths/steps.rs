@@ -1,22 +1,24 @@
-//! Instructions and system calls a piece of code takes, counted exactly and without a PMU: a copy of this
-//! process runs it under ptrace.
+//! Exact counts of the instructions and system calls of a piece of code, without a PMU: a forked
+//! copy of this process runs it under ptrace.
 #![allow(dead_code, reason = "each program uses its part")]
 #![expect(unsafe_code, reason = "fork and ptrace")]
 
 use std::io;
 
-/// User-space instructions of `work`, run once in a forked copy of the process. `work` must not allocate or
-/// take a lock that another thread might hold, since other threads do not exist in the copy.
+/// Returns the number of user-space instructions of `work`, run once in a forked copy of the
+/// process.
 ///
-/// `None` where processes may not be traced.
+/// `work` must not allocate or take a lock that another thread may hold, because other threads do
+/// not exist in the copy. Returns `None` if processes may not be traced.
 pub fn instructions(work: impl FnOnce()) -> Option<u64> {
     trace(|| (), |_| work(), step)
 }
 
-/// Numbers of the system calls of `work`, run once in a forked copy of the process after `setup`, which may
-/// make as many as it likes. Returning from a signal is left out: it belongs to whoever handles the signal.
+/// Returns the numbers of the system calls of `work`, run once in a forked copy of the process
+/// after `setup`, which may make any system calls. Signal returns are not included, because they
+/// belong to the signal handler.
 ///
-/// `None` where processes may not be traced.
+/// Returns `None` if processes may not be traced.
 pub fn system_calls<T>(setup: impl FnOnce() -> T, work: impl FnOnce(&mut T)) -> Option<Vec<u64>> {
     trace(setup, work, calls)
 }
@@ -26,8 +28,8 @@ fn trace<T, R>(
     work: impl FnOnce(&mut T),
     count: impl FnOnce(i32) -> io::Result<R>,
 ) -> Option<R> {
-    // SAFETY: the child runs `setup` and `work`, which by contract do what is allowed after a fork, raises
-    // signals and exits without returning to the caller.
+    // SAFETY: the child runs `setup` and `work`, which by contract only do what is allowed after a
+    // fork, raises signals, and exits without returning to the caller.
     let child = unsafe { libc::fork() };
     match child {
         -1 => None,
@@ -46,7 +48,7 @@ fn trace<T, R>(
         }
         child => {
             let counted = count(child);
-            // SAFETY: the child is ours and nobody else waits for it.
+            // SAFETY: the child belongs to this process, and nothing else waits for it.
             unsafe {
                 libc::kill(child, libc::SIGKILL);
                 libc::waitpid(child, std::ptr::null_mut(), 0);
@@ -56,7 +58,7 @@ fn trace<T, R>(
     }
 }
 
-/// Steps from the child's first stop to its second.
+/// Counts the single steps from the child's first stop to its second.
 fn step(child: i32) -> io::Result<u64> {
     wait(child, libc::SIGSTOP)?;
     let mut steps = 0;
@@ -72,7 +74,7 @@ fn step(child: i32) -> io::Result<u64> {
     }
 }
 
-/// The system calls from the child's first stop to its second, without those that stop it.
+/// Returns the system calls from the child's first stop to its second, without those that stop it.
 fn calls(child: i32) -> io::Result<Vec<u64>> {
     wait(child, libc::SIGSTOP)?;
     // SAFETY: the option is passed by value.
@@ -84,14 +86,14 @@ fn calls(child: i32) -> io::Result<Vec<u64>> {
             return Err(io::Error::last_os_error());
         }
         let mut status = 0;
-        // SAFETY: the pointer is valid for the time of the call.
+        // SAFETY: the pointer is valid for the duration of the call.
         if unsafe { libc::waitpid(child, &raw mut status, 0) } != child || !libc::WIFSTOPPED(status) {
             return Err(io::Error::other("the child ended"));
         }
         signal = 0;
         match libc::WSTOPSIG(status) {
             libc::SIGSTOP => {
-                // The first raise returns and the second is made in this stretch as well.
+                // The return of the first raise and the call of the second are in this range too.
                 let raising = [
                     libc::SYS_rt_sigprocmask,
                     libc::SYS_gettid,
@@ -105,8 +107,8 @@ fn calls(child: i32) -> io::Result<Vec<u64>> {
                 if entering {
                     calls.push(call_number(child)?);
                 }
-                // Returning from a signal, and the raise that was under way at the start, have no stop of
-                // their own at the end.
+                // Signal returns, and the raise in progress at the start, have no exit stop of
+                // their own.
                 entering = !entering;
             }
             other => signal = other,
@@ -128,7 +130,7 @@ fn call_number(child: i32) -> io::Result<u64> {
 /// Waits for the child to stop by `signal` or SIGSTOP.
 fn wait(child: i32, signal: i32) -> io::Result<i32> {
     let mut status = 0;
-    // SAFETY: the pointer is valid for the time of the call.
+    // SAFETY: the pointer is valid for the duration of the call.
     if unsafe { libc::waitpid(child, &raw mut status, 0) } != child {
         return Err(io::Error::last_os_error());
     }

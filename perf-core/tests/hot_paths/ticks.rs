@@ -1,4 +1,5 @@
-//! The hot paths allocate nothing, and a tick's driver calls do not grow with the number of groups.
+//! The hot paths do not allocate, and the number of driver calls per tick does not grow with the
+//! number of groups.
 
 use perf_core::*;
 
@@ -104,7 +105,7 @@ fn a_ticks_instructions_do_not_grow_with_the_number_of_groups() {
                 v.tick();
             }
         };
-        // The first time a group is on costs less, because no slice ends.
+        // The first turn of a group is cheaper because no slice ends.
         ticks(n as u64 + 10);
         steps::instructions(|| ticks(16))
     };
@@ -119,8 +120,8 @@ fn a_ticks_instructions_do_not_grow_with_the_number_of_groups() {
     );
 }
 
-/// The same for events that sample and need no slot: with a fixed period, which a tick has nothing to do
-/// with, and by frequency, of which a tick looks at some.
+/// The same property for sampling events that need no slot: with a fixed period, which ticks do not
+/// process, and with a frequency, of which a tick processes only some.
 #[test]
 fn a_ticks_instructions_do_not_grow_with_the_number_of_software_events_that_sample() {
     for freq in [false, true] {

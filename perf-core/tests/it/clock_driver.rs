@@ -1,5 +1,5 @@
-//! The `clock` driver on real threads of this machine. No test here depends on how fast the machine is: what
-//! is compared is measured by another clock at the same time, or must hold at any speed.
+//! The `clock` driver on real threads of this machine. No test depends on the machine's speed: each
+//! compares with another clock read at the same time, or checks a property that holds at any speed.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::sync::Arc;
@@ -35,7 +35,7 @@ fn open(pmu: &ClockPmu, config: u64) -> Box<dyn PmuEvent> {
     pmu.open(&clock_attr(config), target(this_tid())).unwrap()
 }
 
-/// Uses CPU time until this thread has had another signal than the first `handled`.
+/// Uses CPU time until this thread has received more than `handled` signals.
 fn wait_for_signal(handled: u64) {
     let began = Instant::now();
     while signals_of_this_thread() == handled {
@@ -47,8 +47,8 @@ fn wait_for_signal(handled: u64) {
     }
 }
 
-/// Guest time is the thread's CPU time inside the bracket, and nothing else: not the VMM's own work before
-/// and after it, not a halt inside it.
+/// Guest time is exactly the thread's CPU time inside the bracket. The VMM's own work outside it
+/// and a halt inside it are not counted.
 #[test]
 fn only_time_in_the_guest_counts() {
     let (clock, pmu) = one_vcpu(None);
@@ -82,8 +82,8 @@ fn only_time_in_the_guest_counts() {
     );
 }
 
-/// Exits so short that the thread's time is read at the exit only: what lies between two brackets is still
-/// not counted, and all the rest is.
+/// After short exits the thread's time is read at the exit only. Time between two brackets is still
+/// not counted, and all other time is.
 #[test]
 fn short_exits_do_not_count_and_what_is_between_them_does() {
     const SHORT: Duration = Duration::from_micros(4);
@@ -106,7 +106,7 @@ fn short_exits_do_not_count_and_what_is_between_them_does() {
         let out = left.elapsed();
         clock.guest_enter();
         in_exits += exit.elapsed();
-        // In a longer one somebody else may have had the CPU, for which no thread time passes.
+        // During a longer exit another thread may have had the CPU, and no thread time passed.
         if out < 2 * SHORT {
             in_short_exits += out;
         }
@@ -154,8 +154,8 @@ fn a_stopped_event_stands_still_and_goes_on_where_it_was() {
     assert!(ev.read() >= stopped + 1_000_000);
 }
 
-/// An operator's thread may start an event while the guest already runs, and read it while it goes on
-/// running: the count moves at once, never goes back, and never exceeds the vCPU thread's CPU time.
+/// An operator's thread may start an event while the guest runs, and read it meanwhile: the count
+/// advances immediately, never decreases, and never exceeds the vCPU thread's CPU time.
 #[test]
 fn another_thread_starts_and_reads_while_the_guest_runs() {
     let stop = Arc::new(AtomicBool::new(false));
@@ -191,8 +191,8 @@ fn another_thread_starts_and_reads_while_the_guest_runs() {
     assert!(ev.read() >= last);
 }
 
-/// Many short stays in the guest, read from another thread all the time: still monotonic, and in the end
-/// exactly what the vCPU's own thread reads.
+/// Many short stays in the guest, read continuously from another thread: the readings are
+/// monotonic, and the last one equals that of the vCPU's own thread.
 #[test]
 fn readings_stay_in_order_while_the_vcpu_enters_and_leaves() {
     let (send, receive) = mpsc::channel();
@@ -233,8 +233,8 @@ fn readings_stay_in_order_while_the_vcpu_enters_and_leaves() {
     vcpu.join().unwrap();
 }
 
-/// The overflow's signal comes to the vCPU's thread, not before its count is reached as far as
-/// `take_overflows` is concerned, although the VMM's own time makes the timer ring early each time.
+/// An overflow's signal arrives at the vCPU's thread. `take_overflows` does not report the overflow
+/// before its count is reached, although the VMM's own time makes the timer expire early each time.
 #[test]
 fn an_overflow_is_reported_once_it_is_reached_and_not_before() {
     let signal = catch_signals();
@@ -247,15 +247,15 @@ fn an_overflow_is_reported_once_it_is_reached_and_not_before() {
     let mut early = 0;
     for _ in 0..4 {
         loop {
-            // The timer goes on in the VMM's own time, and must ring early.
+            // The timer also runs in the VMM's own time, so it expires early.
             clock.guest_enter();
             clock.guest_exit();
             burn(1_500_000);
             clock.guest_enter();
             wait_for_signal(handled);
             clock.guest_exit();
-            // Before the timer is set again: if this thread loses its CPU right after that, the next signal
-            // comes before anything else does.
+            // Saved before the timer is re-armed: if this thread then loses its CPU, the next
+            // signal arrives first.
             handled = signals_of_this_thread();
             let count = ev.read();
             match ev.take_overflows() {
@@ -277,8 +277,8 @@ fn an_overflow_is_reported_once_it_is_reached_and_not_before() {
     assert!(early > 0, "the timer never rang early");
 }
 
-/// Several events of a vCPU share its timer: each overflow is reported when it is reached, in the order of
-/// their deadlines, whoever is stopped, armed again or closed meanwhile.
+/// Several events of a vCPU share its timer: each overflow is reported when it is reached, in the
+/// order of deadlines, while events are stopped, re-armed or closed.
 #[test]
 fn events_with_different_deadlines_share_the_timer() {
     let signal = catch_signals();
@@ -289,7 +289,7 @@ fn events_with_different_deadlines_share_the_timer() {
     for (event, &period) in events.iter_mut().zip(&periods) {
         event.start(Some(period)).unwrap();
     }
-    // The two that would be first.
+    // The two events with the earliest deadlines.
     drop(events.pop());
     events[3].stop();
     let mut order = Vec::new();
@@ -306,7 +306,7 @@ fn events_with_different_deadlines_share_the_timer() {
         }
     }
     assert_eq!(order, [1, 2, 0]);
-    // The one that was stopped is as good as the others.
+    // The stopped event works like the others.
     let before = events[3].read();
     events[3].start(Some(500_000)).unwrap();
     events[0].arm(1 << 40).unwrap();
@@ -320,7 +320,7 @@ fn events_with_different_deadlines_share_the_timer() {
     assert_eq!(events[0].take_overflows(), 0);
 }
 
-/// Another thread arms an event while the guest runs: nobody else could set the timer.
+/// Another thread arms an event while the guest runs, and sets the timer itself.
 #[test]
 fn another_thread_arms_while_the_guest_runs() {
     let signal = catch_signals();
@@ -341,7 +341,7 @@ fn another_thread_arms_while_the_guest_runs() {
     assert!(event.read() > 0);
 }
 
-/// With the vCPU the timer ends, also while events are armed; they keep their counts.
+/// The timer ends with the vCPU, even while events are armed. The events keep their counts.
 #[test]
 fn a_vcpu_that_goes_takes_its_timer_along() {
     let signal = catch_signals();
@@ -362,7 +362,7 @@ fn a_vcpu_that_goes_takes_its_timer_along() {
         "it rings for a vCPU that is gone"
     );
     assert!(event.read() > count);
-    // On the vCPU's new thread it has a new clock.
+    // The vCPU's new thread has a new clock.
     let again = Arc::new(VcpuClock::for_current_thread(TSC_KHZ));
     pmu.add_vcpu(VcpuId(0), Arc::clone(&again));
     let mut event = open(&pmu, GUEST_NS);
@@ -372,7 +372,7 @@ fn a_vcpu_that_goes_takes_its_timer_along() {
     again.guest_exit();
 }
 
-/// An event nobody re-arms goes quiet, and so does a stopped one.
+/// Neither an event without a re-arm nor a stopped event causes signals.
 #[test]
 fn no_signals_without_an_armed_event() {
     let signal = catch_signals();
@@ -386,7 +386,7 @@ fn no_signals_without_an_armed_event() {
     clock.guest_exit();
     assert_eq!(ev.take_overflows(), 1);
     assert_eq!(ev.take_overflows(), 0);
-    // The vCPU's one timer rings now and then until it is stopped; it is set anew for what is armed.
+    // The vCPU's single timer repeats occasionally until disarmed; it is re-armed for armed events.
     clock.rest();
     let quiet = signals_of_this_thread();
     clock.guest_enter();
@@ -405,8 +405,8 @@ fn no_signals_without_an_armed_event() {
     assert_eq!(ev.take_overflows(), 0);
 }
 
-/// A VMM that needs longer to get back into the guest than is left until the overflow is not rung out again
-/// and again without the guest ever running.
+/// A VMM that needs longer to re-enter the guest than the time left until the overflow is not
+/// interrupted forever without guest progress.
 #[test]
 fn a_slow_vmm_gets_to_its_overflow() {
     let signal = catch_signals();
@@ -417,7 +417,7 @@ fn a_slow_vmm_gets_to_its_overflow() {
     for round in 0.. {
         assert!(round < 1_000, "rung out a thousand times without an overflow");
         burn(100_000);
-        // As with `immediate_exit`: a signal before the entry means that the guest does not run at all.
+        // As with `immediate_exit`: after a signal before the entry the guest does not run.
         if signals_of_this_thread() == handled {
             clock.guest_enter();
             wait_for_signal(handled);
@@ -431,15 +431,15 @@ fn a_slow_vmm_gets_to_its_overflow() {
     assert!(ev.read() >= 200_000);
 }
 
-/// A thread that blocks the signal for long does not pile up signals, which would fill a queue that all
-/// processes of the user share; and the timer works on afterwards.
+/// A thread that blocks the signal for long does not accumulate signals, which would fill a queue
+/// shared by all processes of the user. The timer works afterwards.
 #[test]
 fn blocked_signals_do_not_pile_up() {
     let signal = catch(libc::SIGRTMIN() + 3);
     let (clock, pmu) = one_vcpu(Some(signal));
     let mut ev = open(&pmu, GUEST_NS);
     let mask = |how| {
-        // SAFETY: the set is initialised by sigemptyset before it is used; only this thread's mask changes.
+        // SAFETY: sigemptyset initializes the set before use; only this thread's mask changes.
         unsafe {
             let mut set = std::mem::zeroed();
             libc::sigemptyset(&mut set);
@@ -457,7 +457,7 @@ fn blocked_signals_do_not_pile_up() {
         clock.guest_exit();
         mask(libc::SIG_UNBLOCK);
         let came = signals_of_this_thread() - before;
-        // Five hundred would be due. When the queue is full already, there may be none.
+        // Five hundred would be due. There may be none if the queue is already full.
         assert!(came <= 40, "{came} signals");
         overflows += ev.take_overflows();
         ev.stop();
@@ -503,8 +503,8 @@ fn what_the_clock_cannot_count_is_refused() {
     ));
 }
 
-/// With an event per privilege level the two never go back, never exceed the whole, and an event that
-/// excludes both counts nothing. That one level is an estimate can be asked.
+/// With one event per privilege level, neither count decreases, their sum never exceeds the total,
+/// and an event that excludes both counts nothing. The API reports single levels as estimates.
 #[test]
 fn one_privilege_level_is_a_part_of_the_whole() {
     let signal = catch_signals();

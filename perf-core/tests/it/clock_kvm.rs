@@ -1,4 +1,5 @@
-//! The `clock` driver around a real `KVM_RUN`. Needs /dev/kvm; passes without it, saying so.
+//! The `clock` driver around a real `KVM_RUN`. Needs /dev/kvm; otherwise the tests report this and
+//! pass.
 
 use std::sync::Arc;
 
@@ -14,8 +15,8 @@ use crate::common::thread::{
 /// `jmp .`
 const JUMP_TO_SELF: [u8; 2] = [0xeb, 0xfe];
 
-/// A guest that never exits by itself is taken out of `KVM_RUN` by each overflow, with EINTR, and the clock
-/// counts the time it ran and not what the VMM used in between.
+/// Each overflow takes a guest that never exits by itself out of `KVM_RUN`, with EINTR. The clock
+/// counts the guest's time and not the VMM's time in between.
 #[test]
 fn overflows_take_a_spinning_guest_out_of_kvm_run() {
     let Some(mut guest) = Guest::new(1, &JUMP_TO_SELF) else {
@@ -47,8 +48,8 @@ fn overflows_take_a_spinning_guest_out_of_kvm_run() {
             Ok(exit) => panic!("the guest left by {exit}"),
         }
         assert!(signals_of_this_thread() > handled, "EINTR with no signal");
-        // Before the timer is set again: if this thread loses its CPU right after that, the next signal comes
-        // before anything else does.
+        // Saved before the timer is re-armed: if this thread then loses its CPU, the next signal
+        // arrives first.
         handled = signals_of_this_thread();
         burn(200_000);
         if ev.take_overflows() == 1 {
@@ -63,8 +64,8 @@ fn overflows_take_a_spinning_guest_out_of_kvm_run() {
     assert!(counted <= outer, "{counted} ns counted, {outer} ns run");
 }
 
-/// A guest that never leaves level 0: all time that is attributed goes to level 0, whichever way the host
-/// shows it.
+/// All time of a guest that never leaves level 0 is attributed to level 0, for any presentation of
+/// guest time by the host.
 #[test]
 fn time_goes_to_the_level_the_guest_is_at() {
     let Some(mut guest) = Guest::new(1, &JUMP_TO_SELF) else {
@@ -96,7 +97,7 @@ fn time_goes_to_the_level_the_guest_is_at() {
     all.start(Some(PERIOD)).unwrap();
     for _ in 0..400 {
         clock.guest_enter();
-        // It only ever leaves by a signal.
+        // Exits are caused by signals only.
         let left = guest.run_until_signal(handled).is_err();
         clock.guest_exit();
         assert!(left);

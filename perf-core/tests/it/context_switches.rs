@@ -1,4 +1,4 @@
-//! One host thread that runs several vCPUs.
+//! Context switches of one host thread that runs several vCPUs.
 
 use std::sync::Arc;
 
@@ -7,8 +7,8 @@ use proptest::prelude::*;
 
 use crate::common::machine::*;
 
-/// Two vCPUs on host thread 7. The driver counts threads, so vCPU 0's driver events count whatever the thread
-/// runs while they are on.
+/// Creates two vCPUs on host thread 7. The driver counts threads, so vCPU 0's driver events count
+/// whatever the thread runs while they are on.
 fn pair(m: &Machine) -> [Arc<VcpuContext>; 2] {
     [0, 1].map(|n| m.core.add_vcpu(VcpuId(n), 7).unwrap())
 }
@@ -17,7 +17,7 @@ fn starts(m: &Machine) -> u64 {
     m.hw.starts()
 }
 
-/// The thread works, whichever vCPU it runs.
+/// Runs the thread for `n` units of work, on either vCPU.
 fn thread_works(m: &Machine, n: u64) {
     m.clock.advance(n);
     m.hw.work(0, n);
@@ -49,7 +49,8 @@ fn equivalent_contexts_are_exchanged_without_touching_the_pmu() {
     assert_eq!((a.id(), b.id()), (VcpuId(0), VcpuId(1)), "vCPUs keep their names");
 }
 
-/// The switch is counted while the events are still on: what waited for a slot then has not seen it.
+/// The switch is counted while the events are still on: events that then wait for a slot do not
+/// count it.
 #[test]
 fn the_context_switch_is_raised_before_the_vcpu_goes_out() {
     let m = Machine::new(1);
@@ -72,7 +73,7 @@ fn the_context_switch_is_raised_before_the_vcpu_goes_out() {
     assert_eq!([&waits, &on].map(|e| e.read().unwrap().value), [0, 2]);
 }
 
-/// A guest reset may change what one of two clones holds, so it ends their being interchangeable.
+/// A guest reset may change the state of one of two clones, so it ends the clone relation.
 #[test]
 fn a_reset_ends_the_clone_relation() {
     let m = Machine::new(4);
@@ -134,8 +135,8 @@ fn p19_pinned_and_uncloned_contexts_stay_where_they_are() {
 }
 
 proptest! {
-    /// P18: sums never change, and with inherit_stat neither do the vCPUs' own values, which the READ records
-    /// at exit tell.
+    /// P18: sums never change, and with inherit_stat neither do the vCPUs' own values, as the READ
+    /// records at exit show.
     #[test]
     fn p18_exchanges_keep_sums_and_per_vcpu_values(steps in prop::collection::vec((any::<bool>(), 1u64..100), 1..30)) {
         use perf_core::record::{Format, Record};
@@ -148,8 +149,7 @@ proptest! {
         };
         let e = m.open(attr.clone(), OpenTarget::Vm, None);
         let ring = e.map(8, true).unwrap();
-        // Distinguishable by vCPU in records: threads have one number here, so the order of exits tells them
-        // apart.
+        // Both vCPUs have the same thread id in records, so the order of exits tells them apart.
         let vcpus = pair(&m);
         vcpus[0].sched_in();
         let (mut at, mut work) = (0, [0u64; 2]);
@@ -178,8 +178,8 @@ proptest! {
     }
 }
 
-/// An estimate of what waits for turns is made of the slices of its vCPU, whichever context it was in for
-/// them.
+/// The estimate of a multiplexed event uses the slices of its vCPU, in whichever context the event
+/// was at the time.
 #[test]
 fn exchanges_keep_estimates() {
     let m = Machine::new(1);

@@ -1,5 +1,5 @@
-//! Which events can be on together where counters are not alike: simulated hosts with general and fixed
-//! counters, and a driver that places by itself.
+//! Scheduling with unequal counters: simulated hosts with general-purpose and fixed-function
+//! counters, and a driver that assigns counters itself.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use perf_core::pmu::sim::{SimConfig, SimPmu};
 use perf_core::*;
 use proptest::prelude::*;
 
-/// A core on a simulated host, with one vCPU that is in.
+/// A core on a simulated host, with one scheduled-in vCPU.
 struct Simulated {
     core: Core,
     pmu: SimPmu,
@@ -46,8 +46,8 @@ impl Simulated {
     }
 }
 
-/// Events that a fixed counter holds take none of the general ones, whichever come first; what was on is not
-/// stopped for it.
+/// Events of fixed-function counters take no general-purpose counters, in any order of starts, and
+/// starting them does not stop running events.
 #[test]
 fn fixed_counters_leave_the_general_ones_to_others() {
     use perf_core::pmu::sim::SimHost;
@@ -74,7 +74,8 @@ fn fixed_counters_leave_the_general_ones_to_others() {
     }
 }
 
-/// The watchdog has the fixed counter of cycles: cycles take a general one then.
+/// With the watchdog on the fixed-function counter of cycles, cycles take a general-purpose
+/// counter.
 #[test]
 fn cycles_take_a_general_counter_while_the_watchdog_has_theirs() {
     use perf_core::pmu::sim::SimHost;
@@ -104,8 +105,8 @@ fn amd_hosts_have_as_many_slots_as_the_watchdog_leaves() {
     }
 }
 
-/// A group that could never be on is refused when it is opened, and so is an event for which no counter is
-/// left where sharing is off. What is named is the number of counters that could hold it.
+/// A group that can never be on is refused at open, and so is an event without a free counter if
+/// multiplexing is off. The error contains the number of counters that could hold it.
 #[test]
 fn what_finds_no_counter_of_its_kind_is_refused_with_their_number() {
     use perf_core::pmu::sim::SimHost;
@@ -136,8 +137,9 @@ fn what_finds_no_counter_of_its_kind_is_refused_with_their_number() {
         .unwrap();
 }
 
-/// Flexible groups of different kinds do not wait for each other's counters longer than they must: an event
-/// of a fixed counter beside many general ones that take turns is on all the time.
+/// Flexible groups of different types wait for each other's counters no longer than necessary: an
+/// event of a fixed-function counter is always on beside many multiplexed events of general-purpose
+/// counters.
 #[test]
 fn an_event_with_a_counter_of_its_own_is_never_taken_off_for_others() {
     use perf_core::pmu::sim::SimHost;
@@ -162,8 +164,8 @@ fn an_event_with_a_counter_of_its_own_is_never_taken_off_for_others() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// On any host, with events of any constraints: the driver, which places by itself, never refuses what
-    /// the core planned, and who stays on is not stopped.
+    /// On any host, with events of any constraints, the driver's own assignment never refuses what
+    /// the core planned, and events that stay on are not stopped.
     #[test]
     fn the_driver_takes_what_the_core_plans(
         slots in 1usize..7,
@@ -203,7 +205,7 @@ proptest! {
             let on = after.iter().filter(|s| **s == EventState::Active).count();
             prop_assert_eq!(m.pmu.on(VcpuId(0)), on);
             prop_assert_eq!(m.vcpu.stats().active_hardware, on);
-            // Whoever is flexible and waits does so because somebody is on.
+            // A waiting flexible event implies a conflicting event that is on.
             let flexible = events.iter().zip(&after).filter(|(e, _)| !e.attr().pinned);
             prop_assert!(on > 0 || flexible.count() == 0);
         }

@@ -1,5 +1,5 @@
-//! Drivers that refuse what they took before: nothing is on in name only, and what may be on later is tried
-//! again.
+//! Drivers that refuse to restart an event: no event is reported on without counting, and events
+//! that may be on later are retried.
 
 use perf_core::*;
 
@@ -13,7 +13,7 @@ fn sampling(ty: EventType, pinned: bool) -> Attr {
     }
 }
 
-/// A machine where two overflows in a tick throttle.
+/// Creates a machine on which two overflows per tick throttle.
 fn quickly_throttled() -> Machine {
     Machine::with(2, |c| {
         c.tick_hz = 1;
@@ -34,8 +34,8 @@ fn refuse(m: &Machine, refuse: bool) {
     }
 }
 
-/// Switching an overflow off and on again is a stop and a start. A start may fail, and then the event does
-/// not count.
+/// Turning overflows off and on again is a stop and a start. If the start fails, the event does not
+/// count.
 #[test]
 fn an_event_that_cannot_go_on_when_it_is_throttled_or_after_is_off() {
     for (ty, lifting, pinned) in [
@@ -99,7 +99,7 @@ fn an_event_that_cannot_go_on_when_it_is_throttled_or_after_is_off() {
     }
 }
 
-/// Ticks put a group on that needs no slot and that its driver refused, a few at a time.
+/// Ticks retry software groups that the driver refused, a few at a time.
 #[test]
 fn a_software_group_whose_driver_refused_is_tried_again() {
     let m = Machine::new(1);
@@ -119,7 +119,7 @@ fn a_software_group_whose_driver_refused_is_tried_again() {
     let on = events.iter().filter(|e| e.state() == EventState::Active).count();
     assert_eq!((on, m.sw.on(0)), (19, 19));
     assert!(!m.core.needs_tick());
-    // A vCPU that comes back tries all of them.
+    // A vCPU that is scheduled in again retries all of them.
     v.sched_out();
     refuse(&m, true);
     v.sched_in();
@@ -131,7 +131,8 @@ fn a_software_group_whose_driver_refused_is_tried_again() {
     assert!(!m.core.needs_tick());
 }
 
-/// A family counts nothing itself: who led it may go, and its siblings stand for their children as before.
+/// A family counts nothing itself: after its leader is closed, its siblings still represent their
+/// children.
 #[test]
 fn a_familys_sibling_that_comes_to_lead_is_not_on_itself() {
     let m = Machine::new(4);

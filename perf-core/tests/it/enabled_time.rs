@@ -1,5 +1,5 @@
-//! Time enabled over random histories, against a model of three lines: it passes while the vCPU is in, the
-//! event is enabled, and so is its leader. Whether the event has a slot is nothing to it.
+//! Time enabled over random histories, against a minimal model: time passes while the vCPU is
+//! scheduled in and both the event and its leader are enabled, whether or not the event has a slot.
 
 use perf_core::*;
 use proptest::prelude::*;
@@ -16,7 +16,7 @@ enum Step {
     Disable(usize),
     EnableGroup(usize),
     DisableGroup(usize),
-    /// A new event, alone or in the group of another, enabled or not.
+    /// Opens an event, alone or in the group of another, enabled or disabled.
     Open(Option<usize>, bool),
     Close(usize),
 }
@@ -37,10 +37,10 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What the model knows of an event.
+/// The model's state of an event.
 struct Model {
     handle: Handle,
-    /// The number of its group.
+    /// Number of the event's group.
     group: u64,
     leads: bool,
     enabled: bool,
@@ -98,7 +98,7 @@ proptest! {
                         leader.map(|n| &events[n].handle),
                         OpenFlags::default(),
                     );
-                    // A group that is full.
+                    // The group is full.
                     let Ok(handle) = opened else { continue };
                     let group = leader.map_or_else(|| { groups += 1; groups }, |n| events[n].group);
                     events.push(Model { handle, group, leads: leader.is_none(), enabled: on, time_enabled_ns: 0 });
@@ -107,7 +107,7 @@ proptest! {
                     let gone = events.swap_remove(n);
                     gone.handle.close();
                     if gone.leads {
-                        // Each of the others is alone from now on.
+                        // The remaining members are no longer a group.
                         for e in events.iter_mut().filter(|e| e.group == gone.group) {
                             groups += 1;
                             (e.group, e.leads) = (groups, true);
@@ -120,7 +120,7 @@ proptest! {
                 let reading = e.handle.read().unwrap();
                 prop_assert_eq!(reading.time_enabled_ns, e.time_enabled_ns, "event {}", e.handle.id());
                 prop_assert!(reading.time_running_ns <= reading.time_enabled_ns);
-                // A unit of work a nanosecond, counted while it is on.
+                // One unit of work per nanosecond, counted while on.
                 prop_assert_eq!(reading.value, reading.time_running_ns);
             }
         }

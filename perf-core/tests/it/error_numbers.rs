@@ -1,4 +1,4 @@
-//! What is refused, and with which error number.
+//! Invalid requests and their error numbers.
 
 use perf_core::attr::EventType;
 use perf_core::*;
@@ -13,7 +13,7 @@ fn errno(m: &Machine, session: &Session, attr: Attr, target: OpenTarget, group: 
 
 const V0: OpenTarget = OpenTarget::Vcpu(VcpuId(0));
 
-/// P37: the whole table of paranoid levels, requests and roles.
+/// P37: all combinations of paranoid levels, requests and roles.
 #[test]
 fn p37_the_permission_table() {
     for paranoid in -1..=2 {
@@ -83,7 +83,7 @@ fn other_users_need_the_admin_role() {
     assert_eq!(errno(&m, &m.core.session(1001, Role::Admin), attr, V0, None), 0);
 }
 
-/// Who may not have one vCPU may not have all of them together.
+/// A user without access to single vCPUs has no access to the VM as a whole.
 #[test]
 fn other_users_may_not_open_for_the_vm_what_they_may_not_for_a_vcpu() {
     let m = Machine::with(4, |c| {
@@ -272,7 +272,7 @@ fn enable_on_exec_enables_once_and_siblings_too() {
     );
 }
 
-/// A reset of the machine enables a VM-wide event as a whole: vCPUs that come later count too.
+/// A reset of the machine enables a VM-wide event as a whole: vCPUs that are added later count too.
 #[test]
 fn a_reset_of_the_machine_is_one_of_every_vcpu_and_of_those_to_come() {
     let m = Machine::new(4);
@@ -357,7 +357,8 @@ fn open_flags_that_are_not_known_are_refused() {
     }
 }
 
-/// The output flag beside joining the group; and when it fails, the event that was half open is gone.
+/// The output flag combined with joining a group. If redirection fails, the partially opened event
+/// is closed.
 #[test]
 fn the_output_flag_redirects_what_joins_and_leaves_nothing_when_it_cannot() {
     let m = Machine::new(4);
@@ -380,7 +381,7 @@ fn the_output_flag_redirects_what_joins_and_leaves_nothing_when_it_cannot() {
     m.run(0, 5);
     assert_eq!(v.service_overflows(&mut NoRegs, &mut |_| {}), 1);
     assert_eq!(ring.published(), 16, "one sample with its header");
-    // What writes to another event is no target.
+    // An event that writes to another event's ring is not a valid target.
     let alone = OpenFlags {
         no_group: true,
         ..flags

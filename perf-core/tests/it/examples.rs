@@ -1,5 +1,5 @@
-//! Examples that show behaviours which no product uses: each asserts what it says, and runs here as it does
-//! by hand.
+//! Examples of behavior that no product uses. Each asserts its claims, and runs here as it does
+//! manually.
 #![allow(clippy::duplicate_mod, reason = "each example has what they share")]
 
 #[path = "../../examples/exchange.rs"]
@@ -23,7 +23,7 @@ fn run(example: fn() -> Result<(), Box<dyn Error>>) {
     assert!(result.is_ok(), "{result:?}");
 }
 
-/// Whether this user may call `perf_event_open(2)`.
+/// Returns `true` if this user may call `perf_event_open(2)`.
 fn can_count() -> bool {
     let target = Target::Vcpu {
         vcpu: VcpuId(0),

@@ -1,4 +1,4 @@
-//! CPUs of the host as targets.
+//! Host CPUs as targets.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -31,7 +31,7 @@ fn core() -> Core {
     core.driver(Arc::new(SimPmu::with_slots(4))).build().unwrap()
 }
 
-/// Opens `attr` on `cpu`, unless this user may not.
+/// Opens `attr` on `cpu`, unless this user lacks the permission.
 fn open(core: &Core, session: &Session, attr: Attr, cpu: &VcpuContext) -> Option<Handle> {
     match core.open(
         session,
@@ -50,7 +50,8 @@ fn open(core: &Core, session: &Session, attr: Attr, cpu: &VcpuContext) -> Option
     }
 }
 
-/// The clock of a CPU passes as the time does, whatever runs there, and its samples name the CPU.
+/// A CPU's clock advances with wall-clock time regardless of the load, and its samples contain the
+/// CPU.
 #[test]
 fn a_cpus_clock_is_counted_and_sampled() {
     let core = core();
@@ -74,7 +75,7 @@ fn a_cpus_clock_is_counted_and_sampled() {
     let least_ns = counts.elapsed().as_nanos() as u64;
     let reading = clock.read().unwrap();
     let most_ns = before.elapsed().as_nanos() as u64;
-    // The two clocks need not go equally fast.
+    // The two clocks may run at slightly different rates.
     let slack_ns = most_ns / 50;
     assert!(reading.value + slack_ns >= least_ns, "{reading:?}, {least_ns} ns");
     assert!(reading.value <= most_ns + slack_ns, "{reading:?}, {most_ns} ns");
@@ -95,7 +96,8 @@ fn a_cpus_clock_is_counted_and_sampled() {
     assert!(stand_for_ns <= clock.read().unwrap().value);
 }
 
-/// A CPU's context is no vCPU: nothing of the VM counts on it, and it comes and goes without a word.
+/// A CPU's context is not a vCPU: no VM-wide event counts on it, and its addition and removal write
+/// no records.
 #[test]
 fn vm_wide_events_do_not_count_on_a_cpu() {
     let core = core();
@@ -145,7 +147,7 @@ fn who_may_not_and_what_is_not_there_is_refused() {
     let error = open(&operator, &cpu, attr()).unwrap_err();
     assert!(matches!(error, OpenError::CpuDenied), "{error}");
     assert_eq!(error.errno(), libc::EACCES);
-    // Drivers that count vCPUs say so.
+    // Drivers that count vCPUs refuse CPU targets.
     let error = open(&admin, &cpu, Attr::counting(EventType::SIM, 1)).unwrap_err();
     assert_eq!(error.errno(), libc::EINVAL);
     let none = core.add_cpu(1_000_000).unwrap();

@@ -1,4 +1,4 @@
-//! VM-wide events over vCPUs that come and go.
+//! VM-wide events while vCPUs are added and removed.
 
 use perf_core::attr::EventType;
 use perf_core::*;
@@ -102,7 +102,7 @@ fn groups_are_inherited_whole_and_read_as_sums() {
         OpenTarget::Vm,
         None,
     );
-    // Its own mark does not matter: the leader's decides.
+    // The leader's `inherit` flag decides, not the member's.
     let twice = m.open(Attr { config: 2, ..hw() }, OpenTarget::Vm, Some(&leader));
     let v1 = m.vcpu(1);
     assert_eq!((v0.stats().events, v1.stats().events), (2, 2));
@@ -127,8 +127,8 @@ fn groups_are_inherited_whole_and_read_as_sums() {
     );
 }
 
-/// A member goes where its leader goes. So it opens on a machine without vCPUs if its leader does, whatever
-/// its own mark.
+/// Members follow their leader. A member therefore opens on a machine without vCPUs if its leader
+/// does, regardless of its own flag.
 #[test]
 fn members_of_an_inherited_group_open_before_there_are_vcpus() {
     let m = Machine::new(4);
@@ -168,7 +168,7 @@ fn p16_p17_families_are_flat_and_empty_after_the_last_exit() {
 fn a_failed_hot_add_leaves_nothing_behind() {
     let m = Machine::new(4);
     let ok = m.open(wide(), OpenTarget::Vm, None);
-    // It does not exist; with no vCPU to try it on it is taken at its word.
+    // The event does not exist, but without a vCPU this is not detected.
     let _bad = m.open(Attr { config: 0, ..wide() }, OpenTarget::Vm, None);
     let error = m.core.add_vcpu(VcpuId(0), 1).unwrap_err();
     assert_eq!(error.errno(), libc::ENOENT);
@@ -267,7 +267,8 @@ fn a_session_that_ends_closes_its_events_and_nothing_else() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(100))]
 
-    /// P14: whatever comes, runs, is read and goes, nothing is lost and nothing counted twice.
+    /// P14: for any sequence of vCPU additions, work, reads and removals, nothing is lost or
+    /// counted twice.
     #[test]
     fn p14_the_parent_is_the_sum_of_all_work(ops in prop::collection::vec((0u8..6, 0u32..4, 1u64..100), 1..80)) {
         let m = Machine::new(2);
@@ -294,7 +295,7 @@ proptest! {
     }
 }
 
-/// P14 with threads: readers see the sum grow and never shrink while vCPUs come and go.
+/// P14 with threads: readers see a monotonic sum while vCPUs are added and removed.
 #[test]
 fn p14_concurrent_readers_see_a_monotonic_sum() {
     use std::sync::atomic::{AtomicBool, Ordering};
@@ -354,7 +355,8 @@ fn software_events_of_the_vmm_are_inherited_too() {
     assert_eq!(e.read().unwrap().value, 7);
 }
 
-/// What each vCPU counted is told apart, and nothing is lost or counted twice when vCPUs come and go.
+/// Counts are reported per vCPU, and nothing is lost or counted twice when vCPUs are added and
+/// removed.
 #[test]
 fn the_parts_of_vcpus_add_up_to_the_whole() {
     let m = Machine::new(4);
@@ -378,7 +380,7 @@ fn the_parts_of_vcpus_add_up_to_the_whole() {
     m.core.remove_vcpu(VcpuId(1)).unwrap();
     m.run(0, 1);
     assert_eq!(parts(&e), [(0, 6), (1, 10)]);
-    // The vCPU comes again, and goes again.
+    // The vCPU is added again and removed again.
     let _v1 = m.vcpu(1);
     m.run(1, 3);
     assert_eq!(parts(&e), [(0, 6), (1, 13)]);
@@ -388,7 +390,7 @@ fn the_parts_of_vcpus_add_up_to_the_whole() {
     assert_eq!(parts(&e), [(0, 0)], "a reset clears what exited children left");
 }
 
-/// A sum without a vCPU on which the event waited all the time would be short.
+/// The sum would be too low without the vCPU on which the event never ran.
 #[test]
 fn a_family_that_waits_on_a_vcpu_has_no_estimate() {
     let m = Machine::new(1);
@@ -410,7 +412,7 @@ fn a_family_that_waits_on_a_vcpu_has_no_estimate() {
     assert!(e.estimate().unwrap().is_some(), "it has a place everywhere now");
 }
 
-/// A pinned family without a place on one vCPU has failed, although it counts on another.
+/// A pinned family without a slot on one vCPU is in the error state, although it counts on another.
 #[test]
 fn a_family_has_failed_if_a_child_has() {
     let m = Machine::new(1);
@@ -443,8 +445,8 @@ fn a_family_has_failed_if_a_child_has() {
     );
 }
 
-/// What opening refuses hot-add refuses: groups that could never be on, and more than there is room for where
-/// sharing is off.
+/// Hot-add refuses what opening refuses: groups that can never be on, and more events than slots if
+/// multiplexing is off.
 #[test]
 fn a_hot_add_checks_what_opening_checks() {
     let errno = |m: &Machine, leader: Option<&Handle>| {
@@ -452,7 +454,7 @@ fn a_hot_add_checks_what_opening_checks() {
             .open(&m.admin, wide(), OpenTarget::Vm, leader, OpenFlags::default())
             .map_err(|e| e.errno())
     };
-    // With no vCPU there yet.
+    // No vCPU exists yet.
     let m = Machine::new(2);
     let leader = errno(&m, None).unwrap();
     let _second = errno(&m, Some(&leader)).unwrap();
@@ -469,7 +471,7 @@ fn a_hot_add_checks_what_opening_checks() {
     assert_eq!(errno(&m, None).unwrap_err(), libc::EBUSY);
     assert_eq!(m.vcpu(0).stats().active, 2);
 
-    // Let in while sharing was on.
+    // Opened while multiplexing was on.
     let m = Machine::new(2);
     let mut events: Vec<_> = (0..3).map(|_| errno(&m, None).unwrap()).collect();
     m.core.set_share(SharePolicy::Strict);
@@ -480,8 +482,8 @@ fn a_hot_add_checks_what_opening_checks() {
     assert_eq!(m.vcpu(0).stats().active, 2);
 }
 
-/// Opening for the VM as a whole is for all vCPUs or for none: where the second refuses, the first keeps
-/// nothing.
+/// Opening for the whole VM applies to all vCPUs or none: if the second refuses, nothing remains on
+/// the first.
 #[test]
 fn a_fan_out_that_fails_at_the_second_vcpu_leaves_nothing_at_the_first() {
     let m = Machine::with(1, |c| c.share = SharePolicy::Strict);
@@ -501,7 +503,7 @@ fn a_fan_out_that_fails_at_the_second_vcpu_leaves_nothing_at_the_first() {
         (before.0, before.1, before.2)
     );
     assert_eq!((m.hw.on(0), m.hw.on(1)), (0, 1));
-    // What is freed is free: both vCPUs take it now.
+    // The freed slots can be used on both vCPUs.
     own.close();
     let e = m.open(wide(), OpenTarget::Vm, None);
     m.run(0, 3);

@@ -1,4 +1,4 @@
-//! Invariants that hold for any history of control calls, mappings and redirections.
+//! Invariants for any history of control calls, mappings and redirections.
 
 use perf_core::record::{Format, Record};
 use perf_core::ring::RingReader;
@@ -24,7 +24,8 @@ fn cookie(n: u64) -> OpenFlags {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// P26: no more overflows in a tick than the rate allows and one, and records of throttling alternate.
+    /// P26: the number of overflows per tick is at most the rate limit plus one, and THROTTLE and
+    /// UNTHROTTLE records alternate.
     #[test]
     fn p26_a_tick_has_at_most_its_share_of_overflows(rate in 10u64..400, period in 1u64..20, steps in prop::collection::vec((1u64..40, any::<bool>()), 1..120)) {
         let m = Machine::with(1, |c| { c.sample_rate_hz = rate; c.tick_hz = 10; });
@@ -55,7 +56,8 @@ proptest! {
         }
     }
 
-    /// P27: exactly the overflows that were allowed, whatever the steps, then off and HUP.
+    /// P27: the event overflows exactly as often as its limit allows, for any steps, and is then
+    /// off with HUP.
     #[test]
     fn p27_as_many_overflows_as_were_allowed(allowed in prop::collection::vec(1u32..6, 1..4), period in 1u64..10) {
         let m = Machine::new(1);
@@ -76,7 +78,8 @@ proptest! {
         prop_assert!(e.poll().contains(PollState::HUP));
     }
 
-    /// P35: what is charged is what is mapped, after any sequence, failures included, and nothing in the end.
+    /// P35: the charged memory equals the mapped memory after any sequence, including failures, and
+    /// is zero at the end.
     #[test]
     fn p35_what_is_charged_is_what_is_mapped(ops in prop::collection::vec((0usize..3, 0u8..4, 0usize..6), 1..60)) {
         let m = Machine::with(1, |c| { c.mlock_kb = 32; c.host_cpus = 1; c.memlock_kb = 0; });
@@ -84,7 +87,7 @@ proptest! {
         let user = m.core.session(0, Role::Operator);
         let open = || m.core.open(&user, soft(), OpenTarget::Vcpu(VcpuId(0)), None, OpenFlags::default()).unwrap();
         let mut events: Vec<_> = (0..3).map(|_| open()).collect();
-        // Pages and number of mappings of each.
+        // Pages and number of mappings of each event.
         let mut mapped = [(0u64, 0u32); 3];
         for (i, op, pages) in ops {
             match op {
@@ -107,7 +110,8 @@ proptest! {
         prop_assert_eq!(m.core.ring_pages(0), 0);
     }
 
-    /// P36: no chains, no event with a ring of its own is redirected, and records go where the model says.
+    /// P36: redirections form no chains, no event with a ring of its own is redirected, and records
+    /// are written to the ring that the model predicts.
     #[test]
     fn p36_redirections_make_no_chains(ops in prop::collection::vec((0u8..4, 0usize..4, 0usize..4), 1..40)) {
         let m = Machine::new(8);
@@ -148,7 +152,7 @@ proptest! {
         }
     }
 
-    /// P40: whatever happens, a package count is what the driver says.
+    /// P40: a package count always equals the driver's value.
     #[test]
     fn p40_a_package_count_is_what_the_driver_says(ops in prop::collection::vec((0u8..6, 0u32..3, 0u64..1000), 1..40)) {
         let m = Machine::new(2);
@@ -168,7 +172,7 @@ proptest! {
         }
     }
 
-    /// P41: a vCPU that goes leaves every handle its last value, and nothing moves it afterwards.
+    /// P41: the handles of a removed vCPU keep their last values permanently.
     #[test]
     fn p41_handles_keep_their_last_value(n in 1usize..6, work in 1u64..100, ops in prop::collection::vec((0u8..4, any::<prop::sample::Index>()), 0..20)) {
         let m = Machine::new(2);

@@ -1,5 +1,5 @@
-//! The inventory in docs/reference/perf-core.md: every number is accounted for, and every test it names
-//! exists. Every test asserts.
+//! Checks of the inventory in docs/reference/perf-core.md: it covers every number, every test that
+//! it names exists, and every test asserts.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -7,7 +7,7 @@ use std::path::Path;
 
 use crate::common::skip;
 
-/// All tests of the crate, with the file each is in, and all source files.
+/// Collects all tests of the crate with their files, and all source files.
 fn names(dir: &Path, tests: &mut BTreeSet<(String, String)>, files: &mut BTreeSet<String>) {
     for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
@@ -19,8 +19,8 @@ fn names(dir: &Path, tests: &mut BTreeSet<(String, String)>, files: &mut BTreeSe
             let text = fs::read_to_string(&path).unwrap();
             let mut lines = text.lines().peekable();
             while let Some(line) = lines.next() {
-                // Only tests: what follows an attribute, or stands in a block of proptest, which takes
-                // attributes too.
+                // Tests follow a test attribute, possibly in a proptest block with further
+                // attributes.
                 if !line.trim().starts_with("#[test]") {
                     continue;
                 }
@@ -35,7 +35,7 @@ fn names(dir: &Path, tests: &mut BTreeSet<(String, String)>, files: &mut BTreeSe
     }
 }
 
-/// Adds what a number column says, `3–5` and `T11–T18` included.
+/// Adds the numbers of a number column, including ranges such as `3–5` and `T11–T18`.
 fn numbers(column: &str, all: &mut BTreeSet<(char, u32)>) {
     for part in column.split(',').map(str::trim) {
         let kind = part.chars().next().filter(|c| "TP".contains(*c)).unwrap_or('#');
@@ -49,8 +49,8 @@ fn numbers(column: &str, all: &mut BTreeSet<(char, u32)>) {
     }
 }
 
-/// The functions of all files: in which, the name, whether it is a test, and the body. Rustfmt's layout tells
-/// where one ends.
+/// Collects the functions of all files: file, name, whether it is a test, and body. The end is
+/// found by Rustfmt's layout.
 fn functions(dir: &Path, all: &mut Vec<(String, String, bool, String)>) {
     for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
@@ -91,7 +91,7 @@ fn functions(dir: &Path, all: &mut Vec<(String, String, bool, String)>) {
     }
 }
 
-/// A test that compares nothing protects nothing: each asserts, or calls a function beside it that does.
+/// Each test asserts, or calls a function in the same file that does.
 #[test]
 fn every_test_asserts() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -103,7 +103,7 @@ fn every_test_asserts() {
             .iter()
             .any(|word| body.contains(word))
     };
-    // What the crate itself asserts is no test.
+    // Assertions in the crate itself do not count.
     let mut helpers = Vec::new();
     functions(&root.join("tests"), &mut helpers);
     let shared: BTreeSet<String> = helpers.into_iter().map(|(_, name, ..)| name).collect();
@@ -125,7 +125,7 @@ fn every_test_asserts() {
     assert!(tests.len() > 150, "{} tests found", tests.len());
     let silent: Vec<_> = tests
         .iter()
-        // What must not panic need not say so twice.
+        // Tests of the absence of panics need no assertion.
         .filter(|(file, name, _, body)| !name.contains("panic") && !says(body) && !helps(file, body))
         .map(|(file, name, ..)| format!("{file}: {name}"))
         .collect();
@@ -154,12 +154,12 @@ fn every_number_is_accounted_for_and_every_test_it_names_exists() {
             continue;
         };
         numbers(number, &mut seen);
-        // What stands in backticks: every other piece.
+        // Every second piece is enclosed in backticks.
         for name in test.split('`').skip(1).step_by(2) {
             let (file, name) = name.split_once(": ").map_or((None, name), |(f, n)| (Some(f), n));
             let whole = !name.contains(['…', '*']);
             let stem = name.split(['…', '*']).next().unwrap_or_default();
-            // Error numbers, modules and files stand there as well.
+            // Backticks also enclose error numbers, modules and files.
             let is_test = stem.contains('_') && !stem.contains(['/', '.']);
             let is_it = |t: &str| if whole { t == stem } else { t.starts_with(stem) };
             let exists = || {
@@ -167,7 +167,7 @@ fn every_number_is_accounted_for_and_every_test_it_names_exists() {
                     .iter()
                     .any(|(f, t)| is_it(t) && file.is_none_or(|file| f == file))
             };
-            // `ring_*` stands for all tests of some files.
+            // `ring_*` represents all tests of several files.
             if is_test && !files.contains(stem) && stem != "ring_" && !exists() {
                 missing.push(format!("{number}: {name}"));
             }

@@ -1,5 +1,5 @@
-//! The same calls on events of the host's kernel and on ours: the same errors, the same bytes, the same
-//! states and counts.
+//! The same calls on kernel events and on this crate's events: the same errors, bytes, states and
+//! counts.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::io;
@@ -17,7 +17,7 @@ use crate::common::thread::{catch_signals, this_tid};
 const PAGE_FAULTS: u64 = 2;
 const DUMMY: u64 = 9;
 const PAGE: usize = 4096;
-/// Page faults of one piece of work. What else faults meanwhile is far less.
+/// Page faults of one unit of work. Other faults meanwhile are far fewer.
 const WORK: usize = 100;
 
 const ENABLE: u64 = 0x2400;
@@ -29,7 +29,7 @@ const SET_OUTPUT: u64 = 0x2405;
 const ID: u64 = 0x8008_2407;
 const GROUP: u64 = 1;
 
-/// The result of a system call, or its error number.
+/// Returns the result of a system call, or its error number.
 fn checked(result: i64) -> Result<i64, i32> {
     if result >= 0 {
         return Ok(result);
@@ -38,14 +38,14 @@ fn checked(result: i64) -> Result<i64, i32> {
 }
 
 fn kernel_open_bytes(bytes: &mut [u8], group: i32, flags: u64) -> Result<OwnedFd, i32> {
-    // The kernel reads as much as `size` says, whatever the buffer.
+    // The kernel reads `size` bytes regardless of the buffer.
     let mut page = [0; 2 * PAGE];
     page[..bytes.len()].copy_from_slice(bytes);
-    // SAFETY: the attribute is readable for more than its size may say, and writable.
+    // SAFETY: the attribute is writable, and readable for more bytes than its size can state.
     let fd =
         checked(unsafe { libc::syscall(libc::SYS_perf_event_open, page.as_mut_ptr(), 0, -1, group, flags) });
     bytes.copy_from_slice(&page[..bytes.len()]);
-    // SAFETY: a descriptor of our own.
+    // SAFETY: the file descriptor was just opened here.
     fd.map(|fd| unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
@@ -54,7 +54,8 @@ fn kernel_open(attr: &Attr, group: Option<&OwnedFd>) -> Result<OwnedFd, i32> {
 }
 
 fn ioctl(fd: &OwnedFd, call: u64, argument: u64) -> Result<(), i32> {
-    // SAFETY: the calls used here take numbers, or a pointer to a number that the caller keeps.
+    // SAFETY: the calls used here take numbers, or a pointer to a number that the caller keeps
+    // alive.
     checked(i64::from(unsafe { libc::ioctl(fd.as_raw_fd(), call, argument) })).map(|_| ())
 }
 
@@ -74,7 +75,7 @@ fn kernel_read(fd: &OwnedFd, buf: &mut [u8]) -> Result<usize, i32> {
         .map(|n| n as usize)
 }
 
-/// This thread as a vCPU of ours. `None` where events of the kernel may not be opened.
+/// This thread as a vCPU of the core. `None` if kernel events may not be opened.
 struct Ours {
     core: Core,
     session: Session,
@@ -101,8 +102,8 @@ fn ours() -> Option<Ours> {
 impl Ours {
     fn open(&self, attr: &Attr, group: Option<&Handle>) -> Result<Handle, i32> {
         let target = OpenTarget::Vcpu(VcpuId(0));
-        // The driver counts what happens to a thread at every level, and says so. Of the kernel that may not
-        // be asked by everybody.
+        // The driver counts a thread's events at every level and requires the attributes to say so.
+        // Counting the kernel needs privileges.
         let attr = Attr {
             exclude_kernel: false,
             ..attr.clone()
@@ -137,9 +138,9 @@ fn sampling(period: u64) -> Attr {
     }
 }
 
-/// [`WORK`] page faults of this thread.
+/// Takes [`WORK`] page faults on this thread.
 fn work() {
-    // SAFETY: memory of its own, used within its bounds, and unmapped at the end.
+    // SAFETY: a private mapping, used within its bounds and unmapped at the end.
     unsafe {
         let (prot, flags) = (
             libc::PROT_READ | libc::PROT_WRITE,
@@ -175,10 +176,10 @@ fn attributes_are_refused_as_the_kernel_refuses_them() {
     let mut cases: Vec<Vec<u8>> = [0, 1, 63, 64, 65, 72, 73, 80, 4095, 4096, 4097, u32::MAX]
         .map(|size| with(size, &[]))
         .into();
-    // Far behind what anyone knows; and beyond the size, where it does not matter.
+    // Nonzero bytes beyond the known attributes, and beyond the size, where they are ignored.
     cases.push(with(4096, &[(4000, 1)]));
     cases.push(with(3000, &[(4000, 1)]));
-    // Of the flags the last one, a sample type and a read format of no kernel so far.
+    // The last flag, a sample type and a read format that no kernel has defined.
     cases.extend([(47, 0x80), (31, 0x80), (39, 0x80)].map(|byte| with(72, &[byte])));
     for mut bytes in cases {
         let (mut theirs, size) = (bytes.clone(), u32::from_ne_bytes(bytes[4..8].try_into().unwrap()));
@@ -193,7 +194,7 @@ fn attributes_are_refused_as_the_kernel_refuses_them() {
     }
     for flags in [1, 2, 3, 16, 1 << 63] {
         let kernel = kernel_open_bytes(&mut counting(DUMMY).to_bytes(), -1, flags);
-        // Without a handle to write to, the kernel leaves the output alone.
+        // Without a target handle, the kernel ignores the output flag.
         let known = flags & !3 == 0;
         assert_eq!(
             (kernel.is_ok(), OpenFlags::from_bits(flags).is_ok()),
@@ -222,8 +223,8 @@ fn attributes_are_refused_as_the_kernel_refuses_them() {
     }
 }
 
-/// The attribute of a perf of today is longer than what we know of it. What nobody has asked for there is
-/// zero.
+/// The attribute of a current perf is longer than the known structure. The additional bytes are
+/// zero unless used.
 #[test]
 fn the_attribute_of_a_current_perf_is_understood() {
     let Some(ours) = ours() else { return };
@@ -240,16 +241,16 @@ fn the_attribute_of_a_current_perf_is_understood() {
     attr.set_exclude_kernel(1);
     assert!(attr.size > ATTR_SIZE_VER1);
     let bytes = |attr: &perf_event_open_sys::bindings::perf_event_attr| {
-        // SAFETY: the attribute is plain numbers without padding, and is read for its length.
+        // SAFETY: the attribute consists of integers without padding and is read for its length.
         unsafe { std::slice::from_raw_parts((&raw const *attr).cast::<u8>(), size_of_val(attr)) }.to_vec()
     };
-    // A kernel older than the bindings must do the same.
+    // A kernel older than the bindings must accept it too.
     assert_eq!(no(kernel_open_bytes(&mut bytes(&attr), -1, 0)), 0);
     let handle = ours.open_bytes(&mut bytes(&attr)).unwrap();
     assert_eq!(handle.attr().sample_type.bits(), attr.sample_type);
     assert!(handle.attr().sample_id_all && handle.attr().disabled);
 
-    // What we do not know is refused, and what would do is told.
+    // Unsupported attributes are rejected, and the supported size is returned.
     attr.sample_stack_user = 8;
     let mut asked = bytes(&attr);
     assert_eq!(no(ours.open_bytes(&mut asked)), libc::E2BIG);
@@ -300,7 +301,7 @@ fn groups_and_calls_are_refused_as_the_kernel_refuses_them() {
     for attr in attrs {
         let (kernel, handle) = (kernel_open(&attr, None).unwrap(), ours.open(&attr, None).unwrap());
         for period in [0, 1, 50, (1 << 63) - 1, 1 << 63, u64::MAX] {
-            // A frequency has another limit, which the kernel's settings decide.
+            // A frequency has another limit, from the kernel's settings.
             if attr.freq && period > 1000 && period >> 63 == 0 {
                 continue;
             }
@@ -330,10 +331,10 @@ fn groups_and_calls_are_refused_as_the_kernel_refuses_them() {
         );
     }
 
-    // Rings: sizes, another size, and an event that has one is redirected nowhere.
+    // Rings: valid sizes, a second size, and no redirection of an event that has a ring.
     let map = |fd: &OwnedFd, pages: usize| {
         let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
-        // SAFETY: a new mapping, which lasts as long as the process.
+        // SAFETY: a new mapping that lasts as long as the process.
         let at = unsafe { libc::mmap(std::ptr::null_mut(), pages * PAGE, prot, flags, fd.as_raw_fd(), 0) };
         if at == libc::MAP_FAILED {
             no(checked(-1))
@@ -357,7 +358,7 @@ fn groups_and_calls_are_refused_as_the_kernel_refuses_them() {
 #[test]
 fn readings_are_laid_out_as_the_kernels() {
     let Some(ours) = ours() else { return };
-    // Linux 6.0 brought the last one.
+    // Linux 6.0 added the last one.
     let known = (0..5).rev().map(|bit| 1 << bit).find(|bit| {
         let read_format = ReadFormat::from_bits_truncate(*bit);
         kernel_open(
@@ -390,8 +391,8 @@ fn readings_are_laid_out_as_the_kernels() {
                     let words = bytes[..size].chunks(8);
                     words.map(|w| u64::from_ne_bytes(w.try_into().unwrap())).collect()
                 };
-                // Each word is nothing counted, a number of members, a time, or somebody's id: the same at
-                // the same place.
+                // Each word is zero, a number of members, a time or an id, and must have the same
+                // role in both.
                 let what = |word: u64, id: &dyn Fn(u64) -> Option<usize>| match (id(word), word) {
                     (Some(at), _) => format!("id of {at}"),
                     (None, small @ 0..=3) => small.to_string(),
@@ -401,7 +402,7 @@ fn readings_are_laid_out_as_the_kernels() {
                 let of_ours = |id| handles.iter().position(|h| h.id() == id);
                 let theirs: Vec<_> = words(&a).into_iter().map(|w| what(w, &of_kernel)).collect();
                 let mine: Vec<_> = words(&b).into_iter().map(|w| what(w, &of_ours)).collect();
-                // Small ids of ours are taken for what they may be mistaken for.
+                // Skip small ids, which could be mistaken for other values.
                 if handles[0].id() > 3 {
                     assert_eq!(mine, theirs, "{bits:#x}");
                 }
@@ -437,8 +438,8 @@ fn op() -> impl Strategy<Value = Op> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
 
-    /// The same history of a group of three: the same counts, and times that stand still or go on at the same
-    /// steps.
+    /// For the same history of a group of three, counts are equal, and times advance or stop in the
+    /// same steps.
     #[test]
     fn a_group_lives_as_one_of_the_kernels(disabled: [bool; 3], pinned: bool, ops in prop::collection::vec(op(), 1..25)) {
         let Some(ours) = ours() else { return Ok(()) };
@@ -448,7 +449,7 @@ proptest! {
             kernel.push(kernel_open(&attr, kernel.first()).unwrap());
             handles.push(ours.open(&attr, handles.first()).unwrap());
         }
-        // Whatever is used later is there.
+        // Warms up everything used later.
         work();
         let read = |kernel: &[OwnedFd], handles: &[Handle]| -> Vec<[(u64, u64, u64); 2]> {
             kernel.iter().zip(handles).map(|(fd, handle)| {
@@ -486,7 +487,7 @@ proptest! {
                 }
                 _ => work(),
             }
-            // From here on nothing changes: what is read twice goes on or stands still.
+            // Nothing changes from here on, so two reads show whether a time advances.
             let settled = read(&kernel, &handles);
             let now = read(&kernel, &handles);
             for (i, ((last, settled), now)) in last.iter().zip(&settled).zip(&now).enumerate() {

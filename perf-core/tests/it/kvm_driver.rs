@@ -1,4 +1,5 @@
-//! The `kvm` driver on this machine's KVM. Needs /dev/kvm with binary statistics; passes without, saying so.
+//! The `kvm` driver on this machine's KVM. Needs /dev/kvm with binary statistics; otherwise the
+//! tests report this and pass.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::fs::File;
@@ -16,23 +17,23 @@ use crate::common::skip;
 /// `KVM_GET_STATS_FD`: `_IO(0xae, 0xce)`.
 const KVM_GET_STATS_FD: libc::c_ulong = 0xaece;
 
-/// `out 0x10, al` for ever: every run ends at once.
+/// `out 0x10, al` in a loop: every run ends immediately.
 const OUT_FOR_EVER: [u8; 4] = [0xe6, 0x10, 0xeb, 0xfc];
 
 struct Counted {
     pmu: KvmPmu,
     guest: Guest,
-    /// A statistic that each run of a vCPU raises. Which ones do depends on the KVM.
+    /// Index of a statistic that each run of a vCPU increments. The choice depends on the KVM.
     rising: u64,
 }
 
 fn stats_of(fd: &impl AsRawFd) -> Option<StatsFile> {
-    // SAFETY: the ioctl takes no argument and returns a new descriptor.
+    // SAFETY: the ioctl takes no argument and returns a new file descriptor.
     let rc = unsafe { libc::ioctl(fd.as_raw_fd(), KVM_GET_STATS_FD, 0) };
     if rc < 0 {
         return None;
     }
-    // SAFETY: the kernel just returned this descriptor and nothing else owns it.
+    // SAFETY: the kernel just returned this file descriptor, and nothing else owns it.
     let fd = unsafe { OwnedFd::from_raw_fd(rc) };
     Some(StatsFile::new(fd).unwrap())
 }
@@ -92,7 +93,7 @@ fn started(pmu: &KvmPmu, config: u64, target: Target) -> Box<dyn PmuEvent> {
     ev
 }
 
-/// Runs a vCPU until KVM gives it back; how does not matter here.
+/// Runs a vCPU until it exits, for any reason.
 fn run(vcpu: &mut VcpuFd) {
     let _any_exit = vcpu.run();
 }
@@ -117,7 +118,7 @@ fn a_vcpus_counts_are_its_own() {
     assert!(first.read() > counted);
 }
 
-/// One number for the whole VM, the same on every target it is opened for, and the sum of its vCPUs.
+/// The VM-wide count is the same on every target, and equals the sum over the vCPUs.
 #[test]
 fn the_vms_total_is_a_package_count() {
     let mut g = guest_or_skip!();
@@ -132,7 +133,7 @@ fn the_vms_total_is_a_package_count() {
     assert!(sum > 0);
     assert_eq!(total.count(), Some(sum));
 
-    // A vCPU that leaves takes nothing of the total with it.
+    // Removing a vCPU does not reduce the total.
     g.pmu.remove_vcpu(VcpuId(1));
     assert_eq!(total.count(), Some(sum));
     run(&mut g.guest.vcpus[0]);
@@ -194,7 +195,7 @@ fn what_kvm_does_not_count_is_refused() {
     assert_eq!(ev.take_overflows(), 0);
 }
 
-/// Statistics that are not counts are listed, and cannot be opened.
+/// Statistics that are not counts are listed but cannot be opened.
 #[test]
 fn a_momentary_value_is_no_event() {
     let g = guest_or_skip!();
@@ -209,10 +210,10 @@ fn a_momentary_value_is_no_event() {
     ));
 }
 
-/// A descriptor of something else, or of nothing, is an error and no panic.
+/// An unrelated or empty file causes an error and no panic.
 #[test]
 fn a_foreign_descriptor_is_refused() {
-    // SAFETY: memfd_create takes a NUL-terminated name and returns a new descriptor.
+    // SAFETY: memfd_create takes a NUL-terminated name and returns a new file descriptor.
     let memfd = |bytes: &[u8]| unsafe {
         let fd = libc::memfd_create(c"stats".as_ptr(), libc::MFD_CLOEXEC);
         assert!(fd >= 0);

@@ -1,7 +1,7 @@
 //! Integration tests of perf-core in one program, with one module per subject.
 //!
-//! `cargo test --workspace --test it scheduling::` runs one module. Programs of their own are
-//! `host_pmu`, `hot_paths` and `ring`; their headers give the reasons.
+//! `cargo test --workspace --test it scheduling::` runs one module. `host_pmu`, `hot_paths` and
+//! `ring` are separate programs, for reasons given in their headers.
 
 mod common;
 

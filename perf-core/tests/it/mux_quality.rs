@@ -1,6 +1,6 @@
-//! The promise of the adaptive policy and the interpolating estimator, on the traces and seeds of the
-//! `mux_quality` example: a third of the error of linear scaling under round robin, and no worse on any
-//! trace.
+//! The accuracy guarantee of the adaptive policy and the interpolating estimator, on the traces and
+//! seeds of the `mux_quality` example: a third of the error of linear scaling under round robin,
+//! and no worse on any trace.
 
 #[allow(dead_code, reason = "each program uses its part")]
 #[path = "../../examples/mux_quality/family.rs"]
@@ -16,8 +16,8 @@ use measure::{Bars, Comparison, runs};
 use perf_core::mux::MuxPolicy;
 use traces::{SEEDS, TICK_NS, Trace};
 
-/// Compares on `traces`; `grid_ns` is the resolution of the adaptive policy's timer. No trace may be worse by
-/// more than the noise of repeated seeds and `tolerance`.
+/// Compares on `traces`; `grid_ns` is the resolution of the adaptive policy's timer. No trace may
+/// be worse by more than the noise of repeated seeds and `tolerance`.
 fn compare(traces: impl Iterator<Item = Trace>, grid_ns: u64, seeds: usize, tolerance: f64) {
     let (mut reference, mut ours) = (0.0, 0.0);
     for trace in traces {
@@ -43,20 +43,21 @@ fn a_third_of_the_error_and_never_worse() {
     compare(traces::all().into_iter(), 1, SEEDS.len(), 0.0);
 }
 
-/// The same with a timer that only rings on whole milliseconds: rounding makes turns irregular, which costs
-/// up to half a percent of a count.
+/// The same with a timer that fires on whole milliseconds only: rounding makes turns irregular,
+/// which costs up to half a percent of a count.
 #[test]
 fn a_coarse_timer_is_enough() {
     compare(traces::all().into_iter(), 1_000_000, SEEDS.len(), 0.005);
 }
 
-/// And on traces nobody chose. A rhythm that rotation happens to see all sides of may be seen a little worse.
+/// The same on random traces. A rhythm that rotation happens to sample evenly may be slightly
+/// worse.
 #[test]
 fn a_third_of_the_error_on_random_traces() {
     compare(family::HOLD_OUT.step_by(2).map(family::trace), 1, 4, 0.003);
 }
 
-/// What a core says of its errors, on traces of `kind` under `policy`.
+/// Returns the error bars that a core reports on traces of `kind` under `policy`.
 fn said(kind: &str, policy: MuxPolicy, traces: usize) -> Bars {
     let mut said = Bars::default();
     for seed in family::HOLD_OUT.take(traces) {
@@ -70,9 +71,9 @@ fn said(kind: &str, policy: MuxPolicy, traces: usize) -> Bars {
 
 const POLICIES: [MuxPolicy; 2] = [MuxPolicy::Rotate, MuxPolicy::Adaptive];
 
-/// Where there is a standard error the truth lies within two of them 19 times in 20, neither much less often
-/// nor always: on every kind of trace whose slices tell, under both policies. The share on one kind is known
-/// to some three percent.
+/// The truth lies within two standard errors 19 times in 20, neither much less often nor always, on
+/// every kind of trace with informative slices and under both policies. The share per kind is known
+/// to about three percent.
 #[test]
 fn two_standard_errors_cover_what_they_should() {
     for policy in POLICIES {
@@ -102,8 +103,8 @@ fn two_standard_errors_cover_what_they_should() {
     }
 }
 
-/// A rhythm in step with the turns looks like calm. Few of them get a standard error, and those that do
-/// deserve it: either the policy saw through it, or the bar is unknown.
+/// A rhythm in step with the turns looks constant. Few estimates of such rhythms get a standard
+/// error, and those are correct: either the policy detected the rhythm, or the error is unknown.
 #[test]
 fn rhythms_in_step_have_no_error_bar_or_a_right_one() {
     for policy in POLICIES {
@@ -126,7 +127,7 @@ fn rhythms_in_step_have_no_error_bar_or_a_right_one() {
     }
 }
 
-/// Where few slices decide there is a bound, which holds.
+/// With few decisive slices there is a bound, which holds.
 #[test]
 fn long_tails_have_bounds_that_hold() {
     for policy in POLICIES {
@@ -140,7 +141,8 @@ fn long_tails_have_bounds_that_hold() {
     }
 }
 
-/// The same on the fixed traces: among them a rhythm that plain rotation gets wrong by more than half.
+/// The same on the fixed traces, which include a rhythm that plain rotation misjudges by more than
+/// half.
 #[test]
 fn nothing_is_said_of_the_rhythm_that_rotation_does_not_see() {
     for trace in traces::all() {
@@ -160,8 +162,9 @@ fn nothing_is_said_of_the_rhythm_that_rotation_does_not_see() {
     }
 }
 
-/// Each event happens more often for a moment in each rotation. Some are on then, always at the same part of
-/// their slices. The others never are, and what they see looks calm: what the first see makes all unknown.
+/// Each event is more frequent for a moment in each rotation. Some events are on at that moment,
+/// always in the same part of their slices. The others never are, and their slices look constant:
+/// the variation seen by the first makes all errors unknown.
 #[test]
 fn a_rhythm_that_one_event_sees_makes_the_others_unknown() {
     let steps = TICK_NS * 4 / traces::STEP_NS;
@@ -179,8 +182,9 @@ fn a_rhythm_that_one_event_sees_makes_the_others_unknown() {
     }
 }
 
-/// What users get goes through a core, and is as good as the queue and the estimator alone: the policy learns
-/// of a slice when it ends, not a rotation later, when its test of calm has gone on.
+/// Estimates through a core are as good as those of the queue and the estimator alone: the policy
+/// receives a slice when it ends rather than a rotation later, when its test for constant rates has
+/// moved on.
 #[test]
 fn through_a_core_estimates_are_as_good() {
     let (mut alone, mut through) = (0.0, 0.0);

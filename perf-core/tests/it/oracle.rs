@@ -1,10 +1,11 @@
-//! The oracle: random histories of the whole core against a model that shares nothing with it.
+//! The oracle: random histories of the whole core, checked against an independent model.
 //!
-//! The model (`oracle/model.rs`) is one flat list of parts, each an event in one context, and plain loops
-//! over it: states, counts, times, overflows and their samples, throttles, limits, families and their folds,
-//! exchanges of contexts. After each step everything the core shows is compared with it.
+//! The model (`oracle/model.rs`) is a flat list of parts, each an event in one context, and simple
+//! loops over it: states, counts, times, overflows and their samples, throttling, limits, families
+//! and their sums, exchanges of contexts. After each step all observable state of the core is
+//! compared with it.
 //!
-//! `PERF_CORE_ORACLE_CASES` sets how many histories are tried.
+//! `PERF_CORE_ORACLE_CASES` sets the number of histories.
 
 mod driver;
 mod model;
@@ -25,11 +26,11 @@ use perf_core::*;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
 
-/// vCPUs there may be.
+/// Maximum number of vCPUs.
 const VCPUS: u32 = 3;
-/// Events open at a time.
+/// Maximum number of open events.
 const EVENTS: usize = 9;
-/// The two ids of raised events in use.
+/// Ids of the two raised events in use.
 const IDS: [u64; 2] = [SoftwareEventId::Halts as u64, CONTEXT_SWITCHES];
 
 #[derive(Clone, Debug)]
@@ -65,7 +66,7 @@ enum Step {
         regs: bool,
     },
     Service(u32),
-    /// The driver without slots refuses to start anything from now on, or stops to.
+    /// The driver without slots refuses all starts, or stops refusing.
     Refuse(bool),
 }
 
@@ -152,7 +153,7 @@ fn setup() -> impl Strategy<Value = Setup> {
     })
 }
 
-/// Registers of nowhere in particular.
+/// Registers without values.
 struct Regs;
 
 impl SampleRegs for Regs {
@@ -164,7 +165,7 @@ impl SampleRegs for Regs {
     }
 }
 
-/// An event of the core, with what is read from its ring.
+/// An event of the core, and the state of reading its ring.
 struct Open {
     name: u64,
     config: u64,
@@ -172,7 +173,7 @@ struct Open {
     ring: Option<RingReader>,
 }
 
-/// The core and the model, driven alike.
+/// The core and the model, driven by the same operations.
 struct Pair {
     core: Core,
     clock: Arc<ManualClock>,
@@ -371,7 +372,7 @@ impl Pair {
         };
         let done = match *step {
             Step::Close(_) => {
-                // Its last records are looked at before its ring goes.
+                // The last records are checked before the ring is closed.
                 self.records(n)?;
                 self.open.remove(n);
                 self.model.close(name);
@@ -424,12 +425,12 @@ impl Pair {
         }
         let leader = leader.filter(|n| *n < self.open.len());
         if let Some(leader) = leader {
-            // What no leader takes has tests of its own; here members should get in.
+            // Members that no leader accepts are tested elsewhere; here members should join.
             (spec.pinned, spec.exclusive) = (false, false);
             let lead = &self.model.events[&self.open[leader].name].spec;
             (spec.vcpu, spec.guest) = (lead.vcpu, lead.guest);
             let raised = |kind: Kind| matches!(kind, Kind::Raised(_));
-            // Nobody outside sees whether a raised event of a family is on.
+            // The on state of a raised event of a family is not observable.
             if spec.vcpu.is_none() && raised(spec.kind) != raised(lead.kind) {
                 return Ok(());
             }
@@ -482,7 +483,7 @@ impl Pair {
             Ok(_) => return Err("it was opened and should not have been".into()),
             Err(e) => return Err(format!("it was not opened: {e}")),
         };
-        // Room for the most that one step raises, 512 records of 16 bytes, and more.
+        // Large enough for the most that one step raises, 512 records of 16 bytes.
         let ring = handle.map(4, true).map_err(|e| e.to_string())?;
         let bench = &self.bench;
         self.model
@@ -496,7 +497,7 @@ impl Pair {
         Ok(())
     }
 
-    /// What is in the ring of an event is what the model says.
+    /// Checks the content of an event's ring against the model.
     fn records(&mut self, n: usize) -> Result<(), String> {
         let open = &mut self.open[n];
         let mut got = Vec::new();
@@ -524,7 +525,7 @@ impl Pair {
             .ok_or_else(|| format!("event {}: records {got:?}, expected {expected:?}", open.name))
     }
 
-    /// Everything the core shows is what the model says.
+    /// Checks all observable state of the core against the model.
     fn compare(&mut self) -> Result<(), String> {
         let handles: BTreeMap<u64, &Handle> = self.open.iter().map(|e| (e.name, &e.handle)).collect();
         self.model.observe(&|model, p| {
@@ -684,15 +685,16 @@ fn judge(mut runner: TestRunner, fault: Fault) -> Result<(), TestError<(Setup, V
     runner.run(&histories, |(setup, steps)| history(setup, steps, fault))
 }
 
-/// Whatever happens, in any order, the core shows what the model says.
+/// For any sequence of operations, the core's observable state equals the model's.
 #[test]
 fn any_history_is_as_the_model_says() {
     let judged = judge(TestRunner::new(config(cases())), Fault::None);
     assert!(judged.is_ok(), "{}", judged.unwrap_err());
 }
 
-/// The oracle sees a driver that is wrong, and shrinks the history that shows it to one that a person reads.
-/// Always the same histories: how far one shrinks goes by where it begins, and here nothing is searched for.
+/// The oracle detects a faulty driver and shrinks the history to a readable one. The histories are
+/// fixed, because the result of shrinking depends on the starting point and no search is intended
+/// here.
 #[test]
 fn the_oracle_notices_what_is_wrong() {
     for fault in [Fault::LosesACount, Fault::SaysNothing] {

@@ -1,4 +1,5 @@
-//! Rings attached to events: samples, side-band records, redirection, notification and memory limits.
+//! Rings attached to events: samples, side-band records, redirection, notification and memory
+//! limits.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
@@ -30,7 +31,7 @@ impl SampleRegs for Regs {
     }
 }
 
-/// The records of `ring` that were not read before, as text.
+/// Returns the unread records of `ring` as text.
 fn records(ring: &Ring, attr: &Attr) -> Vec<String> {
     let format = Format::from(attr);
     let mut reader = RingReader::map(ring.memfd()).unwrap();
@@ -130,8 +131,9 @@ fn the_throttle_record_precedes_its_sample_and_alternates() {
     assert_eq!(kinds, [round, round].concat());
 }
 
-/// The overflow that ends an event by its limit may be the one that throttles it. The record says throttled,
-/// so it is: enabled anew in the same tick it waits for the next.
+/// The overflow that ends an event by its limit may also throttle it. The record reports
+/// throttling, so the event is throttled: if enabled again in the same tick, it waits for the next
+/// tick.
 #[test]
 fn an_event_that_its_limit_ends_while_it_is_throttled_stays_throttled_until_the_tick() {
     let m = Machine::with(4, |c| {
@@ -243,8 +245,8 @@ fn p39_exit_comes_after_the_last_sample_and_reads_follow_it() {
     assert_eq!(records(&ring, &attr).len(), 0, "a disabled event gets none");
 }
 
-/// An overflow that was not served when its vCPU was removed is reported lost, before the EXIT, and not
-/// sampled after it. Its counts stay.
+/// An overflow that was not handled when its vCPU was removed is reported as lost before the EXIT
+/// record, and not sampled after it. Its counts remain.
 #[test]
 fn p39_an_overflow_not_served_when_a_vcpu_is_removed_is_lost() {
     let m = Machine::new(4);
@@ -294,7 +296,7 @@ fn p36_outputs_make_no_chains_and_can_be_taken_back() {
         libc::EINVAL,
         "redirected events have no ring"
     );
-    // The ring may come later.
+    // The ring may be mapped later.
     let ring = target.map(1, true).unwrap();
     overflow(&m, &v, 5);
     assert_eq!(records(&ring, &sampling(5)).len(), 1);
@@ -308,7 +310,7 @@ fn p36_outputs_make_no_chains_and_can_be_taken_back() {
     );
     third.close();
     assert_eq!(errno(source.set_output(Some(&third))), libc::EBADF);
-    // Flag at open; the ring outlives its event while others write to it.
+    // The output flag at open; the ring outlives its event while others write to it.
     let flags = OpenFlags {
         output: true,
         no_group: true,
@@ -331,8 +333,9 @@ fn p36_outputs_make_no_chains_and_can_be_taken_back() {
     assert_eq!(m.core.ring_pages(0), 0);
 }
 
-/// Who writes to the ring of an event that is closed still does, and is still redirected: nobody can be sent
-/// to it, whose records would come nowhere, and it gets no ring of its own by the way.
+/// An event that writes to the ring of a closed event continues to do so and stays redirected: no
+/// other event can be redirected to it, because its records would be lost, and it gets no ring of
+/// its own.
 #[test]
 fn p36_an_event_goes_on_in_the_ring_of_a_closed_one() {
     let m = Machine::new(4);
@@ -364,7 +367,8 @@ fn p36_an_event_goes_on_in_the_ring_of_a_closed_one() {
     overflow(&m, &v, 5);
     assert_eq!(records(&ring, &sampling(5)).len(), 1);
     assert!(!source.poll().contains(PollState::HUP));
-    // The last that writes there lets the ring go, although the closed event's handle is still there.
+    // The ring is released with its last writer, although a handle of the closed event still
+    // exists.
     drop(ring);
     assert_eq!(m.core.ring_pages(0), 2);
     source.set_output(None).unwrap();
@@ -401,7 +405,7 @@ fn p35_ring_memory_is_charged_and_refunded_exactly() {
             .unwrap()
     };
     let (a, b) = (open(), open());
-    // Allowed: 4 pages for each of two CPUs and one beyond; the control page counts.
+    // Allowed: 4 pages for each of two CPUs and one more; the control page counts.
     a.map(4, true).unwrap();
     assert_eq!(m.core.ring_pages(7), 5);
     a.map(4, true).unwrap();
@@ -430,8 +434,8 @@ fn p35_ring_memory_is_charged_and_refunded_exactly() {
     drop(a);
 }
 
-/// A limit of 8 pages and rings of 5: a second one is refused for as long as anybody has the first, whether a
-/// part of this process, a copy of the descriptor as a client gets it, or a mapping that outlives it.
+/// With a limit of 8 pages, a second ring of 5 pages is refused while the first is in use by this
+/// process, by a client's copy of the file descriptor, or by a mapping that outlives it.
 #[test]
 fn ring_memory_is_charged_until_nobody_has_it() {
     let m = Machine::with(4, |c| {
@@ -464,7 +468,7 @@ fn ring_memory_is_charged_until_nobody_has_it() {
         refused("a client has it mapped");
         drop(reader);
         assert_eq!(m.core.ring_pages(7), 0);
-        // Without a question in between, too: who asks for more finds what was let go.
+        // A new request also finds released memory without a check in between.
         let second = open().map(4, writable).unwrap();
         let client = second.memfd().try_clone_to_owned().unwrap();
         drop(second);
@@ -518,7 +522,7 @@ fn poll_says_hup_without_a_ring_and_in_with_samples() {
     assert_eq!(e.poll(), PollState::empty(), "taken once");
 }
 
-/// Whether there is something to look at.
+/// Returns `true` if the file descriptor is readable.
 fn is_readable(fd: &OwnedFd) -> bool {
     let epoll = Epoll::new().unwrap();
     let event = EpollEvent::new(EventSet::IN, 0);
@@ -526,8 +530,8 @@ fn is_readable(fd: &OwnedFd) -> bool {
     epoll.wait(0, &mut [EpollEvent::default()]).unwrap() > 0
 }
 
-/// What is waited for is the ring's, or without one the event's own. It is the caller's: it stays what it is
-/// when the event and the ring are gone.
+/// The file descriptor to poll is the ring's, or the event's own without a ring. The caller's copy
+/// stays valid after the event and the ring are closed.
 #[test]
 fn the_descriptor_to_wait_for_is_the_callers_own() {
     let m = Machine::new(4);
@@ -548,15 +552,15 @@ fn the_descriptor_to_wait_for_is_the_callers_own() {
     overflow(&m, &v, 5);
     assert!(is_readable(&of_ring) && !is_readable(&own));
     drop((e, ring));
-    // Others that are opened now do not get their numbers.
+    // Newly opened files do not reuse the numbers.
     let _others: Vec<_> = (0..8)
         .map(|_| m.open_vcpu(sampling(5), None).map(1, true).unwrap())
         .collect();
     assert!(is_readable(&of_ring) && !is_readable(&own));
 }
 
-/// Nothing more comes of an event that its limit has ended. If others write to the ring, too, more may come
-/// there.
+/// An event at its limit writes no more records. If other events write to the ring, more records
+/// may follow.
 #[test]
 fn an_event_at_its_limit_hangs_its_own_ring_up_and_no_others() {
     let m = Machine::new(4);
@@ -581,8 +585,8 @@ fn an_event_at_its_limit_hangs_its_own_ring_up_and_no_others() {
     assert!(ring.take_poll().hang_up);
 }
 
-/// While its ring is paused an event counts on, what is in the ring stays, and what would have come is told
-/// as lost.
+/// While its ring is paused, an event continues to count, the content of the ring stays, and new
+/// records are reported as lost.
 #[test]
 fn a_paused_ring_takes_nothing_and_tells_what_was_lost() {
     for writable in [true, false] {
@@ -611,12 +615,12 @@ fn a_paused_ring_takes_nothing_and_tells_what_was_lost() {
         event.pause_output(false).unwrap();
         overflow(1);
         assert_eq!(ring.pending_lost(), 0, "the LOST record is written");
-        // A sample of 16 bytes behind a LOST record of 24.
+        // A LOST record of 24 bytes and a sample of 16 bytes.
         assert_eq!(ring.published() - before, 40);
     }
 }
 
-/// Registers that know no more than they must give samples with nothing in those fields, and nothing made up.
+/// Registers with only the mandatory values yield samples with empty fields.
 #[test]
 fn what_the_registers_do_not_know_is_empty() {
     let m = Machine::new(4);
@@ -636,23 +640,24 @@ fn what_the_registers_do_not_know_is_empty() {
         panic!("no sample");
     };
     assert_eq!((sample.addr, sample.callchain.len()), (0, 0));
-    // Four bytes that fill the field up.
+    // Four bytes of padding.
     assert_eq!(sample.raw, [0; 4]);
 }
 
-/// An event of a random history, and what should have become of it.
+/// An event of a random history, and its expected records.
 struct Traced {
     event: Handle,
     redirect: Option<usize>,
-    /// Its ring and how often it is mapped; the ring stays here when the event is closed.
+    /// Ring and number of its mappings. The ring is kept here when the event is closed.
     ring: Option<(usize, u32)>,
     closed: bool,
-    /// Records of it that are in no ring that was read.
+    /// Number of its records that are in no ring that was read.
     missing: u64,
 }
 
-/// Events opened, redirected, mapped and closed at random. Each overflow gives a sample in the ring where it
-/// belongs, or is told as lost there and by its event; who has no ring has nothing to lose.
+/// Random sequences of opening, redirecting, mapping and closing events. Each overflow yields a
+/// sample in the right ring, or is reported as lost there and by its event; an event without a ring
+/// loses nothing.
 #[test]
 fn p36_no_record_is_lost_untold_however_events_are_redirected() {
     let sampling = Attr {
@@ -666,8 +671,8 @@ fn p36_no_record_is_lost_untold_however_events_are_redirected() {
         let m = Machine::with(64, |c| c.sample_rate_hz = u64::from(u32::MAX));
         let v = m.vcpu(0);
         let mut events: Vec<Traced> = Vec::new();
-        // Of each ring: itself, its reader, and the records it owes: written and not read, or lost and not
-        // told.
+        // The ring, its reader, and the number of records due: written but unread, or lost but
+        // unreported.
         let mut rings: Vec<(std::sync::Arc<Ring>, RingReader, u64)> = Vec::new();
         let written_to = |events: &[Traced], at: usize| {
             let event: &Traced = &events[at];

@@ -1,5 +1,5 @@
-//! What a sample stands for: its period is what the event counted since the sample before it, whatever was
-//! changed meanwhile, so that the periods add up to the count.
+//! Periods of samples: each is the number of counts since the previous sample for any changes in
+//! between, so that the periods add up to the count.
 
 use perf_core::record::{Format, Record};
 use perf_core::ring::{Ring, RingReader};
@@ -39,7 +39,7 @@ fn raise(v: &VcpuContext, n: u64) {
     v.software_event(SoftwareEventId::Exits, n, Some(&mut NoRegs), &mut |_| {});
 }
 
-/// The vCPU and the period of each sample not read before.
+/// Returns the vCPU and the period of each unread sample.
 fn samples(ring: &Ring) -> Vec<(u32, u64)> {
     let format = Format {
         sample_type: SampleType::CPU | SampleType::PERIOD,
@@ -124,7 +124,7 @@ fn changed_while_off_the_period_begins_when_it_is_on_again() {
 
 #[test]
 fn a_change_does_not_lift_a_throttle_and_the_next_sample_stands_for_what_it_hid() {
-    // 10 overflows in a tick are fine, the eleventh throttles.
+    // 10 overflows per tick are allowed, the eleventh throttles.
     let m = Machine::with(4, |c| {
         c.sample_rate_hz = 100;
         c.tick_hz = 10;
@@ -210,7 +210,7 @@ fn by_frequency_each_sample_has_the_period_of_its_own_interval() {
         run(&m, &v, 2000);
         for period in periods(&ring) {
             at += period;
-            // Overflows are served every 2000 counts, so the last one was due less than that ago.
+            // Overflows are handled every 2000 counts, so the last one was due less than that ago.
             let now = 2000 * step;
             assert!(
                 now - at < 2000,
@@ -251,7 +251,8 @@ fn what_has_no_registers_is_counted_by_the_next_sample_but_brings_it_no_nearer()
 
 #[test]
 fn a_bursts_samples_are_written_together_in_their_places_before_a_throttle_and_an_end() {
-    // 400 overflows a second, 10 ticks a second: 40 in a tick are fine, the one after throttles.
+    // 400 overflows per second, 10 ticks per second: 40 per tick are allowed, the next one
+    // throttles.
     let m = Machine::with(1, |c| {
         c.sample_rate_hz = 400;
         c.tick_hz = 10;
@@ -260,7 +261,7 @@ fn a_bursts_samples_are_written_together_in_their_places_before_a_throttle_and_a
     let e = m.open_vcpu(raised(10), None);
     let ring = e.map(8, true).unwrap();
     raise(&v, 7);
-    // More than are kept to be written together, and the first stands for what was before.
+    // More than are batched for writing; the first includes earlier counts.
     raise(&v, 10 * 39 + 5);
     assert_eq!(samples(&ring), [(0, 10); 40]);
     raise(&v, 60);
@@ -313,8 +314,8 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    /// Whatever happens to an event, the periods of its samples add up to its count: by period or by
-    /// frequency, a counter or raised, throttled or not.
+    /// For any operations on an event, the periods of its samples add up to its count: with a
+    /// period or a frequency, driver or raised events, throttled or not.
     #[test]
     fn the_periods_of_samples_add_up_to_the_count(
         period in 10u64..200,
@@ -349,8 +350,8 @@ proptest! {
             stood_for += periods(&ring).iter().sum::<u64>();
             prop_assert!(stood_for <= e.read().unwrap().value);
         }
-        // What passed is served, a throttle lifted, and a period that is followed by ticks without overflows
-        // short again.
+        // Handle pending overflows, lift a throttle, and shorten a period that ticks without
+        // overflows have lengthened.
         serve();
         for _ in 0..if freq { 400 } else { 1 } {
             m.core.tick();
@@ -359,7 +360,7 @@ proptest! {
             e.set_period(14).unwrap();
         }
         stood_for += periods(&ring).iter().sum::<u64>();
-        // The next overflow then finds all that was counted until it.
+        // The next overflow then accounts for all counts up to it.
         let mut last = Vec::new();
         for _ in 0..14 {
             if last.is_empty() {

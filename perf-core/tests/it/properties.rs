@@ -1,4 +1,4 @@
-//! Invariants of scheduling, families and overflows, for shapes and histories drawn at random.
+//! Invariants of scheduling, families and overflows, for random configurations and histories.
 
 use std::sync::Arc;
 
@@ -66,7 +66,7 @@ impl SampleRegs for Nest<'_> {
     }
 }
 
-/// Every record of `ring`: what it is, and the thread it is about.
+/// Returns the type and thread of every record of `ring`.
 fn records(ring: &Ring) -> Vec<(&'static str, u32)> {
     let format = Format {
         sample_type: SampleType::TID,
@@ -90,7 +90,7 @@ fn records(ring: &Ring) -> Vec<(&'static str, u32)> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// P8: of equal groups each is on for its share, to the turn.
+    /// P8: each of several equal groups is on for its exact share of turns.
     #[test]
     fn p8_each_of_equal_groups_has_its_share(slots in 1usize..6, n in 1usize..12, rounds in 20u64..60, turn in 1u64..10_000) {
         let m = Machine::new(slots);
@@ -110,7 +110,7 @@ proptest! {
         }
     }
 
-    /// P10: after as many turns as there are groups the same ones are on.
+    /// P10: after as many turns as there are groups, the same groups are on.
     #[test]
     fn p10_a_round_brings_back_what_was_on(slots in 1usize..6, more in 1usize..8, start in 0usize..20) {
         let n = slots + more;
@@ -126,7 +126,7 @@ proptest! {
         prop_assert_eq!(on(), before);
     }
 
-    /// P12: a leader takes along the siblings that are on and brings back just those that are not off.
+    /// P12: a leader stops its running siblings and restarts exactly those that are not off.
     #[test]
     fn p12_a_leader_brings_back_what_is_not_off(members in prop::collection::vec((any::<bool>(), any::<bool>()), 0..6), pinned: bool, inside: bool) {
         let m = Machine::new(8);
@@ -151,7 +151,8 @@ proptest! {
         prop_assert_eq!((leader.state(), states()), (there, expected(there)));
     }
 
-    /// P13: without their leader siblings lead groups of one, with the counts and times they had, and go on.
+    /// P13: after their leader is closed, siblings lead groups of one, keep their counts and times,
+    /// and continue.
     #[test]
     fn p13_siblings_without_their_leader_stand_alone(members in prop::collection::vec((any::<bool>(), any::<bool>()), 0..6), leader_off: bool, work in 1u64..100) {
         let m = Machine::new(8);
@@ -182,13 +183,13 @@ proptest! {
         }
     }
 
-    /// P15: a family's times are those of its live and its exited children, each of which is enabled while
-    /// its vCPU is in.
+    /// P15: the times of a family are those of its live and exited children, each of which is
+    /// enabled while its vCPU is scheduled in.
     #[test]
     fn p15_times_are_those_of_all_children(ops in prop::collection::vec((0u8..7, 0u32..3, 1u64..100), 1..60)) {
         let m = Machine::new(1);
         let e = m.open(wide(), OpenTarget::Vm, None);
-        // It takes turns with the first on every vCPU: together they are on all the time.
+        // Alternates with the first on every vCPU; together they are always on.
         let rival = m.open(wide(), OpenTarget::Vm, None);
         let mut vcpus: [Option<(Arc<VcpuContext>, bool)>; 3] = Default::default();
         let mut enabled = 0;
@@ -211,8 +212,8 @@ proptest! {
         }
     }
 
-    /// P16 and P17: a family has one child on each vCPU there is, never a child of a child; a hot-add that
-    /// fails leaves none.
+    /// P16 and P17: a family has one child on each existing vCPU and no grandchildren; a failed
+    /// hot-add leaves none.
     #[test]
     fn p16_p17_a_family_has_one_child_for_each_vcpu(ops in prop::collection::vec((0u8..5, 0u32..4), 1..60)) {
         let m = Machine::new(4);
@@ -244,8 +245,8 @@ proptest! {
         prop_assert_eq!(m.core.vm_stats().events, 0);
     }
 
-    /// P19: contexts are exchanged if and only if neither is pinned and both are clones, and then nothing is
-    /// started.
+    /// P19: contexts are exchanged if and only if neither is pinned and both are clones, and then
+    /// no event is started.
     #[test]
     fn p19_only_unpinned_clones_are_exchanged(ops in prop::collection::vec((0u8..12, 0usize..2), 1..40)) {
         let m = Machine::new(4);
@@ -278,8 +279,8 @@ proptest! {
         }
     }
 
-    /// P24: an event inside its own level is dropped, one of any other level is not, and afterwards all
-    /// levels are free.
+    /// P24: an event raised inside its own level is dropped, an event of another level is not, and
+    /// all levels are free afterwards.
     #[test]
     fn p24_only_what_is_inside_its_own_level_is_dropped(nest in prop::collection::vec(0usize..4, 1..7)) {
         const LEVELS: [RaiseLevel; 4] = [RaiseLevel::Thread, RaiseLevel::Deferred, RaiseLevel::Signal, RaiseLevel::Nmi];
@@ -294,7 +295,7 @@ proptest! {
         let levels: Vec<_> = nest.iter().map(|n| LEVELS[*n]).collect();
         let mut delivered = Vec::new();
         Nest { vcpus: &vcpus, levels: &levels, delivered: &mut delivered }.raise();
-        // Down to the first one that is inside itself.
+        // Up to the first level that repeats.
         let depth = (0..levels.len()).take_while(|n| !levels[..*n].contains(&levels[*n])).count();
         let expected: Vec<_> = (0..levels.len().min(depth + 1)).map(|n| n < depth).collect();
         prop_assert_eq!(&delivered, &expected);
@@ -305,7 +306,7 @@ proptest! {
         }
     }
 
-    /// P38: whoever has nothing on, and nothing left to serve, claims no signal.
+    /// P38: a context without running events or pending overflows claims no signal.
     #[test]
     fn p38_with_nothing_on_no_signal_is_claimed(period in 1u64..20, ops in prop::collection::vec((0u8..6, 1u64..50), 1..60)) {
         let m = Machine::new(2);
@@ -330,8 +331,8 @@ proptest! {
         }
     }
 
-    /// P39: after a vCPU's EXIT record there is no sample of it in any ring, whatever was left to serve and
-    /// whoever still holds its context. READ records may follow.
+    /// P39: after a vCPU's EXIT record no ring contains a sample of it, regardless of pending
+    /// overflows and references to its context. READ records may follow.
     #[test]
     fn p39_no_sample_follows_an_exit(work in 0u64..30, served: bool, raised in 0u64..30, inherit_stat: bool) {
         let m = Machine::new(4);
@@ -371,7 +372,7 @@ proptest! {
     }
 }
 
-/// The leader's mark decides: siblings that are marked stay behind with a leader that is not.
+/// The leader's flag decides: siblings with `inherit` are not inherited if their leader is not.
 #[test]
 fn a_group_whose_leader_is_not_marked_is_not_inherited() {
     let m = Machine::new(4);

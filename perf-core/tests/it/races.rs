@@ -1,5 +1,5 @@
-//! What happens on another thread while an event is opened or a vCPU goes: nothing is counted that has no
-//! record, and no record comes after the last.
+//! Races with other threads while an event is opened or a vCPU is removed: every count has its
+//! record, and no record follows the last.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -20,7 +20,7 @@ fn raised(vm: bool) -> Attr {
     }
 }
 
-/// The records of a ring, as decoded by `each`.
+/// Passes the records of a ring to `each` after decoding.
 fn for_each(reader: &mut RingReader, attr: &Attr, mut each: impl FnMut(&Record<'_>)) {
     let format = Format::from(attr);
     while let Some(raw) = reader.next_record().unwrap() {
@@ -28,7 +28,8 @@ fn for_each(reader: &mut RingReader, attr: &Attr, mut each: impl FnMut(&Record<'
     }
 }
 
-/// An event that is opened to write to another's ring has it from its first count on.
+/// An event that is opened with another event's ring as output has that ring from its first count
+/// on.
 #[test]
 fn an_event_opened_with_the_output_flag_has_a_sample_for_each_count() {
     let m = Machine::with(1, |c| c.sample_rate_hz = 1 << 40);
@@ -52,7 +53,7 @@ fn an_event_opened_with_the_output_flag_has_a_sample_for_each_count() {
                 v.software_event(SoftwareEventId::Exits, 1, Some(&mut NoRegs), &mut |_| {});
             }
         });
-        // Until enough of them were opened while the other thread raised the event.
+        // Until enough events were opened while the other thread raised the event.
         let mut met = 0;
         while met < 300 {
             let e = m
@@ -74,7 +75,7 @@ fn an_event_opened_with_the_output_flag_has_a_sample_for_each_count() {
                 _ => {}
             });
             if lost > 0 || count > 1000 {
-                // The thread was away for long: the ring may have been full.
+                // The thread was descheduled for long, so the ring may have been full.
                 continue;
             }
             if samples != count {
@@ -89,7 +90,7 @@ fn an_event_opened_with_the_output_flag_has_a_sample_for_each_count() {
 
 type Hook = Box<dyn FnOnce() + Send>;
 
-/// A clock that does something else first when it is read the next time.
+/// A clock that runs a hook the next time it is read.
 #[derive(Default)]
 struct Interrupted(Mutex<Option<Hook>>);
 
@@ -103,8 +104,7 @@ impl Clock for Interrupted {
     }
 }
 
-/// A vCPU that goes while an event of it is raised: the EXIT record is the last that a VM-wide ring says of
-/// it.
+/// A vCPU is removed while an event is raised on it: EXIT is its last record in a VM-wide ring.
 #[test]
 fn no_sample_of_a_vcpu_follows_its_exit() {
     let clock = Arc::new(Interrupted::default());
@@ -117,7 +117,7 @@ fn no_sample_of_a_vcpu_follows_its_exit() {
     let e = m.open(attr.clone(), OpenTarget::Vm, None);
     let ring = e.map(8, true).unwrap();
     v.software_event(SoftwareEventId::Exits, 1, Some(&mut NoRegs), &mut |_| {});
-    // Between the look whether the vCPU is there and the lock of the VM's context.
+    // Between the check for the vCPU and the lock of the VM context.
     let other = Arc::clone(&m);
     *clock.0.lock().unwrap() = Some(Box::new(move || other.core.remove_vcpu(VcpuId(0)).unwrap()));
     v.software_event(SoftwareEventId::Exits, 1, Some(&mut NoRegs), &mut |_| {});

@@ -1,4 +1,4 @@
-//! Read formats, ids, and what is refused.
+//! Read formats, ids and invalid requests.
 
 use perf_core::*;
 use proptest::prelude::*;
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use crate::common::machine::*;
 
 proptest! {
-    /// P20 and P21: exactly the bytes of the formula, or nothing.
+    /// P20 and P21: a read returns exactly the size of its format, or nothing.
     #[test]
     fn p20_p21_a_reading_has_the_size_of_its_format(bits in 0u64..16, siblings in 0usize..4, short in 0usize..9) {
         let m = Machine::new(8);

@@ -1,5 +1,5 @@
-//! Formats of records and readings, seen by others: `linux-perf-data` finds event, vCPU and time of every
-//! record in a ring that events of several formats share.
+//! Formats of records and readings for other readers: `linux-perf-data` finds the event, vCPU and
+//! time of every record in a ring that events of several formats share.
 
 use std::io::Cursor;
 use std::sync::Arc;
@@ -13,11 +13,11 @@ use perf_core::*;
 
 use crate::common::machine::*;
 
-/// A perf.data file: its events, each with its id, and the records as they were in the ring.
+/// Returns a perf.data file with the given events and their ids, and the records as in the ring.
 fn perf_file(events: &[(&Attr, u64)], records: &[u8]) -> Vec<u8> {
     const HEADER: u64 = 104;
     let attr_size = u64::from(ATTR_SIZE_VER1);
-    // Behind each attribute where its ids are.
+    // The position of the ids follows each attribute.
     let ids_at = HEADER + (attr_size + 16) * events.len() as u64;
     let records_at = ids_at + 8 * events.len() as u64;
     let mut file = b"PERFILE2".to_vec();
@@ -72,7 +72,7 @@ fn a_reader_of_perf_files_finds_event_vcpu_and_time_of_every_record() {
         read_format: ReadFormat::ID | ReadFormat::LOST,
         ..Attr::sampling(EventType::SIM, 1, 5)
     };
-    // Its id is at other places, but for the identifier.
+    // Only the identifier is at the same position.
     let b = Attr {
         sample_id_all: true,
         sample_type: SampleType::all() - SampleType::READ,
@@ -126,7 +126,7 @@ fn a_reader_of_perf_files_finds_event_vcpu_and_time_of_every_record() {
         let (tid, cpu) = (said.tid.unwrap(), said.cpu.unwrap());
         seen.push((record.record_type, attr_index, tid, cpu, said.timestamp.unwrap()));
     }
-    // Two interrupts a tick are the limit. Memory is mapped by no vCPU.
+    // The limit is two interrupts per tick. No vCPU is responsible for memory mappings.
     let (r0, r1) = ((1000, 0), (1001, 1));
     let row = |ty, event, (tid, cpu), time| (ty, event, tid, cpu, time);
     assert_eq!(
@@ -150,7 +150,7 @@ fn a_reader_of_perf_files_finds_event_vcpu_and_time_of_every_record() {
     );
 }
 
-/// Words of what `event` reads.
+/// Returns the words of a read of `event`.
 fn words(event: &Handle) -> Vec<u64> {
     let mut bytes = vec![0; event.read_size().unwrap()];
     assert_eq!(event.read_bytes(&mut bytes).unwrap(), bytes.len());
@@ -162,7 +162,8 @@ fn words(event: &Handle) -> Vec<u64> {
         .collect()
 }
 
-/// Each event of a group has what it lost of its own, in readings and in samples, although they share a ring.
+/// Each event of a group has its own lost count, in readings and in samples, although they share a
+/// ring.
 #[test]
 fn what_each_event_lost_is_in_its_reading() {
     let m = Machine::new(4);
@@ -185,7 +186,7 @@ fn what_each_event_lost_is_in_its_reading() {
     let ring = leader.map(1, true).unwrap();
     sibling.set_output(Some(&leader)).unwrap();
     let mut reader = RingReader::of(Arc::clone(&ring));
-    // 48 bytes at 10, and 16 more at 20: more than the page holds.
+    // 48 bytes at 10 counts, and 16 more at 20: more than the page holds.
     for _ in 0..100 {
         overflow(&m, &v, 10);
     }
@@ -233,12 +234,12 @@ fn what_children_lose_their_family_has_lost() {
     assert_eq!(words(&event), [30, 3], "also of those that have gone");
 }
 
-/// The largest record has room in an empty ring with the largest LOST record before it.
+/// The largest record fits an empty ring after the largest LOST record.
 #[test]
 fn the_largest_record_fits_behind_a_lost_record_with_a_trailer() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
-    /// Raw data of a length.
+    /// Raw data of a given length.
     struct Raw(Vec<u8>);
     impl SampleRegs for Raw {
         fn mode(&mut self) -> CpuMode {
@@ -259,8 +260,8 @@ fn the_largest_record_fits_behind_a_lost_record_with_a_trailer() {
     let event = m.open_vcpu(attr, None);
     let ring = event.map(1, true).unwrap();
     let mut reader = RingReader::of(Arc::clone(&ring));
-    // Header, nine fields, the length of the raw data, that there is no program and no stack of it; and LOST
-    // with header, two fields, six of trailer.
+    // Header, nine fields, the length of the raw data, and no user registers or stack; LOST with
+    // header, two fields, and six trailer words.
     let (fixed, lost) = (8 + 9 * 8 + 4 + 16, 24 + 48);
     let largest = 4096 - 8 - lost - fixed;
     let mut sample = |len: usize| {

@@ -1,6 +1,5 @@
-//! What a reader says of a ring that somebody wrote to who should not: each kind of nonsense has its name and
-//! its place, everything up to the head is skipped, and reading goes on. And which descriptors are rings at
-//! all.
+//! Readers of corrupted rings: each type of corruption is reported with its position, everything up
+//! to the head is skipped, and reading continues. Also checks which file descriptors are rings.
 
 #![expect(unsafe_code, reason = "system calls")]
 
@@ -18,12 +17,12 @@ const DATA_OFFSET: u64 = 1040;
 const DATA_SIZE: u64 = 1048;
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// Puts the header of a record that says it has `size` bytes at a position.
+/// Writes a record header with size `size` at `position`.
 fn header(ring: &File, position: u64, size: u64) {
     poke(ring, PAGE + position % PAGE, u64::from(TAGGED) | size << 48);
 }
 
-/// Where it is corrupt, and what is wrong there.
+/// Returns the position and the description of a corruption.
 fn corrupt(error: ReadError) -> (u64, &'static str) {
     match error {
         ReadError::Corrupt { position, what } => (position, what),
@@ -36,7 +35,8 @@ const ODD: &str = "the size of the record is not a multiple of 8";
 const BEYOND: &str = "the record ends beyond the head";
 const HEAD: &str = "the head is behind the tail or beyond the ring";
 
-/// A record of 16 bytes, and behind it one that says it has `size`; the head says that it has `there`.
+/// Writes a record of 16 bytes and a second one that claims `size` bytes, with a head that makes
+/// `there` bytes available for it.
 fn one_good_one_bad(size: u64, there: u64) -> (Ring, File) {
     let ring = Ring::new(1, RingMode::Writable).expect("a ring");
     let memory = foreign(&ring);
@@ -64,7 +64,7 @@ fn each_bad_record_is_named_and_skipped() {
         assert_eq!((record.ty(), record.bytes().len()), (TAGGED, 16));
         let error = reader.next_record().expect_err("nonsense");
         assert_eq!(corrupt(error), (16, what), "{size} bytes of {there}");
-        // The writer has its space back, and what it writes then is read.
+        // The writer has its space back, and its next records are read.
         assert_eq!(peek(&memory, DATA_TAIL), 16 + there);
         assert!(reader.next_record().expect("nothing").is_none());
         header(&memory, 16 + there, 24);
@@ -90,7 +90,7 @@ fn a_batch_ends_before_a_bad_record_and_the_next_names_it() {
     }
 }
 
-/// The smallest record there is, and one that ends at the head to the byte, are sound.
+/// The smallest record and a record that ends exactly at the head are valid.
 #[test]
 fn records_at_the_bounds_are_sound() {
     for (size, there) in [(8, 8), (24, 24), (PAGE - 16, PAGE - 16)] {
@@ -125,7 +125,7 @@ fn a_head_beyond_the_ring_or_behind_the_tail_is_named() {
         (64, 56, false),
         (64, 1 << 63, false),
         (u64::MAX - 7, 8, true),
-        // Only whole units are looked at.
+        // The head is rounded down to whole units.
         (0, PAGE + 7, true),
     ] {
         let ring = Ring::new(1, RingMode::Writable).expect("a ring");
@@ -155,8 +155,8 @@ fn a_ring_without_data_has_no_head() {
     assert_eq!(corrupt(reader.next_record().expect_err("nowhere")), (0, HEAD));
 }
 
-/// Who maps an overwrite ring reads from its beginning for just as long as one who was there before can read
-/// on from it.
+/// A reader that maps an overwrite ring late can read from its start for as long as an early reader
+/// can continue from there.
 #[test]
 fn a_late_observer_trusts_as_much_as_an_early_one() {
     let mut early_least = None;
@@ -187,12 +187,12 @@ fn a_late_observer_trusts_as_much_as_an_early_one() {
             Err(error) => panic!("{error}"),
         }
     }
-    // A quarter of the ring may be in the hands of writers.
+    // A quarter of the ring may be in use by writers.
     let least = early_least.expect("a full ring has overwritten something");
     assert_eq!(least, PAGE * 3 / 4 / 24 + 1);
 }
 
-/// Records of an overwrite ring can be trusted one at a time only.
+/// Records of an overwrite ring can only be trusted one at a time.
 #[test]
 fn an_overwrite_ring_gives_no_batch() {
     let ring = Arc::new(Ring::new(1, RingMode::Overwrite).expect("a ring"));
@@ -202,21 +202,22 @@ fn an_overwrite_ring_gives_no_batch() {
     assert!(reader.next_record().expect("sound").is_some());
 }
 
-/// A head that goes back has overtaken nobody, in an overwrite ring either.
+/// A head that moves backwards is not an overrun, even in an overwrite ring.
 #[test]
 fn a_head_behind_the_tail_of_an_overwrite_ring_is_named() {
     let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_FUTURE_WRITE;
     for (back, sound) in [(0, true), (8, false), (PAGE, false)] {
-        // Nothing but zeros; whoever has it mapped already may write there.
+        // All zeros; an existing mapping may still write.
         let file = memfd(2 * PAGE, libc::F_SEAL_GROW, PAGE, PAGE);
         poke(&file, DATA_HEAD, 2 * PAGE);
         let page = shared(&file);
-        // SAFETY: plain system call on an open descriptor.
+        // SAFETY: plain system call on an open file descriptor.
         let sealed = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) };
         assert_eq!(sealed, 0);
         let mut reader = RingReader::map(file.as_fd()).expect("a ring");
         assert_eq!(reader.mode(), RingMode::Overwrite);
-        // SAFETY: the mapping is there until the end of this turn, and the head is an aligned word of it.
+        // SAFETY: the mapping exists until the end of this iteration, and the head is an aligned
+        // word in it.
         unsafe { page.byte_add(DATA_HEAD as usize).write_volatile(2 * PAGE - back) };
         match reader.next_record() {
             Ok(record) => assert!(sound && record.is_none(), "{back}"),
@@ -226,12 +227,12 @@ fn a_head_behind_the_tail_of_an_overwrite_ring_is_named() {
                 assert!(reader.next_record().expect("skipped").is_none());
             }
         }
-        // SAFETY: mapped by `shared` with this length, and not used again.
+        // SAFETY: mapped by `shared` with this length and not used again.
         unsafe { libc::munmap(page.cast(), PAGE_SIZE) };
     }
 }
 
-/// The first page of `file`, to be written by whoever seals it afterwards.
+/// Maps the first page of `file`, which stays writable after the file is sealed.
 fn shared(file: &File) -> *mut u64 {
     // SAFETY: a new mapping of the file's first page; the result is checked.
     let page = unsafe {
@@ -248,7 +249,7 @@ fn shared(file: &File) -> *mut u64 {
     page.cast()
 }
 
-/// Space goes back by the quarter of the ring, and when there is nothing more.
+/// Space is released per quarter of the ring, and when the ring is empty.
 #[test]
 fn space_goes_back_by_the_quarter() {
     let ring = Arc::new(Ring::new(1, RingMode::Writable).expect("a ring"));
@@ -265,25 +266,26 @@ fn space_goes_back_by_the_quarter() {
             tails.push((n, tail));
         }
     }
-    // A quarter is 32 records: the 33rd gives the first 32 back, itself it still holds.
+    // A quarter is 32 records: reading the 33rd releases the first 32 but not itself.
     assert_eq!(tails, [(1, 0), (33, 1024), (65, 2048), (97, 3072)]);
     assert!(reader.next_record().expect("nothing").is_none());
     assert_eq!(peek(&memory, DATA_TAIL), 3200);
 }
 
-/// A memfd of `len` bytes with `seals`, whose control page describes `data_size` bytes behind `data_offset`.
+/// Creates a memfd of `len` bytes with `seals`, whose control page describes `data_size` bytes at
+/// `data_offset`.
 fn memfd(len: u64, seals: libc::c_int, data_offset: u64, data_size: u64) -> File {
     // SAFETY: the name is a valid C string; the result is checked.
     let fd = unsafe { libc::memfd_create(c"test".as_ptr(), libc::MFD_ALLOW_SEALING | libc::MFD_CLOEXEC) };
     assert!(fd >= 0);
-    // SAFETY: the descriptor is new and nobody else's.
+    // SAFETY: the file descriptor is new and has no other owner.
     let file = unsafe { File::from_raw_fd(fd) };
     file.set_len(len).expect("sparse");
     if len >= PAGE {
         poke(&file, DATA_OFFSET, data_offset);
         poke(&file, DATA_SIZE, data_size);
     }
-    // SAFETY: plain system call on an open descriptor.
+    // SAFETY: plain system call on an open file descriptor.
     let sealed = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) };
     assert_eq!(sealed, 0);
     file
@@ -298,7 +300,7 @@ fn what_is_no_ring_is_refused_with_the_reason() {
         (4 * PAGE, sealed, PAGE, 3 * PAGE, "1 + 2^n pages"),
         (PAGE - 1, sealed, PAGE, 0, "1 + 2^n pages"),
         (0, sealed, PAGE, 0, "1 + 2^n pages"),
-        // More than any ring has, in a file that takes no memory.
+        // More than the maximum, in a sparse file.
         (
             PAGE + (1 << 17) * PAGE,
             sealed,
@@ -315,8 +317,8 @@ fn what_is_no_ring_is_refused_with_the_reason() {
     }
 }
 
-/// What a reader made for the kernel's rings finds: which fields are there, and that bit 0 of the
-/// capabilities, which older kernels used for two things, says neither.
+/// The control page for readers of kernel rings: the supported fields, and bit 0 of the
+/// capabilities, which older kernels used for two purposes, cleared.
 #[test]
 fn the_control_page_says_what_it_has() {
     let ring = Ring::new(1, RingMode::Writable).expect("a ring");
@@ -329,7 +331,7 @@ fn the_control_page_says_what_it_has() {
     );
 }
 
-/// The largest ring of the kernel's is asked for; what is no power of two, or more, is not.
+/// The largest kernel ring is mapped; larger sizes and sizes that are no power of two are rejected.
 #[test]
 fn a_kernels_ring_has_at_most_so_many_pages() {
     let no_event = File::open("/dev/null").expect("there is one");
@@ -349,7 +351,8 @@ fn a_kernels_ring_has_at_most_so_many_pages() {
     }
 }
 
-/// Whoever may not write the data may not write the tail either: such a ring overwrites.
+/// A process that may not write the data may not write the tail either, so such a ring is in
+/// overwrite mode.
 #[test]
 fn seals_say_which_kind_of_ring_it_is() {
     let size = libc::F_SEAL_SHRINK;

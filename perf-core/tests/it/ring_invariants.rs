@@ -1,4 +1,4 @@
-//! Invariants of the ring under arbitrary sequences of operations, checked against a plain model.
+//! Invariants of the ring under random sequences of operations, checked against a simple model.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,13 +12,14 @@ use crate::common::ring::{DATA_HEAD, DATA_TAIL, Numbered, Seen, TAGGED, check, f
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// Begin a record of so many words.
+    /// Begins a record of this number of words.
     Begin(usize),
-    /// End the n-th of those begun, counted modulo their number: nested writers end the last, threads any.
+    /// Ends the n-th open record, modulo their number: nested writers end the last one, threads
+    /// any.
     End(usize),
-    /// Read so many records.
+    /// Reads this number of records.
     Read(usize),
-    /// Read all there are as one batch.
+    /// Reads all available records as one batch.
     Batch,
 }
 
@@ -32,13 +33,13 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A ring of one page beside what it should hold.
+/// A ring of one page, and its expected content.
 struct Model {
     ring: Arc<Ring>,
     reader: RingReader,
     page: std::fs::File,
     head: u64,
-    /// Numbers of the records that were accepted, in order.
+    /// Numbers of the accepted records, in order.
     accepted: VecDeque<u64>,
     attempts: u64,
     seen: u64,
@@ -145,7 +146,7 @@ proptest! {
             }
             model.check_positions();
         }
-        // Those still open are ended without a byte put: zeros, but whole.
+        // Open records end without data: zeros, but whole.
         let unfinished = open.len() as u64;
         for (mut record, number, words) in open {
             record.put_u64(u64::from(TAGGED));
@@ -217,7 +218,7 @@ proptest! {
         let mut wakeups = 0;
         for number in 0..samples {
             write(&ring, 24, 0, number).expect("room");
-            // Records that are no samples do not count.
+            // Only samples count.
             Lost { lost: 1, ..Lost::default() }.write(Format::default(), &ring).expect("room");
             wakeups += u64::from(ring.take_poll().readable);
         }
@@ -272,7 +273,7 @@ proptest! {
         for tail in tails {
             poke(&page, DATA_TAIL, tail);
             for _ in 0..5 {
-                // A nested record, so that there is something in flight which a bad tail must not free.
+                // A record in flight, which an invalid tail must not free.
                 let outer = ring.begin(64, true);
                 written += u64::from(write(&ring, 8 * words, 1, attempts).is_ok());
                 written += u64::from(outer.is_ok());
@@ -280,8 +281,8 @@ proptest! {
                 drop(outer);
             }
         }
-        // LOST records cannot be counted here, nobody reads them properly; but what they report is no longer
-        // pending.
+        // LOST records cannot be counted without a regular reader, but the losses that they report
+        // are no longer pending.
         prop_assert!(written + ring.pending_lost() <= attempts);
         poke(&page, DATA_TAIL, peek(&page, DATA_HEAD));
         prop_assert!(write(&ring, 24, 1, 0).is_ok(), "a sound tail puts everything right");
@@ -331,7 +332,7 @@ proptest! {
         }
         prop_assert!(records <= 4096 / 8);
         prop_assert!(errors <= 2, "an error skips to the head");
-        // And it reads on once the writer writes again.
+        // Reading continues when the writer writes again.
         drop(reader);
     }
 }
@@ -347,7 +348,7 @@ fn p29_a_full_ring_refuses_and_reports_the_loss_first() {
         assert!(matches!(write(&ring, 40, 0, 0), Err(RingError::Full)));
     }
     assert_eq!(ring.pending_lost(), 10);
-    // Room for the record, but not for the report as well: it is refused too.
+    // Space for the record but not for the LOST record too, so it is refused as well.
     assert_eq!(
         check(reader.next_record().expect("sound").expect("one")),
         Seen::Tagged(0, 0)
@@ -488,7 +489,7 @@ fn an_overwrite_ring_keeps_the_newest_and_says_what_went_by() {
         Err(perf_core::ring::ReadError::Overrun { bytes: 40_000 })
     ));
     assert!(slow.next_record().expect("resynchronised").is_none());
-    // Three quarters of the ring can be read in arrears.
+    // A reader may lag by up to three quarters of the ring.
     for n in 0..3072 / 40 {
         write(&ring, 40, 1, n).expect("always room");
     }
@@ -498,7 +499,7 @@ fn an_overwrite_ring_keeps_the_newest_and_says_what_went_by() {
             Seen::Tagged(1, n)
         );
     }
-    // What is being written does not reach what a reader may trust.
+    // Records in flight do not reach the range that a reader may trust.
     assert!(matches!(
         ring.begin(1008, false),
         Err(RingError::TooLarge { limit: 1000, .. })

@@ -1,5 +1,5 @@
-//! The reader over rings that the kernel writes, and its records written anew: the layout and the protocol
-//! really are the kernel's.
+//! The reader on rings that the kernel writes, and the kernel's records encoded again, to check
+//! that layout and protocol are the kernel's.
 
 #![expect(unsafe_code, reason = "calls of the system")]
 
@@ -15,7 +15,7 @@ use perf_event::{Builder, SampleFlag};
 
 use crate::common::skip;
 
-/// All that the bytes of an attribute can ask for here.
+/// All sample types that can be requested here.
 const ALL: SampleType = SampleType::all()
     .difference(SampleType::REGS_USER)
     .difference(SampleType::STACK_USER);
@@ -25,7 +25,8 @@ const PAGE: usize = 4096;
 /// Takes `pages` page faults.
 fn fault(pages: usize) {
     let len = pages * PAGE;
-    // SAFETY: memory of its own, used within its bounds, one page at a time, and unmapped at the end.
+    // SAFETY: a private mapping, used within its bounds one page at a time, and unmapped at the
+    // end.
     unsafe {
         let (prot, flags) = (
             libc::PROT_READ | libc::PROT_WRITE,
@@ -68,7 +69,7 @@ fn samples_that_the_kernel_wrote_are_read_in_place_and_over_the_wrap() {
     let fd = borrow(&counter);
     let mut reader = RingReader::map_perf(fd, 1).expect("a ring of one page");
     let (mut samples, mut last_time, mut bytes) = (0, 0, 0);
-    // A record is 56 bytes, and 4096 is no multiple of that: records wrap.
+    // A record has 56 bytes, which does not divide 4096: records wrap.
     for round in 0..50 {
         counter.enable().expect("can be enabled");
         fault(40);
@@ -110,7 +111,7 @@ fn samples_that_the_kernel_wrote_are_read_in_place_and_over_the_wrap() {
 }
 
 fn borrow(counter: &perf_event::Counter) -> BorrowedFd<'_> {
-    // SAFETY: the descriptor is open as long as the counter it is borrowed from.
+    // SAFETY: the file descriptor is open as long as the borrowed counter.
     unsafe { BorrowedFd::borrow_raw(counter.as_raw_fd()) }
 }
 
@@ -125,15 +126,15 @@ fn rings_that_cannot_be_mapped_are_refused() {
     }
 }
 
-/// An event of the kernel with the attributes that ours would have. `None` where this user may not open it.
+/// Opens a kernel event with the given attributes. Returns `None` if this user may not open it.
 fn kernel_event(attr: &Attr, group: i32) -> Option<OwnedFd> {
     kernel_event_on(attr, -1, group)
 }
 
-/// [`kernel_event`] for this thread while it is on a CPU; -1: on any.
+/// Opens a [`kernel_event`] for this thread while on `cpu`, or on any CPU for -1.
 fn kernel_event_on(attr: &Attr, cpu: i32, group: i32) -> Option<OwnedFd> {
     let bytes = attr.to_bytes();
-    // SAFETY: the attribute is readable for the size it says.
+    // SAFETY: the attribute is readable for its stated size.
     let fd = unsafe { libc::syscall(libc::SYS_perf_event_open, bytes.as_ptr(), 0, cpu, group, 0) };
     if fd < 0 {
         let error = std::io::Error::last_os_error();
@@ -141,12 +142,12 @@ fn kernel_event_on(attr: &Attr, cpu: i32, group: i32) -> Option<OwnedFd> {
         skip::skipped(&format!("this user may not open perf events ({error})"), false);
         return None;
     }
-    // SAFETY: a descriptor of our own.
+    // SAFETY: the file descriptor was just opened here.
     Some(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
-/// Every record in the kernel's ring, by its type; each is decoded and written anew into a ring of ours,
-/// which must hold the same bytes then.
+/// Reads every record in the kernel's ring, decodes it, encodes it into a ring of this crate and
+/// compares the bytes. Returns the number of records by type.
 fn same_when_written_anew(reader: &mut RingReader, format: Format) -> BTreeMap<u32, u32> {
     let ring = Arc::new(Ring::new(4, RingMode::Writable).unwrap());
     let mut ours = RingReader::of(Arc::clone(&ring));
@@ -177,24 +178,24 @@ const EXIT: u32 = 4;
 const FORK: u32 = 7;
 const SAMPLE: u32 = 9;
 
-/// Read formats that this host's kernel knows: before Linux 6.0 not LOST.
+/// Returns the read formats that this host's kernel supports: without LOST before Linux 6.0.
 fn read_formats() -> u64 {
     let attr = Attr {
         sample_period: 0,
         ..faults(SampleType::empty(), ReadFormat::LOST)
     };
     let bytes = attr.to_bytes();
-    // SAFETY: the attribute is readable for the size it says.
+    // SAFETY: the attribute is readable for its stated size.
     let fd = unsafe { libc::syscall(libc::SYS_perf_event_open, bytes.as_ptr(), 0, -1, -1, 0) };
     if fd < 0 {
         return 16;
     }
-    // SAFETY: a descriptor of our own.
+    // SAFETY: the file descriptor was just opened here.
     drop(unsafe { OwnedFd::from_raw_fd(fd as i32) });
     32
 }
 
-/// Page faults of this thread in user mode, a sample for each.
+/// Returns attributes that sample every page fault of this thread in user mode.
 fn faults(sample_type: SampleType, read_format: ReadFormat) -> Attr {
     Attr {
         sample_type,
@@ -212,7 +213,7 @@ fn enable(fd: &OwnedFd, on: bool) {
     assert_eq!(result, 0);
 }
 
-/// Each field alone, all together, and any of them; single readings and those of a group, in every format.
+/// Each field alone, all together, and random subsets; single and group readings in every format.
 #[test]
 fn samples_are_what_the_kernel_would_write() {
     let mut rng = fastrand::Rng::with_seed(7);
@@ -249,7 +250,7 @@ fn samples_are_what_the_kernel_would_write() {
 
 #[test]
 fn side_band_records_are_what_the_kernel_would_write() {
-    // Few samples fill the ring, fewer than the kernel would throttle.
+    // A few samples fill the ring, fewer than the kernel would throttle.
     let all = ALL - SampleType::CALLCHAIN - SampleType::READ;
     for (sample_type, sample_id_all) in [
         (all, false),
@@ -273,10 +274,10 @@ fn side_band_records_are_what_the_kernel_would_write() {
         enable(&event, true);
         std::thread::spawn(|| ()).join().unwrap();
         for name in [c"a", c"seven b", c"eight by", c"fifteen letters"] {
-            // SAFETY: a name with its terminator, for this thread.
+            // SAFETY: a NUL-terminated name for this thread.
             assert_eq!(unsafe { libc::prctl(libc::PR_SET_NAME, name.as_ptr()) }, 0);
         }
-        // SAFETY: new memory that nobody uses, and that is unmapped at once.
+        // SAFETY: new memory that nothing else uses and that is unmapped immediately.
         unsafe {
             let (prot, flags) = (
                 libc::PROT_READ | libc::PROT_EXEC,
@@ -286,7 +287,8 @@ fn side_band_records_are_what_the_kernel_would_write() {
             assert_ne!(memory, libc::MAP_FAILED);
             libc::munmap(memory, PAGE);
         }
-        // More samples than the ring has room for: the next record there is room for says so.
+        // More samples than fit the ring, so the next record that fits is preceded by a LOST
+        // record.
         fault(200);
         let mut types = same_when_written_anew(&mut reader, format);
         fault(4);
@@ -303,13 +305,13 @@ fn side_band_records_are_what_the_kernel_would_write() {
     }
 }
 
-/// An event that threads inherit, with what it writes when one of them ends. Linux writes no READ record any
-/// more: when it gets there, the thread has no context left.
+/// An event that threads inherit, and its records when one of them ends. Linux no longer writes
+/// READ records: by then the thread has no context left.
 #[test]
 fn what_is_written_of_threads_that_end_is_what_the_kernel_would_write() {
-    // SAFETY: takes nothing.
+    // SAFETY: sched_getcpu takes no arguments.
     let cpu = unsafe { libc::sched_getcpu() };
-    // SAFETY: an empty set is valid, and the CPU is one of this machine.
+    // SAFETY: an empty set is valid, and the CPU belongs to this machine.
     let result = unsafe {
         let mut set = std::mem::zeroed();
         libc::CPU_SET(cpu as usize, &mut set);
@@ -335,12 +337,12 @@ fn what_is_written_of_threads_that_end_is_what_the_kernel_would_write() {
         enable(&event, true);
         let task = std::thread::spawn(|| {
             fault(3);
-            // SAFETY: takes nothing.
+            // SAFETY: gettid takes no arguments.
             unsafe { libc::gettid() }
         })
         .join()
         .unwrap();
-        // Its end is told a moment after who waits for it hears.
+        // The kernel writes the exit record shortly after the join returns.
         while std::path::Path::new(&format!("/proc/self/task/{task}")).exists() {
             std::thread::yield_now();
         }

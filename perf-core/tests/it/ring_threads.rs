@@ -1,4 +1,5 @@
-//! Several writers and a reader on one ring, in threads. Also run under the thread and address sanitizers.
+//! Several writer threads and a reader on one ring. Also run under the thread and address
+//! sanitizers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,8 +13,8 @@ use crate::common::ring::{DATA_HEAD, DATA_TAIL, Numbered, Seen, check, foreign, 
 const WRITERS: u64 = 3;
 const EACH: u64 = if cfg!(debug_assertions) { 20_000 } else { 100_000 };
 
-/// Reads all there is and checks that each writer's records come in its order. Returns (records, reported
-/// losses).
+/// Reads all available records and checks the order of each writer's records. Returns the numbers
+/// of records and of reported losses.
 fn drain(reader: &mut RingReader, last: &mut [u64]) -> (u64, u64) {
     let (mut records, mut lost) = (0, 0);
     while let Some(record) = reader.next_record().expect("the ring is sound") {
@@ -44,7 +45,7 @@ fn p28_p29_p30_threads_write_whole_records_in_order_and_losses_add_up() {
         for writer in 0..WRITERS {
             let (ring, done, refused) = (&ring, &done, &refused);
             scope.spawn(move || {
-                // The last of them has several at hand.
+                // The last writer writes several records together.
                 if writer == WRITERS - 1 {
                     for first in (1..=EACH).step_by(5) {
                         let records =
@@ -119,7 +120,7 @@ fn p31_a_reader_that_sleeps_on_the_eventfd_misses_nothing() {
         }
         let mut records = 0;
         while records < WRITERS * (EACH / 10) {
-            // Nothing but the notification ends the wait: a lost one fails the test.
+            // Only the notification ends the wait, so a lost one fails the test.
             assert!(wait(&ring), "woken; {records} records seen");
             assert!(ring.take_poll().readable);
             records += drain(&mut reader, &mut last).0;

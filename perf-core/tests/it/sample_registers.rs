@@ -1,4 +1,4 @@
-//! Registers are read and stacks are walked while no lock of the core is held, and once for a moment.
+//! Registers are read and stacks are unwound without any lock of the core, and once per moment.
 
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -10,7 +10,7 @@ use perf_core::*;
 
 use crate::common::machine::*;
 
-/// What a sample can want of registers, and its period.
+/// Returns the sample types that depend on registers, and the period.
 fn wants() -> SampleType {
     SampleType::IP | SampleType::ADDR | SampleType::CALLCHAIN | SampleType::RAW | SampleType::PERIOD
 }
@@ -22,7 +22,7 @@ fn sampling(ty: EventType, config: u64, period: u64) -> Attr {
     }
 }
 
-/// Registers that are read slowly: `during` is done meanwhile, and each look is counted.
+/// Slow registers: `during` runs while they are read, and reads are counted.
 struct Slow<'a> {
     during: &'a mut dyn FnMut(),
     looks: [u32; 4],
@@ -65,7 +65,7 @@ impl SampleRegs for Slow<'_> {
     }
 }
 
-/// Instruction pointer, address, chain, raw data and period of a sample.
+/// Instruction pointer, address, call chain, raw data and period of a sample.
 type Told = (u64, u64, Vec<u64>, Vec<u8>, u64);
 
 fn samples(ring: &Arc<Ring>) -> Vec<Told> {
@@ -93,8 +93,8 @@ fn sample(period: u64) -> Told {
     (0x1234, 0x5678, vec![1, 2, 3], b"raw!".to_vec(), period)
 }
 
-/// While the registers are read another thread reads the event, enables it, and ticks: none of that waits for
-/// the stack walk.
+/// While the registers are read, another thread reads the event, enables it, and ticks, without
+/// waiting for the stack walk.
 #[test]
 fn the_contexts_lock_is_free_while_a_stack_is_walked() {
     let m = Machine::new(4);
@@ -122,7 +122,7 @@ fn the_contexts_lock_is_free_while_a_stack_is_walked() {
         let mut during = || {
             looks += 1;
             ask.send(()).unwrap();
-            // A thread that waits for the lock would never answer.
+            // A thread that waits for the lock would never respond.
             free += u32::from(answered.recv_timeout(Duration::from_secs(300)).is_ok());
             assert_eq!(looks, free, "a lock is held while registers are read");
         };
@@ -140,13 +140,13 @@ fn the_contexts_lock_is_free_while_a_stack_is_walked() {
     }
 }
 
-/// Several events overflow at one moment: each has its sample, and the stack is walked once. What no sample
-/// wants is not read.
+/// Several events overflow at the same moment: each has a sample, the stack is unwound once, and
+/// unrequested registers are not read.
 #[test]
 fn a_moments_registers_are_read_once_and_as_far_as_wanted() {
     let m = Machine::new(8);
     let v = m.vcpu(0);
-    // More than are served in one go.
+    // More events than are handled in one pass.
     let events: Vec<_> = (0..20)
         .map(|_| m.open_vcpu(sampling(SOFT, 1, 10), None))
         .collect();
@@ -183,8 +183,8 @@ fn a_moments_registers_are_read_once_and_as_far_as_wanted() {
     );
 }
 
-/// What happens to an event while its registers are read counts: a closed one has no sample, one that is
-/// switched off has the sample of what passed before, and after EXIT there is none.
+/// Changes to an event while its registers are read take effect: a closed event has no sample, a
+/// disabled event has the sample of earlier counts, and there is none after EXIT.
 #[test]
 fn what_happens_meanwhile_counts() {
     for what in ["close", "disable", "remove"] {
@@ -206,7 +206,7 @@ fn what_happens_meanwhile_counts() {
         };
         assert_eq!(samples(&ring), expected, "{what}");
         assert_eq!(served, u32::from(what == "disable"), "{what}");
-        // Another event may have the place of one that was closed.
+        // Another event may have reused the slot of a closed one.
         let next = m.core.add_vcpu(VcpuId(9), 1).unwrap();
         assert_eq!(next.service_overflows(&mut NoRegs, &mut |_| {}), 0);
     }

@@ -76,8 +76,8 @@ fn an_overflow_survives_being_taken_off_before_it_is_served() {
     assert_eq!(c.read().unwrap().value, 300);
 }
 
-/// The limit of a leader takes its whole group off while others wait to be served: none of them waits for the
-/// next signal.
+/// The limit of a leader stops its whole group while others have pending overflows: all of them are
+/// handled without another signal.
 #[test]
 fn a_group_that_goes_off_while_it_is_served_leaves_nothing_unserved() {
     let m = Machine::new(8);
@@ -110,8 +110,8 @@ fn a_group_that_goes_off_while_it_is_served_leaves_nothing_unserved() {
     }
 }
 
-/// Overflows that passed before an event went off count against its limit, and end it: those of its next time
-/// on the PMU are beyond what was asked for.
+/// Overflows before a stop count against the event's limit and end it; later overflows would exceed
+/// the limit.
 #[test]
 fn p27_a_limit_is_exact_when_the_event_went_off_and_on_meanwhile() {
     let m = Machine::new(1);
@@ -178,7 +178,8 @@ fn p27_refresh_gives_that_many_overflows_then_off_and_hup() {
 
 #[test]
 fn p26_throttled_events_keep_counting_and_come_back_at_the_tick() {
-    // 100 overflows a second, 10 ticks a second: 10 in a tick are fine, the eleventh throttles.
+    // 100 overflows per second, 10 ticks per second: 10 per tick are allowed, the eleventh
+    // throttles.
     let m = Machine::with(4, |c| {
         c.sample_rate_hz = 100;
         c.tick_hz = 10;
@@ -280,7 +281,8 @@ fn periods_are_checked() {
 }
 
 proptest! {
-    /// However work, arming, rotation and service fall together, each period gives one overflow.
+    /// For any interleaving of work, arming, rotation and handling, each period yields one
+    /// overflow.
     #[test]
     fn overflows_are_the_count_divided_by_the_period(period in 1u64..200, steps in prop::collection::vec((0u8..5, 1u64..300), 1..60)) {
         let m = Machine::new(1);
@@ -339,8 +341,8 @@ fn the_last_sample_before_the_limit_is_written() {
     assert_eq!(ring.published(), 2 * 16);
 }
 
-/// A frequency below the tick's: several ticks make one window, or each without an overflow would shorten the
-/// period.
+/// With a frequency below the tick rate, several ticks form one window; otherwise each tick without
+/// an overflow would shorten the period.
 #[test]
 fn a_frequency_below_the_tick_finds_its_period() {
     let m = Machine::with(4, |c| c.tick_hz = 100);
@@ -357,7 +359,7 @@ fn a_frequency_below_the_tick_finds_its_period() {
         .core
         .open(&m.admin, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
         .unwrap();
-    // A second of 100,000 steps, one count per nanosecond: ten overflows are asked for.
+    // A second of 100,000 steps, one count per nanosecond, with ten requested overflows.
     let second = || {
         let mut n = 0;
         for step in 1..=10_000u64 {
@@ -378,8 +380,8 @@ fn a_frequency_below_the_tick_finds_its_period() {
     }
 }
 
-/// A guest that becomes a thousand times slower: the period it had would take minutes, so it is not waited
-/// for.
+/// A guest becomes a thousand times slower: its current period would take minutes, so it is
+/// shortened before it ends.
 #[test]
 fn a_period_that_became_too_long_is_not_waited_for() {
     let m = Machine::with(4, |c| c.tick_hz = 1000);
@@ -403,7 +405,7 @@ fn a_period_that_became_too_long_is_not_waited_for() {
         }
     }
     let before = v.stats().samples;
-    // A period of a million counts, and a thousand counts in a tick from now on.
+    // A period of a million counts, and a thousand counts per tick from now on.
     let mut ticks = 0;
     while v.stats().samples == before {
         run(1_000_000, 1000);
@@ -413,8 +415,8 @@ fn a_period_that_became_too_long_is_not_waited_for() {
     }
 }
 
-/// A host that takes as long to notice an overflow as the frequency asks for: the period grows until there is
-/// one overflow each time, and does not stay so short that there are many.
+/// On a host with an overflow latency as long as the requested interval, the period grows until
+/// each notification covers one overflow.
 #[test]
 fn a_frequency_finds_its_period_also_where_overflows_are_noticed_late() {
     let m = Machine::with(4, |c| c.tick_hz = 250);
@@ -447,8 +449,8 @@ fn a_frequency_finds_its_period_also_where_overflows_are_noticed_late() {
     assert!((8_000..=12_000).contains(&n), "{n} overflows in a second");
 }
 
-/// A throttle limits samples per tick's time. Where the VMM rings no ticks, old interrupts must not count for
-/// ever.
+/// Throttling limits samples per tick time. If the VMM calls no ticks, old interrupts must not
+/// count forever.
 #[test]
 fn p26_rare_overflows_are_not_throttled_where_no_ticks_come() {
     let m = Machine::with(4, |c| {
@@ -465,8 +467,9 @@ fn p26_rare_overflows_are_not_throttled_where_no_ticks_come() {
     assert_eq!((v.stats().samples, v.stats().throttles), (100, 0));
 }
 
-/// Only a tick lifts a throttle, so whatever can be throttled needs ticks from its beginning, and every one
-/// of them once it is throttled: a VMM that looks rarely otherwise would leave it throttled for as long.
+/// Only a tick lifts a throttle, so an event that can be throttled requires ticks from its start,
+/// and every tick once throttled. Otherwise a VMM with rare ticks would leave it throttled for
+/// long.
 #[test]
 fn p26_a_fixed_period_needs_ticks_and_a_guests_counter_does_not() {
     let m = Machine::with(4, |c| {
@@ -497,8 +500,8 @@ fn p26_a_fixed_period_needs_ticks_and_a_guests_counter_does_not() {
     assert_eq!(m.core.tick_need(), TickWork::Work);
 }
 
-/// A tick that finds no overflow served begins a new period, so that one that became huge does not stall the
-/// event. What has passed and waits to be served is not to be forgotten thereby.
+/// A tick without a handled overflow starts a new period, so that an excessive period does not
+/// stall the event. Pending overflows must survive this.
 #[test]
 fn a_tick_keeps_an_overflow_that_passed_and_was_not_served() {
     let m = Machine::with(4, |c| c.tick_hz = 1000);
@@ -521,7 +524,7 @@ fn a_tick_keeps_an_overflow_that_passed_and_was_not_served() {
     assert_eq!(times, 1000);
 }
 
-/// Registers whose reading raises an event of the thread's own level.
+/// Registers whose reading raises an event at the thread's own level.
 struct Raising<'a>(&'a VcpuContext, Option<bool>);
 
 impl SampleRegs for Raising<'_> {
@@ -537,8 +540,8 @@ impl SampleRegs for Raising<'_> {
     }
 }
 
-/// Serving overflows is work of the thread's level: what its registers raise is dropped as documented, and
-/// does not wait for the lock that the service holds.
+/// Handling overflows is work at the thread's level: events that its registers raise are dropped as
+/// documented, without waiting for the lock that the handler holds.
 #[test]
 fn p24_registers_that_raise_an_event_while_overflows_are_served_do_not_wait_for_their_own_lock() {
     let m = Machine::new(4);
@@ -578,8 +581,8 @@ fn a_vm_wide_event_without_a_ring_notifies_whoever_opened_it() {
     assert!(!e.poll().contains(PollState::IN), "taken once");
 }
 
-/// An overflow that comes less than a tick after the one before it moves the period; after a longer time the
-/// ticks do, which know how long it was.
+/// An overflow less than a tick after the previous one adjusts the period; after a longer interval
+/// ticks do, because they measure its length.
 #[test]
 fn overflows_move_a_frequencys_period_if_they_come_within_a_tick() {
     // A tick is 10 ms.
@@ -595,7 +598,7 @@ fn overflows_move_a_frequencys_period_if_they_come_within_a_tick() {
     };
     let target = OpenTarget::Vcpu(VcpuId(0));
     let _event = m.core.open(&m.guest, attr, target, None, flags).unwrap();
-    // How many counts there are to the next overflow, which comes `after_ns`.
+    // Returns the counts to the next overflow, which occurs after `after_ns`.
     let next = |after_ns: u64| {
         m.clock.advance(after_ns);
         (1..)
@@ -605,9 +608,9 @@ fn overflows_move_a_frequencys_period_if_they_come_within_a_tick() {
             })
             .unwrap()
     };
-    // A period that an overflow has found is in force after the next one. A million a second instead of a
-    // thousand: an eighth of the way from 1 to 1000. 111 a second: an eighth of the way from 126 to 13. What
-    // comes after three ticks changes nothing.
+    // A period computed at an overflow takes effect after the next one. At a million per second
+    // instead of a thousand, it moves an eighth of the way from 1 to 1000. At 111 per second, it
+    // moves an eighth of the way from 126 to 13. An interval of three ticks changes nothing.
     let seen = [999, 30_000_000, 9_000_000, 30_000_000, 0].map(next);
     assert_eq!(seen, [1, 1, 126, 126, 113]);
 }

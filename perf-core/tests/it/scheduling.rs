@@ -89,7 +89,7 @@ fn all_pinned_go_before_any_flexible() {
     let pinned_vcpu = m.open_vcpu(pinned(), None);
     let pinned_vm = vm(pinned());
     assert_eq!(pinned_vcpu.state(), EventState::Active);
-    // Pinned VM, pinned vCPU and both flexible VM events fill the slots.
+    // The pinned VM event, the pinned vCPU event and both flexible VM events fill the slots.
     assert_eq!(flexible_vcpu.state(), EventState::Inactive);
     m.run(0, 10);
     assert_eq!(pinned_vm.read().unwrap().value, 10);
@@ -145,8 +145,8 @@ fn guest_counters_have_the_first_claim_and_operator_first_turns_it_round() {
     }
 }
 
-/// The policy can change while the core runs: the plan follows at once, and strict sharing concerns new
-/// events only.
+/// The policy can change while the core runs: the schedule follows immediately, and strict sharing
+/// applies to new events only.
 #[test]
 fn the_policy_can_change_while_events_are_open() {
     let m = Machine::new(1);
@@ -186,8 +186,8 @@ fn strict_sharing_refuses_what_does_not_fit() {
     let _c = m.open_vcpu(hw(), None);
 }
 
-/// A vCPU that comes late has no place for all events of the whole VM: under strict sharing it cannot come,
-/// and nothing of it stays; with a place for each it can.
+/// A vCPU without slots for all VM-wide events: under strict sharing it cannot be added, and
+/// nothing of it remains; with enough slots it can.
 #[test]
 fn strict_sharing_refuses_a_vcpu_on_which_events_of_the_vm_do_not_fit() {
     let m = Machine::new(2);
@@ -338,14 +338,14 @@ fn a_driver_that_refuses_leaves_a_flexible_group_waiting_and_a_pinned_one_in_err
     assert_eq!(flexible.state(), EventState::Active);
 }
 
-/// The second member finds no place, so the first one is taken off again, and others get the slot.
+/// The second member gets no slot, so the first one is stopped again, and others get its slot.
 #[test]
 fn a_group_that_fits_only_in_part_is_off_as_a_whole() {
     use perf_core::pmu::sim::{SimConfig, SimPmu};
     let core = Core::new(CoreConfig::default());
     let pmu = SimPmu::new(SimConfig {
         slots: Some(2),
-        // Both want slot 0, which the core is not told.
+        // Both need slot 0, which is hidden from the core.
         allowed_slots: [(1, 1), (2, 1)].into(),
         untold: true,
         ..SimConfig::default()
@@ -465,7 +465,7 @@ proptest! {
                     let t = i.get(&events);
                     t.handle.disable(scope).unwrap();
                     let before = t.handle.read().unwrap();
-                    // P11: disabling and enabling again changes nothing at that instant.
+                    // P11: disabling and enabling an event has no net effect at the same instant.
                     if !group && t.handle.state() == EventState::Off && !t.pinned {
                         t.handle.enable(ControlScope::Event).unwrap();
                         prop_assert_eq!(t.handle.read().unwrap(), before);
@@ -538,8 +538,7 @@ proptest! {
     }
 }
 
-/// P10: after as many turns as there are groups everyone has been on once, and it begins anew in the same
-/// order.
+/// P10: after as many turns as there are groups, each has been on once, and the order repeats.
 #[test]
 fn p10_a_round_of_turns_is_the_identity() {
     for n in 2..9 {
@@ -561,7 +560,8 @@ fn p10_a_round_of_turns_is_the_identity() {
     }
 }
 
-/// A ramp: the rate grows all the time, so the mean of the slices is not the mean of the whole.
+/// A ramp: the rate increases continuously, so the mean of the slices differs from the overall
+/// mean.
 #[test]
 fn an_estimate_follows_the_course_of_the_rate_and_knows_when_it_is_exact() {
     let m = Machine::new(1);
@@ -574,7 +574,7 @@ fn an_estimate_follows_the_course_of_the_rate_and_knows_when_it_is_exact() {
         m.hw.work(0, step * 100);
         truth += step * 100;
         if step % 7 == 3 {
-            // A pause of the vCPU is no gap.
+            // A pause of the vCPU is not a gap.
             v.sched_out();
             m.clock.advance(1_000_000);
             v.sched_in();
@@ -586,7 +586,8 @@ fn an_estimate_follows_the_course_of_the_rate_and_knows_when_it_is_exact() {
         assert_eq!(r.time_enabled_ns, 4000);
         let e = event.estimate().unwrap().unwrap();
         let (ours, linear) = (e.value.abs_diff(truth), r.estimate().unwrap().abs_diff(truth));
-        // With one slot a slice is one turn long, and nobody looks into it: a rhythm in step could hide.
+        // With one slot a slice is one turn long and has no inner readings, so a rhythm in step
+        // could stay hidden.
         assert_eq!((e.exact, e.standard_error, e.bound), (false, None, None));
         assert!(ours <= linear.max(truth / 50), "{ours} {linear} of {truth}");
     }
@@ -622,8 +623,8 @@ fn adaptive_turns_are_short_put_calm_to_the_test_and_starve_nobody() {
         m.run(0, due - now);
         m.core.rotate();
     }
-    // Turns of one length, and a few longer ones that shift the rhythm once the steady rates are known. (The
-    // first is due at once: it only sets the time of the next.)
+    // Turns of equal length, and a few longer ones that shift the phase once the steady rates are
+    // known. The first is due immediately and only sets the time of the next.
     gaps.remove(&0);
     let [(short, often), (long, seldom)] = gaps.into_iter().collect::<Vec<_>>()[..] else {
         panic!("two lengths of turns");
@@ -636,7 +637,7 @@ fn adaptive_turns_are_short_put_calm_to_the_test_and_starve_nobody() {
     }
 }
 
-/// A group that does not fit beside what is pinned would be first in line for ever.
+/// A group that does not fit beside the pinned events would stay first in the queue forever.
 #[test]
 fn groups_that_cannot_go_on_now_hold_nobody_up_and_go_on_when_they_can() {
     let m = Machine::new(2);
@@ -671,7 +672,7 @@ fn groups_that_cannot_go_on_now_hold_nobody_up_and_go_on_when_they_can() {
     );
     assert_eq!(alone.read().unwrap().estimate(), None);
     assert_eq!(v.stats().waiting_groups, 20 + 1 + 2);
-    // One member less, and it fits.
+    // With one member less, the group fits.
     hopeless[7].1.disable(ControlScope::Event).unwrap();
     p.close();
     for _ in 0..200 {

@@ -1,4 +1,4 @@
-//! Events that lose their slot while they count: who learns of it, what their times say, and how they go on.
+//! Events that lose their slot while counting: detection, times and recovery.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use perf_core::time::ManualClock;
 use perf_core::*;
 
 const VCPU: VcpuId = VcpuId(0);
-/// Longer than the time between two looks of ticks.
+/// Longer than the interval of slot checks by ticks.
 const WHILE_NS: u64 = 50_000_000;
 
 struct Rig {
@@ -58,14 +58,14 @@ impl Rig {
             .unwrap()
     }
 
-    /// The vCPU runs, and whatever is on counts nanoseconds.
+    /// Runs the vCPU for `ns`; every event that is on counts nanoseconds.
     fn run(&self, ns: u64) {
         self.clock.advance(ns);
         self.pmu.advance(VCPU, |_| ns);
     }
 }
 
-/// Nobody reads it: a tick finds out.
+/// Without reads, a tick detects the loss.
 #[test]
 fn a_pinned_event_whose_slot_is_taken_is_in_error_after_a_tick_and_goes_on_when_enabled() {
     let rig = Rig::slots(2);
@@ -102,7 +102,7 @@ fn a_pinned_event_whose_slot_is_taken_is_in_error_after_a_tick_and_goes_on_when_
     assert_eq!(lost.count().unwrap(), 1010);
 }
 
-/// The running time ends when the slot was taken, not when somebody looked.
+/// The running time ends when the slot was taken, not when this was detected.
 #[test]
 fn times_end_when_the_slot_was_taken() {
     let late_ns = 300;
@@ -119,7 +119,7 @@ fn times_end_when_the_slot_was_taken() {
     assert_eq!(event.state(), EventState::Error);
     assert_eq!((reading.value, reading.time_running_ns), (1000, 1000));
     assert_eq!(event.failure().unwrap().since_ns, 1000);
-    // It cannot have been lost before it was put on.
+    // The loss cannot precede the start.
     rig.pmu.take_slots(0);
     event.enable(ControlScope::Event).unwrap();
     rig.run(100);
@@ -132,7 +132,8 @@ fn times_end_when_the_slot_was_taken() {
     );
 }
 
-/// An event that takes turns does not fail: it waits, its times say for how long, and ticks put it on again.
+/// A multiplexed event does not fail: it waits, its times show for how long, and ticks start it
+/// again.
 #[test]
 fn a_flexible_event_waits_for_its_slot_to_come_back() {
     let rig = Rig::slots(1);
@@ -159,7 +160,7 @@ fn a_flexible_event_waits_for_its_slot_to_come_back() {
     );
 }
 
-/// Looks cost a system call each; ticks that follow closely do without.
+/// Each check takes a system call; ticks in quick succession skip it.
 #[test]
 fn a_slot_is_missed_by_a_read_at_once_and_by_ticks_now_and_then() {
     let rig = Rig::slots(1);

@@ -1,4 +1,4 @@
-//! Events the VMM raises.
+//! Events that the VMM raises.
 
 use perf_core::record::{Format, Record};
 use perf_core::ring::RingReader;
@@ -64,8 +64,8 @@ fn a_vcpu_that_is_out_still_counts_what_happens_to_it() {
     assert_eq!(e.read().unwrap().value, 1);
 }
 
-/// What a thread raises while it serves what it raised before is dropped, and says so; what nobody counts is
-/// not, there is nothing to drop.
+/// An event raised while its thread handles an earlier one is dropped and reported as such. Without
+/// a counting event there is nothing to drop.
 #[test]
 fn what_nobody_counts_is_not_dropped() {
     struct Nested(std::sync::Arc<VcpuContext>, Vec<bool>);
@@ -152,7 +152,7 @@ fn an_unknown_event_is_refused() {
     }
 }
 
-/// Registers whose evaluation raises events itself.
+/// Registers whose evaluation raises events.
 struct Nested<'a> {
     v: &'a VcpuContext,
     level: RaiseLevel,
@@ -234,7 +234,8 @@ fn a_sink_may_raise_events_itself() {
 }
 
 proptest! {
-    /// P23: the period is kept whatever the steps, and each period gives a sample or, when throttled, none.
+    /// P23: the period is kept for any steps, and each period yields a sample or, when throttled,
+    /// none.
     #[test]
     fn p23_samples_are_the_count_divided_by_the_period(period in 1u64..50, steps in prop::collection::vec(1u64..60, 1..40)) {
         let m = Machine::with(1, |c| c.sample_rate_hz = 1_000_000_000);
@@ -245,7 +246,7 @@ proptest! {
         for n in &steps {
             raise(&v, *n);
         }
-        // What has no registers counts but never samples.
+        // Events without registers count but never sample.
         v.software_event(SoftwareEventId::Exits, 1000, None, &mut |_| {});
         let format = Format::from(&attr);
         let (mut reader, mut samples) = (RingReader::map(ring.memfd()).unwrap(), 0);
@@ -260,7 +261,8 @@ proptest! {
     }
 }
 
-/// While its vCPU is out an event counts what is raised only if its group would be on were the vCPU in.
+/// While its vCPU is scheduled out, an event counts raised events only if its group would be on
+/// with the vCPU scheduled in.
 #[test]
 fn a_member_whose_leader_is_off_counts_nothing_while_the_vcpu_is_out() {
     let m = Machine::new(1);
@@ -281,7 +283,7 @@ fn a_member_whose_leader_is_off_counts_nothing_while_the_vcpu_is_out() {
     assert_eq!(member.read().unwrap().value, 7);
 }
 
-/// The records in `ring` that were not read before: kinds, and what samples stand for.
+/// Returns the types of the unread records in `ring`, and the periods of samples.
 fn kinds(ring: &perf_core::ring::Ring, attr: &Attr) -> Vec<String> {
     let mut reader = RingReader::map(ring.memfd()).unwrap();
     let mut kinds = Vec::new();
@@ -296,8 +298,8 @@ fn kinds(ring: &perf_core::ring::Ring, attr: &Attr) -> Vec<String> {
     kinds
 }
 
-/// As in the kernel, the first overflow of what is raised at once does not throttle: only a burst does, from
-/// its second overflow on. The burst's samples end there, and its counts do not.
+/// As in the kernel, the first overflow of a burst does not throttle, only later ones do. Samples
+/// of the burst end there, but its counts do not.
 #[test]
 fn a_burst_throttles_and_single_overflows_do_not() {
     let limited = || {
@@ -338,7 +340,7 @@ fn a_burst_throttles_and_single_overflows_do_not() {
     assert_eq!((event.read().unwrap().value, v.stats().throttles), (100, 1));
     m.core.tick();
     raise(&v, 50);
-    // The first stands for what was not sampled, too.
+    // The first period includes the counts without samples.
     assert_eq!(
         kinds(&ring, &attr),
         [
@@ -352,8 +354,8 @@ fn a_burst_throttles_and_single_overflows_do_not() {
     assert_eq!((event.read().unwrap().value, v.stats().throttles), (150, 2));
 }
 
-/// A tick looks at 64 of the events that follow frequencies, and the next one at the next: none of many is
-/// left at the period it began with.
+/// A tick adjusts 64 of the events with frequencies, and the next tick the following ones, so none
+/// of many events keeps its initial period.
 #[test]
 fn each_of_many_frequencies_is_looked_after() {
     const EVENTS: u64 = 100;
@@ -395,7 +397,7 @@ fn each_of_many_frequencies_is_looked_after() {
         busy.iter().all(|n| (500..=2000).contains(n)),
         "a thousand in a second: {busy:?}"
     );
-    // Periods of a hundred thousand counts, and ten in a tick from now on.
+    // Periods of a hundred thousand counts, and ten counts per tick from now on.
     let calm = run(1000, 10);
     assert!(calm.iter().all(|n| *n > 0), "some wait for ever: {calm:?}");
 }

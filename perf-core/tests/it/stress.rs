@@ -1,4 +1,5 @@
-//! Everything at once from many threads: no deadlock, no driver call out of order, no count lost.
+//! All operations concurrently from many threads: no deadlock, no driver call out of order, no lost
+//! count.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -6,7 +7,7 @@ use perf_core::*;
 
 use crate::common::machine::*;
 
-/// A small deterministic generator; the threads' timing is what varies.
+/// A small deterministic generator; only thread timing varies.
 struct Rng(u64);
 
 impl Rng {
@@ -45,7 +46,7 @@ fn all_calls_from_all_threads_at_once() {
     );
     let (work, raised) = (AtomicU64::new(0), AtomicU64::new(0));
     std::thread::scope(|s| {
-        // Two vCPUs that come, run, and go.
+        // Two vCPUs that are added, run, and removed.
         for n in 0..2u32 {
             let (m, work, raised) = (&m, &work, &raised);
             s.spawn(move || {
@@ -54,7 +55,7 @@ fn all_calls_from_all_threads_at_once() {
                     let v = m.vcpu(n);
                     for _ in 0..10 {
                         let amount = rng.below(50) + 1;
-                        // Pinned and first in order: always on while the vCPU is in.
+                        // Pinned and first in order, so always on while the vCPU is scheduled in.
                         m.run(n, amount);
                         work.fetch_add(amount, Ordering::Relaxed);
                         v.software_event(SoftwareEventId::Exits, amount, Some(&mut NoRegs), &mut |_| {});
@@ -67,7 +68,7 @@ fn all_calls_from_all_threads_at_once() {
                 }
             });
         }
-        // Operators that open, use and close whatever is there.
+        // Operators that open, use and close random events.
         for n in 0..2 {
             let (m, exits) = (&m, &exits);
             s.spawn(move || {
@@ -98,7 +99,7 @@ fn all_calls_from_all_threads_at_once() {
                         ..attr
                     };
                     let leader = handles.last().filter(|_| rng.below(3) == 0);
-                    // The vCPU may have gone, the leader may be elsewhere.
+                    // The vCPU may be removed, or the leader may belong to another context.
                     if let Ok(handle) = m.core.open(&session, attr, target, leader, OpenFlags::default()) {
                         if rng.below(4) == 0 {
                             let _ = handle.map(1, true);
@@ -117,7 +118,7 @@ fn all_calls_from_all_threads_at_once() {
                             2 => handle.reset(scope).unwrap(),
                             3 => drop(handle.read_group().unwrap()),
                             4 => drop(handle.estimate().unwrap()),
-                            // Counting events have none.
+                            // Counting events have no period.
                             5 => drop(handle.set_period(1 + rng.below(40))),
                             _ => {
                                 let _ = handle.set_output(handles.first());
@@ -132,7 +133,7 @@ fn all_calls_from_all_threads_at_once() {
                 }
             });
         }
-        // The timer, and a reader.
+        // The timer and a reader.
         s.spawn(|| {
             let mut last = 0;
             for _ in 0..ROUNDS {

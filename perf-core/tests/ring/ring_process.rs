@@ -1,5 +1,5 @@
-//! The ring between processes: this test binary starts itself as the reader (or the vandal) on the other
-//! side.
+//! The ring between processes: this test binary starts itself as the reader (or attacker) on the
+//! other side.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::io::{BufRead, BufReader, Write};
@@ -12,12 +12,12 @@ use perf_core::ring::{PAGE_SIZE, PollState, ReadError, Ring, RingMode, RingReade
 
 use crate::common::ring::{DATA_HEAD, DATA_TAIL, Seen, check, foreign, poke, write};
 
-/// Descriptors as the child finds them.
+/// Fixed file descriptors of the child.
 const MEMFD: i32 = 100;
 const WAKEUP: i32 = 101;
 const ROLE: &str = "PERF_RING_TEST_ROLE";
 
-/// Starts this binary once more, in a role, with the ring's descriptors.
+/// Starts this binary again in the given role, with the ring's file descriptors.
 fn start(role: &str, ring: &Ring) -> Child {
     let (memfd, wakeup) = (ring.memfd().as_raw_fd(), ring.wakeup_fd().as_raw_fd());
     let mut command = Command::new(std::env::current_exe().expect("this test"));
@@ -44,12 +44,12 @@ fn start(role: &str, ring: &Ring) -> Child {
     command.spawn().expect("this binary runs")
 }
 
-/// Waits for a line that begins with `what`, and returns the rest of it.
+/// Waits for a line that contains `what` and returns the rest of it.
 fn expect(child: &mut Child, what: &str) -> String {
     let mut out = BufReader::new(child.stdout.as_mut().expect("piped"));
     let mut line = String::new();
     while out.read_line(&mut line).expect("readable") != 0 {
-        // The test harness of the child prints before and after.
+        // The child's test harness prints text before and after.
         if let Some(at) = line.find(what) {
             return line[at + what.len()..].trim().to_owned();
         }
@@ -58,12 +58,12 @@ fn expect(child: &mut Child, what: &str) -> String {
     panic!("the other process ended without saying {what}");
 }
 
-/// Not a test but the other process; the tests below start it.
+/// Not a test: the entry point of the other process, which the tests below start.
 #[test]
 #[ignore = "started by the other tests of this file"]
 fn other_process() {
     let Ok(role) = std::env::var(ROLE) else { return };
-    // SAFETY: the parent has placed these descriptors for this process.
+    // SAFETY: the parent has placed these file descriptors for this process.
     let (memfd, wakeup) = unsafe { (OwnedFd::from_raw_fd(MEMFD), OwnedFd::from_raw_fd(WAKEUP)) };
     let say = |line: &str| println!("{line}");
     match role.as_str() {
@@ -78,10 +78,10 @@ fn other_process() {
                     events: libc::POLLIN,
                     revents: 0,
                 };
-                // SAFETY: one pollfd, as said.
+                // SAFETY: one pollfd, as the count says.
                 assert_eq!(unsafe { libc::poll(&mut poll, 1, 60_000) }, 1, "woken");
                 let mut count = 0u64;
-                // SAFETY: reads 8 bytes into 8 bytes.
+                // SAFETY: reads 8 bytes into an 8-byte buffer.
                 let read = unsafe { libc::read(wakeup.as_raw_fd(), (&raw mut count).cast(), 8) };
                 assert_eq!(read, 8);
                 while let Some(record) = reader.next_record().expect("sound") {
@@ -104,7 +104,7 @@ fn other_process() {
             let mut reader = RingReader::map(memfd.as_fd()).expect("the parent's ring");
             let _ = reader.next_record();
             say("ready: ");
-            // Until it is killed, with a record borrowed.
+            // Holds a borrowed record until the process is killed.
             std::thread::sleep(std::time::Duration::from_secs(60));
         }
         "vandal" => {
@@ -131,7 +131,8 @@ fn other_process() {
             use std::os::unix::fs::FileExt;
             let mut reader = RingReader::map(memfd.as_fd()).expect("the parent's ring");
             assert_eq!(reader.mode(), RingMode::Overwrite);
-            // SAFETY: maps one page at an address of the kernel's choice, if it did.
+            // SAFETY: a mapping, if it succeeded, would be one page at an address chosen by the
+            // kernel.
             let writable = unsafe {
                 libc::mmap(
                     std::ptr::null_mut(),
@@ -150,7 +151,7 @@ fn other_process() {
             assert_eq!(check(first), Seen::Tagged(7, 0));
             say("ready: ");
             let (mut records, mut overruns, mut last) = (1u64, 0u64, Some(0));
-            // As long as the parent writes, which it tells by closing the pipe.
+            // Runs until the parent stops writing and closes the pipe.
             let stop = std::thread::spawn(|| std::io::stdin().read_line(&mut String::new()));
             while !stop.is_finished() {
                 match reader.next_record() {
@@ -212,7 +213,7 @@ fn a_reader_that_is_killed_costs_records_but_nothing_else() {
         .count() as u64;
     assert_eq!(written, (4096 - 8) / 40 - 10);
     assert_eq!(ring.pending_lost(), 1000 - written);
-    // A new client takes over where the dead one stopped: it had given nothing back.
+    // A new client continues where the killed one stopped, because that one had released nothing.
     let mut reader = RingReader::map(ring.memfd()).expect("maps");
     assert_eq!(
         check(reader.next_record().expect("sound").expect("one")),
@@ -226,7 +227,7 @@ fn a_process_that_scribbles_over_the_ring_cannot_harm_the_writer() {
     let mut child = start("vandal", &ring);
     expect(&mut child, "ready:");
     let (mut attempts, mut written) = (0u64, 0u64);
-    // At least once: on a busy machine the child may have ended by now.
+    // At least once: on a busy machine the child may already have exited.
     loop {
         let outer = ring.begin(40, true);
         written += u64::from(write(&ring, 24 + 8 * (attempts as usize % 60), 7, attempts).is_ok());
@@ -240,7 +241,7 @@ fn a_process_that_scribbles_over_the_ring_cannot_harm_the_writer() {
     }
     assert!(child.wait().expect("ended").success());
     assert!(written + ring.pending_lost() <= attempts);
-    // With a sound control page everything works again, whatever state it was left in.
+    // With a valid control page everything works again, regardless of its previous state.
     let page = foreign(&ring);
     let position = ring.published();
     poke(&page, DATA_HEAD, position);
@@ -268,7 +269,7 @@ fn an_observer_of_an_overwrite_ring_never_sees_a_torn_record_and_cannot_write() 
             std::thread::yield_now();
         }
     }
-    // Ends the other process's loop.
+    // Ends the loop of the other process.
     child
         .stdin
         .take()

@@ -1,5 +1,5 @@
-//! Writers inside writers: a signal handler that writes to the ring its thread is writing to, itself
-//! interrupted by another that does the same.
+//! Nested writers: a signal handler writes to the ring that its thread is writing to, and is
+//! interrupted by another handler that does the same.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -11,7 +11,7 @@ use crate::common::ring::{Seen, TAGGED, check, write};
 
 static RING: OnceLock<Arc<Ring>> = OnceLock::new();
 static ATTEMPTS: AtomicU64 = AtomicU64::new(0);
-/// Numbers of the records of each level; level 0 is the thread.
+/// Record numbers per nesting level; level 0 is the thread.
 static NUMBERS: [AtomicU64; 3] = [const { AtomicU64::new(1) }; 3];
 
 fn attempt(ring: &Ring, level: usize, in_between: impl FnOnce()) {
@@ -20,7 +20,7 @@ fn attempt(ring: &Ring, level: usize, in_between: impl FnOnce()) {
         in_between();
         return;
     };
-    // Numbered once there is room, so that the numbers of what is published have no gaps.
+    // Numbered after the reservation, so that the numbers of published records have no gaps.
     let number = NUMBERS[level].fetch_add(1, Relaxed);
     fill(record, level, number, in_between);
 }
@@ -33,7 +33,8 @@ fn fill(mut record: Reservation<'_>, level: usize, number: u64, in_between: impl
     record.put_u64(((level as u64) << 48 ^ number << 16 ^ 3).wrapping_mul(0x9e37_79b9_7f4a_7c15));
 }
 
-/// Two records in one reservation, interrupted in the first, between them and after the second.
+/// Writes two records in one reservation, interrupted in the first, between them and after the
+/// second.
 fn attempt_together(ring: &Ring) {
     let Ok(mut run) = ring.begin_run(64, 2) else {
         return;
@@ -47,9 +48,9 @@ fn attempt_together(ring: &Ring) {
     }
 }
 
-/// Runs the signal's handler in this thread, before it returns.
+/// Runs the signal's handler in this thread before it returns.
 fn raise(signal: libc::c_int) {
-    // SAFETY: raising a signal is allowed anywhere, in a handler too.
+    // SAFETY: raising a signal is allowed anywhere, including in a handler.
     assert_eq!(unsafe { libc::raise(signal) }, 0);
 }
 
@@ -66,9 +67,9 @@ extern "C" fn overflow(signal: libc::c_int) {
 fn p28_overflow_inside_overflow_writes_whole_records_and_counts_every_loss() {
     let ring = RING.get_or_init(|| Arc::new(Ring::new(1, RingMode::Writable).expect("a ring")));
     for signal in [libc::SIGUSR1, libc::SIGUSR2] {
-        // SAFETY: the handler does only what is allowed in one: atomics, copies, and system calls (none are
-        // due, because nothing wakes by count and writes below the watermark do not; and errno is not looked
-        // at here).
+        // SAFETY: the handler only uses operations that are allowed there: atomics, copies, and
+        // system calls. No wakeup is due, because none is configured by count and writes below the
+        // watermark cause none; errno is not used here.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = overflow as *const () as usize;
@@ -79,19 +80,19 @@ fn p28_overflow_inside_overflow_writes_whole_records_and_counts_every_loss() {
     let mut last = [0; 4];
     let (mut records, mut lost) = (0, 0);
     for round in 0..3000u64 {
-        // Alone, with a handler inside, and with a handler inside a handler.
+        // Alone, with one handler inside, and with a handler inside a handler.
         attempt(ring, 0, || match round % 3 {
             0 => {}
             1 => raise(libc::SIGUSR2),
             _ => raise(libc::SIGUSR1),
         });
-        // And two records at once, with handlers inside.
+        // Two records at once, with handlers inside.
         if round % 7 == 0 {
             attempt_together(ring);
         }
         assert!(write(ring, 24, 3, round + 1).is_ok() || ring.pending_lost() > 0);
         ATTEMPTS.fetch_add(1, Relaxed);
-        // Now and then the ring is left to run full.
+        // Periodically, the ring is left to fill up.
         if round % 500 < 400 {
             while let Some(record) = reader.next_record().expect("sound at every moment") {
                 match check(record) {

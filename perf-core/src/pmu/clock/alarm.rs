@@ -1,62 +1,65 @@
-//! The one timer of a vCPU that announces the overflows of all its clock events.
+//! The single timer of a vCPU that announces the overflows of all its clock events.
 //!
-//! Each armed event has a deadline in guest time. What is armed, stopped and armed again outside the guest,
-//! as a guest's interrupt handler does, changes deadlines only. The timer is brought in line with the
-//! earliest right before the guest is entered, so it does not run while the VMM works, and several changes
-//! are one system call, or none:
+//! Each armed event has a deadline in guest time. Arming and disarming outside the guest, as in a
+//! guest's interrupt handler, only changes deadlines. The timer is updated to the earliest deadline
+//! right before guest entry, so it does not run while the VMM works, and several changes take one
+//! system call or none:
 //!
-//! - A timer that rings a little before the earliest deadline stays. So does one that was put off already and
-//!   has not rung since, however early it is: a guest that stops and starts its counters all the time costs
-//!   one call for each ring, not one for each start.
-//! - Stopping an event stops no timer. It may ring once for nothing.
-//! - Until it is set anew the timer rings every [`AGAIN_NS`]. So after a ring nothing needs to be set for a
-//!   deadline that is farther off than that, as the next overflow of a guest's counter is until its handler
-//!   has written the counter. The first of these rings sets the timer for what there is by then. If there is
-//!   nothing, it is stopped.
+//! - A timer that expires slightly before the earliest deadline is kept. A timer that was postponed
+//!   and has not expired since is kept too, however early it is: a guest that stops and starts its
+//!   counters continuously costs one call per expiry rather than one per start.
+//! - Stopping an event does not disarm the timer. It may expire once without effect.
+//! - Until it is re-armed, the timer repeats every [`AGAIN_NS`]. After an expiry it need not be
+//!   armed for a deadline farther away than that. The next overflow of a guest's counter is such a
+//!   deadline until the handler has written the counter. The first repetition arms the timer for
+//!   the deadlines at that time, or disarms it if there are none.
 //!
-//! Wall time passes at least as fast as guest time. So the timer may ring early. It rings late only for a
-//! deadline nearer than [`MIN_TIMER_NS`], and by no more than that.
+//! Wall-clock time advances at least as fast as guest time, so the timer may expire early. It
+//! expires late only for a deadline nearer than [`MIN_TIMER_NS`], and by no more than that.
 
 use std::io;
 
 use super::timer::{MIN_TIMER_NS, Timer, wall_ns};
 
-/// From ring to ring of a timer that nobody sets anew, ns.
+/// Repetition period of a timer that is not re-armed, in nanoseconds.
 const AGAIN_NS: u64 = 64_000_000;
 
-/// A deadline so far off, ns, that the next ring of a timer that rang lately comes well before it.
+/// Distance of a deadline, in nanoseconds, beyond which the next repetition of a recently expired
+/// timer is early enough.
 const FAR_NS: u64 = 2 * AGAIN_NS;
 
-/// A timer that rings by this much too early, ns, is not set anew: the shortest time it is set to is as long.
+/// Maximum earliness of a timer that is not re-armed, in nanoseconds. Equal to the minimum timer
+/// duration.
 const NEAR_NS: u64 = MIN_TIMER_NS;
 
-/// No deadline.
+/// Deadline of a disarmed event.
 const NEVER: u64 = u64::MAX;
 
-/// Time on both clocks, ns.
+/// The current time on both clocks, in nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Now {
     pub wall_ns: u64,
     pub guest_ns: u64,
 }
 
-/// An event's place in the alarm.
+/// Index of an event in the alarm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place(usize);
 
-/// Deadlines, and what the timer is set to.
+/// The deadlines and the timer setting.
 #[derive(Debug, Default)]
 struct Plan {
-    /// One for each place, by guest time; [`NEVER`]: not armed.
+    /// Deadlines in guest time, by index; [`NEVER`] if disarmed.
     deadlines: Vec<u64>,
-    /// Places that no event has.
+    /// Unused indices.
     free: Vec<usize>,
-    /// When the timer rings, by the wall's clock, or before that by no more than the call took that set it.
-    /// 0: it is not set. Past: it has rung, and rings again.
+    /// Expiry time on the monotonic clock. The timer may expire early by at most the duration of
+    /// the call that armed it. 0 means disarmed; a time in the past means that the timer has
+    /// expired and repeats.
     rings_ns: u64,
-    /// The deadline it rings for.
+    /// Deadline for which the timer is armed.
     rings_for_ns: u64,
-    /// It was put off since its last ring.
+    /// Set if the timer was postponed since its last expiry.
     put_off: bool,
 }
 
@@ -65,7 +68,8 @@ impl Plan {
         self.rings_ns <= wall_ns
     }
 
-    /// It is the first ring since it was set that has come, if any, and the next is [`AGAIN_NS`] behind it.
+    /// Returns `true` if the timer has expired at most once since it was armed, and the next expiry
+    /// is about [`AGAIN_NS`] away.
     fn rang_lately(&self, wall_ns: u64) -> bool {
         self.rings_ns != 0 && wall_ns.saturating_sub(self.rings_ns) < AGAIN_NS / 2
     }
@@ -74,7 +78,8 @@ impl Plan {
         self.deadlines.iter().copied().min().unwrap_or(NEVER)
     }
 
-    /// The guest is entered next. What to set the timer to, if it must be set.
+    /// Prepares for a guest entry: returns the duration to arm the timer with, or `None` if it
+    /// stays as it is.
     fn at_entry(&mut self, now: Now) -> Option<u64> {
         let earliest = self.earliest();
         if earliest == NEVER {
@@ -84,7 +89,7 @@ impl Plan {
         let wanted_ns = now.wall_ns.saturating_add(wait_ns);
         if self.has_rung(now.wall_ns) {
             if wait_ns >= FAR_NS && self.rang_lately(now.wall_ns) {
-                // The next ring is nobody's.
+                // The next expiry serves no event.
                 self.rings_for_ns = 0;
                 return None;
             }
@@ -100,29 +105,31 @@ impl Plan {
         Some(wait_ns)
     }
 
-    /// Nothing is armed.
+    /// Returns `true` if no event is armed.
     fn is_vacant(&self) -> bool {
         self.earliest() == NEVER
     }
 
-    /// Its first ring since it was set is so long ago that another has come or is about to.
+    /// Returns `true` if the first expiry is so long ago that a repetition has occurred or is
+    /// imminent.
     fn repeats(&self, wall_ns: u64) -> bool {
         self.has_rung(wall_ns) && !self.rang_lately(wall_ns)
     }
 }
 
-/// The timer and whom it rings for.
+/// The timer and the deadlines that it serves.
 #[derive(Debug, Default)]
 pub(super) struct Alarm {
     plan: Plan,
-    /// Made for the first event that is armed.
+    /// Timer, created when the first event is armed.
     timer: Option<Timer>,
-    /// The vCPU's thread has left or is about to.
+    /// Set once the vCPU's thread has ended or is about to.
     ended: bool,
 }
 
 impl Alarm {
-    /// A place for an event whose overflows send `signal` to thread `tid`. One system call for the first.
+    /// Reserves an index for an event that sends `signal` to thread `tid` on overflow. The first
+    /// call takes one system call.
     pub(super) fn add(&mut self, tid: i32, signal: i32) -> io::Result<Place> {
         if self.ended {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
@@ -137,13 +144,14 @@ impl Alarm {
         })))
     }
 
-    /// The event is gone.
+    /// Releases the index of a closed event.
     pub(super) fn remove(&mut self, place: Place) {
         self.disarm(place);
         self.plan.free.push(place.0);
     }
 
-    /// The event overflows at `deadline_ns` of guest time, or later. [`Alarm::at_entry`] is to follow.
+    /// Arms the event to overflow at `deadline_ns` of guest time or later. Must be followed by
+    /// [`Alarm::at_entry`].
     pub(super) fn arm(&mut self, place: Place, deadline_ns: u64) {
         self.put(place, deadline_ns.min(NEVER - 1));
     }
@@ -158,12 +166,12 @@ impl Alarm {
         }
     }
 
-    /// Whether it has rung, or is about to.
+    /// Returns `true` if the timer has expired or is about to.
     pub(super) fn has_rung(&self, wall_ns: u64) -> bool {
         self.plan.has_rung(wall_ns)
     }
 
-    /// Whether its last ring was for this place, and not for one with an earlier deadline.
+    /// Returns `true` if the last expiry was for `place` and not for an earlier deadline.
     pub(super) fn was_for(&self, place: Place) -> bool {
         self.plan
             .deadlines
@@ -171,7 +179,7 @@ impl Alarm {
             .is_some_and(|&deadline| deadline <= self.plan.rings_for_ns)
     }
 
-    /// The guest is entered next: sets the timer if it must be set. At most one system call.
+    /// Updates the timer before a guest entry. Takes at most one system call.
     pub(super) fn at_entry(&mut self, now: Now) -> io::Result<()> {
         let Some(timer) = &self.timer else { return Ok(()) };
         match self.plan.at_entry(now) {
@@ -180,14 +188,14 @@ impl Alarm {
         }
     }
 
-    /// The thread had a signal: stops a timer that has rung for nobody and does so again.
+    /// Handles a signal of the thread: disarms a repeating timer that serves no event.
     pub(super) fn after_signal(&mut self) {
         if self.plan.is_vacant() && self.plan.repeats(wall_ns()) {
             self.stop();
         }
     }
 
-    /// Does not ring any more until something is armed. One system call at most.
+    /// Disarms the timer until an event is armed. Takes at most one system call.
     pub(super) fn stop(&mut self) {
         let was_set = std::mem::take(&mut self.plan.rings_ns) != 0;
         if was_set
@@ -198,14 +206,14 @@ impl Alarm {
         }
     }
 
-    /// The vCPU's thread is about to end: so does the timer.
+    /// Deletes the timer because the vCPU's thread is about to end.
     pub(super) fn end(&mut self) {
         self.ended = true;
         self.plan.rings_ns = 0;
         self.timer = None;
     }
 
-    /// Whether it has been set and not stopped since.
+    /// Returns `true` if the timer was armed and not disarmed since.
     pub(super) fn is_set(&self) -> bool {
         self.plan.rings_ns != 0
     }
@@ -217,22 +225,22 @@ mod tests {
     use proptest::prelude::*;
 
     const MS: u64 = 1_000_000;
-    /// What the call takes that sets the timer.
+    /// Duration of the system call that arms the timer, in nanoseconds.
     const CALL_NS: u64 = 700;
 
-    /// A vCPU with some events on made-up clocks, and a timer as the kernel's is.
+    /// A vCPU with several events on simulated clocks, and a timer that behaves like the kernel's.
     #[derive(Default)]
     struct Vcpu {
         plan: Plan,
         wall_ns: u64,
         guest_ns: u64,
         stale: bool,
-        /// When the timer expires; `None`: stopped.
+        /// Expiry time; `None` if disarmed.
         expires_ns: Option<u64>,
         signalled: bool,
         sets: u32,
         rings: u32,
-        /// Overflows, by place.
+        /// Number of overflows, by event.
         overflows: Vec<usize>,
     }
 
@@ -251,7 +259,7 @@ mod tests {
             self.stale = true;
         }
 
-        /// Time in the VMM.
+        /// Spends `ns` in the VMM.
         fn out(&mut self, ns: u64) {
             self.pass(ns);
         }
@@ -263,14 +271,17 @@ mod tests {
             {
                 self.signalled = true;
                 self.rings += 1;
-                // The kernel's timer goes on when its signal is taken, and skips what has passed meanwhile.
+                // The kernel's timer advances when its signal is taken, and skips the periods that
+                // have passed.
                 let passed = (self.wall_ns - at) / AGAIN_NS + 1;
                 self.expires_ns = Some(at + passed * AGAIN_NS);
             }
         }
 
-        /// In the guest for `ns`, of which the guest gets all but `stolen_ns`, or until a signal. No deadline
-        /// may pass unseen: the signal is there, or comes within the shortest time that the timer is set to.
+        /// Runs the guest for `ns`, `stolen_ns` of which it does not get, or until a signal.
+        ///
+        /// Checks that no deadline passes unnoticed: a signal is pending or follows within the
+        /// minimum timer duration.
         fn run(&mut self, ns: u64, stolen_ns: u64) {
             if std::mem::take(&mut self.stale) {
                 let now = Now {
@@ -351,8 +362,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is armed, stopped and armed again, and however little of the time the guest gets: it does
-        /// not run past a deadline without a signal ([`Vcpu::run`]), and each overflow comes.
+        /// For any sequence of arming and disarming, and however little time the guest gets, it
+        /// does not run past a deadline without a signal ([`Vcpu::run`]), and each overflow occurs.
         #[test]
         fn no_deadline_passes_without_a_ring(all in prop::collection::vec(anything(), 1..200)) {
             let mut vcpu = Vcpu::with(4);
@@ -376,8 +387,8 @@ mod tests {
         }
     }
 
-    /// What is left of a deadline may be less than the shortest time that the timer is set to: another event
-    /// is armed right before it, and the timer has rung early for time that was not the guest's.
+    /// A deadline may be nearer than the minimum timer duration: another event is armed right
+    /// before it, and the timer expired early because of time that the guest did not get.
     #[test]
     fn a_deadline_nearer_than_the_shortest_time_is_rung_for_so_much_later() {
         let mut vcpu = Vcpu::with(2);
@@ -394,8 +405,8 @@ mod tests {
         assert!(vcpu.guest_ns <= 20_000 + MIN_TIMER_NS, "{}", vcpu.guest_ns);
     }
 
-    /// The guest's interrupt: the counter goes on with an overflow that is out of sight, and its handler
-    /// stops it, writes it and starts it, with exits in between.
+    /// A guest interrupt: the counter continues with a distant overflow, and the handler stops,
+    /// writes and starts it, with exits in between.
     #[test]
     fn an_overflow_of_a_guests_counter_sets_the_timer_once() {
         let mut vcpu = Vcpu::with(1);
@@ -422,7 +433,7 @@ mod tests {
         );
     }
 
-    /// Four events that overflow apart from each other have the timer set for each, and one signal each.
+    /// Four events with separate deadlines arm the timer and receive a signal once each.
     #[test]
     fn events_with_different_deadlines_are_rung_for_one_by_one() {
         let mut vcpu = Vcpu::with(4);
@@ -436,8 +447,8 @@ mod tests {
         assert_eq!((vcpu.sets, vcpu.rings), (4, 4));
     }
 
-    /// A guest that stops and starts its counter all the time pays for the first start, and for one that puts
-    /// the ring off.
+    /// A guest that stops and starts its counter continuously costs one call for the first start
+    /// and one that postpones the timer.
     #[test]
     fn many_starts_between_two_rings_set_the_timer_twice() {
         let mut vcpu = Vcpu::with(1);
@@ -453,8 +464,8 @@ mod tests {
         assert_eq!((vcpu.sets, vcpu.rings), (2, 0));
     }
 
-    /// An overflow nobody arms for again: the timer is not set for what is far, its next ring is the net, and
-    /// then it is set for good.
+    /// After an overflow without re-arming, the timer is not armed for a distant deadline. Its next
+    /// repetition catches that deadline and arms the timer.
     #[test]
     fn a_far_deadline_is_set_when_the_timer_repeats() {
         let mut vcpu = Vcpu::with(1);
@@ -470,7 +481,7 @@ mod tests {
         assert_eq!((vcpu.sets, vcpu.rings), (2, 2));
     }
 
-    /// With nothing armed any more the timer rings twice at most.
+    /// With no armed event the timer expires twice at most.
     #[test]
     fn a_timer_nobody_needs_is_stopped_when_it_repeats() {
         let mut plan = Plan {
@@ -492,7 +503,8 @@ mod tests {
         assert!(!plan.is_vacant());
     }
 
-    /// The ring for one event is not the early ring of another, which would then wait for longer.
+    /// An expiry for one event is not mistaken for an early expiry of another, which would then
+    /// wait longer.
     #[test]
     fn a_ring_is_for_the_earliest() {
         let mut alarm = Alarm::default();

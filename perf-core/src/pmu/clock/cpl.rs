@@ -1,25 +1,27 @@
-//! Which privilege level the guest's time belongs to.
+//! Attribution of guest time to privilege levels.
 //!
-//! A clock cannot see the guest's privilege level at every instant. It is sampled instead, a little more than
-//! a thousand times a second, while an event asks for one level. At each look the guest time since the look
-//! before goes to the level seen. That is an estimate: right on average, off by up to one tick at each end,
-//! and blind to a guest that keeps in step with the ticks. It never goes back.
+//! A clock cannot observe the guest's privilege level continuously. Instead the level is sampled
+//! slightly more than a thousand times per second while an event counts a single level. Each sample
+//! attributes the guest time since the previous sample to the sampled level. The result is an
+//! estimate: correct on average, off by up to one tick at each end, and inaccurate for a guest that
+//! runs in step with the ticks. It never decreases.
 //!
-//! Two sources, the cheaper first:
-//! - The host kernel's own samples. A `cpu-clock` event that does not exclude the guest writes records whose
-//!   header says guest user or guest kernel. Nothing leaves the guest for it, and reading the ring is no
-//!   system call. On a software-only KVM that interprets the guest's kernel, such time looks like host kernel
-//!   time; there it is taken as level 0.
-//! - Kicks: a timer's signal takes the vCPU out of the guest, and its thread reports the level it finds
-//!   ([`super::VcpuClock::tick`]). It rings once and is set again by that report, so that a slow VMM is never
-//!   rung out of the guest before the guest has got anywhere. Time in which no event is on does not count: a
-//!   guest that switches its events off and on many times per tick is still looked at as often as one that
-//!   leaves them on. It may ring once, for nothing, after the last event has gone off.
+//! There are two sources, in order of increasing cost:
+//! - The host kernel's samples. A `cpu-clock` event that does not exclude the guest writes records
+//!   with headers that tell guest user from guest kernel time. This takes no exit from the guest,
+//!   and reading the ring takes no system call. A software-only KVM that interprets the guest's
+//!   kernel accounts such time as host kernel time; it is attributed to level 0 there.
+//! - Kicks. The signal of a timer takes the vCPU out of the guest, and its thread reports the
+//!   current level ([`super::VcpuClock::tick`]). The timer is one-shot and each report re-arms it,
+//!   so a slow VMM is not kicked again before the guest has made progress. Time without a started
+//!   event is not counted against the tick: a guest that stops and starts its events many times per
+//!   tick is sampled as often as one that leaves them on. After the last event stops, the timer may
+//!   expire once more without effect.
 //!
-//! Not every host's samples show the guest; some show it now and then only, and some at the wrong level (an
-//! emulated AMD-V does). Until they have shown it for most of a stretch of guest time, and at CPL3 where the
-//! kicks found it there, the kicks are what counts, and the ring is only watched; then one of the two is
-//! given up, for all vCPUs.
+//! The samples of some hosts do not show the guest, show it only partially, or show it at the wrong
+//! level (an emulated AMD-V does). Therefore kicks are used first and the ring is only observed,
+//! until its samples show the guest for most of a period of guest time, at CPL3 where kicks found
+//! CPL3. Then one of the two sources is closed, for all vCPUs.
 
 use std::io;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -30,43 +32,46 @@ use super::timer::{MIN_TIMER_NS, Timer};
 
 use crate::pmu::host::fd::{PerfFd, PerfMap, new_attr};
 
-/// Thread time between looks. Not a whole part of a millisecond: the guest's own timers are.
+/// Thread time between level samples, in nanoseconds. Not a divisor of a millisecond, because the
+/// guest's own timers run at such periods.
 pub(crate) const TICK_PERIOD_NS: u64 = 997_003;
 
-/// 16 KiB of 8-byte records: two seconds of ticks between two drains.
+/// Ring size: 16 KiB of 8-byte records, two seconds of ticks between drains.
 const RING_LOG2_PAGES: u32 = 2;
 
-/// Guest time after which the ring is judged, in ticks.
+/// Guest time after which the ring is evaluated, in ticks.
 const JUDGED_TICKS: u64 = 32;
 
-/// Kicks that must have found the guest at CPL3 before the ring's levels are believed.
+/// Number of kicks that must find the guest at CPL3 before the ring's levels are trusted.
 const JUDGED_USER_LOOKS: u64 = 8;
 
-/// The longest a kick is put off when the guest makes no headway, ns.
+/// Maximum delay of a kick while the guest makes no progress, in nanoseconds.
 const MOST_PATIENCE_NS: u64 = 10_000_000;
 
-/// The part of a wait by which a kick may come early, because the events were off for so long meanwhile.
+/// Divisor of a wait that limits how early a kick may arrive because the events were stopped for
+/// part of it.
 const MOST_EARLY_PART: u64 = 16;
 
-/// Found out once for all vCPUs: whether the kernel's samples show the guest on this host.
+/// Whether the host kernel's samples show the guest, determined once for all vCPUs.
 static SAMPLES: AtomicU8 = AtomicU8::new(UNPROVEN);
 const UNPROVEN: u8 = 0;
 const SHOW_GUEST: u8 = 1;
 const BLIND: u8 = 2;
 
-/// How the privilege level is learnt on this host.
+/// The source of the guest's privilege level on this host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LevelSource {
-    /// From the host kernel's samples, with no exit from the guest.
+    /// The host kernel's samples, which take no exit from the guest.
     KernelRing,
-    /// As `KernelRing`; host kernel samples are level 0, because this KVM interprets the guest's kernel.
+    /// As `KernelRing`, with host kernel samples attributed to level 0 because this KVM interprets
+    /// the guest's kernel.
     KernelRingInterpreted,
-    /// From kicks of the vCPU.
+    /// Kicks of the vCPU.
     Kicks,
 }
 
 impl LevelSource {
-    /// The source to begin with.
+    /// Returns the initial source.
     fn first() -> Self {
         match SAMPLES.load(Ordering::Relaxed) {
             SHOW_GUEST => Self::KernelRing,
@@ -75,22 +80,22 @@ impl LevelSource {
     }
 }
 
-/// A privilege level an event can ask for alone.
+/// A privilege level that an event counts on its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Level {
     User,
     Kernel,
 }
 
-/// Kicks of the vCPU at the pace of the looks.
+/// The timer that kicks the vCPU once per tick.
 #[derive(Debug)]
 struct Kicks {
     timer: Timer,
-    /// What it was set to last, ns.
+    /// Duration that the timer was last armed with, in nanoseconds.
     wait_ns: u64,
-    /// Guest time when it was set for a whole wait.
+    /// Guest time when the timer was armed for a full wait, in nanoseconds.
     set_at_ns: u64,
-    /// What was left of the wait when the last event stopped, ns.
+    /// Remainder of the wait when the last event stopped, in nanoseconds.
     left_ns: u64,
 }
 
@@ -105,8 +110,11 @@ impl Kicks {
         })
     }
 
-    /// An event is on again. The timer is not stopped when the last one goes off, as setting it is a system
-    /// call: if it still rings at about the right time, it is left alone, and else set for what was left.
+    /// Resumes the wait when an event starts again.
+    ///
+    /// The timer stays armed when the last event stops, to save a system call. It is left alone if
+    /// it is about to expire at nearly the right time; otherwise it is armed for the remainder of
+    /// the wait.
     fn go_on(&mut self) -> io::Result<()> {
         let left_ns = self.left_ns.max(MIN_TIMER_NS);
         let early_ns = left_ns.saturating_sub(self.timer.left_ns());
@@ -120,14 +128,14 @@ impl Kicks {
         self.left_ns = self.timer.left_ns();
     }
 
-    /// It has rung; the guest's time is `now_ns`.
+    /// Re-arms the expired timer at guest time `now_ns`.
     fn again(&mut self, now_ns: u64) -> io::Result<()> {
         let had_ns = now_ns.saturating_sub(self.set_at_ns);
         self.wait_ns = if had_ns >= self.wait_ns / 8 {
             TICK_PERIOD_NS
         } else {
-            // The guest is halted, waits for a processor, or the VMM needs longer than a tick to get back
-            // into it.
+            // The guest is halted, waits for a host CPU, or the VMM needs longer than a tick to
+            // re-enter it.
             (self.wait_ns * 2).min(MOST_PATIENCE_NS)
         };
         self.set_at_ns = now_ns;
@@ -135,7 +143,7 @@ impl Kicks {
     }
 }
 
-/// The split of one vCPU's guest time.
+/// The attribution of one vCPU's guest time to privilege levels.
 #[derive(Debug)]
 pub(crate) struct CplSplit {
     tid: i32,
@@ -143,18 +151,20 @@ pub(crate) struct CplSplit {
     signal: Option<i32>,
     ring: Option<(PerfFd, PerfMap)>,
     kicks: Option<Kicks>,
-    /// Started events that want one level.
+    /// Number of started events that count one level.
     users: u32,
     user_ns: u64,
     kernel_ns: u64,
-    /// Guest time up to which everything is attributed or carried, while `users > 0`.
+    /// Guest time up to which everything is attributed or carried over, in nanoseconds, while
+    /// `users > 0`.
     mark_ns: u64,
-    /// Unattributed time of earlier spans.
+    /// Unattributed time of earlier spans, in nanoseconds.
     carry_ns: u64,
-    /// Guest time of the spans in which the ring was watched, and when the present one began.
+    /// Guest time of the finished spans in which the ring was observed, and the start of the
+    /// current one.
     watched_ns: u64,
     watched_from_ns: u64,
-    /// Samples of the guest in the watched ring, those of them at CPL3, and kicks that found it at CPL3.
+    /// Guest samples in the observed ring, those of them at CPL3, and kicks that found CPL3.
     seen_guest: u64,
     seen_user: u64,
     kicked_user: u64,
@@ -185,12 +195,13 @@ impl CplSplit {
         self.source
     }
 
-    /// This host's KVM interprets the guest's kernel. To be said before the first event starts.
+    /// Selects the source for a KVM that interprets the guest's kernel. Must be called before the
+    /// first event starts.
     pub(crate) fn kernel_is_interpreted(&mut self) {
         self.source = LevelSource::KernelRingInterpreted;
     }
 
-    /// An event that wants one level starts at guest time `now_ns`.
+    /// Starts an event that counts one level, at guest time `now_ns`.
     pub(crate) fn start(&mut self, signal: Option<i32>, now_ns: u64) -> io::Result<()> {
         if self.users == 0 {
             self.signal = signal;
@@ -202,7 +213,7 @@ impl CplSplit {
         Ok(())
     }
 
-    /// An event that wants one level stops.
+    /// Stops an event that counts one level.
     pub(crate) fn stop(&mut self, now_ns: u64) {
         self.look(now_ns);
         self.users = self.users.saturating_sub(1);
@@ -211,8 +222,8 @@ impl CplSplit {
         }
         self.carry_ns += now_ns.saturating_sub(self.mark_ns);
         self.watched_ns += now_ns.saturating_sub(self.watched_from_ns);
-        // The kernel keeps what is left of a tick's period, so that short spans are looked at as often, for
-        // their length, as long ones.
+        // The kernel preserves the remainder of a tick period, so the sampling rate does not depend
+        // on the length of the spans.
         if let Some((fd, _)) = &self.ring
             && let Err(e) = fd.disable()
         {
@@ -226,7 +237,7 @@ impl CplSplit {
         }
     }
 
-    /// Guest time attributed to `level` so far, ns.
+    /// Returns the guest time attributed to `level` so far, in nanoseconds.
     pub(crate) fn read(&mut self, level: Level, now_ns: u64) -> u64 {
         self.look(now_ns);
         match level {
@@ -235,19 +246,20 @@ impl CplSplit {
         }
     }
 
-    /// Whether the timer that asks for the level has rung.
+    /// Returns `true` if the kick timer has expired.
     pub(crate) fn tick_is_due(&self) -> bool {
         self.users > 0 && self.kicks.as_ref().is_some_and(|kicks| kicks.timer.rang())
     }
 
-    /// The vCPU's thread is out of the guest and saw it at this level; `None`: it was halted there.
+    /// Records the level at which the vCPU's thread found the guest after an exit; `None` if the
+    /// guest was halted.
     pub(crate) fn tick(&mut self, cpl: Option<u8>, now_ns: u64) {
         if self.users == 0 {
             return;
         }
         let Some(kicks) = &mut self.kicks else { return };
-        // Any overflow brings the thread here, and those of an event that counts one level come at that
-        // level: only the timer's own rings are fair looks.
+        // Every overflow signal leads here, and overflows of an event that counts one level occur
+        // at that level. Only expirations of the kick timer are unbiased samples.
         if !kicks.timer.rang() {
             return;
         }
@@ -257,7 +269,8 @@ impl CplSplit {
                 crate::error_line(&e)
             );
         }
-        // A halted guest uses no time: what is pending was used before, at a level the next look tells.
+        // A halted guest uses no time. Pending time was used before the halt, at a level that the
+        // next sample shows.
         if let (Some(cpl), LevelSource::Kicks) = (cpl, self.source) {
             let user = u64::from(cpl == 3);
             self.kicked_user += user;
@@ -265,7 +278,7 @@ impl CplSplit {
         }
     }
 
-    /// Whether the vCPU's thread must report levels at kicks.
+    /// Returns `true` if the vCPU's thread must report levels after kicks.
     pub(crate) fn by_kicks(&self) -> bool {
         self.users > 0 && self.kicks.is_some()
     }
@@ -288,7 +301,7 @@ impl CplSplit {
                 }
             };
         }
-        // With no signal to kick with, the ring is all there is.
+        // Without a kick signal, the ring is the only source.
         if (found == SHOW_GUEST || self.signal.is_none())
             && self.ring.is_some()
             && self.source == LevelSource::Kicks
@@ -309,7 +322,7 @@ impl CplSplit {
         Ok(())
     }
 
-    /// Takes in what the kernel's ring has to say.
+    /// Drains the kernel's ring.
     fn look(&mut self, now_ns: u64) {
         if self.users == 0 {
             return;
@@ -339,7 +352,7 @@ impl CplSplit {
         }
     }
 
-    /// Gives the pending time to the levels in the proportion they were seen.
+    /// Attributes the pending time to the levels in proportion to their samples.
     #[expect(clippy::cast_possible_truncation, reason = "a part of a number of 64 bits")]
     fn settle(&mut self, user: u64, kernel: u64, now_ns: u64) {
         let looks = user + kernel;
@@ -354,9 +367,10 @@ impl CplSplit {
         self.mark_ns = self.mark_ns.max(now_ns);
     }
 
-    /// Decides between the ring and the kicks, once the ring has been watched for long enough. An emulated
-    /// host shows part of the guest, and not a fair part: that is not good enough, because kicks only cost
-    /// more. A guest that has not been at CPL3 yet leaves the question of the levels open.
+    /// Chooses between the ring and the kicks after the ring was observed for long enough.
+    ///
+    /// An emulated host shows a biased part of the guest, so its ring is rejected; kicks cost more
+    /// but are correct. No choice is made while the guest has not run at CPL3.
     fn judge_ring(&mut self, now_ns: u64) {
         let watched_ns = self.watched_ns + now_ns.saturating_sub(self.watched_from_ns);
         if watched_ns < JUDGED_TICKS * TICK_PERIOD_NS {
@@ -385,8 +399,9 @@ impl CplSplit {
     }
 }
 
-/// Whether a ring that showed the guest `seen_guest` times in `expected` ticks, `seen_user` times at CPL3, is
-/// to be believed, when kicks found it at CPL3 `kicked_user` times; `None`: too early to tell.
+/// Returns whether a ring with `seen_guest` guest samples in `expected` ticks, `seen_user` of them
+/// at CPL3, is trustworthy, given that `kicked_user` kicks found CPL3. Returns `None` if it is too
+/// early to decide.
 fn ring_is_fair(seen_guest: u64, seen_user: u64, kicked_user: u64, expected: u64) -> Option<bool> {
     if seen_guest * 4 < expected * 3 {
         Some(false)
@@ -411,8 +426,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Only who knows the KVM can tell that it interprets the guest's kernel: the driver takes nothing for
-    /// granted.
+    /// Only the caller can determine that KVM interprets the guest's kernel; the driver never
+    /// assumes it.
     #[test]
     fn host_kernel_time_is_the_guests_only_where_its_kernel_is_interpreted() {
         assert_ne!(CplSplit::new(0).source(), LevelSource::KernelRingInterpreted);
@@ -422,7 +437,8 @@ mod tests {
         assert!(!split.by_kicks());
     }
 
-    /// A split with an event on, that is told levels as if its timer had rung.
+    /// Returns a split with a started event, for tests that report levels as if its timer had
+    /// expired.
     fn running() -> CplSplit {
         let mut split = CplSplit::new(0);
         split.source = LevelSource::Kicks;
@@ -436,7 +452,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the ticks say, attributed time never goes back and never exceeds the guest's time.
+        /// For any ticks, attributed time never decreases and never exceeds the guest time.
         #[test]
         fn attribution_is_monotonic_and_bounded(steps in prop::collection::vec((0u64..5_000_000, 0u8..4), 0..200)) {
             let mut split = running();
@@ -456,7 +472,8 @@ mod tests {
     fn time_between_spans_is_not_attributed() {
         let mut split = running();
         see(&mut split, 3, 1_000);
-        // Off from 1,500 to 9,000: only the 500 before and the 300 after belong to the next look.
+        // Stopped from 1,500 to 9,000, so the next sample covers only the 500 before and the 300
+        // after.
         split.stop(1_500);
         split.users = 1;
         split.mark_ns = 9_000;
@@ -477,11 +494,12 @@ mod tests {
         assert_eq!(ring_is_fair(32, 20, 19, 32), Some(true));
         assert_eq!(ring_is_fair(9, 9, 9, 32), Some(false));
         assert_eq!(ring_is_fair(32, 0, 20, 32), Some(false));
-        // A guest that stays at CPL0 tells nothing about how CPL3 would look.
+        // A guest that stays at CPL0 gives no evidence about samples at CPL3.
         assert_eq!(ring_is_fair(32, 0, 0, 32), None);
     }
 
-    /// Spans shorter than a tick add up to looks: what was left when one ended is where the next begins.
+    /// Spans shorter than a tick are sampled too, because the remainder of a wait carries over to
+    /// the next span.
     #[test]
     fn short_spans_do_not_put_the_kick_off_for_ever() {
         let mut kicks = Kicks::open(crate::pmu::host::fd::current_tid(), Some(libc::SIGCONT)).unwrap();
@@ -491,7 +509,7 @@ mod tests {
         kicks.hold();
         let left_ns = kicks.left_ns;
         assert!(left_ns < before);
-        // It goes on from there, however long that is ago.
+        // The wait resumes with the remainder, regardless of the length of the stop.
         std::thread::sleep(std::time::Duration::from_nanos(left_ns));
         kicks.go_on().unwrap();
         let set_ns = kicks.timer.left_ns();
@@ -499,7 +517,8 @@ mod tests {
         assert_eq!(kicks.left_ns, left_ns);
     }
 
-    /// A guest that gets nowhere is kicked less and less often, and at the usual pace once it runs again.
+    /// Kicks of a guest without progress become less frequent, and return to the usual rate when
+    /// the guest runs.
     #[test]
     fn kicks_wait_for_a_guest_without_headway() {
         let mut kicks = Kicks::open(crate::pmu::host::fd::current_tid(), Some(libc::SIGCONT)).unwrap();

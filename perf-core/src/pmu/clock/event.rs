@@ -8,34 +8,36 @@ use super::timer::MIN_TIMER_NS;
 use super::vcpu::VcpuClock;
 use crate::pmu::{PmuError, PmuEvent};
 
-/// The longest a timer is set to for the sake of a slow VMM, ns.
+/// Maximum duration that a timer is extended to for a slow VMM, in nanoseconds.
 const MOST_PATIENCE_NS: u64 = 10_000_000;
 
-/// The shortest time, ns, that a timer of an event of one level is set to again. What such an event counts is
-/// known from look to look, so before the next look there is nothing to find.
+/// Minimum duration for re-arming the timer of an event that counts one level, in nanoseconds. The
+/// count of such an event changes only when the level is sampled, so an earlier expiry would be
+/// useless.
 const NEXT_LOOK_NS: u64 = TICK_PERIOD_NS / 8;
 
-/// The most that is added to a timer's time for what the guest is likely to miss of it: this part of it.
+/// Divisor of a timer's duration that limits its extension for time that the guest is likely to
+/// miss.
 const MOST_SLACK: u64 = 16;
 
-/// How much of a timer's time the guest does not get, because the VMM works for it meanwhile.
+/// Time of a timer's duration that the guest does not get because the VMM works for it.
 ///
-/// If a timer rings early, the vCPU leaves the guest twice for one overflow. So the next timer is set for as
-/// much longer as the guest lately fell short, and a little more. If that makes an overflow late, the extra
-/// counts are accounted for and make the next period as much shorter.
+/// An early timer makes the vCPU exit twice for one overflow. The next timer is therefore extended
+/// by slightly more than the guest's recent shortfall. If this makes an overflow late, the extra
+/// counts are accounted for and shorten the next period by the same amount.
 #[derive(Clone, Copy, Debug, Default)]
 struct Slack {
     ns: u64,
 }
 
 impl Slack {
-    /// What to set a timer to that is to give the guest `need_ns`.
+    /// Returns the duration of a timer that should give the guest `need_ns`.
     fn wait_for(self, need_ns: u64) -> u64 {
         need_ns.saturating_add(self.ns.min(need_ns / MOST_SLACK))
     }
 
-    /// A timer set for `need_ns` rang when the guest had still to run for `rest_ns`. If the guest fell
-    /// short by more than may be added, nobody can tell when it will have run.
+    /// Records that a timer set for `need_ns` expired when the guest still had `rest_ns` to run. A
+    /// shortfall larger than the maximum extension is unpredictable and is ignored.
     fn rang_early(&mut self, need_ns: u64, rest_ns: u64) {
         let short_ns = (self.wait_for(need_ns) - need_ns).saturating_add(rest_ns);
         if short_ns <= need_ns / MOST_SLACK {
@@ -43,8 +45,8 @@ impl Slack {
         }
     }
 
-    /// A timer rang when the guest had had its time, and `over_ns` more. What is more than the margin is
-    /// given up by and by.
+    /// Records that a timer expired after the guest had run long enough, by `over_ns` more. An
+    /// excess above the margin is reduced gradually.
     fn rang_in_time(&mut self, over_ns: u64) {
         if over_ns > self.ns / 4 {
             self.ns -= self.ns.div_ceil(64);
@@ -52,7 +54,7 @@ impl Slack {
     }
 }
 
-/// What part of the guest's time an event counts.
+/// The part of the guest's time that an event counts.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Share {
     All,
@@ -60,7 +62,7 @@ pub(super) enum Share {
     Nothing,
 }
 
-/// What a count of the event stands for.
+/// The unit of the event's count.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Unit {
     Cycles,
@@ -75,23 +77,24 @@ pub(super) struct ClockEvent {
     unit: Unit,
     /// Clock reading at the start of the current span; `None` while stopped.
     span_start_ns: Option<u64>,
-    /// Time of all finished spans.
+    /// Time of all finished spans, in nanoseconds.
     spans_ns: u64,
-    /// The last count handed out, and the time it was made of: out of the guest that stays the same.
+    /// Last returned count, and the time from which it was computed. Both are constant while the
+    /// vCPU is outside the guest.
     last_count: u64,
     last_ns: u64,
-    /// The count at which an overflow is due.
+    /// Count at which an overflow is due.
     armed_at: Option<u64>,
-    /// The count when the alarm was armed last.
+    /// Count when the alarm was last armed.
     set_at: u64,
-    /// What it was armed for.
+    /// Duration for which the alarm was last armed, in nanoseconds.
     wait_ns: u64,
-    /// What the guest is to run for from arming to the overflow, until the timer has rung.
+    /// Guest time from arming to the overflow, in nanoseconds, until the timer expires.
     need_ns: Option<u64>,
-    /// The guest made no headway during the last wait.
+    /// Set if the guest made no progress during the last wait.
     stalled: bool,
     slack: Slack,
-    /// In the vCPU's alarm, from the first arming on.
+    /// Slot in the vCPU's alarm, reserved when the event is first armed.
     place: Option<Place>,
 }
 
@@ -116,7 +119,7 @@ impl ClockEvent {
         }
     }
 
-    /// The clock this event follows, now.
+    /// Returns the current time of the clock that this event follows.
     fn clock_ns(&self) -> u64 {
         match self.share {
             Share::All => self.clock.guest_ns(),
@@ -125,9 +128,9 @@ impl ClockEvent {
         }
     }
 
-    /// The count after `ns` in all.
+    /// Returns the count at a total time of `ns`.
     fn count_at(&mut self, ns: u64) -> u64 {
-        // A reading that had to settle for the finished intervals may be behind the one before it.
+        // A reading limited to the finished intervals may be lower than the previous one.
         if ns > self.last_ns {
             self.last_ns = ns;
             self.last_count = match self.unit {
@@ -138,16 +141,16 @@ impl ClockEvent {
         self.last_count
     }
 
-    /// Returns how long to set the timer to for the last `rest` counts, after it has expired early.
+    /// Returns the timer duration for the last `rest` counts after an early expiry.
     ///
-    /// The timer also runs while the VMM works. A VMM that takes longer than the timer to get back
-    /// into the guest would be interrupted again before the guest has done much, forever. So after
-    /// two waits in a row of which the guest had next to nothing, the next wait is twice as long as
-    /// the last one. The overflow is then late by at most that wait.
+    /// The timer also runs while the VMM works. A VMM that needs longer than the timer to re-enter
+    /// the guest would be interrupted before the guest makes progress, indefinitely. So after two
+    /// consecutive waits with almost no guest time, the next wait is twice as long as the last one.
+    /// The overflow is then late by at most that wait.
     ///
-    /// One such wait is no reason to be late: a vCPU thread that loses its CPU for longer than a
-    /// period has it too, and with twice the wait the overflow would be late by a whole period. The
-    /// guest's driver drops a period that it gets so late.
+    /// A single such wait does not extend the next one. A vCPU thread that loses its CPU for longer
+    /// than a period sees it too, and doubling the wait would delay the overflow by a whole period.
+    /// The guest's driver drops a period that ends so late.
     fn wait_for_rest(&mut self, now: u64, rest: u64) -> u64 {
         let had_ns = self.ns_for(now - self.set_at);
         let least_ns = match self.share {
@@ -164,7 +167,8 @@ impl ClockEvent {
         self.ns_for(rest).max(at_least_ns)
     }
 
-    /// Has the alarm ring when the guest has run for `wait_ns`; the count is `now`.
+    /// Arms the alarm for the time when the guest has run for `wait_ns`. `now` is the current
+    /// count.
     fn wait(&mut self, now: u64, wait_ns: u64) -> Result<(), PmuError> {
         let wait_ns = wait_ns.max(MIN_TIMER_NS);
         if let Some(place) = self.place {
@@ -180,7 +184,7 @@ impl ClockEvent {
         Ok(())
     }
 
-    /// The alarm is not wanted any more.
+    /// Disarms the alarm for this event.
     fn disarm(&mut self) {
         self.armed_at = None;
         if let Some(place) = self.place {
@@ -251,7 +255,7 @@ impl PmuEvent for ClockEvent {
         self.rearm(now, overflow_in)
     }
 
-    /// The guest does not run between the two calls, so the count is still the same.
+    /// The guest does not run between the two calls, so the count is unchanged.
     fn overflowed(&mut self) -> Option<u64> {
         (self.take_overflows() > 0).then_some(self.last_count)
     }
@@ -264,7 +268,7 @@ impl PmuEvent for ClockEvent {
                 "the clock driver was made without an overflow signal",
             ));
         };
-        // What counts nothing never overflows.
+        // An event that counts nothing never overflows.
         if self.place.is_none() && !matches!(self.share, Share::Nothing) {
             let place = self.clock.join_alarm(signal).map_err(|source| PmuError::Os {
                 what: "making the vCPU's overflow timer",
@@ -293,7 +297,7 @@ impl PmuEvent for ClockEvent {
             return 1;
         }
         if !self.place.is_some_and(|place| self.clock.alarm_rang_for(place)) {
-            // The signal was another event's; the ring for this one is still to come.
+            // The signal belongs to another event; the alarm has not yet expired for this one.
             return 0;
         }
         if let Some(need_ns) = self.need_ns.take() {
@@ -319,12 +323,12 @@ impl Drop for ClockEvent {
     }
 }
 
-/// Whole cycles in `ns` of a clock of `khz`.
+/// Returns the number of whole cycles in `ns` of a clock with frequency `khz`.
 fn cycles_of_ns(ns: u64, khz: u32) -> u64 {
     saturate(u128::from(ns) * u128::from(khz) / 1_000_000)
 }
 
-/// The time in which a clock of `khz` makes at least `cycles`.
+/// Returns the time in which a clock with frequency `khz` completes at least `cycles`.
 fn ns_for_cycles(cycles: u64, khz: u32) -> u64 {
     saturate((u128::from(cycles) * 1_000_000).div_ceil(u128::from(khz.max(1))))
 }
@@ -339,7 +343,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// A timer set for n cycles never rings before n cycles have passed.
+        /// A timer set for n cycles never expires before n cycles have passed.
         #[test]
         fn the_time_for_n_cycles_holds_n_cycles(cycles in 0u64..1 << 48, khz in 1u32..6_000_000) {
             prop_assert!(cycles_of_ns(ns_for_cycles(cycles, khz), khz) >= cycles);
@@ -351,8 +355,8 @@ mod tests {
         }
     }
 
-    /// If the VMM works for a guest now and then, the timer rings early a few times, not each time, and is
-    /// never set for much longer.
+    /// If the VMM occasionally works for a guest, the timer expires early a few times rather than
+    /// every time, and its duration never grows much.
     #[test]
     fn what_a_guest_is_short_of_is_added_to_its_timers() {
         const NEED_NS: u64 = 28_000_000;
@@ -376,13 +380,13 @@ mod tests {
         assert_eq!(early(&|_| 0), 0);
         assert_eq!(early(&|_| 700_000), 1);
         assert!((1..100).contains(&early(&|turn| 700_000 * (turn % 2))));
-        // Too much to be foreseen: nothing is added, and each ring is early.
+        // The shortfall is too large to predict: nothing is added, and each expiry is early.
         assert_eq!(early(&|_| NEED_NS), 1000);
-        // What was is forgotten.
+        // Earlier shortfalls are forgotten.
         assert!(early(&|turn| if turn < 100 { 700_000 } else { 0 }) < 10);
     }
 
-    /// Its count stands still between two looks: a ring before the next one finds nothing.
+    /// The count does not change between two level samples, so an earlier expiry would be useless.
     #[test]
     fn an_event_of_one_level_is_not_rung_for_before_the_next_look() {
         let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
@@ -402,9 +406,9 @@ mod tests {
         assert_eq!((rings(&mut one), rings(&mut all)), (4, 7));
     }
 
-    /// Returns how late the overflows of a guest with a sampling period of `period_ns` are, in
-    /// guest time. The vCPU thread has its CPU for the first number of nanoseconds of each turn,
-    /// and loses it for the second.
+    /// Returns the delays of the overflows of a guest with a sampling period of `period_ns`, in
+    /// guest time. In each turn the vCPU thread has its CPU for the first number of nanoseconds and
+    /// loses it for the second.
     fn lateness(period_ns: u64, turns: &[(u64, u64)]) -> Vec<u64> {
         let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
         let mut event = ClockEvent::new(clock, None, Share::All, Unit::Nanoseconds);
@@ -414,12 +418,12 @@ mod tests {
         for &(run_ns, off_ns) in turns {
             let end_ns = wall_ns + run_ns;
             while expires_ns < end_ns {
-                // A timer that has expired while another thread had the CPU is served at once.
+                // A timer that expired while another thread had the CPU is handled immediately.
                 guest_ns += expires_ns.saturating_sub(wall_ns);
                 wall_ns = wall_ns.max(expires_ns);
                 let wait_ns = if guest_ns >= due_ns {
                     late.push(guest_ns - due_ns);
-                    // As Linux's `x86_perf_event_set_period` does.
+                    // Same as Linux's `x86_perf_event_set_period`.
                     due_ns = if guest_ns - due_ns < period_ns {
                         due_ns
                     } else {
@@ -440,8 +444,8 @@ mod tests {
     }
 
     proptest! {
-        /// A thread that shares its CPU has nothing of a wait that another thread had the CPU for.
-        /// That makes no overflow late: the guest gets a sample for each period.
+        /// A thread on a shared CPU makes no progress in a wait during which another thread runs.
+        /// No overflow is late because of this: the guest receives a sample for each period.
         #[test]
         fn overflows_are_in_time_on_a_shared_cpu(
             period_ns in 200_000u64..20_000_000,
@@ -454,8 +458,8 @@ mod tests {
         }
     }
 
-    /// The VMM takes longer than the timer to get back into the guest: the waits grow until the
-    /// guest gets on.
+    /// The VMM needs longer than the timer to re-enter the guest: the waits grow until the guest
+    /// makes progress.
     #[test]
     fn waits_grow_while_the_guest_makes_no_headway() {
         let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));

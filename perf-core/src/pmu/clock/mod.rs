@@ -1,4 +1,4 @@
-//! The `clock` driver: cycles from run time, for hosts with no PMU.
+//! The `clock` driver: cycles computed from guest run time, for hosts without a PMU.
 //!
 //! | config | counts |
 //! |---|---|
@@ -6,22 +6,23 @@
 //! | 1 | reference cycles: the same |
 //! | 2 | guest run time in nanoseconds |
 //!
-//! The vCPU's thread brackets `KVM_RUN` with [`VcpuClock::guest_enter`] and [`VcpuClock::guest_exit`]; see
-//! [`VcpuClock`] for what that includes. Host execution is never counted, so `exclude_guest` is refused, and
-//! `exclude_host` changes nothing.
+//! The vCPU's thread brackets `KVM_RUN` with [`VcpuClock::guest_enter`] and
+//! [`VcpuClock::guest_exit`]; [`VcpuClock`] defines the time that this includes. Host execution is
+//! never counted, so `exclude_guest` is rejected and `exclude_host` has no effect.
 //!
 //! # One privilege level
-//! An event with `exclude_user` or `exclude_kernel` counts an estimate: see [`ClockPmu::is_estimate`] and
-//! [`LevelSource`]. With both it counts nothing.
+//! An event with `exclude_user` or `exclude_kernel` counts an estimate: see
+//! [`ClockPmu::is_estimate`] and [`LevelSource`]. An event with both counts nothing.
 //!
 //! # Overflow
-//! One timer of the vCPU is set for the earliest overflow when the guest is entered (see `alarm.rs`). Its
-//! signal takes the vCPU out of the guest. Time on the wall passes at least as fast as guest time, so a
-//! signal after the time that is wanted can only be early. [`PmuEvent::take_overflows`] then asks for the
-//! rest, no sooner than [`MIN_TIMER_NS`] ahead, and later, up to ten milliseconds, while the guest makes no
-//! headway (it is halted, or waits for a host CPU). By itself the timer repeats only now and then, so nothing
-//! can be kept busy by rings alone. Since an early ring costs an exit for nothing, an event waits for up to a
-//! sixteenth longer than it must where the rings before were early by less than that.
+//! One timer per vCPU is armed for the earliest overflow when the guest is entered (see
+//! `alarm.rs`). Its signal takes the vCPU out of the guest. Wall-clock time advances at least as
+//! fast as guest time, so the signal can only be early. [`PmuEvent::take_overflows`] then arms the
+//! timer for the remainder, at least [`MIN_TIMER_NS`] ahead, and up to ten milliseconds ahead while
+//! the guest makes no progress (it is halted or waits for a host CPU). The timer repeats only
+//! rarely on its own, so its expirations alone cannot keep a vCPU busy. Because an early expiry
+//! costs a useless exit, an event waits up to a sixteenth longer than necessary if its previous
+//! timers were early by less than that.
 
 mod alarm;
 mod cpl;
@@ -43,11 +44,11 @@ use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target, VcpuId};
 use cpl::Level;
 use event::{ClockEvent, Share, Unit};
 
-/// Cycles (`config` 0).
+/// `config` of cycles.
 pub const CYCLES: u64 = 0;
-/// Reference cycles (`config` 1).
+/// `config` of reference cycles.
 pub const REF_CYCLES: u64 = 1;
-/// Guest run time in nanoseconds (`config` 2).
+/// `config` of guest run time in nanoseconds.
 pub const GUEST_NS: u64 = 2;
 
 /// The `clock` driver of one VM.
@@ -59,9 +60,11 @@ pub struct ClockPmu {
 }
 
 impl ClockPmu {
-    /// A driver whose overflows send `signal` to the vCPU's thread. Its handler must be installed without
-    /// `SA_RESTART`, so that it ends `KVM_RUN`. See [`super::host`] for which signal to choose. `None`:
-    /// events count, but cannot be armed.
+    /// Creates a driver that sends `signal` to the vCPU's thread on overflow, or that cannot arm
+    /// events if `signal` is `None`.
+    ///
+    /// The signal handler must be installed without `SA_RESTART`, so that the signal ends
+    /// `KVM_RUN`. See [`super::host`] for the choice of a signal.
     #[must_use]
     pub fn new(signal: Option<i32>) -> Self {
         Self {
@@ -71,9 +74,10 @@ impl ClockPmu {
         }
     }
 
-    /// The same for a KVM that interprets the guest's kernel (`true`), as software-only ones do. The host's
-    /// kernel then takes such time for its own: see [`LevelSource::KernelRingInterpreted`]. The caller, who
-    /// knows the KVM, finds that out.
+    /// Sets whether KVM interprets the guest's kernel, as a software-only KVM does.
+    ///
+    /// The host kernel accounts such time as its own: see [`LevelSource::KernelRingInterpreted`].
+    /// The driver cannot detect this; the caller must determine it.
     #[must_use]
     pub fn interpreting_kernel(self, interprets_kernel: bool) -> Self {
         Self {
@@ -82,14 +86,16 @@ impl ClockPmu {
         }
     }
 
-    /// Whether this KVM interprets the guest's kernel.
+    /// Returns `true` if this KVM interprets the guest's kernel.
     #[must_use]
     pub fn interprets_kernel(&self) -> bool {
         self.interprets_kernel
     }
 
-    /// Makes `clock` the clock of `vcpu`. Events opened from now on use it; a former one keeps its events.
-    /// Its overflows send the signal of the driver whose event is armed first.
+    /// Registers `clock` as the clock of `vcpu`.
+    ///
+    /// Events that are opened afterwards use it; a previous clock keeps its events. Overflows of
+    /// the clock send the signal of the driver with the event that is armed first.
     pub fn add_vcpu(&self, vcpu: VcpuId, clock: Arc<VcpuClock>) {
         if self.interprets_kernel {
             clock.cpl_split().kernel_is_interpreted();
@@ -97,8 +103,8 @@ impl ClockPmu {
         self.lock().insert(vcpu, clock);
     }
 
-    /// Forgets the clock of `vcpu`, whose thread is about to end. Its open events keep their counts; nothing
-    /// announces their overflows any more.
+    /// Unregisters the clock of `vcpu`, whose thread is about to end. Its open events keep their
+    /// counts, but their overflows are no longer announced.
     pub fn remove_vcpu(&self, vcpu: VcpuId) {
         let clock = self.lock().remove(&vcpu);
         if let Some(clock) = clock {
@@ -106,19 +112,20 @@ impl ClockPmu {
         }
     }
 
-    /// The clock of `vcpu`, if it has one.
+    /// Returns the clock of `vcpu`.
     #[must_use]
     pub fn clock_of(&self, vcpu: VcpuId) -> Option<Arc<VcpuClock>> {
         self.lock().get(&vcpu).cloned()
     }
 
-    /// Whether what an event with `attr` counts is an estimate, because it wants one privilege level only.
+    /// Returns `true` if an event with `attr` counts an estimate because it counts one privilege
+    /// level only.
     #[must_use]
     pub fn is_estimate(attr: &Attr) -> bool {
         attr.ty == EventType::CLOCK && attr.exclude_user != attr.exclude_kernel
     }
 
-    /// How privilege levels are learnt for `vcpu`; `None` if it has no clock.
+    /// Returns the source of privilege levels for `vcpu`, or `None` if it has no clock.
     #[must_use]
     pub fn level_source(&self, vcpu: VcpuId) -> Option<LevelSource> {
         let clock = self.lock().get(&vcpu).cloned()?;

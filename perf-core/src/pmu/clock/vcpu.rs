@@ -1,15 +1,15 @@
-//! [`VcpuClock`]: how long a vCPU has run its guest.
+//! [`VcpuClock`]: the guest run time of a vCPU.
 //!
-//! The clock advances with the CPU time of the vCPU's thread, but only between [`VcpuClock::guest_enter`] and
-//! [`VcpuClock::guest_exit`]. Time the VMM spends in its own code is outside that bracket. Time the vCPU is
-//! halted or descheduled is inside it, but uses no CPU time. What is left is guest time, plus the kernel's
-//! work for it in `KVM_RUN`.
+//! The clock advances with the CPU time of the vCPU's thread, but only between
+//! [`VcpuClock::guest_enter`] and [`VcpuClock::guest_exit`]. Time in the VMM's own code is outside
+//! this interval. Time in which the vCPU is halted or descheduled is inside it but takes no CPU
+//! time. The remainder is guest time plus the kernel's work for the guest in `KVM_RUN`.
 //!
-//! # Who writes what
-//! The vCPU's thread is the only writer of `epoch`, `base` and `closed`. Any thread may read the clock while
-//! the guest runs: a sequence lock tells it when it must look again. The first user of a clock that was
-//! unused may come while the guest runs already, on another thread. It then supplies the missing start of
-//! that interval itself (`late`).
+//! # Writers and readers
+//! Only the vCPU's thread writes `epoch`, `base` and `closed`. Any thread may read the clock while
+//! the guest runs and retries when the sequence lock indicates a concurrent change. If the first
+//! user of an unused clock arrives on another thread while the guest runs, that thread supplies the
+//! missing start of the interval itself (`late`).
 #![expect(unsafe_code, reason = "system calls, and memory shared with the kernel")]
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, compiler_fence, fence};
@@ -20,58 +20,64 @@ use super::cpl::{CplSplit, Level};
 use super::timer::{clock_ns, wall_ns};
 use crate::pmu::host::fd::current_tid;
 
-/// How often a reader looks again before it settles for the closed intervals.
+/// Maximum number of attempts of a reader before it returns the finished intervals only.
 const READ_TRIES: usize = 64;
 
-/// Up to this long after an exit, ns, the thread's time at the next entry is that at the exit and the time on
-/// the wall since: reading the thread's time is a system call, and both at every exit were two. Whoever takes
-/// the thread's CPU for a moment in between is then counted as the VMM, so a count is never too high by it,
-/// and too low by less than this each time. A sample with a call chain is taken in this time, also where the
-/// host is emulated.
+/// Maximum length of an exit, in nanoseconds, after which the thread time at the next entry is
+/// computed from the thread time at the exit and the elapsed monotonic time. Reading the thread
+/// time is a system call, and two of them per exit would be too many.
+///
+/// If another task uses the thread's CPU during such an exit, its time is accounted to the VMM. A
+/// count is therefore never too high because of this, and too low by less than this value per exit.
+/// A sample with a call chain is taken within this time, on emulated hosts too.
 const SHORT_EXIT_NS: u64 = 100_000;
 
-/// The run time of one vCPU's guest.
+/// The guest run time of one vCPU.
 ///
-/// Made once per vCPU, with the id of the thread that runs it, and shared (`Arc`) between that thread, which
-/// brackets `KVM_RUN`, and the [`super::ClockPmu`], whose events read it.
+/// Created once per vCPU with the id of its thread, and shared (`Arc`) between that thread, which
+/// brackets `KVM_RUN`, and the [`super::ClockPmu`] with the events that read it.
 #[derive(Debug)]
 pub struct VcpuClock {
     tid: i32,
     tsc_khz: u32,
-    /// Started events that read this clock. While 0, the bracket does nothing but move `epoch`.
+    /// Number of started events that read this clock. While it is 0, entries and exits only advance
+    /// `epoch`.
     users: AtomicU32,
-    /// Odd: in the guest. One step at every enter and exit.
+    /// Number of entries and exits; odd while in the guest.
     epoch: AtomicU64,
-    /// Sequence lock of `base_*`, `closed_ns` and the exits that change them; odd while they change.
+    /// Sequence lock of `base_*`, `closed_ns` and the exits that change them; odd during a change.
     seq: AtomicU32,
-    /// Guest time of all finished intervals, ns.
+    /// Guest time of all finished intervals, in nanoseconds.
     closed_ns: AtomicU64,
-    /// Thread time at the start of the interval `base_epoch`.
+    /// Thread time at the start of the interval `base_epoch`, in nanoseconds.
     base_ns: AtomicU64,
     base_epoch: AtomicU64,
-    /// Thread time at the last counted exit, and the time on the wall right after it was read. Only the
-    /// vCPU's thread looks at them.
+    /// Thread time at the last counted exit, and the monotonic time right after it was read. Used
+    /// by the vCPU's thread only.
     left_ns: AtomicU64,
     left_at_ns: AtomicU64,
-    /// As `base_*`, supplied by another thread for an interval that began while the clock had no user.
+    /// As `base_*`, supplied by another thread for an interval that began while the clock had no
+    /// user.
     late_ns: AtomicU64,
     late_epoch: AtomicU64,
-    /// Serialises those other threads.
+    /// Serializes the threads that supply `late_*`.
     late_lock: Mutex<()>,
-    /// Attribution of guest time to privilege levels. Only touched while an event asks for one level.
+    /// Attribution of guest time to privilege levels. Used only while an event counts a single
+    /// level.
     cpl: Mutex<CplSplit>,
-    /// Whether the vCPU thread is to report its privilege level at kicks.
+    /// Set if the vCPU thread must report its privilege level after kicks.
     wants_ticks: AtomicBool,
-    /// Announces overflows of all events.
+    /// Timer that announces the overflows of all events.
     alarm: Mutex<Alarm>,
-    /// The alarm is to be brought in line with what is armed before the guest is entered.
+    /// Set if the alarm must be updated from the armed events before the guest is entered.
     alarm_is_stale: AtomicBool,
-    /// The alarm's timer may ring.
+    /// Set if the alarm's timer may expire.
     alarm_is_set: AtomicBool,
 }
 
 impl VcpuClock {
-    /// A clock for the vCPU that thread `tid` of this process runs, on a guest whose TSC runs at `tsc_khz`.
+    /// Creates a clock for the vCPU that thread `tid` of this process runs. `tsc_khz` is the
+    /// frequency of the guest's TSC.
     #[must_use]
     pub fn new(tid: i32, tsc_khz: u32) -> Self {
         Self {
@@ -96,43 +102,47 @@ impl VcpuClock {
         }
     }
 
-    /// A clock for a vCPU that the calling thread runs.
+    /// Creates a clock for a vCPU that the calling thread runs.
     #[must_use]
     pub fn for_current_thread(tsc_khz: u32) -> Self {
         Self::new(current_tid(), tsc_khz)
     }
 
-    /// The thread whose CPU time this clock follows.
+    /// Returns the id of the thread with the CPU time that this clock follows.
     #[must_use]
     pub fn tid(&self) -> i32 {
         self.tid
     }
 
-    /// Frequency of the guest's TSC, kHz: cycles per millisecond of guest time.
+    /// Returns the frequency of the guest's TSC in kHz, that is, cycles per millisecond of guest
+    /// time.
     #[must_use]
     pub fn tsc_khz(&self) -> u32 {
         self.tsc_khz
     }
 
-    /// The vCPU's thread is about to call `KVM_RUN`.
+    /// Records that the vCPU's thread is about to call `KVM_RUN`.
     ///
-    /// With no clock event on this is a load and a store on a line of the thread's own and a load of a flag:
-    /// no system call and no fence.
+    /// Without a started clock event this is a load and a store on a cache line of the thread's own
+    /// and a load of a flag, with no system call and no fence.
     #[inline]
     pub fn guest_enter(&self) {
         let epoch = self.epoch.load(Ordering::Relaxed) | 1;
         self.epoch.store(epoch, Ordering::Relaxed);
-        // The other side of this (`add_user`) raises `users`, makes every thread of the process pass a
-        // barrier and only then looks at `epoch`. So either it sees this store, or the load below sees its
-        // user. The compiler must keep the two in order; the processor is made to by that barrier.
+        // The other side (`add_user`) increments `users`, makes every thread of the process execute
+        // a barrier, and only then reads `epoch`. So either it sees this store, or the load below
+        // sees its user. The compiler must keep the two in order; that barrier makes the processor
+        // do so.
         compiler_fence(Ordering::SeqCst);
         if self.users.load(Ordering::Relaxed) != 0 {
             self.enter_counted(epoch);
         }
     }
 
-    /// The vCPU's thread is back from `KVM_RUN`. Same cost as [`VcpuClock::guest_enter`]; with a clock event
-    /// on, one system call, and another at the next entry if that is later than 100 µs.
+    /// Records that the vCPU's thread has returned from `KVM_RUN`.
+    ///
+    /// Costs as much as [`VcpuClock::guest_enter`]. With a started clock event it takes one system
+    /// call, and another one at the next entry if that is more than 100 µs later.
     #[inline]
     pub fn guest_exit(&self) {
         let epoch = self.epoch.load(Ordering::Relaxed);
@@ -178,22 +188,23 @@ impl VcpuClock {
         self.write(|| {
             let closed = self.closed_ns.load(Ordering::Relaxed);
             self.closed_ns.store(closed + ran, Ordering::Relaxed);
-            // Inside the sequence lock, so that no reader adds the interval twice.
+            // Inside the sequence lock, so that no reader counts the interval twice.
             self.epoch.store(epoch + 1, Ordering::Relaxed);
         });
     }
 
-    /// Runs `change` as the writer of the sequence lock. Only the vCPU's thread does.
+    /// Runs `change` as the writer of the sequence lock. Called by the vCPU's thread only.
     fn write(&self, change: impl FnOnce()) {
         let seq = self.seq.load(Ordering::Relaxed);
         self.seq.store(seq.wrapping_add(1), Ordering::Relaxed);
-        // Keeps the stores of `change` after the odd value; pairs with the acquire fence in `guest_ns`.
+        // Orders the stores of `change` after the odd value; pairs with the acquire fence in
+        // `guest_ns`.
         fence(Ordering::Release);
         change();
         self.seq.store(seq.wrapping_add(2), Ordering::Release);
     }
 
-    /// Thread time at which the interval `epoch` began, if anyone noted it.
+    /// Returns the thread time at the start of the interval `epoch`, if it was recorded.
     fn interval_start(&self, epoch: u64) -> Option<u64> {
         if self.base_epoch.load(Ordering::Relaxed) == epoch {
             Some(self.base_ns.load(Ordering::Relaxed))
@@ -204,10 +215,11 @@ impl VcpuClock {
         }
     }
 
-    /// Guest time so far, ns, from any thread. Counts only while the clock has a user, so only differences
-    /// between two readings taken while the same event was on mean anything.
+    /// Returns the guest time so far, in nanoseconds, from any thread.
     ///
-    /// One system call when the guest runs now, none otherwise.
+    /// The clock advances only while it has a user, so only differences between two readings within
+    /// one span of the same event are meaningful. Takes one system call while the guest runs, and
+    /// none otherwise.
     pub(crate) fn guest_ns(&self) -> u64 {
         for _ in 0..READ_TRIES {
             let seq = self.seq.load(Ordering::Acquire);
@@ -222,8 +234,8 @@ impl VcpuClock {
             } else {
                 None
             };
-            // The thread's time must be taken before the check: later, the interval may be over and the
-            // thread be in the VMM's own code.
+            // The thread time must be read before the check. After the check the interval may have
+            // ended, with the thread in the VMM's own code.
             let running = start.map_or(0, |start| self.thread_ns().saturating_sub(start));
             // Pairs with the release fence in `write`.
             fence(Ordering::Acquire);
@@ -231,13 +243,13 @@ impl VcpuClock {
                 return closed + running;
             }
         }
-        // The vCPU keeps entering and leaving. Its finished intervals are a true lower bound.
+        // The vCPU enters and exits continuously. Its finished intervals are a correct lower bound.
         self.closed_ns.load(Ordering::Relaxed)
     }
 
-    /// Announces an event that reads the clock from now on.
+    /// Registers an event that reads the clock from now on.
     pub(crate) fn add_user(&self) {
-        // On the vCPU's own thread no interval can be open, and its own next load sees the new value.
+        // No interval can be open on the vCPU's own thread, and its next load sees the new value.
         if current_tid() == self.tid {
             self.users.fetch_add(1, Ordering::SeqCst);
             return;
@@ -257,24 +269,24 @@ impl VcpuClock {
         }
     }
 
-    /// Takes back [`VcpuClock::add_user`].
+    /// Reverts [`VcpuClock::add_user`].
     pub(crate) fn remove_user(&self) {
         self.users.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// CPU time of the vCPU's thread, ns; 0 once the thread is gone.
+    /// Returns the CPU time of the vCPU's thread in nanoseconds, or 0 after the thread has ended.
     pub(crate) fn thread_ns(&self) -> u64 {
         let id = if current_tid() == self.tid {
             libc::CLOCK_THREAD_CPUTIME_ID
         } else {
-            // The kernel's encoding of "scheduler time of this thread": see clock_getcpuclockid(3) and
+            // Kernel encoding of the per-thread scheduler clock: see clock_getcpuclockid(3) and
             // CPUCLOCK_PERTHREAD | CPUCLOCK_SCHED in the kernel's posix-timers.
             (!self.tid << 3) | 6
         };
         clock_ns(id)
     }
 
-    /// An event that wants one privilege level starts.
+    /// Starts an event that counts one privilege level.
     pub(super) fn start_levels(&self, signal: Option<i32>) -> std::io::Result<()> {
         self.add_user();
         let now = self.guest_ns();
@@ -287,7 +299,7 @@ impl VcpuClock {
         started
     }
 
-    /// Takes back [`VcpuClock::start_levels`].
+    /// Reverts [`VcpuClock::start_levels`].
     pub(super) fn stop_levels(&self) {
         let now = self.guest_ns();
         let mut split = self.cpl_split();
@@ -297,7 +309,7 @@ impl VcpuClock {
         self.remove_user();
     }
 
-    /// Guest time attributed to `level`, ns.
+    /// Returns the guest time attributed to `level`, in nanoseconds.
     pub(super) fn level_ns(&self, level: Level) -> u64 {
         let now = self.guest_ns();
         let mut split = self.cpl_split();
@@ -306,18 +318,20 @@ impl VcpuClock {
         ns
     }
 
-    /// A place in the alarm, which sends `signal` to the vCPU's thread.
+    /// Reserves a slot in the alarm, which sends `signal` to the vCPU's thread.
     pub(super) fn join_alarm(&self, signal: i32) -> std::io::Result<Place> {
         self.alarm().add(self.tid, signal)
     }
 
-    /// Takes back [`VcpuClock::join_alarm`].
+    /// Reverts [`VcpuClock::join_alarm`].
     pub(super) fn leave_alarm(&self, place: Place) {
         self.alarm().remove(place);
     }
 
-    /// Has the alarm ring when the guest has run for `wait_ns` from now. On the vCPU's own thread, which is
-    /// out of the guest, it is set when the guest is entered; another thread sets it at once.
+    /// Arms the alarm for the time when the guest has run for `wait_ns` from now.
+    ///
+    /// On the vCPU's own thread, which is outside the guest, the timer is set at the next guest
+    /// entry. Another thread sets it immediately.
     pub(super) fn arm_alarm(&self, place: Place, wait_ns: u64) -> std::io::Result<()> {
         let guest_ns = self.guest_ns();
         let mut alarm = self.alarm();
@@ -334,23 +348,23 @@ impl VcpuClock {
         set
     }
 
-    /// Takes back [`VcpuClock::arm_alarm`]. No system call.
+    /// Reverts [`VcpuClock::arm_alarm`]. Takes no system call.
     pub(super) fn disarm_alarm(&self, place: Place) {
         self.alarm().disarm(place);
     }
 
-    /// Whether the alarm has rung for `place`, which has not overflowed yet.
+    /// Returns `true` if the alarm has expired for `place`, which has not yet overflowed.
     pub(super) fn alarm_rang_for(&self, place: Place) -> bool {
         let alarm = self.alarm();
         if !alarm.has_rung(wall_ns()) {
             return false;
         }
-        // It rings for the others from now on.
+        // The alarm now serves the other deadlines.
         self.alarm_is_stale.store(true, Ordering::Relaxed);
         alarm.was_for(place)
     }
 
-    /// The guest is entered next.
+    /// Updates the alarm's timer before a guest entry.
     fn set_alarm(&self, now: Now) {
         self.alarm_is_stale.store(false, Ordering::Relaxed);
         let mut alarm = self.alarm();
@@ -360,9 +374,11 @@ impl VcpuClock {
         self.alarm_is_set.store(alarm.is_set(), Ordering::Relaxed);
     }
 
-    /// The vCPU's thread had an overflow signal: if it was the alarm's and no event waits for one any more,
-    /// the alarm is stopped. To be called at each overflow signal; who does not is sent sixteen signals a
-    /// second in vain once the last armed event has gone.
+    /// Handles an overflow signal of the vCPU's thread: disarms the alarm if it has expired and no
+    /// event is armed.
+    ///
+    /// Must be called after each overflow signal. Otherwise the thread receives sixteen useless
+    /// signals per second after the last armed event is stopped.
     #[inline]
     pub fn after_signal(&self) {
         if self.alarm_is_set.load(Ordering::Relaxed) {
@@ -372,7 +388,7 @@ impl VcpuClock {
         }
     }
 
-    /// The vCPU does not run for a while, and no event is on: the alarm does not ring meanwhile.
+    /// Disarms the alarm while the vCPU does not run and no event is on.
     pub fn rest(&self) {
         if self.alarm_is_set.swap(false, Ordering::Relaxed) {
             self.alarm_is_stale.store(true, Ordering::Relaxed);
@@ -380,7 +396,7 @@ impl VcpuClock {
         }
     }
 
-    /// The vCPU's thread is about to end: nothing of this clock rings any more.
+    /// Disarms all timers of this clock because the vCPU's thread is about to end.
     pub(super) fn end(&self) {
         self.alarm_is_set.store(false, Ordering::Relaxed);
         self.alarm().end();
@@ -396,15 +412,16 @@ impl VcpuClock {
         self.cpl.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    /// Whether the vCPU's thread should call [`VcpuClock::tick`] after each kick: some event wants one
-    /// privilege level, and the host's kernel does not report it by itself.
+    /// Returns `true` if the vCPU's thread should call [`VcpuClock::tick`] after each kick, because
+    /// an event counts one privilege level and the host kernel's samples do not show it.
     #[inline]
     #[must_use]
     pub fn wants_ticks(&self) -> bool {
         self.wants_ticks.load(Ordering::Relaxed)
     }
 
-    /// Whether [`VcpuClock::tick`] would look at the level now: its timer has rung. No system call.
+    /// Returns `true` if the timer for level samples has expired, so that [`VcpuClock::tick`] would
+    /// take a sample. Takes no system call.
     #[inline]
     #[must_use]
     pub fn tick_is_due(&self) -> bool {
@@ -415,11 +432,12 @@ impl VcpuClock {
         self.wants_ticks.store(wanted, Ordering::Relaxed);
     }
 
-    /// The vCPU's thread was kicked out of the guest and saw it at privilege level `cpl` (0 to 3), or halted:
-    /// `None`.
+    /// Reports the privilege level `cpl` (0 to 3) at which a kick found the guest, or `None` if it
+    /// was halted.
     ///
-    /// To be called at every overflow signal while [`VcpuClock::wants_ticks`]; whether it was the tick's is
-    /// found out here, and one system call sets the next. Cheap when no event needs it.
+    /// Must be called after every overflow signal while [`VcpuClock::wants_ticks`] returns `true`.
+    /// Signals of other timers are ignored. Re-arming the timer takes one system call; without an
+    /// event that counts one level the call is cheap.
     pub fn tick(&self, cpl: Option<u8>) {
         if self.wants_ticks() {
             let now = self.guest_ns();
@@ -430,14 +448,14 @@ impl VcpuClock {
 
 /// Makes every running thread of this process execute a full memory barrier (`membarrier(2)`).
 ///
-/// Kernels before 4.14 lack it. Then the reader may miss that the guest is running, and the clock starts to
-/// count at its next entry: late by one stay in the guest, never wrong.
+/// Kernels before 4.14 do not support it. A reader may then miss that the guest is running, and the
+/// clock starts to count at the next entry: late by one stay in the guest, but never wrong.
 fn barrier_on_all_threads() {
     static REGISTER: Once = Once::new();
     const PRIVATE_EXPEDITED: libc::c_long = 1 << 3;
     const REGISTER_PRIVATE_EXPEDITED: libc::c_long = 1 << 4;
     REGISTER.call_once(|| {
-        // SAFETY: membarrier takes its arguments by value and touches no memory of ours.
+        // SAFETY: membarrier takes its arguments by value and does not access our memory.
         unsafe { libc::syscall(libc::SYS_membarrier, REGISTER_PRIVATE_EXPEDITED, 0, 0) };
     });
     // SAFETY: as above.

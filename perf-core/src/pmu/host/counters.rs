@@ -1,12 +1,15 @@
-//! The counters of the host, general and fixed ones apart, found out by trying which events go on together.
+//! Detection of the host's general-purpose and fixed-function counters, by testing which events can
+//! count together.
 //!
-//! The kernel does not say how many counters there are, which of them are fixed, and who holds some of them.
-//! It says whether events are on. So a set of events is tried in two ways: as one *group*, which the kernel
-//! refuses if the hardware could never hold it, whoever has counters now; and *pinned*, each by itself, of
-//! which one is in error if it finds no counter now. The first tells what there is, the second what is free.
+//! The kernel does not report how many counters exist, which are fixed-function and which are in
+//! use. It reports only whether an event counts. A set of events is therefore tested in two ways.
+//! As one *group*, the kernel rejects it if the hardware can never hold it, regardless of other
+//! users. As separate *pinned* events, one of them enters the error state if no counter is free.
+//! The first test finds existing counters, the second free ones.
 //!
-//! A general counter is what an event takes that no fixed one holds, such as branches. A fixed one shows when
-//! its event goes on beside as many of those as fit.
+//! An event that no fixed-function counter holds, such as branches, takes a general-purpose
+//! counter. A fixed-function counter is detected when its event still counts beside the maximum
+//! number of such events.
 
 use perf_event_open_sys::bindings as b;
 use serde::{Deserialize, Serialize};
@@ -14,28 +17,28 @@ use serde::{Deserialize, Serialize};
 use crate::attr::{Attr, EventType};
 use crate::pmu::CounterMask;
 
-/// Nobody has more counters than this per thread; bounds the probing.
+/// Maximum number of counters per thread; bounds the probing.
 const MOST: usize = 32;
 
-/// Events that fixed counters hold (Intel SDM volume 3, "Fixed-Function Performance Counters"), with perf's
-/// names, and the event select and unit mask that mean the same when programmed by hand.
+/// Events of fixed-function counters (Intel SDM volume 3, "Fixed-Function Performance Counters"),
+/// with perf's names, and the equivalent event select and unit mask.
 const FIXED: [(&str, u32, u64); 3] = [
     ("instructions", b::PERF_COUNT_HW_INSTRUCTIONS, 0x00C0),
     ("cycles", b::PERF_COUNT_HW_CPU_CYCLES, 0x003C),
-    // Linux's own number for the third fixed counter.
+    // Linux's own code for the third fixed-function counter.
     ("ref-cycles", b::PERF_COUNT_HW_REF_CPU_CYCLES, 0x0300),
 ];
 
-/// Bits of a raw event that say what is counted, not at which level or with which interrupt (Intel SDM volume
-/// 3, `IA32_PERFEVTSELx`): event select, unit mask, edge, any thread, invert, counter mask.
+/// Bits of a raw event that select the event rather than privilege levels or interrupts (Intel SDM
+/// volume 3, `IA32_PERFEVTSELx`): event select, unit mask, edge, any thread, invert, counter mask.
 const RAW_EVENT: u64 = 0xFFFF | 1 << 18 | 1 << 21 | 1 << 23 | 0xFF << 24;
 
-/// An event to try.
+/// An event to test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tried {
-    /// `perf_event_attr.type`.
+    /// Value of `perf_event_attr.type`.
     pub ty: EventType,
-    /// `perf_event_attr.config`.
+    /// Value of `perf_event_attr.config`.
     pub config: u64,
 }
 
@@ -47,8 +50,8 @@ impl Tried {
         }
     }
 
-    /// Events that no fixed counter holds. Where the kernel counts none of the first, as on a virtual PMU
-    /// that has cycles only, a raw event takes a counter all the same.
+    /// Events that no fixed-function counter holds. If the kernel does not count the first ones, as
+    /// on a virtual PMU with cycles only, a raw event still takes a counter.
     const GENERAL: [Self; 4] = [
         Self::generic(b::PERF_COUNT_HW_BRANCH_INSTRUCTIONS),
         Self::generic(b::PERF_COUNT_HW_CACHE_REFERENCES),
@@ -60,42 +63,43 @@ impl Tried {
     ];
 }
 
-/// A PMU on which sets of events can be tried.
+/// A PMU on which sets of events can be tested.
 pub(super) trait Trial {
-    /// Whether all of `events` are on at once, pinned, each by itself.
+    /// Returns `true` if all of `events` count at once as separate pinned events.
     fn on_at_once(&mut self, events: &[Tried]) -> bool;
 
-    /// Whether the hardware could hold all of `events` in one group, whoever has counters now.
+    /// Returns `true` if the hardware can hold all of `events` in one group, regardless of other
+    /// users.
     fn in_a_group(&mut self, events: &[Tried]) -> bool;
 }
 
-/// A fixed counter of the host.
+/// A fixed-function counter of the host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FixedCounter {
-    /// perf's name of the event it holds.
+    /// perf's name of the event that the counter holds.
     pub event: String,
-    /// The `config` of that event.
+    /// `config` of that event.
     pub config: u64,
-    /// Nobody else holds it.
+    /// `true` if no other user holds the counter.
     pub free: bool,
-    /// General counters can hold the event too.
+    /// `true` if general-purpose counters can hold the event too.
     pub general_too: bool,
 }
 
-/// The counters that one thread of the host can have.
+/// The counters that are available to one thread of the host.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostCounters {
-    /// General counters that are free.
+    /// Number of free general-purpose counters.
     pub general: usize,
-    /// General counters there are, those in other hands included.
+    /// Number of existing general-purpose counters, including those in use.
     pub general_there: usize,
-    /// Fixed counters there are.
+    /// Existing fixed-function counters.
     pub fixed: Vec<FixedCounter>,
 }
 
 impl HostCounters {
-    /// Finds them out. `nmi_watchdog`: the NMI watchdog is on. It holds a counter of each CPU it watches,
-    /// which need not be the one where this is tried.
+    /// Detects the counters. `nmi_watchdog` is set if the NMI watchdog is on: it holds a counter of
+    /// each watched CPU, which may not include the CPU of this test.
     pub(super) fn find(trial: &mut dyn Trial, nmi_watchdog: bool) -> Self {
         let Some(general) = Tried::GENERAL.into_iter().find(|&e| trial.in_a_group(&[e])) else {
             return Self::default();
@@ -141,7 +145,7 @@ impl HostCounters {
         self.general == self.general_there && self.fixed.iter().all(|f| f.free)
     }
 
-    /// The watchdog counts cycles.
+    /// Reserves the watchdog's counter, which counts cycles.
     fn give_to_watchdog(&mut self) {
         let cycles = u64::from(b::PERF_COUNT_HW_CPU_CYCLES);
         match self.fixed.iter_mut().find(|f| f.config == cycles) {
@@ -150,14 +154,14 @@ impl HostCounters {
         }
     }
 
-    /// Counters that are free.
+    /// Returns the number of free counters.
     #[must_use]
     pub fn free(&self) -> usize {
         self.general + self.fixed.iter().filter(|f| f.free).count()
     }
 
-    /// The free ones as a set: the general ones first, then the fixed ones in their order, those in other
-    /// hands left out.
+    /// Returns the free counters as a set: general-purpose counters first, then free fixed-function
+    /// counters in order.
     #[must_use]
     pub fn mask(&self) -> CounterMask {
         let fixed = self.fixed.iter().enumerate().filter(|(_, f)| f.free);
@@ -166,7 +170,7 @@ impl HostCounters {
         })
     }
 
-    /// Those of [`HostCounters::mask`] that can hold `attr`.
+    /// Returns the counters of [`HostCounters::mask`] that can hold `attr`.
     #[must_use]
     pub fn constraint(&self, attr: &Attr) -> CounterMask {
         let general = CounterMask::first(self.general);
@@ -191,16 +195,17 @@ impl HostCounters {
         }
     }
 
-    /// How many events like `attr` can be on at once.
+    /// Returns how many events like `attr` can be on at once.
     #[must_use]
     pub fn at_once(&self, attr: &Attr) -> usize {
         self.constraint(attr).len()
     }
 
-    /// Whether `general` events of any kind and one each of the generic events `fixed` can be on at once.
+    /// Returns `true` if `general` arbitrary events and one event each of the generic events
+    /// `fixed` can be on at once.
     #[must_use]
     pub fn hold(&self, general: usize, fixed: &[u64]) -> bool {
-        // An event that has a fixed counter to itself never takes a general one from anybody.
+        // An event with a free fixed-function counter never takes a general-purpose counter.
         let also: usize = fixed
             .iter()
             .map(|&config| {
@@ -213,17 +218,17 @@ impl HostCounters {
                 Some(usize::from(own.is_empty()))
             })
             .sum::<Option<usize>>()
-            // One of them has no counter at all.
+            // One of the events has no counter at all.
             .unwrap_or(usize::MAX);
         general.saturating_add(also) <= self.general
     }
 }
 
-/// The largest number of `event`s for which `go` says yes.
+/// Returns the largest number of copies of `event` that `go` accepts.
 fn most(mut go: impl FnMut(&[Tried]) -> bool, event: Tried) -> usize {
     let events = [event; MOST];
     let (mut fits, mut fails) = (0, MOST + 1);
-    // Few are likely: 1, 2, 4, and so on first, then halves of what is left.
+    // Small numbers are likely: doubles from 1, then bisects.
     while fits + 1 < fails {
         let n = (2 * fits).max(1).min((fits + fails) / 2);
         if go(&events[..n]) {
@@ -242,7 +247,7 @@ mod tests {
     use crate::pmu::{Pmu, PmuEvent, Target, VcpuId};
     use proptest::prelude::*;
 
-    /// Tries events on a simulated host.
+    /// A simulated host on which events are tested.
     struct Simulated(SimHost);
 
     impl Simulated {
@@ -254,7 +259,7 @@ mod tests {
             };
             let mut on: Vec<Box<dyn PmuEvent>> = Vec::new();
             events.iter().all(|event| {
-                // A raw event here is one that no fixed counter holds.
+                // Raw events in these tests fit no fixed-function counter.
                 let config = match event.ty {
                     EventType::RAW => SimHost::BRANCHES,
                     _ => event.config,
@@ -281,8 +286,8 @@ mod tests {
         HostCounters::find(&mut Simulated(host), nmi_watchdog)
     }
 
-    /// General counters that are free and there, and the events of the fixed ones with `-` before those in
-    /// other hands.
+    /// Returns the numbers of free and existing general-purpose counters, and the events of the
+    /// fixed-function counters, prefixed with `-` if in use.
     fn shown(found: &HostCounters) -> (usize, usize, Vec<String>) {
         let fixed = found.fixed.iter().map(|f| match f.free {
             true => f.event.clone(),
@@ -307,7 +312,8 @@ mod tests {
             (4, 4, names(&["instructions", "cycles", "ref-cycles"]))
         );
         assert_eq!(found.free(), 7);
-        // Cycles on every general counter and its own; reference cycles on theirs only.
+        // Cycles fit every general-purpose counter and their own; reference cycles fit their own
+        // only.
         assert_eq!(found.at_once(&hardware(SimHost::CYCLES)), 5);
         assert_eq!(found.at_once(&hardware(SimHost::REF_CYCLES)), 1);
         assert_eq!(found.at_once(&hardware(SimHost::BRANCHES)), 4);
@@ -327,7 +333,8 @@ mod tests {
         assert!(!found.hold(4, &[0, 1, 9]));
     }
 
-    /// Where the probe runs on a CPU that is not watched, another one is: the counter is not promised.
+    /// The probe may run on a CPU that is not watched while another one is, so the watchdog's
+    /// counter is treated as in use.
     #[test]
     fn a_watchdog_on_other_cpus_is_reckoned_with() {
         let intel = find(SimHost::intel(4), true);
@@ -348,7 +355,8 @@ mod tests {
         );
     }
 
-    /// Reference cycles whose counter is taken are counted nowhere; they take no general one.
+    /// Reference cycles cannot be counted if their counter is in use; they fit no general-purpose
+    /// counter.
     #[test]
     fn ref_cycles_without_their_counter_have_none() {
         let found = find(SimHost::intel(4).taking(6), false);
@@ -377,7 +385,7 @@ mod tests {
     #[test]
     fn an_intel_host_with_eight_and_four() {
         let mut host = SimHost::intel(8);
-        // The fourth holds issue slots, an event that none of ours is.
+        // The fourth counter holds issue slots, an event that these tests do not use.
         host.fixed.push(SimFixed {
             config: 0x400,
             general_too: false,
@@ -398,8 +406,8 @@ mod tests {
         assert!(!found.hold(0, &[0]), "nothing counts cycles");
     }
 
-    /// Raw events that are what a fixed counter holds may sit there, at whatever level they count; changed in
-    /// any way they may not.
+    /// Raw events equivalent to a fixed-function event may use that counter at any privilege level;
+    /// modified ones may not.
     #[test]
     fn raw_events_know_the_fixed_counters() {
         let found = find(SimHost::intel(4), false);
@@ -419,8 +427,8 @@ mod tests {
     }
 
     proptest! {
-        /// On any host, with anything in other hands: what the probe promises does go on together, and what
-        /// it says is full is full.
+        /// On any host, with any counters in use: events that the probe reports to fit do count
+        /// together, and no more than those.
         #[test]
         fn what_is_promised_goes_on(general in 0usize..9, fixed: bool, taken in 0u64..4096, watchdog: bool) {
             let mut host = if fixed { SimHost::intel(general) } else { SimHost::amd(general) };
@@ -435,7 +443,7 @@ mod tests {
             prop_assert_eq!(events.len(), found.free());
             prop_assert_eq!(found.mask().len(), found.free());
             let missing = there - host.taken.len() - found.free();
-            // Where no general counter is there nothing is tried at all.
+            // Without a general-purpose counter nothing is tested.
             prop_assert!(general == 0 || missing <= usize::from(watchdog && host.taken.is_empty()), "{:?}", found);
             for config in [SimHost::CYCLES, SimHost::INSTRUCTIONS, SimHost::REF_CYCLES, SimHost::BRANCHES] {
                 let n = found.at_once(&hardware(config));

@@ -1,8 +1,8 @@
-//! Failures of `perf_event_open(2)` that a test asks for: nothing of this is in a release.
+//! Injection of `perf_event_open(2)` failures for tests. Not compiled into releases.
 //!
-//! The environment names a file. Its text is the number of an error, which each call fails with from then on,
-//! and behind a blank, if not each is to fail, which one is made: `4 3` lets every third pass. As long as the
-//! file is empty all are made. So a test chooses the moment.
+//! An environment variable names a file with an error number, with which each call fails from then
+//! on. An optional second number n, after a blank, lets every nth call succeed: with `4 3`, every
+//! third call. No call fails while the file is empty, so a test controls when failures begin.
 
 #[cfg(debug_assertions)]
 use std::{
@@ -12,14 +12,14 @@ use std::{
     sync::atomic::{AtomicI32, AtomicU32, Ordering},
 };
 
-/// Names the file.
+/// Environment variable that names the file.
 #[cfg(debug_assertions)]
 const FILE: &str = "PERFVISOR_TEST_PERF_OPEN";
 
-/// The error that this call of `perf_event_open(2)` is to fail with.
+/// Returns the error with which this call of `perf_event_open(2)` must fail.
 #[cfg(debug_assertions)]
 pub(super) fn of_open() -> Option<i32> {
-    // Opened at the first call, before files and system calls are shut off.
+    // Opened at the first call, before files and system calls are restricted.
     static WANTED: OnceLock<Option<File>> = OnceLock::new();
     static CALLS: AtomicU32 = AtomicU32::new(0);
     static LAST: AtomicI32 = AtomicI32::new(0);
@@ -40,7 +40,7 @@ pub(super) fn of_open() -> Option<i32> {
     Some(error)
 }
 
-/// None in a release.
+/// Returns `None` in releases.
 #[cfg(not(debug_assertions))]
 pub(super) const fn of_open() -> Option<i32> {
     None

@@ -1,6 +1,7 @@
-//! A safe handle on a host perf event, which [`super::opener`] opens.
+//! A safe handle to a host perf event that [`super::opener`] opened.
 //!
-//! Everything here is mechanism. What to count, for whom and when is decided by the drivers above.
+//! This module contains mechanism only. The drivers decide which events to count, for which target
+//! and when.
 #![expect(unsafe_code, reason = "system calls, and memory shared with the kernel")]
 
 use std::cell::Cell;
@@ -17,29 +18,28 @@ use sys::bindings::{perf_event_attr, perf_event_header, perf_event_mmap_page};
 use super::fault;
 use super::opener::{self, Counted, OpenRequest, OverflowSignal};
 
-/// How often an event is opened whose opening a signal interrupts. Signals that come faster than this are a
-/// storm, and the event is tried again later as one that failed.
+/// Maximum number of attempts to open an event when signals interrupt the open. A faster signal
+/// rate counts as a failure, and the event is retried later.
 const MOST_OPENS: u32 = 64;
-/// A period so long that it never elapses (36 years of nanoseconds). An event with this period is *parked*:
-/// it keeps its place in the kernel and costs nothing until an ioctl gives it a real period.
+/// A period so long that it never elapses (36 years of nanoseconds). An event with this period is
+/// *parked*: it stays open in the kernel at no cost until an ioctl sets a real period.
 pub(crate) const PARKED_PERIOD: u64 = 1 << 60;
 
-/// The read format of an event that [`PerfFd::read_timed`] reads.
+/// Read format of an event that [`PerfFd::read_timed`] reads.
 pub(crate) const READ_TIMES: u64 =
     (sys::bindings::PERF_FORMAT_TOTAL_TIME_ENABLED | sys::bindings::PERF_FORMAT_TOTAL_TIME_RUNNING) as u64;
 
-/// A count with the times the kernel keeps for the event.
+/// A count with the times that the kernel keeps for the event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Timed {
-    /// The count.
     pub(crate) count: u64,
-    /// How long the event was enabled while its thread ran, ns.
+    /// Time for which the event was enabled while its thread ran, in nanoseconds.
     pub(crate) enabled_ns: u64,
-    /// How long of that it was on a counter, ns.
+    /// Part of the enabled time for which the event was on a counter, in nanoseconds.
     pub(crate) running_ns: u64,
 }
 
-/// The calling thread's id, asked from the kernel once per thread.
+/// Returns the calling thread's id, cached per thread.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "the kernel gives an id of 32 bits"
@@ -55,7 +55,8 @@ pub(crate) fn current_tid() -> i32 {
     })
 }
 
-/// `CLOCK_MONOTONIC` now, in ns: the time that [`super::GuestSample`]s carry.
+/// Returns the current `CLOCK_MONOTONIC` time in nanoseconds, the time base of
+/// [`super::GuestSample`].
 #[must_use]
 pub fn monotonic_ns() -> u64 {
     let mut ts = libc::timespec {
@@ -67,7 +68,7 @@ pub fn monotonic_ns() -> u64 {
     ts.tv_sec.cast_unsigned() * 1_000_000_000 + ts.tv_nsec.cast_unsigned()
 }
 
-/// A zeroed attribute block with its size filled in.
+/// Returns a zeroed attribute block with its size set.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "the structure has some hundred bytes"
@@ -81,10 +82,10 @@ pub(crate) fn new_attr(type_: u32, config: u64) -> perf_event_attr {
     }
 }
 
-/// The bytes of an attribute block.
+/// Returns the bytes of an attribute block.
 pub(super) fn bytes_of(attr: &perf_event_attr) -> &[u8] {
-    // SAFETY: the structure is one of the kernel's interface, made of integers without padding, and `attr`
-    // is live and initialised for the lifetime of the slice.
+    // SAFETY: the structure belongs to the kernel ABI and consists of integers without padding, and
+    // `attr` is live and initialized for the lifetime of the slice.
     unsafe { std::slice::from_raw_parts((&raw const *attr).cast(), size_of::<perf_event_attr>()) }
 }
 
@@ -94,7 +95,7 @@ pub(crate) struct PerfFd {
     fd: OwnedFd,
 }
 
-/// How many CPUs the host is set up for, online or not.
+/// Returns the number of CPUs that the host is configured for, online or not.
 pub(crate) fn cpus() -> i32 {
     // SAFETY: sysconf takes a number by value.
     let cpus = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_CONF) };
@@ -114,12 +115,12 @@ impl AsFd for PerfFd {
 }
 
 impl PerfFd {
-    /// Opens `attr` on thread `tid` (0: the caller), on whichever CPU that thread runs.
+    /// Opens `attr` on thread `tid` (0 is the calling thread), on any CPU.
     pub(crate) fn open(attr: &mut perf_event_attr, tid: i32) -> io::Result<Self> {
         Self::open_in_group(attr, Counted::Thread(tid), None, None)
     }
 
-    /// As [`PerfFd::open`], as a member of `leader`'s group, with the signal of its overflows.
+    /// Opens `attr` as [`PerfFd::open`] does, in the group of `leader` and with an overflow signal.
     pub(crate) fn open_in_group(
         attr: &mut perf_event_attr,
         counted: Counted,
@@ -133,7 +134,8 @@ impl PerfFd {
             overflow,
         };
         let mut opened = Self::open_once(&request);
-        // The kernel takes locks that a signal interrupts, a vCPU's kick too; the signal is served by then.
+        // A signal, such as a vCPU kick, interrupts the kernel while it waits for locks. It is
+        // handled before the retry.
         for _ in 1..MOST_OPENS {
             match &opened {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => opened = Self::open_once(&request),
@@ -151,27 +153,27 @@ impl PerfFd {
         Ok(Self { fd })
     }
 
-    /// Makes every overflow send signal `signal` to thread `tid`, and to that thread only.
+    /// Makes every overflow send signal `signal` to thread `tid` only.
     ///
-    /// When the queue of real-time signals is full the kernel sends `SIGIO` instead; see
+    /// The kernel sends `SIGIO` instead if the queue of real-time signals is full; see
     /// [`super::ignore_sigio`].
     pub(crate) fn signal_thread(&self, tid: i32, signal: i32) -> io::Result<()> {
         opener::current().set_overflow_signal(self.fd.as_fd(), OverflowSignal { tid, signal })
     }
 
-    /// Lets the event count.
+    /// Enables the event.
     pub(crate) fn enable(&self) -> io::Result<()> {
         // SAFETY: ENABLE takes a flag word by value.
         check(unsafe { sys::ioctls::ENABLE(self.fd.as_raw_fd(), 0) }).map(drop)
     }
 
-    /// Stops the event; its count is kept.
+    /// Disables the event. Its count is kept.
     pub(crate) fn disable(&self) -> io::Result<()> {
         // SAFETY: DISABLE takes a flag word by value.
         check(unsafe { sys::ioctls::DISABLE(self.fd.as_raw_fd(), 0) }).map(drop)
     }
 
-    /// Has this event's records written to the ring of `other`, which is mapped.
+    /// Redirects this event's records to the mapped ring of `other`.
     pub(crate) fn write_to(&self, other: &Self) -> io::Result<()> {
         // SAFETY: SET_OUTPUT takes a descriptor by value; `other` is open for the time of the call.
         let rc = unsafe {
@@ -184,8 +186,8 @@ impl PerfFd {
         check(rc).map(drop)
     }
 
-    /// Gives a sampling event the period `period` (1 to 2^63 - 1), counted from now: the kernel restarts a
-    /// running event with it at once.
+    /// Sets the period of a sampling event (1 to 2^63 - 1), counted from now. The kernel restarts a
+    /// running event with it immediately.
     pub(crate) fn set_period(&self, period: u64) -> io::Result<()> {
         // The generated wrapper takes the value, but the kernel copies it from an address.
         // SAFETY: `period` lives until the call returns, and the kernel reads eight bytes from it.
@@ -199,12 +201,12 @@ impl PerfFd {
         check(rc).map(drop)
     }
 
-    /// The count; `None` when the event is in the error state (a pinned event that lost its counter reads as
-    /// end of file).
+    /// Reads the count. Returns `None` if the event is in the error state (a pinned event that lost
+    /// its counter reads as end of file).
     pub(crate) fn read_count(&self) -> io::Result<Option<u64>> {
         let mut value = 0u64;
-        // SAFETY: the buffer is eight writable bytes and the event was opened without a read format, so the
-        // kernel writes one u64 or nothing.
+        // SAFETY: the buffer is eight writable bytes and the event was opened without a read
+        // format, so the kernel writes one u64 or nothing.
         let n = unsafe { libc::read(self.fd.as_raw_fd(), (&raw mut value).cast(), 8) };
         match n {
             8 => Ok(Some(value)),
@@ -213,8 +215,8 @@ impl PerfFd {
         }
     }
 
-    /// As [`PerfFd::read_count`], for an event opened with [`READ_TIMES`]: the count with the kernel's own
-    /// times of it.
+    /// Reads the count and the kernel's times of an event opened with [`READ_TIMES`]. Returns
+    /// `None` as [`PerfFd::read_count`] does.
     pub(crate) fn read_timed(&self) -> io::Result<Option<Timed>> {
         let mut words = [0u64; 3];
         let len = size_of_val(&words);
@@ -231,7 +233,7 @@ impl PerfFd {
         }))
     }
 
-    /// The kernel's number of the event.
+    /// Returns the kernel's id of the event.
     pub(crate) fn id(&self) -> io::Result<u64> {
         let mut id = 0u64;
         // SAFETY: the ioctl writes eight bytes to `id`, which lives until the call returns.
@@ -239,7 +241,7 @@ impl PerfFd {
         Ok(id)
     }
 
-    /// Reads words in the event's read format; how many there were.
+    /// Reads words in the event's read format and returns their number.
     pub(crate) fn read_words(&self, words: &mut [u64]) -> io::Result<usize> {
         let len = size_of_val(words);
         // SAFETY: the buffer is `len` writable bytes, and the kernel writes at most that many.
@@ -250,7 +252,7 @@ impl PerfFd {
         Ok(n.cast_unsigned() / 8)
     }
 
-    /// Maps the control page and `2^log2_pages` data pages (none for `None`).
+    /// Maps the control page and `2^log2_pages` data pages (no data pages for `None`).
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -288,13 +290,13 @@ impl PerfFd {
     }
 }
 
-/// Holds all signals back from this thread until it is dropped.
+/// Blocks all signals of this thread until dropped.
 struct SignalsHeld(libc::sigset_t);
 
 impl SignalsHeld {
     fn begin() -> Self {
-        // SAFETY: both sets are live values, and zeroed ones are valid; the calls do not fail with these
-        // arguments.
+        // SAFETY: both sets are live values, and zeroed sets are valid; the calls do not fail with
+        // these arguments.
         unsafe {
             let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
             libc::sigfillset(&mut all);
@@ -306,7 +308,7 @@ impl SignalsHeld {
 
 impl Drop for SignalsHeld {
     fn drop(&mut self) {
-        // SAFETY: the set is what the thread had.
+        // SAFETY: the set is the thread's previous signal mask.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.0, std::ptr::null_mut()) };
     }
 }
@@ -319,7 +321,7 @@ fn check(rc: libc::c_int) -> io::Result<libc::c_int> {
     }
 }
 
-/// The mapped control page of a host perf event, and its ring when one was asked for.
+/// The mapped control page of a host perf event, with its ring if one was requested.
 #[derive(Debug)]
 pub(crate) struct PerfMap {
     base: NonNull<u8>,
@@ -328,27 +330,25 @@ pub(crate) struct PerfMap {
     data_len: usize,
 }
 
-// SAFETY: the mapping belongs to the process, not to a thread; all access goes through atomics or through
-// `&mut self`.
+// SAFETY: the mapping belongs to the process rather than to a thread, and all access goes through
+// atomics or `&mut self`.
 unsafe impl Send for PerfMap {}
 
 impl Drop for PerfMap {
     fn drop(&mut self) {
-        // SAFETY: `base` and `len` are what mmap returned and was asked for, and no reference outlives
+        // SAFETY: `base` is the result of mmap and `len` its length, and no reference outlives
         // `self`.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
     }
 }
 
-/// Words of a record's payload that are handed on; longer records are cut.
+/// Maximum number of payload words per record that are passed on; longer records are truncated.
 const MOST_WORDS: usize = 4;
 
-/// A record of the ring: its type and the `misc` word of its header.
+/// The type and `misc` fields of a record header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RecordHead {
-    /// `PERF_RECORD_*`.
     pub(crate) type_: u32,
-    /// `PERF_RECORD_MISC_*`.
     pub(crate) misc: u16,
 }
 
@@ -358,8 +358,8 @@ impl PerfMap {
     }
 
     fn field_u32(&self, offset: usize) -> &AtomicU32 {
-        // SAFETY: callers pass the offset of an aligned u32 field of the control page, which is mapped while
-        // `self` lives; the kernel writes it with single stores.
+        // SAFETY: callers pass the offset of an aligned u32 field of the control page, which is
+        // mapped while `self` lives; the kernel writes it with single stores.
         unsafe { &*self.base.as_ptr().add(offset).cast::<AtomicU32>() }
     }
 
@@ -368,24 +368,27 @@ impl PerfMap {
         unsafe { &*self.base.as_ptr().add(offset).cast::<AtomicU64>() }
     }
 
-    /// Whether the host lets this thread read the counter with `rdpmc`.
+    /// Returns `true` if the host allows this thread to read the counter with `rdpmc`.
     pub(crate) fn user_read_offered(&self) -> bool {
-        // SAFETY: the control page is mapped and readable; the capability word is written once, at mmap.
+        // SAFETY: the control page is mapped and readable; the capability word is written once, at
+        // mmap.
         unsafe { (*self.page()).__bindgen_anon_1.__bindgen_anon_1.cap_user_rdpmc() == 1 }
     }
 
-    /// The event's index plus one when it is on a counter of this CPU now, else 0.
+    /// Returns the event's counter index plus one if it is on a counter of the current CPU,
+    /// otherwise 0.
     pub(crate) fn index(&self) -> u32 {
         self.field_u32(std::mem::offset_of!(perf_event_mmap_page, index))
             .load(Ordering::Relaxed)
     }
 
-    /// Reads the count without a system call. `None` when the event is not on a counter now, the host does
-    /// not offer it, or the page kept changing; the caller then reads the descriptor.
+    /// Reads the count without a system call.
     ///
-    /// Only right on the thread the event belongs to.
+    /// Returns `None` if the event is not on a counter, the host does not offer user-space reads,
+    /// or the page kept changing; the caller then reads the file descriptor. Valid only on the
+    /// event's own thread.
     pub(crate) fn user_read(&self) -> Option<u64> {
-        /// A reader that lost this many races is better off with a system call.
+        /// After this many lost races a system call is cheaper.
         const TRIES: usize = 16;
         if !self.user_read_offered() {
             return None;
@@ -412,10 +415,11 @@ impl PerfMap {
             if index == 0 {
                 return None;
             }
-            // SAFETY: the page offers user reads and names this counter; if the event moves meanwhile the
-            // value is discarded by the sequence check below.
+            // SAFETY: the page offers user-space reads and names this counter; if the event moves
+            // meanwhile, the sequence check below discards the value.
             let raw = unsafe { rdpmc(index - 1) };
-            // Pairs with the kernel's barrier between its page writes and its second increment of `lock`.
+            // Pairs with the kernel's barrier between its page writes and its second increment of
+            // `lock`.
             fence(Ordering::Acquire);
             if lock.load(Ordering::Relaxed) == seq {
                 let shift = 64 - u32::from(width.clamp(1, 64));
@@ -426,28 +430,31 @@ impl PerfMap {
         None
     }
 
-    /// Has the kernel put the pages there now. An event that counts page faults one by one, which a guest may
-    /// ask for, sends a signal at each. For a signal the kernel goes back to the program before it has put a
-    /// page of such a mapping there; the access faults again, with a signal, and so on for ever. Signals that
-    /// are held back do not count.
+    /// Makes the kernel populate the pages now.
+    ///
+    /// An event that counts single page faults, which a guest can request, sends a signal at each
+    /// fault. The kernel delivers a signal before it maps a page of this mapping, so the access
+    /// would fault and signal again, indefinitely. Blocked signals avoid this.
     fn put_there(&self, page: usize) {
         let _held = SignalsHeld::begin();
         let tail = self.field_u64(std::mem::offset_of!(perf_event_mmap_page, data_tail));
         tail.store(tail.load(Ordering::Relaxed), Ordering::Relaxed);
         for at in (self.data_offset..self.len).step_by(page.max(1)) {
-            // SAFETY: `at` is within the mapping, whose bytes may be read whatever the kernel writes to them.
+            // SAFETY: `at` is within the mapping, whose bytes may be read while the kernel writes
+            // to them.
             unsafe { self.base.as_ptr().add(at).read_volatile() };
         }
     }
 
-    /// The kernel's time enabled of the event when it was last put on a counter or taken off.
+    /// Returns the kernel's time enabled of the event at the last time it was scheduled in or out,
+    /// in nanoseconds.
     pub(crate) fn enabled_ns(&self) -> u64 {
         self.field_u64(std::mem::offset_of!(perf_event_mmap_page, time_enabled))
             .load(Ordering::Relaxed)
     }
 
-    /// The count and the times with which the event left its counter; `None` while it is on one, or if the
-    /// page kept changing.
+    /// Returns the count and times at which the event was last scheduled out, or `None` if it is on
+    /// a counter or the page kept changing.
     pub(crate) fn left(&self) -> Option<Timed> {
         const TRIES: usize = 16;
         let lock = self.field_u32(std::mem::offset_of!(perf_event_mmap_page, lock));
@@ -472,7 +479,7 @@ impl PerfMap {
         None
     }
 
-    /// Whether there are data pages.
+    /// Returns `true` if the mapping has data pages.
     pub(crate) fn has_ring(&self) -> bool {
         self.data_len > 0
     }
@@ -482,7 +489,8 @@ impl PerfMap {
         self.drain_words(|head, _| each(head));
     }
 
-    /// As [`PerfMap::drain`], with the first words of each record's payload.
+    /// Drains the ring as [`PerfMap::drain`] does, and also passes the first words of each record's
+    /// payload.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "an offset is taken modulo the size of the ring"
@@ -499,9 +507,9 @@ impl PerfMap {
         let header = size_of::<perf_event_header>() as u64;
         while head.wrapping_sub(tail) >= header && head.wrapping_sub(tail) <= self.data_len as u64 {
             let at = (tail as usize) & (self.data_len - 1);
-            // Records are multiples of 8 bytes, so an 8 byte header never wraps.
-            // SAFETY: `at` is within the data area, 8-byte aligned (record sizes are checked below), and the
-            // kernel does not write between tail and head.
+            // Records are multiples of 8 bytes, so an 8-byte header never wraps.
+            // SAFETY: `at` is within the data area and 8-byte aligned (record sizes are checked
+            // below), and the kernel does not write between tail and head.
             let h = unsafe {
                 self.base
                     .as_ptr()
@@ -517,7 +525,7 @@ impl PerfMap {
             let count = MOST_WORDS.min(((size - header) / 8) as usize);
             for (i, word) in words[..count].iter_mut().enumerate() {
                 let at = (at + 8 + 8 * i) & (self.data_len - 1);
-                // SAFETY: as above; whole aligned words, so none wraps, and those past `head` would only be
+                // SAFETY: as above. Aligned words do not wrap, and words past `head` are merely
                 // stale.
                 *word = unsafe { self.base.as_ptr().add(self.data_offset + at).cast::<u64>().read() };
             }
@@ -528,8 +536,8 @@ impl PerfMap {
             each(head_of, &words[..count]);
             tail = tail.wrapping_add(size);
         }
-        // Whatever could not be parsed is skipped, so that a damaged ring cannot wedge its reader.
-        // Pairs with the kernel's read of data_tail before it reuses the space.
+        // Unparsable data is skipped, so a damaged ring cannot block its reader. Pairs with the
+        // kernel's read of data_tail before it reuses the space.
         tail_field.store(head, Ordering::Release);
     }
 }
@@ -537,11 +545,13 @@ impl PerfMap {
 /// Reads performance counter `index`.
 ///
 /// # Safety
-/// The host must allow user-space `rdpmc` of that counter now, else the instruction faults.
+/// The host must currently allow user-space `rdpmc` of that counter, otherwise the instruction
+/// faults.
 #[cfg(target_arch = "x86_64")]
 unsafe fn rdpmc(index: u32) -> u64 {
     let (lo, hi): (u32, u32);
-    // SAFETY: passed on to the caller; the instruction touches no memory.
+    // SAFETY: the caller guarantees that the counter is readable, and the instruction accesses no
+    // memory.
     unsafe {
         std::arch::asm!("rdpmc", in("ecx") index, out("eax") lo, out("edx") hi, options(nomem, nostack));
     }
@@ -554,7 +564,7 @@ mod tests {
 
     extern "C" fn nothing(_: libc::c_int) {}
 
-    /// A thread whose every page fault sends it a signal still gets at the rings of events it opens.
+    /// A thread that receives a signal at each page fault can still read the rings of its events.
     #[test]
     fn a_ring_is_emptied_while_each_page_fault_sends_a_signal() {
         let signal = libc::SIGRTMIN() + 9;

@@ -1,12 +1,13 @@
-//! Groups of the host's kernel: members are on and off together, by one system call on their leader.
+//! Native groups of the host kernel: all members are scheduled together, by one system call on
+//! their leader.
 //!
-//! A member is enabled in the kernel all the time and counts while its leader is on, so a group goes on and
-//! off at one moment and for one interrupt of the vCPU, whatever its size. What its members counted is read
-//! in one go too, through the first that was opened for that: the kernel answers a reading of any member with
-//! all of them.
+//! A member stays enabled in the kernel and counts while its leader is on. A group therefore starts
+//! and stops at one moment and with a single interruption of the vCPU, independent of its size. The
+//! counts of all members are also read in one system call, through the first member that was opened
+//! for this: the kernel returns all counts in response to a read of any member.
 //!
-//! A member that the kernel refuses in the group, because it is of another PMU, or too many for the counters
-//! there are, is opened alone and goes on and off by itself.
+//! A member that the kernel rejects in the group, because it belongs to another PMU or exceeds the
+//! available counters, is opened alone and is started and stopped separately.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,47 +21,49 @@ use smallvec::SmallVec;
 use super::fd::{PerfFd, Timed};
 use super::opener::Counted;
 
-/// The read format of a member through which the group is read.
+/// Read format of the member through which the group is read.
 pub(super) const READ_GROUP: u64 =
     (PERF_FORMAT_TOTAL_TIME_ENABLED | PERF_FORMAT_TOTAL_TIME_RUNNING | PERF_FORMAT_GROUP | PERF_FORMAT_ID)
         as u64;
 
-/// Members of a kernel group but for its leader. More go on by themselves; no PMU has so many counters.
+/// Maximum number of members besides the leader. Further events are opened alone; no PMU has that
+/// many counters.
 pub(super) const MOST: usize = 15;
 
-/// A group of the kernel, known to all its members. All calls come under the lock of the events' context.
+/// A kernel group, shared by all its members. All calls are made under the lock of the events'
+/// context.
 #[derive(Debug)]
 pub(super) struct KernelGroup {
-    /// The thread its events count.
+    /// Target that the events count.
     pub(super) counted: Counted,
-    /// The leader is pinned to a counter, and with it all others.
+    /// Set if the leader, and thus the whole group, is pinned.
     pub(super) pinned: bool,
     leader: Arc<PerfFd>,
     leader_id: u64,
-    /// The leader is on.
+    /// Set while the leader is enabled.
     on: AtomicBool,
-    /// What the leader counted, if it was read with the others since it went off.
+    /// Count of the leader, if it was read with the group since it was last disabled.
     count: Reading,
     members: Mutex<SmallVec<[Arc<Member>; 4]>>,
 }
 
-/// A member that is not the leader.
+/// A member other than the leader.
 #[derive(Debug)]
 pub(super) struct Member {
     fd: Arc<PerfFd>,
     id: u64,
-    /// The group may be read through it.
+    /// Set if the group can be read through this member.
     reads: bool,
-    /// It needs no counter.
+    /// Set for a software event, which needs no counter.
     software: bool,
-    /// It is to count while the leader is on.
+    /// Set if the member must count while the leader is on.
     wanted: AtomicBool,
-    /// The kernel has it enabled.
+    /// Set if the member is enabled in the kernel.
     enabled: AtomicBool,
     count: Reading,
 }
 
-/// A count that holds while the group is off.
+/// A cached count, valid while the group is disabled.
 #[derive(Debug, Default)]
 struct Reading {
     count: AtomicU64,
@@ -81,7 +84,7 @@ impl Reading {
 }
 
 impl KernelGroup {
-    /// The group of `leader`, without members as yet. One system call.
+    /// Creates the group of `leader`, without other members. Takes one system call.
     pub(super) fn new(leader: Arc<PerfFd>, counted: Counted, pinned: bool, on: bool) -> io::Result<Self> {
         Ok(Self {
             counted,
@@ -106,12 +109,13 @@ impl KernelGroup {
         self.members().len() >= MOST
     }
 
-    /// Nobody is there through whom it can be read in one go.
+    /// Returns `true` if the group cannot be read yet because no member has [`READ_GROUP`].
     pub(super) fn wants_reader(&self) -> bool {
         !self.members().iter().any(|m| m.reads)
     }
 
-    /// Takes in `fd`, which was opened disabled in this group. `reads`: with [`READ_GROUP`].
+    /// Adds `fd`, which was opened disabled in this group. `reads` is set if it was opened with
+    /// [`READ_GROUP`].
     pub(super) fn join(&self, fd: Arc<PerfFd>, reads: bool, software: bool) -> io::Result<Arc<Member>> {
         let member = Arc::new(Member {
             id: fd.id()?,
@@ -126,12 +130,12 @@ impl KernelGroup {
         Ok(member)
     }
 
-    /// Forgets a member whose descriptor is about to be closed.
+    /// Removes a member with a file descriptor that is about to be closed.
     pub(super) fn part(&self, member: &Arc<Member>) {
         self.members().retain(|m| !Arc::ptr_eq(m, member));
     }
 
-    /// The leader goes on, and with it all members that are wanted.
+    /// Enables the leader and thereby all started members.
     pub(super) fn start(&self) -> io::Result<()> {
         for member in self.members().iter() {
             member.count.known.store(false, Ordering::Relaxed);
@@ -145,13 +149,13 @@ impl KernelGroup {
         Ok(())
     }
 
-    /// The leader goes off, and with it all others.
+    /// Disables the leader and thereby all members.
     pub(super) fn stop(&self) -> io::Result<()> {
         self.on.store(false, Ordering::Relaxed);
         self.leader.disable()
     }
 
-    /// `member` goes on with the leader, or at once if that is on.
+    /// Starts `member` together with the leader, or immediately if the leader is on.
     pub(super) fn start_member(&self, member: &Member) -> io::Result<()> {
         member.count.known.store(false, Ordering::Relaxed);
         if !member.enabled.load(Ordering::Relaxed) {
@@ -162,9 +166,12 @@ impl KernelGroup {
         Ok(())
     }
 
-    /// Enables `member`. The kernel puts a software event on at once only if its leader is of the same kind:
-    /// a clock, or none. Beside any other that is on it would count nothing until the thread is next
-    /// scheduled, and its times would not tell. So the leader goes off and on around it.
+    /// Enables `member`.
+    ///
+    /// The kernel starts a software event immediately only if its leader is of the same type (a
+    /// clock, or not a clock). Beside any other running leader the event would count nothing until
+    /// the thread is next scheduled, and its times would not show this. Therefore the leader is
+    /// disabled and enabled again around this call.
     pub(super) fn enable(&self, member: &Member) -> io::Result<()> {
         let around = self.on.load(Ordering::Relaxed) && member.software;
         if around {
@@ -177,7 +184,7 @@ impl KernelGroup {
         enabled
     }
 
-    /// `member` goes off; if the leader did before, that is all it takes.
+    /// Stops `member`. Takes no system call if the leader is already off.
     pub(super) fn stop_member(&self, member: &Member) -> io::Result<()> {
         member.wanted.store(false, Ordering::Relaxed);
         if self.on.load(Ordering::Relaxed) {
@@ -186,13 +193,14 @@ impl KernelGroup {
         Ok(())
     }
 
-    /// What the leader has counted, of a group that is off: one system call for it and all members.
+    /// Reads the leader's count of a disabled group. One system call reads the counts of all
+    /// members.
     pub(super) fn read_leader(&self) -> Option<u64> {
         self.read_all();
         self.count.get()
     }
 
-    /// What `member` has counted, of a group that is off.
+    /// Reads the count of `member` of a disabled group.
     pub(super) fn read_member(&self, member: &Member) -> Option<u64> {
         if member.count.get().is_none() {
             self.read_all();
@@ -216,14 +224,14 @@ impl KernelGroup {
             }
         });
         if let Err(e) = read {
-            // Whoever asks reads its own descriptor.
+            // The caller then reads its own file descriptor.
             log::debug!("reading a group of host events failed: {}", crate::error_line(&e));
         }
     }
 }
 
 impl Member {
-    /// As [`PerfFd::read_timed`] of its descriptor, whatever that answers.
+    /// Returns [`PerfFd::read_timed`] of the member's file descriptor.
     pub(super) fn read_timed(&self) -> io::Result<Option<Timed>> {
         if !self.reads {
             return self.fd.read_timed();
@@ -241,14 +249,15 @@ impl Member {
         }))
     }
 
-    /// Overflows put one count into the ring, its own.
+    /// Returns `true` if the ring receives a single count per overflow, that of this member.
     pub(super) fn samples_itself(&self) -> bool {
         !self.reads
     }
 
-    /// Reads the group: the ids and counts of all, and the times, unless it is in the error state.
+    /// Reads the group: passes the id and count of each member to `each` and returns the times, or
+    /// `None` in the error state.
     fn each(&self, mut each: impl FnMut(u64, u64)) -> io::Result<Option<(u64, u64)>> {
-        // How many there are, two times, and a count and an id for each.
+        // The number of members, two times, and a count and an id for each member.
         let mut words = [0u64; 3 + 2 * (MOST + 1)];
         let read = self.fd.read_words(&mut words)?;
         let Some(([_, enabled_ns, running_ns], pairs)) = words[..read].split_first_chunk() else {

@@ -1,17 +1,19 @@
-//! Samples of a guest that the host's kernel takes by itself, without the vCPU leaving `KVM_RUN`.
+//! Guest samples that the host kernel takes without an exit of the vCPU from `KVM_RUN`.
 //!
-//! A perf event on the vCPU's thread that does not exclude the guest writes the guest's instruction pointer
-//! and side into its ring. That costs an interrupt, a fraction of what an exit to user space does. What the
-//! kernel does not know are the guest's stack, address space and task.
+//! A perf event on the vCPU's thread that does not exclude the guest writes the guest's instruction
+//! pointer and privilege level into its ring. This costs an interrupt, a fraction of an exit to
+//! user space. The kernel cannot record the guest's stack, address space and task.
 //!
-//! [`GuestSampler`] is opened in the VMM. Its descriptor may go to another process, which maps the ring with
-//! [`GuestSamples`] and reads it there, so that nothing passes through the VMM.
+//! [`GuestSampler`] is opened in the VMM. Its file descriptor may be sent to another process, which
+//! maps the ring with [`GuestSamples`] and reads it without involving the VMM.
 //!
-//! # What the ring does not show
-//! - A clock samples the thread wherever it is: samples in the host's kernel and in the VMM are among them,
-//!   marked so. A hardware event that excludes the host has none of these.
-//! - Some KVMs interpret parts of the guest, or run in a host that does not mark its guests. Such time looks
-//!   like the host kernel's. A reader has to compare, see [`Side`].
+//! # Limitations
+//! - A clock samples the thread in every mode, so the ring includes samples in the host kernel and
+//!   in the VMM, which are marked as such. A hardware event that excludes the host has no such
+//!   samples.
+//! - Some KVMs interpret parts of the guest, or run on a host that does not mark guest samples.
+//!   Such time is indistinguishable from host kernel time, so readers have to compare; see
+//!   [`Side`].
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -24,28 +26,29 @@ use super::rate::MIN_CLOCK_PERIOD_NS;
 use crate::attr::{Attr, EventType};
 use crate::pmu::PmuError;
 
-/// A host perf event that samples a vCPU's thread, its guest included.
+/// A host perf event that samples a vCPU's thread and its guest.
 #[derive(Debug)]
 pub struct GuestSampler {
     fd: PerfFd,
 }
 
 impl GuestSampler {
-    /// A clock that samples thread `tid` once in `period_ns` of its CPU time, or in [`MIN_CLOCK_PERIOD_NS`]
-    /// if that is longer. Stopped.
+    /// Opens a stopped clock event that samples thread `tid` once per `period_ns` of CPU time, or
+    /// per [`MIN_CLOCK_PERIOD_NS`] if that is longer.
     ///
     /// # Errors
-    /// [`PmuError`], such as `EACCES` where `perf_event_paranoid` denies it.
+    /// Returns a [`PmuError`], for example with `EACCES` if `perf_event_paranoid` denies the event.
     pub fn clock(tid: i32, period_ns: u64) -> Result<Self, PmuError> {
         let mut attr = new_attr(b::PERF_TYPE_SOFTWARE, u64::from(b::PERF_COUNT_SW_CPU_CLOCK));
         attr.__bindgen_anon_1.sample_period = period_ns.clamp(MIN_CLOCK_PERIOD_NS, 1 << 60);
         Self::open(attr, tid, false)
     }
 
-    /// A hardware event of the guest, as `attr` describes it and with its period or frequency. Stopped.
+    /// Opens a stopped hardware event of the guest with the configuration and the period or
+    /// frequency of `attr`.
     ///
     /// # Errors
-    /// [`PmuError`].
+    /// Returns a [`PmuError`] if the host does not open the event.
     pub fn hardware(tid: i32, attr: &Attr) -> Result<Self, PmuError> {
         if ![EventType::HARDWARE, EventType::HW_CACHE, EventType::RAW].contains(&attr.ty) {
             return Err(PmuError::NoSuchEvent);
@@ -68,18 +71,19 @@ impl GuestSampler {
         Ok(Self { fd })
     }
 
-    /// Makes each sample send `signal` to thread `tid` as well: the more expensive way, for comparison.
+    /// Makes each sample also send `signal` to thread `tid`, which is more expensive; for
+    /// comparison.
     ///
     /// # Errors
-    /// The error of `fcntl(2)`.
+    /// Returns the error of `fcntl(2)`.
     pub fn also_signal(&self, tid: i32, signal: i32) -> io::Result<()> {
         self.fd.signal_thread(tid, signal)
     }
 
-    /// Starts or stops it.
+    /// Enables or disables the event.
     ///
     /// # Errors
-    /// The error of `ioctl(2)`.
+    /// Returns the error of `ioctl(2)`.
     pub fn set_enabled(&self, on: bool) -> io::Result<()> {
         if on { self.fd.enable() } else { self.fd.disable() }
     }
@@ -91,42 +95,42 @@ impl AsFd for GuestSampler {
     }
 }
 
-/// What ran when a sample was taken, as far as the host's kernel knows.
+/// The code that a sample interrupted, as far as the host kernel can tell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// The guest at privilege level 3.
     GuestUser,
-    /// The guest at another level.
+    /// The guest at another privilege level.
     GuestKernel,
-    /// The host's kernel: KVM's own work, or a guest that this host does not show.
+    /// The host kernel: KVM's own work, or guest time that this host does not mark.
     HostKernel,
     /// The VMM.
     HostUser,
 }
 
-/// One sample.
+/// A sample that the host kernel took.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GuestSample {
-    /// `CLOCK_MONOTONIC`, ns.
+    /// `CLOCK_MONOTONIC` time, in nanoseconds.
     pub time_ns: u64,
-    /// What ran.
+    /// Code that was interrupted.
     pub side: Side,
-    /// Its instruction pointer: the guest's on the guest's sides.
+    /// Instruction pointer, of the guest for guest samples.
     pub ip: u64,
-    /// Events it stands for: nanoseconds for a clock.
+    /// Number of events that the sample represents; nanoseconds for a clock.
     pub period: u64,
 }
 
-/// What a drain found besides samples.
+/// Records other than samples in a drained ring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Drained {
-    /// Samples for which there was no room.
+    /// Number of lost samples.
     pub lost: u64,
-    /// Times the kernel held back sampling.
+    /// Number of times that the kernel throttled sampling.
     pub throttled: u64,
 }
 
-/// The ring of a [`GuestSampler`], in this process or another.
+/// The mapped ring of a [`GuestSampler`], in this process or another.
 #[derive(Debug)]
 pub struct GuestSamples {
     fd: PerfFd,
@@ -134,26 +138,27 @@ pub struct GuestSamples {
 }
 
 impl GuestSamples {
-    /// Maps the ring behind `fd`, with `2^log2_pages` data pages. They count against the user's perf memory
-    /// (`perf_event_mlock_kb`).
+    /// Maps the ring of `fd` with `2^log2_pages` data pages, which count against the user's perf
+    /// memory (`perf_event_mlock_kb`).
     ///
     /// # Errors
-    /// The error of `mmap(2)`.
+    /// Returns the error of `mmap(2)`.
     pub fn map(fd: OwnedFd, log2_pages: u32) -> io::Result<Self> {
         let fd = PerfFd::from(fd);
         let map = fd.map(Some(log2_pages))?;
         Ok(Self { fd, map })
     }
 
-    /// Stops or starts the event.
+    /// Enables or disables the event.
     ///
     /// # Errors
-    /// The error of `ioctl(2)`.
+    /// Returns the error of `ioctl(2)`.
     pub fn set_enabled(&self, on: bool) -> io::Result<()> {
         if on { self.fd.enable() } else { self.fd.disable() }
     }
 
-    /// Passes each unread sample to `each`, oldest first. Reads at most one ring's length.
+    /// Passes each unread sample to `each`, oldest first, and returns counts of other records.
+    /// Reads at most one ring's length.
     pub fn drain(&mut self, mut each: impl FnMut(GuestSample)) -> Drained {
         let mut drained = Drained::default();
         self.map.drain_words(|head, words| match (head.type_, words) {
@@ -180,7 +185,7 @@ impl GuestSamples {
 }
 
 impl HostPmu {
-    /// Which sides `attr` leaves out, for a hardware event.
+    /// Sets the exclude bits of a hardware event from `attr`.
     pub(super) fn set_sides(raw: &mut b::perf_event_attr, attr: &Attr) {
         raw.set_exclude_hv(attr.exclude_hv.into());
         raw.set_exclude_host(attr.exclude_host.into());
@@ -195,7 +200,8 @@ mod tests {
     use super::*;
     use crate::pmu::host::fd::current_tid;
 
-    /// A thread that runs no guest shows up as the host, with times that grow and the period asked for.
+    /// A thread without a guest is sampled as the host, with increasing times and the requested
+    /// period.
     #[test]
     fn a_clock_samples_its_thread_and_says_which_side_ran() {
         const PERIOD_NS: u64 = 500_000;

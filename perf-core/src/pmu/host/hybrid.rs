@@ -1,18 +1,19 @@
-//! Hosts with cores of different kinds, each kind with a PMU of its own.
+//! Detection of hosts with several types of cores, each with its own PMU.
 
 use std::fs;
 use std::path::Path;
 
-/// The PMUs of Linux's hybrid x86 processors, one for each kind of core.
+/// PMUs of Linux's hybrid x86 processors, one per core type.
 const KINDS: [&str; 3] = ["cpu_core", "cpu_atom", "cpu_lowpower"];
 
-/// Why the hardware PMUs under `devices` are not used, in one line with the remedy; `None` when there is one
-/// for all cores.
+/// Returns why the hardware PMUs under `devices` are not used, in one line with a remedy, or `None`
+/// if one PMU covers all cores.
 ///
-/// A perf event counts on cores of one kind only. A vCPU's thread moves between them, and what it does on the
-/// others would be missing from its counts without a trace. So nothing is counted there by hardware.
+/// A perf event counts on one type of core only. A vCPU's thread migrates between core types, and
+/// its counts would silently miss the time on the others. Therefore hardware events are not used on
+/// such hosts.
 pub(super) fn refusal(devices: &Path) -> Option<String> {
-    // The kernel lists a kind's CPUs that are online.
+    // The kernel lists the online CPUs of a core type.
     let kinds: Vec<String> = KINDS
         .into_iter()
         .filter(|kind| devices.join(kind).is_dir())

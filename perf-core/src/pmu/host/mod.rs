@@ -1,27 +1,30 @@
-//! The `host` driver: perf events of the host's kernel on a vCPU's thread, any other thread, or a CPU.
+//! The `host` driver: perf events of the host kernel on a vCPU's thread, any other thread, or a
+//! CPU.
 //!
-//! Two drivers share this code, because they differ in what they need: [`HostPmu::hardware`] serves
-//! [`EventType::HARDWARE`], [`EventType::HW_CACHE`] and [`EventType::RAW`] and has the slots that the host
-//! has counters to give, general and fixed ones apart; [`HostPmu::software`] serves [`EventType::SOFTWARE`]
-//! and has no limit.
+//! Two drivers share this code because their resources differ. [`HostPmu::hardware`] serves
+//! [`EventType::HARDWARE`], [`EventType::HW_CACHE`] and [`EventType::RAW`]; its slots are the host
+//! counters available, general-purpose and fixed-function. [`HostPmu::software`] serves
+//! [`EventType::SOFTWARE`] without a limit.
 //!
-//! Events are opened pinned and never more of them are on than there are slots, so the kernel never
-//! multiplexes them behind our back; should it do so all the same, its own times of the event show it, and it
-//! is logged. They are opened once and then enabled, disabled and given periods.
+//! Events are opened pinned and never exceed the number of slots, so the kernel does not multiplex
+//! them. If the kernel does so nevertheless, its times of the event reveal this and a message is
+//! logged. Events are opened once, and then enabled, disabled and given periods.
 //!
-//! # Which counts
-//! Hardware events obey `exclude_host`, `exclude_guest`, `exclude_user` and `exclude_kernel`, the last two by
-//! the guest's privilege level when `exclude_host` is set. Software events (page faults, context switches,
-//! migrations) are things that happen to the vCPU's thread on the host. They have no guest privilege level:
-//! `exclude_user` and `exclude_kernel` are refused, `exclude_host` and `exclude_guest` change nothing.
+//! # Filters
+//! Hardware events obey `exclude_host`, `exclude_guest`, `exclude_user` and `exclude_kernel`; the
+//! last two refer to the guest's privilege level if `exclude_host` is set. Software events (page
+//! faults, context switches, migrations) belong to the vCPU's thread on the host. They have no
+//! guest privilege level: `exclude_user` and `exclude_kernel` are rejected, `exclude_host` and
+//! `exclude_guest` have no effect.
 //!
 //! # Overflow
-//! The signal goes to the vCPU's thread only. Its handler must be installed without `SA_RESTART`, so that it
-//! ends `KVM_RUN`. Prefer a standard signal (below `SIGRTMIN`, `SIGUSR2` say) to a real-time one: overflows
-//! that come while one is pending then merge, which loses nothing, because [`PmuEvent::take_overflows`] looks
-//! at the counts. Real-time signals queue, and when the queue, one for all processes of a user, is full, the
-//! kernel sends `SIGIO` instead. That ends the process by default, see [`ignore_sigio`], and the overflow
-//! goes unnoticed until the next exit.
+//! The signal is sent to the vCPU's thread only. Its handler must be installed without
+//! `SA_RESTART`, so that it ends `KVM_RUN`. A standard signal (below `SIGRTMIN`, such as `SIGUSR2`)
+//! is preferable to a real-time signal: further overflows during a pending signal are merged
+//! without loss, because [`PmuEvent::take_overflows`] checks the counts. Real-time signals are
+//! queued, and if the queue, which all processes of a user share, is full, the kernel sends `SIGIO`
+//! instead. Its default action ends the process (see [`ignore_sigio`]), and the overflow is not
+//! noticed until the next exit.
 
 mod counters;
 mod fault;
@@ -61,7 +64,7 @@ enum Class {
     Software,
 }
 
-/// Perf events of the host's kernel, of one class.
+/// Host kernel perf events of one class.
 #[derive(Debug)]
 pub struct HostPmu {
     class: Class,
@@ -72,8 +75,9 @@ pub struct HostPmu {
 }
 
 impl HostPmu {
-    /// The host's hardware PMU as `probe` found it. Overflows send `signal` to the vCPU's thread; with
-    /// `None`, events count but cannot be armed.
+    /// Creates the driver of the host's hardware PMU as described by `probe`.
+    ///
+    /// Overflows send `signal` to the vCPU's thread. With `None`, events count but cannot be armed.
     #[must_use]
     pub fn hardware(signal: Option<i32>, probe: &HostProbe) -> Self {
         Self {
@@ -85,7 +89,7 @@ impl HostPmu {
         }
     }
 
-    /// The host's software events.
+    /// Creates the driver of the host's software events.
     #[must_use]
     pub fn software(signal: Option<i32>) -> Self {
         Self {
@@ -97,7 +101,8 @@ impl HostPmu {
         }
     }
 
-    /// Why the host would not open an event. `guest`: it was to count a guest on the hardware PMU.
+    /// Converts an error of opening an event. `guest` is set if the event counts a guest on the
+    /// hardware PMU.
     fn refused(source: io::Error, guest: bool) -> PmuError {
         match source.raw_os_error() {
             Some(libc::EOPNOTSUPP | libc::EBUSY) if guest => PmuError::Mediated(source),
@@ -168,7 +173,7 @@ impl HostPmu {
             Target::Vcpu { tid, .. } => (Counted::Thread(tid), tid),
             Target::Cpu { cpu } => {
                 let cpu = i32::try_from(cpu).map_err(|_| no_cpu(libc::EINVAL))?;
-                // Nobody's overflow: whoever opens it hears of it.
+                // CPU events are not armed by a vCPU, so the opening thread receives the signal.
                 (Counted::Cpu(cpu), current_tid())
             }
             Target::Vm => {
@@ -181,7 +186,8 @@ impl HostPmu {
             return Err(PmuError::NoSuchEvent);
         }
         let mut raw = new_attr(attr.ty.0, attr.config);
-        // A sampling event from the start: the kernel refuses to give a period to a counting event later.
+        // Opened as a sampling event, because the kernel rejects a later period for a counting
+        // event.
         raw.__bindgen_anon_1.sample_period = PARKED_PERIOD;
         raw.sample_type = u64::from(PERF_SAMPLE_READ);
         raw.read_format = READ_TIMES;
@@ -244,28 +250,28 @@ impl HostPmu {
     }
 }
 
-/// What an event is opened with, and opened anew when it leaves its group.
+/// Parameters of an open, kept to reopen the event when it leaves its group.
 #[derive(Debug)]
 struct Opener {
     raw: perf_event_attr,
     counted: Counted,
-    /// Which thread an overflow's signal goes to.
+    /// Thread that receives the overflow signal.
     signal_tid: i32,
     signal: Option<i32>,
     hardware: bool,
-    /// It counts a guest on the hardware PMU.
+    /// Set if the event counts a guest on the hardware PMU.
     guest: bool,
     user_read: bool,
 }
 
-/// A place in a group that another event leads.
+/// Membership in a group with another leader.
 #[derive(Debug)]
 struct Place {
     group: Arc<KernelGroup>,
     member: Arc<Member>,
 }
 
-/// Why a CPU that is not there cannot be counted.
+/// Returns the error for a CPU that does not exist or is offline.
 fn no_cpu(errno: i32) -> PmuError {
     PmuError::Os {
         what: "counting a CPU that the host does not have, or that is offline,",
@@ -274,7 +280,7 @@ fn no_cpu(errno: i32) -> PmuError {
 }
 
 impl Opener {
-    /// Why the host would not open it.
+    /// Converts an error of opening this event.
     fn refused(&self, source: io::Error) -> PmuError {
         let Counted::Cpu(cpu) = self.counted else {
             return HostPmu::refused(source, self.guest);
@@ -285,7 +291,7 @@ impl Opener {
                 source,
             },
             Some(libc::ENODEV) => no_cpu(libc::ENODEV),
-            // The kernel says no more when it has no such CPU.
+            // The kernel reports a nonexistent CPU as `EINVAL` only.
             Some(libc::EINVAL) if cpu >= fd::cpus() => no_cpu(libc::EINVAL),
             _ => HostPmu::refused(source, self.guest),
         }
@@ -303,10 +309,11 @@ impl Opener {
         Ok((Arc::new(fd), map))
     }
 
-    /// Opens it in `group`, unless the kernel will not have it there or it would count differently. `counts`:
-    /// it is no sampling event.
+    /// Opens the event in `group`, unless the kernel rejects it there or it would count
+    /// differently. `counts` is set for an event that does not sample.
     fn join(&self, group: Arc<KernelGroup>, counts: bool) -> Option<(Place, Arc<PerfFd>, Option<PerfMap>)> {
-        // Under a leader that is not pinned the kernel could take a counter away and tell nobody.
+        // The kernel could silently take a counter away from a group with a leader that is not
+        // pinned.
         if group.counted != self.counted || self.hardware && !group.pinned || group.is_full() {
             return None;
         }
@@ -337,9 +344,9 @@ impl Opener {
         }
     }
 
-    /// Maps what spares system calls: a ring, to which the kernel writes the count at each overflow, and the
-    /// control page, with which the counter is read where the host offers it. Without either it works
-    /// too.
+    /// Maps the pages that save system calls: a ring, to which the kernel writes the count at each
+    /// overflow, and the control page, with which the counter is read in user space. The event
+    /// works without either.
     fn map(&self, fd: &PerfFd) -> Option<PerfMap> {
         let ring = || {
             fd.map(Some(0))
@@ -371,51 +378,54 @@ impl Opener {
 struct HostEvent {
     fd: Arc<PerfFd>,
     opener: Opener,
-    /// Its place in a group that another leads.
+    /// Membership in a group with another leader.
     member: Option<Place>,
-    /// The group it leads, if others were opened beside it.
+    /// Group that this event leads, if other events were opened in it.
     group: Option<Arc<KernelGroup>>,
-    /// What it counted before it was opened anew.
+    /// Count before the event was last reopened.
     base: u64,
-    /// The control page, and the ring if it can be armed.
+    /// Control page, with the ring if the event can be armed.
     map: Option<PerfMap>,
     can_arm: bool,
     hardware: bool,
-    /// Reads in user space were tried and are right. The control page's offer alone does not prove that.
+    /// Set if user-space reads were tested and are correct. The control page's capability bit alone
+    /// does not prove this.
     user_read: bool,
-    /// A clock overflows by a timer of the kernel's.
+    /// Accounting of clock events, which overflow by a kernel timer.
     ringing: Ringing,
-    /// The kernel counts it one by one: neither a counter nor a clock.
+    /// Set if the kernel counts the event one by one, that is, it is neither a hardware counter nor
+    /// a clock.
     one_by_one: bool,
     on: bool,
-    /// The period the kernel goes through again and again, [`PARKED_PERIOD`] when it is not to overflow.
+    /// Period that the kernel repeats; [`PARKED_PERIOD`] if the event must not overflow.
     kernel_period: u64,
     /// A count at which one of these periods ends.
     kernel_due: u64,
-    /// That the kernel took the counter away for a time has been said.
+    /// Set once the temporary loss of the counter has been logged.
     short_told: bool,
     last_count: u64,
-    /// It was on since `last_count` was read.
+    /// Set if the event was on since `last_count` was read.
     stale: bool,
     armed_at: Option<u64>,
-    /// When it was last known to be on a counter.
+    /// Last moment at which the event was known to be on a counter.
     good: Good,
-    /// When, at the earliest, the kernel took its counter; it was on then.
+    /// Earliest moment at which the kernel took the counter of the running event.
     lost_at_ns: Option<u64>,
 }
 
 /// A moment at which an event was on a counter.
 #[derive(Clone, Copy, Debug, Default)]
 struct Good {
-    /// [`monotonic_ns`].
+    /// Time of [`monotonic_ns`].
     at_ns: u64,
-    /// The kernel's time enabled of the event.
+    /// Kernel's time enabled of the event, in nanoseconds.
     enabled_ns: u64,
 }
 
 impl HostEvent {
-    /// Makes the kernel end a period `period` counts after `count`, which is now, and go on with that period.
-    /// If it would do so anyway nothing is done. A clock's period may have to be a longer one.
+    /// Makes the kernel end a period `period` counts after the current count `count`, and repeat
+    /// that period. Does nothing if the kernel is already set to do so. The period of a clock may
+    /// have to be longer.
     fn set_period(&mut self, count: u64, period: u64) -> Result<(), PmuError> {
         let asked = count.saturating_add(period);
         let period = self.ringing.period_for(period);
@@ -425,12 +435,12 @@ impl HostEvent {
             return Ok(());
         }
         if let Some(map) = &mut self.map {
-            // Overflows so far were those of the old period.
+            // Overflows so far belong to the old period.
             map.drain(|_| {});
         }
-        // A hardware event, and a clock, takes a new period over at once. What the kernel counts one by one
-        // overflows at the very next count and then goes through the old period once more. Taken off and put
-        // on again it starts afresh.
+        // Hardware events and clocks adopt a new period immediately. An event that the kernel
+        // counts one by one overflows at the next count and then completes the old period once
+        // more, so it is disabled and enabled again.
         let restart = self.on && self.one_by_one;
         let set = || {
             if restart {
@@ -452,7 +462,7 @@ impl HostEvent {
         Ok(())
     }
 
-    /// Where the kernel's period ends that is going on at `count`.
+    /// Returns the count at which the kernel's current period ends.
     fn next_due(&self, count: u64) -> u64 {
         match count.checked_sub(self.kernel_due) {
             None => self.kernel_due,
@@ -460,7 +470,7 @@ impl HostEvent {
         }
     }
 
-    /// Keeps the kernel from overflowing. Costs nothing when that is so already.
+    /// Keeps the kernel from overflowing. Free if the event is already parked.
     fn park(&mut self) {
         self.ringing.end();
         if self.kernel_period != PARKED_PERIOD {
@@ -471,7 +481,8 @@ impl HostEvent {
         }
     }
 
-    /// The newest count the ring holds, if there is a ring. It holds one for each overflow.
+    /// Returns the most recent count in the ring, if there is a ring. The ring holds one count per
+    /// overflow.
     fn overflow_in_ring(&mut self) -> Option<Option<u64>> {
         if self
             .member
@@ -491,7 +502,7 @@ impl HostEvent {
         Some(newest)
     }
 
-    /// The count, or `None` when the kernel put the event into the error state.
+    /// Reads the count. Returns `None` if the kernel put the event into the error state.
     fn count_now(&mut self) -> io::Result<Option<u64>> {
         if self.on
             && self.opener.counted == Counted::Thread(current_tid())
@@ -525,7 +536,8 @@ impl HostEvent {
         }
     }
 
-    /// What it has counted, of an event that is off in a group that is off: one system call for all of it.
+    /// Returns the count of an event that is off in a group that is off. One system call reads the
+    /// whole group.
     fn count_with_group(&self) -> Option<u64> {
         if self.on {
             return None;
@@ -556,8 +568,7 @@ impl HostEvent {
 }
 
 impl HostEvent {
-    /// The kernel put the event into the error state. What it had counted, and for how long, is in the
-    /// control page.
+    /// Handles the error state of the event. The control page has its final count and times.
     fn counter_taken(&mut self) {
         if !self.on || self.lost_at_ns.is_some() {
             return;
@@ -565,13 +576,14 @@ impl HostEvent {
         let mut at_ns = self.good.at_ns;
         if let Some(left) = self.map.as_ref().and_then(PerfMap::left) {
             self.last_count = self.last_count.max(self.base + left.count);
-            // Enabled time passes while the thread is on a CPU, so this is the earliest moment.
+            // Enabled time passes only while the thread is on a CPU, so this is the earliest
+            // moment.
             at_ns = at_ns
                 .saturating_add(left.enabled_ns.saturating_sub(self.good.enabled_ns))
                 .min(monotonic_ns());
         }
         self.lost_at_ns = Some(at_ns);
-        // Nothing more comes.
+        // The count cannot change any more.
         self.stale = false;
     }
 }
@@ -601,8 +613,8 @@ impl PmuEvent for HostEvent {
                 enabled_ns: self.map.as_ref().map_or(0, PerfMap::enabled_ns),
             };
         }
-        // A pinned event that finds no counter is in the error state at once, and reads as end of file. In a
-        // group that is its leader.
+        // A pinned event without a counter enters the error state immediately and reads as end of
+        // file. In a group this applies to the leader.
         if self.hardware && self.member.is_none() && matches!(self.count_now(), Ok(None)) {
             self.stop();
             return Err(PmuError::Busy);
@@ -620,7 +632,7 @@ impl PmuEvent for HostEvent {
         }
         self.on = false;
         self.armed_at = None;
-        // What the kernel took by now it has told by the next read.
+        // The preceding read has reported any loss so far.
         self.lost_at_ns = None;
     }
 
@@ -657,7 +669,8 @@ impl PmuEvent for HostEvent {
                 self.good = Good::default();
                 self.short_told = false;
             }
-            // It stays as it is in the kernel, off. When it is put on and does not count, that is noticed.
+            // The event stays disabled in the kernel. A later start that does not count is
+            // detected.
             Err(e) => {
                 let _ = self.fd.disable();
                 log::warn!(
@@ -669,7 +682,7 @@ impl PmuEvent for HostEvent {
     }
 
     fn look(&mut self) {
-        // In a group the leader tells.
+        // The leader of a group reports a loss.
         if self.on && self.hardware && self.member.is_none() && self.lost_at_ns.is_none() {
             match self.fd.read_timed() {
                 Ok(Some(read)) => {
@@ -702,7 +715,7 @@ impl PmuEvent for HostEvent {
                 self.last_count = self.last_count.max(count);
                 self.stale = self.on;
             }
-            // Noted: whoever reads asks [`PmuEvent::lost_ns`].
+            // The caller learns of the loss from [`PmuEvent::lost_ns`].
             Ok(None) => {}
             Err(e) => log::debug!("reading a host event failed: {}", crate::error_line(&e)),
         }
@@ -710,8 +723,8 @@ impl PmuEvent for HostEvent {
     }
 
     fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {
-        // Read before the kernel restarts the period, so that the overflow never comes before the count it is
-        // armed for.
+        // Read before the kernel restarts the period, so that the overflow never precedes the armed
+        // count.
         let count = self.read();
         self.rearm(count, overflow_in)
     }
@@ -730,7 +743,7 @@ impl PmuEvent for HostEvent {
 
     fn overflowed(&mut self) -> Option<u64> {
         let Some(at) = self.armed_at else {
-            // The kernel reloads the period by itself after an overflow nobody re-armed.
+            // The kernel reloads the period itself after an overflow without a re-arm.
             if self.on {
                 self.park();
             }
@@ -745,8 +758,8 @@ impl PmuEvent for HostEvent {
             self.armed_at = None;
             return Some(count);
         }
-        // The kernel times clocks by another clock than it counts them with: a little early at times. And a
-        // period it can hold may be shorter than what was asked for.
+        // The kernel's timer of a clock event can run slightly ahead of its count, and the kernel
+        // may have a period shorter than requested.
         if self.next_due(count) != at
             && let Err(e) = self.set_period(count, (at - count).min(PARKED_PERIOD - 1))
         {

@@ -1,9 +1,9 @@
-//! Opening of host perf events: in the calling process, or by another process on its behalf. This file is the
-//! one place that calls `perf_event_open(2)`.
+//! Opening of host perf events, in the calling process or by another process on its behalf. Only
+//! this file calls `perf_event_open(2)`.
 //!
-//! A process that drops the right to call `perf_event_open(2)` installs an [`EventOpener`] first, which asks
-//! somebody else for each event. Only opening goes through it. Events that are open are read, armed and
-//! enabled by their descriptors.
+//! A process that drops the right to call `perf_event_open(2)` first installs an [`EventOpener`]
+//! that requests each event from another process. Only the open goes through it: open events are
+//! read, armed and enabled through their file descriptors.
 
 #![expect(unsafe_code, reason = "system calls")]
 
@@ -28,12 +28,12 @@ struct FOwnerEx {
     pid: libc::pid_t,
 }
 
-/// The target of a host perf event.
+/// The thread or CPU on which a host perf event counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Counted {
-    /// A thread, by its id (0: the calling thread), on whichever CPU it runs.
+    /// A thread by id (0 is the calling thread), on any CPU.
     Thread(i32),
-    /// A CPU, whatever runs there.
+    /// A CPU, with everything that runs on it.
     Cpu(i32),
 }
 
@@ -61,25 +61,25 @@ pub struct OpenRequest<'a> {
 
 /// Opens host perf events for this process.
 pub trait EventOpener: Debug + Send + Sync {
-    /// Opens one event, with its overflow signal set up.
+    /// Opens one event with its overflow signal.
     ///
     /// # Errors
-    /// The error of `perf_event_open(2)` or `fcntl(2)`, or one of the opener's own.
+    /// Returns the error of `perf_event_open(2)` or `fcntl(2)`, or an error of the opener itself.
     fn open(&self, request: &OpenRequest<'_>) -> io::Result<OwnedFd>;
 
     /// Makes each overflow of `event` send a signal.
     ///
     /// # Errors
-    /// The error of `fcntl(2)`, or one of the opener's own.
+    /// Returns the error of `fcntl(2)`, or an error of the opener itself.
     fn set_overflow_signal(&self, event: BorrowedFd<'_>, overflow: OverflowSignal) -> io::Result<()>;
 }
 
-/// Opens events by `perf_event_open(2)` in the calling thread. The default.
+/// The default opener, which calls `perf_event_open(2)` in the calling thread.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DirectOpener;
 
 impl EventOpener for DirectOpener {
-    /// Makes system calls only, so a signal handler may call it.
+    /// Makes system calls only, so a signal handler may call this.
     fn open(&self, request: &OpenRequest<'_>) -> io::Result<OwnedFd> {
         let event = perf_event_open(request)?;
         if let Some(overflow) = request.overflow {
@@ -102,12 +102,12 @@ fn perf_event_open(request: &OpenRequest<'_>) -> io::Result<OwnedFd> {
     let group: RawFd = request.leader.map_or(-1, |leader| leader.as_raw_fd());
     let mut attr = perf_event_attr::default();
     let length = request.attr.len().min(size_of::<perf_event_attr>());
-    // SAFETY: the structure is made of integers, so any bytes are valid for it; both ranges have `length`
-    // bytes and do not overlap.
+    // SAFETY: the structure is made of integers, so any bytes are valid for it; both ranges have
+    // `length` bytes and do not overlap.
     unsafe {
         std::ptr::copy_nonoverlapping(request.attr.as_ptr(), (&raw mut attr).cast::<u8>(), length);
     }
-    // SAFETY: `attr` is a live, fully initialised attribute block whose size field says how long it is; the
+    // SAFETY: `attr` is a live, fully initialized attribute block with a correct size field; the
     // kernel writes at most its `size` field.
     let fd = unsafe {
         sys::perf_event_open(
@@ -121,11 +121,11 @@ fn perf_event_open(request: &OpenRequest<'_>) -> io::Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel just returned this descriptor and nothing else owns it.
+    // SAFETY: the kernel just returned this file descriptor, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Sets the receiver and the number of the signal that overflows of `event` send.
+/// Sets the thread and the number of the signal that overflows of `event` send.
 fn set_overflow_signal(event: BorrowedFd<'_>, overflow: OverflowSignal) -> io::Result<()> {
     let fd = event.as_raw_fd();
     let owner = FOwnerEx {
@@ -154,13 +154,14 @@ fn check(rc: libc::c_int) -> io::Result<libc::c_int> {
 /// The opener of this process, unless it is [`DirectOpener`].
 static OPENER: OnceLock<Box<dyn EventOpener>> = OnceLock::new();
 
-/// Makes this process open all host perf events by `opener` from now on. The first call counts; returns
-/// whether this was the first.
+/// Sets the opener of all host perf events that this process opens from now on.
+///
+/// Only the first call has an effect. Returns `true` for that call.
 pub fn set_event_opener(opener: impl EventOpener + 'static) -> bool {
     OPENER.set(Box::new(opener)).is_ok()
 }
 
-/// The opener of this process.
+/// Returns the opener of this process.
 pub(super) fn current() -> &'static dyn EventOpener {
     OPENER.get().map_or(&DirectOpener, |opener| &**opener)
 }

@@ -1,4 +1,4 @@
-//! What the host's PMU can do, found out by trying.
+//! Probing of the host PMU's capabilities.
 #![expect(unsafe_code, reason = "system calls, and memory shared with the kernel")]
 
 use std::fs;
@@ -14,7 +14,7 @@ use super::fd::{PerfFd, bytes_of, current_tid, new_attr};
 use super::hybrid;
 use super::opener::{Counted, EventOpener, OpenRequest};
 
-/// The generic hardware events of `perf_event_open(2)`, with perf's names.
+/// Generic hardware events of `perf_event_open(2)`, with perf's names.
 const GENERIC: [(&str, u32); 10] = [
     ("cycles", b::PERF_COUNT_HW_CPU_CYCLES),
     ("instructions", b::PERF_COUNT_HW_INSTRUCTIONS),
@@ -31,7 +31,7 @@ const GENERIC: [(&str, u32); 10] = [
     ("ref-cycles", b::PERF_COUNT_HW_REF_CPU_CYCLES),
 ];
 
-/// Events that running any code at all counts.
+/// Events that any running code counts.
 const INEVITABLE: [u32; 5] = [
     b::PERF_COUNT_HW_CPU_CYCLES,
     b::PERF_COUNT_HW_INSTRUCTIONS,
@@ -40,48 +40,49 @@ const INEVITABLE: [u32; 5] = [
     b::PERF_COUNT_HW_REF_CPU_CYCLES,
 ];
 
-/// Whether one generic hardware event can be opened to count a guest.
+/// A generic hardware event, and whether it can count a guest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GenericEvent {
-    /// perf's name of it.
+    /// perf's name of the event.
     pub name: String,
-    /// Its `config`.
+    /// `config` of the event.
     pub config: u64,
-    /// It opens, and counts: a kernel that is a guest itself may open events that its virtual PMU never
-    /// counts, which shows for those that running any code counts.
+    /// `true` if the event opens and counts. A kernel that is itself a guest may open events that
+    /// its virtual PMU never counts; this is detected for events that any running code counts.
     pub opens: bool,
 }
 
-/// Facts about the host's perf events, as found by probing on the calling thread.
+/// Capabilities of the host's perf events, probed on the calling thread.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostProbe {
-    /// The host has a hardware PMU that we may use.
+    /// `true` if the host has a hardware PMU that this process may use.
     pub hardware_pmu: bool,
-    /// The counters a thread can have.
+    /// Counters that are available to a thread.
     pub counters: HostCounters,
-    /// Why there are no slots, in one line; `None` when there are.
+    /// Reason why there are no slots, in one line; `None` if there are slots.
     pub no_slots_because: Option<String>,
-    /// The host has cores of several kinds, each with a PMU of its own, none of which is used.
+    /// `true` if the host has several types of cores, each with its own PMU, none of which is used.
     pub hybrid: bool,
-    /// `/proc/sys/kernel/perf_event_paranoid`.
+    /// Value of `/proc/sys/kernel/perf_event_paranoid`.
     pub paranoid: Option<i32>,
-    /// `/proc/sys/kernel/nmi_watchdog` is on.
+    /// `true` if `/proc/sys/kernel/nmi_watchdog` is on.
     pub nmi_watchdog: bool,
-    /// The host holds its PMU for mediated guests: events that count a guest are refused now.
+    /// `true` if the host reserves its PMU for mediated guests, so that events that count a guest
+    /// are currently refused.
     pub mediated: bool,
-    /// Counters can be read with `rdpmc` from user space.
+    /// `true` if user space can read counters with `rdpmc`.
     pub user_read: bool,
-    /// Software clock events with overflow can be opened, which the `clock` driver needs.
+    /// `true` if software clock events with overflow can be opened, which the `clock` driver
+    /// requires.
     pub software_clock: bool,
-    /// The PMUs the kernel lists, e.g. `cpu`, `software`.
+    /// PMUs that the kernel lists, such as `cpu` and `software`.
     pub pmus: Vec<String>,
     /// Generic hardware events, and whether they open.
     pub generic: Vec<GenericEvent>,
 }
 
 impl HostProbe {
-    /// Probes this host. Takes some milliseconds and opens some events on the calling thread, for that time
-    /// only.
+    /// Probes this host. Takes a few milliseconds and opens temporary events on the calling thread.
     #[must_use]
     pub fn run() -> Self {
         let opened: Vec<_> = GENERIC
@@ -135,15 +136,15 @@ impl HostProbe {
         }
     }
 
-    /// Hardware events of whatever kinds that can be on at once.
+    /// Returns the number of hardware events of any type that can be on at once.
     #[must_use]
     pub fn slots(&self) -> usize {
         self.counters.free()
     }
 }
 
-/// Whether the host's kernel knows the `PERF_TYPE_HW_CACHE` event `config` for its processor, as one that
-/// counts a guest. Opens the event on the calling thread, for that time only.
+/// Returns `true` if the host kernel supports the `PERF_TYPE_HW_CACHE` event `config` for counting
+/// a guest. Opens a temporary event on the calling thread.
 #[must_use]
 pub fn cache_event_opens(config: u64) -> bool {
     let mut attr = new_attr(b::PERF_TYPE_HW_CACHE, config);
@@ -152,9 +153,8 @@ pub fn cache_event_opens(config: u64) -> bool {
     PerfFd::open(&mut attr, 0).is_ok()
 }
 
-/// Whether the kernel does not let the calling thread count itself, in the kernel too, for want of a
-/// capability (`EACCES` or `EPERM`, perf_event_open(2)). It is a software event that is tried: no PMU is
-/// wanted.
+/// Returns `true` if the calling thread lacks the capability to count itself including the kernel
+/// (`EACCES` or `EPERM`, perf_event_open(2)). Tests a software event, so no PMU is needed.
 #[must_use]
 pub fn counting_is_denied() -> bool {
     let mut attr = new_attr(b::PERF_TYPE_SOFTWARE, u64::from(b::PERF_COUNT_SW_DUMMY));
@@ -162,7 +162,8 @@ pub fn counting_is_denied() -> bool {
     matches!(PerfFd::open(&mut attr, 0), Err(e) if e.kind() == io::ErrorKind::PermissionDenied)
 }
 
-/// As [`counting_is_denied`], for events of the calling thread that `opener` opens.
+/// Returns the result of [`counting_is_denied`] for events of the calling thread that `opener`
+/// opens.
 #[must_use]
 pub fn counting_is_denied_to(opener: &dyn EventOpener) -> bool {
     let mut attr = new_attr(b::PERF_TYPE_SOFTWARE, u64::from(b::PERF_COUNT_SW_DUMMY));
@@ -176,20 +177,20 @@ pub fn counting_is_denied_to(opener: &dyn EventOpener) -> bool {
     matches!(opener.open(&request), Err(e) if e.kind() == io::ErrorKind::PermissionDenied)
 }
 
-/// Where the kernel lists its PMUs.
+/// Directory in which the kernel lists its PMUs.
 const DEVICES: &str = "/sys/bus/event_source/devices";
 
 /// Makes the process ignore `SIGIO` unless it already has a disposition for it.
 ///
-/// The kernel sends `SIGIO` in place of an overflow's real-time signal when the queue of those is full. Its
-/// default action ends the process.
+/// The kernel sends `SIGIO` instead of an overflow's real-time signal if the queue of real-time
+/// signals is full. Its default action ends the process.
 ///
 /// # Errors
-/// The error of `sigaction(2)`.
+/// Returns the error of `sigaction(2)`.
 pub fn ignore_sigio() -> io::Result<()> {
     // SAFETY: a zeroed sigaction is valid: default disposition, empty mask.
     let mut now: libc::sigaction = unsafe { std::mem::zeroed() };
-    // SAFETY: `now` is writable, and no new action is given.
+    // SAFETY: `now` is writable, and no new action is passed.
     if unsafe { libc::sigaction(libc::SIGIO, std::ptr::null(), &mut now) } != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -216,14 +217,14 @@ fn open_guest(config: u32) -> io::Result<PerfFd> {
     PerfFd::open(&mut attr, 0)
 }
 
-/// Opens a generic event that counts this thread in host user mode, which needs no privilege.
+/// Opens a generic event that counts this thread in host user mode, which requires no privilege.
 fn open_host(config: u32) -> io::Result<PerfFd> {
     let mut attr = host_attr(config);
     PerfFd::open(&mut attr, 0)
 }
 
-/// Whether `config` counts anything while this thread runs. The kernel is counted with it where that is
-/// allowed, because a counter of one privilege level may be slow to notice.
+/// Returns `true` if `config` advances while this thread runs. The kernel is included if allowed,
+/// because a counter restricted to one privilege level may react slowly.
 fn counts(config: u32) -> bool {
     let mut attr = host_attr(config);
     attr.set_exclude_kernel(0);
@@ -254,7 +255,7 @@ fn open_clock() -> io::Result<PerfFd> {
     PerfFd::open(&mut attr, 0)
 }
 
-/// Tries events on the calling thread, in host user mode, which needs no privilege.
+/// Tests events on the calling thread in host user mode, which requires no privilege.
 struct ThisThread;
 
 impl ThisThread {
@@ -272,7 +273,7 @@ impl Trial for ThisThread {
             let mut attr = Self::attr(event);
             attr.set_pinned(1);
             match PerfFd::open(&mut attr, 0) {
-                // In error it reads as end of file.
+                // An event in the error state reads as end of file.
                 Ok(fd) if matches!(fd.read_count(), Ok(Some(_))) => {
                     on.push(fd);
                     true
@@ -298,11 +299,14 @@ impl Trial for ThisThread {
     }
 }
 
-/// Whether user space can really read a counter. The control page alone does not tell: a kernel that is
-/// itself a guest may offer it where the instruction faults, or reads something else. So a child process
-/// tries, may die of it, and compares what it reads with what the kernel says before and after.
+/// Returns `true` if user space can actually read a counter.
+///
+/// The control page alone does not prove this: a kernel that is itself a guest may offer it
+/// although the instruction faults or reads another value. Therefore a child process, which may
+/// crash, executes the instruction and compares the value with the kernel's counts before and
+/// after.
 fn rdpmc_works() -> bool {
-    /// A wrong value may be right by chance, but hardly so often.
+    /// Number of comparisons. A wrong value may match by chance, but hardly this often.
     const TRIES: usize = 64;
     let mut attr = host_attr(b::PERF_COUNT_HW_CPU_CYCLES);
     attr.set_pinned(1);
@@ -326,21 +330,22 @@ fn rdpmc_works() -> bool {
     })
 }
 
-/// Runs `attempt` in a forked child; true if it returned true there. `attempt` may only make system calls:
-/// other threads' locks are frozen in the child, those of the allocator too.
+/// Runs `attempt` in a forked child and returns `true` if it returned `true` there. `attempt` may
+/// only make system calls, because other threads' locks, including the allocator's, stay frozen in
+/// the child.
 fn survives_in_child(attempt: impl FnOnce() -> bool) -> bool {
-    // SAFETY: the child makes system calls only (see above) and leaves by _exit, so it runs no destructor and
-    // no exit handler of this process.
+    // SAFETY: the child only makes system calls (see above) and exits with `_exit`, so it runs no
+    // destructors or exit handlers of this process.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
-        // SAFETY: SIG_DFL installs no handler; a fault then ends the child and reaches no handler of the
-        // parent's.
+        // SAFETY: SIG_DFL installs no handler; a fault ends the child without running a handler of
+        // the parent.
         unsafe {
             libc::signal(libc::SIGSEGV, libc::SIG_DFL);
             libc::signal(libc::SIGILL, libc::SIG_DFL);
         }
         let code = i32::from(!attempt());
-        // SAFETY: _exit never returns and needs nothing.
+        // SAFETY: `_exit` never returns and has no preconditions.
         unsafe { libc::_exit(code) };
     }
     if pid < 0 {
@@ -397,7 +402,7 @@ mod tests {
     #[test]
     fn a_child_that_faults_does_not_take_us_along() {
         assert!(!survives_in_child(|| {
-            // SAFETY: raising a signal touches no memory; the default action ends the child only.
+            // SAFETY: raising a signal accesses no memory; the default action ends only the child.
             unsafe { libc::raise(libc::SIGSEGV) };
             true
         }));

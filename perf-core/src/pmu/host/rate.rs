@@ -1,10 +1,11 @@
-//! How often the clocks of the host may overflow.
+//! Limit on the overflow rate of the host's clock events.
 //!
-//! The kernel rings `cpu-clock` and `task-clock` by a timer, and lets a period of theirs be as short as
-//! 10 µs. Where an interrupt and its signal take as long as that, as on a virtual machine whose timers are
-//! trapped, the CPU does nothing else: the thread that is sampled gets no further, it cannot even be killed.
-//! So they ring no more often than a thread, or a CPU, can bear, all clocks of it together. An overflow that
-//! was due before is noticed when the timer rings; its sample stands for what was counted until then.
+//! The kernel drives `cpu-clock` and `task-clock` by a timer and accepts periods as short as 10 µs.
+//! If an interrupt and its signal take as long as that, as on a virtual machine with trapped
+//! timers, the CPU does nothing else: the sampled thread makes no progress and cannot even be
+//! killed. The overflow rate of all clock events of a thread or CPU together is therefore limited.
+//! An overflow that is due earlier is noticed when the timer expires, and its sample represents all
+//! counts up to then.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,16 +13,16 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use super::opener::Counted;
 
-/// The shortest period of `cpu-clock` and `task-clock`, ns. Several that overflow on one thread share it: of
-/// two, each has twice this.
+/// Minimum period of `cpu-clock` and `task-clock`, in nanoseconds. Clock events that overflow on
+/// the same thread share it: with two, each has twice this minimum.
 pub const MIN_CLOCK_PERIOD_NS: u64 = 100_000;
 
-/// How many clocks ring for each thread or CPU, of those that have any.
+/// Number of armed clock events per thread or CPU.
 #[derive(Debug, Default)]
 pub(super) struct Clocks(Mutex<HashMap<Counted, Weak<AtomicU64>>>);
 
 impl Clocks {
-    /// Another clock of `counted`, which does not ring yet.
+    /// Registers a clock event of `counted`, which is not armed yet.
     pub(super) fn one_of(&self, counted: Counted) -> Ringing {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let together = all.get(&counted).and_then(Weak::upgrade).unwrap_or_else(|| {
@@ -37,7 +38,7 @@ impl Clocks {
     }
 }
 
-/// Whether a clock rings. Of an event that is none: nothing.
+/// The armed state of a clock event. Empty for other events.
 #[derive(Debug, Default)]
 pub(super) struct Ringing {
     together: Option<Arc<AtomicU64>>,
@@ -45,7 +46,7 @@ pub(super) struct Ringing {
 }
 
 impl Ringing {
-    /// It rings from now on.
+    /// Counts the event as armed.
     pub(super) fn begin(&mut self) {
         if let Some(together) = &self.together
             && !std::mem::replace(&mut self.rings, true)
@@ -54,7 +55,7 @@ impl Ringing {
         }
     }
 
-    /// It rings no more.
+    /// Counts the event as disarmed.
     pub(super) fn end(&mut self) {
         if let Some(together) = &self.together
             && std::mem::take(&mut self.rings)
@@ -63,7 +64,7 @@ impl Ringing {
         }
     }
 
-    /// The period to give to the kernel for `asked`.
+    /// Returns the period to program for a requested period of `asked`.
     pub(super) fn period_for(&self, asked: u64) -> u64 {
         let Some(together) = &self.together else {
             return asked;

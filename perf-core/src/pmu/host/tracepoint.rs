@@ -1,7 +1,7 @@
-//! Tracepoints of the host's kernel on one thread, with what each says.
+//! Tracepoints of the host kernel on one thread.
 //!
-//! The kernel writes a record into the event's ring each time the thread passes the tracepoint.
-//! [`crate::ring::RingReader::map_perf`] maps that ring.
+//! The kernel writes a record with the tracepoint's fields into the event's ring each time the
+//! thread hits the tracepoint. [`crate::ring::RingReader::map_perf`] maps that ring.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -10,20 +10,24 @@ use perf_event_open_sys::bindings as b;
 
 use super::fd::{PerfFd, new_attr};
 
-/// A tracepoint on one thread. Each `PERF_RECORD_SAMPLE` has the time (`CLOCK_MONOTONIC`, ns; 8 bytes), the
-/// length of what follows (4 bytes), and the tracepoint's fields, as the `format` file of the tracepoint
-/// describes them. The first of these, `common_type` (2 bytes), is the tracepoint's number.
+/// A tracepoint on one thread.
+///
+/// Each `PERF_RECORD_SAMPLE` contains the time (`CLOCK_MONOTONIC`, ns; 8 bytes), the length of the
+/// rest (4 bytes), and the tracepoint's fields as described by its `format` file. The first field,
+/// `common_type` (2 bytes), is the tracepoint's id.
 #[derive(Debug)]
 pub struct Tracepoint {
     fd: PerfFd,
 }
 
 impl Tracepoint {
-    /// Tracepoint `id` (the `id` file of the tracepoint in tracefs) on thread `tid`. Stopped.
+    /// Opens tracepoint `id` (the `id` file of the tracepoint in tracefs) on thread `tid` in the
+    /// stopped state.
     ///
     /// # Errors
-    /// That of `perf_event_open(2)`: `EACCES` or `EPERM` where the caller may not trace the kernel
-    /// (`perf_event_paranoid` above -1 without `CAP_PERFMON`), `ESRCH` where there is no such thread.
+    /// Returns the error of `perf_event_open(2)`: `EACCES` or `EPERM` if the caller may not trace
+    /// the kernel (`perf_event_paranoid` above -1 without `CAP_PERFMON`), and `ESRCH` if the thread
+    /// does not exist.
     pub fn open(tid: i32, id: u64) -> io::Result<Self> {
         let mut attr = new_attr(b::PERF_TYPE_TRACEPOINT, id);
         attr.__bindgen_anon_1.sample_period = 1;
@@ -35,19 +39,19 @@ impl Tracepoint {
         Ok(Self { fd })
     }
 
-    /// Has the records of this one written to the ring of `other`, a tracepoint on the same thread, whose
-    /// ring is mapped. So they are in the order in which they came.
+    /// Redirects the records of this tracepoint to the mapped ring of `other`, a tracepoint on the
+    /// same thread. The ring then contains the records of both in chronological order.
     ///
     /// # Errors
-    /// The error of `ioctl(2)`.
+    /// Returns the error of `ioctl(2)`.
     pub fn write_to(&self, other: &Self) -> io::Result<()> {
         self.fd.write_to(&other.fd)
     }
 
-    /// Starts it.
+    /// Enables the tracepoint.
     ///
     /// # Errors
-    /// The error of `ioctl(2)`.
+    /// Returns the error of `ioctl(2)`.
     pub fn enable(&self) -> io::Result<()> {
         self.fd.enable()
     }
@@ -65,8 +69,7 @@ mod tests {
     use crate::pmu::host::fd::current_tid;
     use crate::ring::RingReader;
 
-    /// A thread that asks for its parent's id is seen to ask and to get its answer, in that order, in one
-    /// ring.
+    /// Enter and exit of `getppid` on a thread are recorded in that order in one ring.
     #[test]
     fn two_tracepoints_write_to_one_ring_in_their_order() {
         let id = |name: &str| {

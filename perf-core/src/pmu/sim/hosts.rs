@@ -1,42 +1,44 @@
-//! PMUs as they are built: general counters, and fixed ones that hold one event each.
+//! Descriptions of real PMUs for simulation: general-purpose counters, and fixed-function counters
+//! that hold one event each.
 
 use std::collections::BTreeMap;
 
 use super::SimConfig;
 use crate::pmu::CounterMask;
 
-/// A host to simulate. Its general counters come first, its fixed ones behind them.
+/// A host PMU to simulate. Its general-purpose counters are numbered first, then its fixed-function
+/// counters.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SimHost {
-    /// Number of general counters.
+    /// Number of general-purpose counters.
     pub general: usize,
-    /// Fixed counters.
+    /// Fixed-function counters.
     pub fixed: Vec<SimFixed>,
-    /// Counters that somebody else holds.
+    /// Counters that another user holds.
     pub taken: CounterMask,
 }
 
-/// A fixed counter of a [`SimHost`].
+/// A fixed-function counter of a [`SimHost`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SimFixed {
-    /// The `config` of the event it holds.
+    /// `config` of the event that the counter holds.
     pub config: u64,
-    /// General counters can hold it too.
+    /// `true` if general-purpose counters can hold the event too.
     pub general_too: bool,
 }
 
 impl SimHost {
-    /// `config` of cycles, as perf numbers it.
+    /// `config` of cycles, as in perf.
     pub const CYCLES: u64 = 0;
-    /// `config` of instructions, as perf numbers it.
+    /// `config` of instructions, as in perf.
     pub const INSTRUCTIONS: u64 = 1;
-    /// `config` of branches, as perf numbers it: an event that no fixed counter holds.
+    /// `config` of branches, as in perf. No fixed-function counter holds this event.
     pub const BRANCHES: u64 = 4;
-    /// `config` of reference cycles, as perf numbers it.
+    /// `config` of reference cycles, as in perf.
     pub const REF_CYCLES: u64 = 9;
 
-    /// An Intel PMU with fixed counters for instructions, cycles and reference cycles; the last counts on
-    /// none of the general ones in Linux.
+    /// Returns an Intel PMU with fixed-function counters for instructions, cycles and reference
+    /// cycles. As in Linux, no general-purpose counter holds reference cycles.
     #[must_use]
     pub fn intel(general: usize) -> Self {
         let fixed = |config| SimFixed {
@@ -52,7 +54,7 @@ impl SimHost {
         }
     }
 
-    /// An AMD PMU.
+    /// Returns an AMD PMU.
     #[must_use]
     pub fn amd(general: usize) -> Self {
         Self {
@@ -61,7 +63,8 @@ impl SimHost {
         }
     }
 
-    /// With the NMI watchdog on, which counts cycles: on the fixed counter for it, else on a general one.
+    /// Returns this host with an active NMI watchdog, which counts cycles on the fixed-function
+    /// counter or, without one, on a general-purpose counter.
     #[must_use]
     pub fn with_watchdog(self) -> Self {
         let held = match self.fixed.iter().position(|f| f.config == Self::CYCLES) {
@@ -71,7 +74,7 @@ impl SimHost {
         self.taking(held)
     }
 
-    /// With counter `n` in somebody else's hands.
+    /// Returns this host with counter `n` held by another user.
     #[must_use]
     pub fn taking(self, n: usize) -> Self {
         Self {
@@ -80,7 +83,7 @@ impl SimHost {
         }
     }
 
-    /// Without anybody else.
+    /// Returns this host with all counters free.
     #[must_use]
     pub fn untouched(self) -> Self {
         Self {
@@ -89,7 +92,7 @@ impl SimHost {
         }
     }
 
-    /// The simulated PMU of such a host.
+    /// Returns the simulator configuration for this host.
     #[must_use]
     pub fn config(&self) -> SimConfig {
         let general = CounterMask::first(self.general);

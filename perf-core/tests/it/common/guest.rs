@@ -1,4 +1,4 @@
-//! A tiny guest for driver tests that need a real `KVM_RUN`.
+//! A minimal guest for driver tests that need a real `KVM_RUN`.
 #![expect(unsafe_code, reason = "guest memory")]
 
 use kvm_bindings::kvm_userspace_memory_region;
@@ -9,7 +9,7 @@ use super::thread::{raise_on_signals, signals_of_this_thread};
 const PAGE: usize = 4096;
 const CODE_AT: u64 = 0x1000;
 
-/// A VM whose vCPUs all run the same few bytes in real mode.
+/// A VM whose vCPUs all run the same few bytes of code in real mode.
 pub struct Guest {
     pub vcpus: Vec<VcpuFd>,
     pub vm: VmFd,
@@ -17,11 +17,11 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// `None` where there is no usable KVM.
+    /// Creates the VM. Returns `None` if KVM is not usable.
     pub fn new(vcpus: u64, code: &[u8]) -> Option<Self> {
         assert!(code.len() <= PAGE);
         let vm = Kvm::new().ok()?.create_vm().unwrap();
-        // SAFETY: a fresh anonymous mapping that lives until drop, after the VM is no longer run.
+        // SAFETY: a fresh anonymous mapping that lives until drop, when the VM no longer runs.
         let memory = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -33,7 +33,7 @@ impl Guest {
             )
         };
         assert_ne!(memory, libc::MAP_FAILED);
-        // SAFETY: the page is mapped and writable, and the code is no longer than a page.
+        // SAFETY: the page is mapped and writable, and the code fits in a page.
         unsafe {
             memory
                 .cast::<u8>()
@@ -69,12 +69,12 @@ impl Guest {
 }
 
 impl Guest {
-    /// Runs vCPU 0 until a signal of this thread that came after it had counted `signals`.
+    /// Runs vCPU 0 until this thread receives a signal after the first `signals`.
     pub fn run_until_signal(&mut self, signals: u64) -> Result<VcpuExit<'_>, kvm_ioctls::Error> {
         let vcpu = &mut self.vcpus[0];
         let flag = &raw mut vcpu.get_kvm_run().immediate_exit;
         vcpu.set_kvm_immediate_exit(0);
-        // SAFETY: the run page is mapped as long as the vCPU exists, and the flag is put back below.
+        // SAFETY: the run page is mapped as long as the vCPU exists, and the flag is reset below.
         unsafe { raise_on_signals(flag) };
         if signals_of_this_thread() > signals {
             vcpu.set_kvm_immediate_exit(1);
@@ -88,7 +88,7 @@ impl Guest {
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        // SAFETY: mapped in `new` with this length; nothing runs the guest any more.
+        // SAFETY: mapped in `new` with this length, and the guest no longer runs.
         unsafe { libc::munmap(self.memory, PAGE) };
     }
 }

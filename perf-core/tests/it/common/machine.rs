@@ -1,4 +1,4 @@
-//! A deterministic driver and a small machine to drive it with.
+//! A deterministic driver and a small machine that drives it.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -7,7 +7,7 @@ use perf_core::pmu::{Capacity, PmuError, Target};
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
 
-/// What one event of the driver did and does.
+/// The state of one event of the driver.
 #[derive(Debug, Default)]
 pub struct Counter {
     pub count: u64,
@@ -20,18 +20,18 @@ pub struct Counter {
 
 #[derive(Debug, Default)]
 pub struct World {
-    /// Per vCPU (`u32::MAX`: the VM).
+    /// Counters by vCPU (`u32::MAX` for the VM).
     counters: Mutex<HashMap<u32, Vec<Arc<Mutex<Counter>>>>>,
-    /// The total of a package count.
+    /// Total of the package count.
     pub package: Mutex<u64>,
-    /// How old it is.
+    /// Age of the package count, in nanoseconds.
     pub package_age_ns: Mutex<u64>,
-    /// Refuse every start from now on.
+    /// Set to refuse every start.
     pub refuse: Mutex<bool>,
 }
 
 impl World {
-    /// The vCPU does `n` units of work: every event that is on counts `n` times its rate.
+    /// Runs the vCPU for `n` units of work: every event that is on counts `n` times its rate.
     pub fn work(&self, vcpu: u32, n: u64) {
         for counter in self.counters.lock().unwrap().get(&vcpu).into_iter().flatten() {
             let mut c = counter.lock().unwrap();
@@ -45,7 +45,7 @@ impl World {
         }
     }
 
-    /// Starts of all events there are.
+    /// Returns the number of starts of all existing events.
     pub fn starts(&self) -> u64 {
         self.counters
             .lock()
@@ -64,8 +64,8 @@ impl World {
     }
 }
 
-/// A hardware class driver with `slots` counters per vCPU. Config 0 cannot exist, 1 counts work, n counts n
-/// times the work; [`PACKAGE`] is a package count. It counts vCPUs, not VMs.
+/// A hardware driver with `slots` counters per vCPU. `config` 0 does not exist, 1 counts work, and
+/// n counts n times the work; [`PACKAGE`] is a package count. It counts vCPUs, not VMs.
 #[derive(Debug)]
 pub struct TestPmu {
     pub world: Arc<World>,
@@ -73,7 +73,7 @@ pub struct TestPmu {
 }
 
 pub const PACKAGE: u64 = 1000;
-/// Type of the software class twin.
+/// Type of the events of the software driver.
 pub const SOFT: EventType = EventType(0x1ff);
 
 #[derive(Debug)]
@@ -178,7 +178,7 @@ impl Drop for TestEvent {
     }
 }
 
-/// A core with a manual clock, a hardware and a software driver.
+/// A core with a manual clock, a hardware driver and a software driver.
 pub struct Machine {
     pub core: Core,
     pub clock: Arc<ManualClock>,
@@ -222,7 +222,7 @@ impl Machine {
         }
     }
 
-    /// Adds vCPU `n` and starts it.
+    /// Adds vCPU `n` and schedules it in.
     pub fn vcpu(&self, n: u32) -> Arc<VcpuContext> {
         let vcpu = self.core.add_vcpu(VcpuId(n), 1000 + n as i32).unwrap();
         vcpu.sched_in();
@@ -239,7 +239,7 @@ impl Machine {
         self.open(attr, OpenTarget::Vcpu(VcpuId(0)), leader)
     }
 
-    /// Time passes on vCPU `n`: 1 ns and one unit of work each.
+    /// Runs vCPU `vcpu` for `n` steps of 1 ns and one unit of work each.
     pub fn run(&self, vcpu: u32, n: u64) {
         self.clock.advance(n);
         self.hw.work(vcpu, n);
@@ -255,7 +255,7 @@ pub fn soft() -> Attr {
     Attr::counting(SOFT, 1)
 }
 
-/// Registers of nowhere in particular.
+/// Registers without values.
 pub struct NoRegs;
 
 impl SampleRegs for NoRegs {

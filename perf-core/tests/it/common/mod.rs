@@ -1,4 +1,4 @@
-//! Helpers for the integration tests. The other test programs include this file by its path.
+//! Helpers of the integration tests. The other test programs include this file by its path.
 
 #[cfg(feature = "host")]
 pub mod guest;

@@ -1,5 +1,5 @@
-//! What the tests of the ring share: records that show whose they are, and access to the shared page as
-//! another process has it.
+//! Helpers of the ring tests: records that identify their writers, and access to the shared page as
+//! from another process.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -14,11 +14,11 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 pub const DATA_HEAD: u64 = 1024;
 /// Byte offset of `data_tail`.
 pub const DATA_TAIL: u64 = 1032;
-/// A record type of nobody's.
+/// An unassigned record type.
 pub const TAGGED: u32 = 77;
 
-/// Writes a record of `size` bytes (at least 24) that holds who wrote it, its number, and a pattern made of
-/// both.
+/// Writes a record of `size` bytes (at least 24) that contains its writer, its number, and a
+/// pattern derived from both.
 pub fn write(ring: &Ring, size: usize, writer: u64, number: u64) -> Result<(), RingError> {
     let mut record = ring.begin(size, true)?;
     record.put_u64(u64::from(TAGGED));
@@ -34,7 +34,7 @@ fn pattern(writer: u64, number: u64, n: u64) -> u64 {
     (writer << 48 ^ number << 16 ^ n).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// The same record as a value, to be written with others.
+/// The same record as a value, to be written together with others.
 #[derive(Clone, Copy, Debug)]
 pub struct Numbered {
     words: usize,
@@ -43,7 +43,7 @@ pub struct Numbered {
 }
 
 impl Numbered {
-    /// A record of so many words, at least 3.
+    /// Creates a record of `words` words, at least 3.
     pub fn new(words: usize, writer: u64, number: u64) -> Self {
         Self {
             words,
@@ -75,12 +75,12 @@ impl Encode for Numbered {
     }
 }
 
-/// What a record says.
+/// The content of a record.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Seen {
-    /// Whose record, and its number.
+    /// Writer and number of a tagged record.
     Tagged(u64, u64),
-    /// So many were lost.
+    /// Number of lost records.
     Lost(u64),
 }
 
@@ -104,7 +104,7 @@ pub fn check(raw: RawRecord<'_>) -> Seen {
     Seen::Tagged(writer, number)
 }
 
-/// The memory of the ring as another process has it.
+/// Opens the memory of the ring as another process does.
 pub fn foreign(ring: &Ring) -> File {
     File::from(ring.memfd().try_clone_to_owned().expect("descriptors are left"))
 }
@@ -123,7 +123,7 @@ pub fn peek(file: &File, offset: u64) -> u64 {
     u64::from_ne_bytes(word)
 }
 
-/// Waits for the ring's notification. False if there was none in a minute, which is for ever.
+/// Waits for the ring's notification. Returns `false` after one minute without a notification.
 pub fn wait(ring: &Ring) -> bool {
     let epoll = Epoll::new().expect("descriptors are left");
     let fd = ring.wakeup_fd().as_raw_fd();

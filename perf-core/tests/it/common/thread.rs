@@ -1,4 +1,5 @@
-//! The calling thread as a vCPU: its CPU time, work of a known size, and a per-thread count of signals.
+//! The calling thread as a vCPU: its CPU time, work of a known size, and a per-thread count of
+//! signals.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::cell::Cell;
@@ -15,24 +16,25 @@ extern "C" fn on_signal(_: libc::c_int) {
     SIGNALS.with(|n| n.set(n.get() + 1));
     let flag = FLAG.with(Cell::get);
     if !flag.is_null() {
-        // SAFETY: `raise_on_signals` was promised that it stays writable.
+        // SAFETY: the caller of `raise_on_signals` guarantees that the byte stays writable.
         unsafe { flag.write_volatile(1) };
     }
 }
 
-/// Signals of this thread set `flag` to 1 from now on: `immediate_exit`, so that none gets lost just before
-/// `KVM_RUN`.
+/// Makes signals of this thread set `flag` to 1 from now on, as for `immediate_exit`, so that no
+/// signal is lost just before `KVM_RUN`.
 ///
 /// # Safety
-/// The byte stays writable while this thread gets signals, or until the next call.
+/// The byte must stay writable while this thread receives signals, or until the next call.
 pub unsafe fn raise_on_signals(flag: *mut u8) {
     FLAG.with(|f| f.set(flag));
 }
 
-/// Counts `signal` from now on, per thread. System calls it interrupts are not restarted.
+/// Counts `signal` per thread from now on. System calls that it interrupts are not restarted.
 pub fn catch(signal: i32) -> i32 {
     perf_core::pmu::host::ignore_sigio().unwrap();
-    // SAFETY: a zeroed sigaction is valid; the handler only touches a constant-initialised thread local.
+    // SAFETY: a zeroed sigaction is valid; the handler only accesses a constant-initialized thread
+    // local.
     unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = on_signal as extern "C" fn(libc::c_int) as usize;
@@ -41,17 +43,18 @@ pub fn catch(signal: i32) -> i32 {
     signal
 }
 
-/// Counts the signal most tests use: a standard one, which is delivered whatever else goes on on the machine.
+/// Counts the signal that most tests use, a standard signal, whose delivery does not depend on
+/// other activity on the machine.
 pub fn catch_signals() -> i32 {
     catch(libc::SIGUSR2)
 }
 
-/// Overflow signals this thread has received.
+/// Returns the number of overflow signals that this thread has received.
 pub fn signals_of_this_thread() -> u64 {
     SIGNALS.with(Cell::get)
 }
 
-/// CPU time of this thread, ns.
+/// Returns the CPU time of this thread, in nanoseconds.
 pub fn thread_cpu_ns() -> u64 {
     // SAFETY: the timespec is writable.
     unsafe {
@@ -71,13 +74,13 @@ pub fn burn(ns: u64) {
     }
 }
 
-/// This thread's id.
+/// Returns this thread's id.
 pub fn this_tid() -> i32 {
     // SAFETY: gettid cannot fail.
     unsafe { libc::syscall(libc::SYS_gettid) as i32 }
 }
 
-/// A counting event of the clock driver.
+/// Returns the attributes of a counting event of the clock driver.
 pub fn clock_attr(config: u64) -> Attr {
     Attr {
         ty: EventType::CLOCK,

@@ -1,4 +1,5 @@
-//! The driver under the oracle: it counts what it is told, and shows which of its counters are on.
+//! The driver under the oracle, which counts as instructed and reveals which of its counters are
+//! on.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -9,20 +10,20 @@ use perf_core::*;
 /// Type of the events that need no slot.
 pub const SOFT: EventType = EventType(0x1ff);
 
-/// What the driver does wrong, to see that the oracle notices.
+/// A deliberate fault of the driver, which the oracle must detect.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Fault {
     #[default]
     None,
     /// A stop loses one count.
     LosesACount,
-    /// Overflows are not noticed.
+    /// Overflows are not reported.
     SaysNothing,
 }
 
 #[derive(Debug)]
 pub struct Counter {
-    /// The vCPU it was opened for.
+    /// vCPU for which the counter was opened.
     pub vcpu: u32,
     tid: i32,
     pub config: u64,
@@ -47,18 +48,18 @@ impl Counter {
     }
 }
 
-/// Two drivers: one with slots, one without.
+/// Two drivers, one with slots and one without.
 #[derive(Debug, Default)]
 pub struct Bench {
-    /// Counters nobody has claimed yet.
+    /// Counters that were opened but not yet claimed.
     fresh: Mutex<Vec<Arc<Counter>>>,
     all: Mutex<Vec<Arc<Counter>>>,
-    /// The driver without slots starts nothing.
+    /// Set to make the driver without slots refuse all starts.
     pub refuse: AtomicBool,
     fault: Fault,
 }
 
-/// How much an event of `config` counts for each unit of work.
+/// Returns the counts of an event of `config` per unit of work.
 pub fn rate(config: u64) -> u64 {
     config % 4 + 1
 }
@@ -71,7 +72,7 @@ impl Bench {
         })
     }
 
-    /// Thread `tid` does `n` units of work.
+    /// Runs thread `tid` for `n` units of work.
     pub fn work(&self, tid: i32, n: u64) {
         for counter in self.all.lock().unwrap().iter().filter(|c| c.tid == tid) {
             let mut c = counter.lock();
@@ -85,7 +86,7 @@ impl Bench {
         }
     }
 
-    /// The counter that was just opened for `config` on `vcpu`.
+    /// Returns the counter that was just opened for `config` on `vcpu`.
     pub fn claim(&self, vcpu: u32, config: u64) -> Option<Arc<Counter>> {
         let mut fresh = self.fresh.lock().unwrap();
         let at = fresh.iter().position(|c| (c.vcpu, c.config) == (vcpu, config))?;
@@ -96,7 +97,7 @@ impl Bench {
 #[derive(Debug)]
 pub struct Driver {
     pub bench: Arc<Bench>,
-    /// 0: events need none.
+    /// Number of slots; 0 if events need none.
     pub slots: usize,
 }
 

@@ -1,8 +1,9 @@
-//! The oracle's model: one flat list of parts, each an event in one context, and plain loops over it.
+//! The oracle's model: a flat list of parts, each an event in one context, and simple loops over
+//! it.
 //!
-//! It predicts all but one thing: which flexible groups of hardware events have the slots. That it observes
-//! and judges by the rules that users rely on (`judging.rs`). What passes, happens and overflows is in
-//! `counting.rs`.
+//! The model predicts everything except which flexible groups of hardware events have the slots.
+//! That assignment is observed and checked against the rules that users rely on (`judging.rs`).
+//! `counting.rs` models time, raised events and overflows.
 
 mod counting;
 mod judging;
@@ -14,9 +15,9 @@ use super::driver::Counter;
 pub use counting::RingRecord;
 use judging::Room;
 
-/// The context of the VM as a whole.
+/// Index of the VM context.
 pub const VM: usize = 0;
-/// Id of the raised event that a vCPU's going out is.
+/// Id of the raised event that counts schedule-outs of vCPUs.
 pub const CONTEXT_SWITCHES: u64 = 7;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -29,20 +30,20 @@ pub enum EventState {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Needs a slot.
+    /// A driver event that needs a slot.
     Hw,
-    /// Has a driver and needs no slot.
+    /// A driver event that needs no slot.
     Soft,
-    /// The VMM raises it.
+    /// An event that the VMM raises.
     Raised(u64),
 }
 
-/// How an event was opened.
+/// The parameters with which an event was opened.
 #[derive(Clone, Debug)]
 pub struct Spec {
     pub kind: Kind,
     pub rate: u64,
-    /// `None`: the VM.
+    /// Target vCPU; `None` for the VM.
     pub vcpu: Option<u32>,
     pub guest: bool,
     pub pinned: bool,
@@ -73,25 +74,25 @@ impl Totals {
 
 pub struct Event {
     pub spec: Spec,
-    /// The name of the event that leads its group; its own if it does itself.
+    /// Name of the group leader, which may be the event itself.
     pub leader: u64,
-    /// It stands for a part in each vCPU.
+    /// Set for an event that represents one part per vCPU.
     pub family: bool,
-    /// Of a family: new parts are enabled.
+    /// For a family: whether new parts are enabled.
     pub enabled: bool,
-    /// The period in force, for new parts.
+    /// Current period, for new parts.
     period: u64,
-    /// What parts whose vCPU went have left.
+    /// Totals of parts on removed vCPUs.
     pub gone: Totals,
     pub gone_by: BTreeMap<u32, Totals>,
     pub records: Vec<RingRecord>,
 }
 
-/// Overflows that passed and were not served.
+/// Overflows that have occurred but were not handled.
 #[derive(Clone, Copy, Debug, Default)]
 struct Passed {
     times: u64,
-    /// Where the last of them was, in counts since the event was opened.
+    /// Position of the last one, in counts since the event was opened.
     at: u64,
 }
 
@@ -103,23 +104,25 @@ pub struct Part {
     pub totals: Totals,
     pub counter: Option<Arc<Counter>>,
     on_exec: bool,
-    // For the leader of a group.
-    /// When it got in line.
+    // Fields of a group leader.
+    /// Time at which the group was queued.
     line: u64,
     on_since: u64,
-    /// Its driver refused.
+    /// Set if the driver refused.
     refused: bool,
-    /// It could not go on beside what is always on, since it got in line: its place in line is not known.
+    /// Set if the group did not fit beside the pinned groups since it was queued, so that its queue
+    /// position is unknown.
     excused: bool,
-    // Sampling. Positions are counts since it was opened, which no reset changes.
+    // Fields for sampling. Positions are counts since the event was opened, unaffected by resets.
     position: u64,
     period: u64,
     to_go: u64,
-    /// Up to where samples stand for its count.
+    /// Position up to which samples account for the count.
     covered: u64,
     fresh: Passed,
     kept: Passed,
-    /// The kept ones passed before it went off; those get a sample of their own.
+    /// Set if the kept overflows occurred before the event was stopped; these get a sample of their
+    /// own.
     apart: bool,
     throttled: bool,
     limit: u64,
@@ -138,20 +141,20 @@ pub struct Ctx {
     ticks: u64,
     turned_ns: u64,
     clone_of: Option<u64>,
-    /// A flexible group lost its slots to a pinned one. Nobody takes what is left of them before the next
-    /// turn: the first group without room ends a pass.
+    /// Set if a flexible group lost its slots to a pinned one. The remaining slots stay unused
+    /// until the next turn, because the first group that does not fit ends a pass.
     stalled: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub struct Setup {
     pub slots: usize,
-    /// Of these, the ones only VM-wide events may use.
+    /// Number of slots reserved for VM-wide events.
     pub reserved: usize,
     pub tick_ns: u64,
-    /// Interrupts of one event in a tick's time that do not throttle it.
+    /// Number of interrupts of one event per tick that do not throttle it.
     pub per_tick: u64,
-    /// All vCPUs are run by one thread.
+    /// Set if one thread runs all vCPUs.
     pub one_thread: bool,
 }
 
@@ -167,7 +170,7 @@ pub struct Model {
     pub events: BTreeMap<u64, Event>,
     pub parts: Vec<Part>,
     stamp: u64,
-    /// How often the set of VM-wide families grew.
+    /// Number of additions to the set of VM-wide families.
     generation: u64,
     /// Contexts that had a turn in this step.
     turned: Vec<usize>,
@@ -206,20 +209,20 @@ impl Model {
         }
     }
 
-    // Looking things up.
+    // Lookups.
 
     pub fn spec(&self, p: usize) -> &Spec {
         &self.events[&self.parts[p].event].spec
     }
 
-    /// The parts of `event`.
+    /// Returns the parts of `event`.
     pub fn parts_of(&self, event: u64) -> Vec<usize> {
         (0..self.parts.len())
             .filter(|p| self.parts[*p].event == event)
             .collect()
     }
 
-    /// The part that leads the group of `p`.
+    /// Returns the leader of the group of `p`.
     pub fn leader(&self, p: usize) -> usize {
         let leader = self.events[&self.parts[p].event].leader;
         self.part(leader, self.parts[p].ctx)
@@ -230,7 +233,7 @@ impl Model {
         (0..self.parts.len()).find(|p| self.parts[*p].event == event && self.parts[*p].ctx == ctx)
     }
 
-    /// The members of the group that `leader` leads, itself first.
+    /// Returns the members of the group of `leader`, the leader first.
     fn group(&self, leader: usize) -> Vec<usize> {
         let (name, ctx) = (self.parts[leader].event, self.parts[leader].ctx);
         let mut members: Vec<usize> = (0..self.parts.len())
@@ -244,7 +247,7 @@ impl Model {
         self.events[&self.parts[p].event].leader == self.parts[p].event
     }
 
-    /// Whether the group has hardware events.
+    /// Returns `true` if the group has hardware events.
     fn is_hw(&self, leader: usize) -> bool {
         self.group(leader).iter().any(|p| self.spec(*p).kind == Kind::Hw)
     }
@@ -255,7 +258,8 @@ impl Model {
         self.group(leader).iter().filter(wants).count()
     }
 
-    /// Precedence: the guest's pinned, the VM's, a vCPU's, then the flexible ones of the VM and of a vCPU.
+    /// Returns the precedence: pinned events of the guest, of the VM and of a vCPU, then flexible
+    /// events of the VM and of a vCPU.
     fn class(&self, leader: usize) -> u8 {
         let spec = self.spec(leader);
         match (spec.pinned, spec.guest, spec.vcpu) {
@@ -267,7 +271,7 @@ impl Model {
         }
     }
 
-    /// Leaders of hardware groups that may run in `ctx`, of `classes`, in line.
+    /// Returns the leaders of hardware groups of `classes` that may run in `ctx`, in queue order.
     fn lines(&self, ctx: usize, classes: std::ops::Range<u8>) -> Vec<usize> {
         let mut leaders: Vec<usize> = (0..self.parts.len())
             .filter(|p| {
@@ -283,7 +287,7 @@ impl Model {
         self.parts[leader].state == EventState::On
     }
 
-    // Parts go on and off.
+    // Scheduling.
 
     fn goes_off(&mut self, p: usize) {
         let part = &mut self.parts[p];
@@ -314,7 +318,7 @@ impl Model {
         self.contexts[self.parts[leader].ctx].errors += 1;
     }
 
-    /// A group without hardware events goes on, if it may.
+    /// Starts a group without hardware events if it may run.
     fn go_soft(&mut self, leader: usize) {
         if !self.contexts[self.parts[leader].ctx].inside || self.parts[leader].state < EventState::Waiting {
             return;
@@ -340,7 +344,8 @@ impl Model {
         }
     }
 
-    /// All that can be said of who is on in `ctx` without looking: pinned groups have their slots or fail.
+    /// Applies the part of scheduling in `ctx` that is fully determined: pinned groups have their
+    /// slots or fail.
     fn pass(&mut self, ctx: usize) {
         if !self.contexts[ctx].inside {
             return;
@@ -398,14 +403,15 @@ impl Model {
 
     // Opening and closing.
 
-    /// Whether the core should let the event in.
+    /// Returns `true` if the core should accept the event.
     pub fn opens(&self, spec: &Spec, leader: Option<u64>) -> bool {
         if spec.vcpu.is_some_and(|n| !self.at.contains_key(&n)) {
             return false;
         }
         let hw = usize::from(spec.kind == Kind::Hw);
         let Some(leader) = leader else {
-            // A driver that counts vCPUs takes a VM without any only if vCPUs to come are meant.
+            // A driver that counts vCPUs accepts a VM without vCPUs only for events that future
+            // vCPUs inherit.
             let none = self.at.is_empty() && !matches!(spec.kind, Kind::Raised(_));
             return !(spec.vcpu.is_none() && none && !spec.inherit) && hw <= self.setup.slots;
         };
@@ -418,7 +424,7 @@ impl Model {
             _ => false,
         };
         let none = self.at.is_empty() && !matches!(spec.kind, Kind::Raised(_));
-        // What covers the vCPUs of then may be left with none.
+        // An event of the vCPUs at that time may have none left.
         let counts_anywhere = lead.spec.inherit || !self.parts_of(leader).is_empty();
         lead.leader == leader
             && same_place
@@ -479,7 +485,7 @@ impl Model {
             && !self.is_hw(leader)
         {
             again = true;
-            // It needs slots from now on.
+            // The group now needs slots.
             self.group_off(leader);
             self.parts[leader].refused = false;
             self.in_line(leader);
@@ -523,7 +529,7 @@ impl Model {
     }
 
     pub fn close(&mut self, name: u64) {
-        // Members of its group lead their own from now on, in the states they are in.
+        // The remaining members lead their own groups, in their current states.
         let siblings: Vec<u64> = self
             .events
             .iter()
@@ -557,7 +563,7 @@ impl Model {
         }
     }
 
-    /// A part goes off to leave its group; a leader takes the group off.
+    /// Removes a part from its group; removing a leader stops the group.
     fn part_leaves(&mut self, p: usize) {
         let leader = self.leader(p);
         if leader == p {
@@ -567,7 +573,7 @@ impl Model {
             let others = self.group(leader).into_iter().filter(|m| *m != p);
             let hw_left = others.clone().any(|m| self.spec(m).kind == Kind::Hw);
             if self.spec(p).kind == Kind::Hw && !hw_left {
-                // The last that needed a slot: the others go off for a moment.
+                // The last member that needed a slot: the others stop briefly.
                 self.group_off(leader);
             }
         }
@@ -592,7 +598,7 @@ impl Model {
             let event = &m.events[&name];
             event.family && m.events[&event.leader].spec.inherit
         };
-        // Group by group, leaders first: they were opened before their members.
+        // Group by group, leaders first, as they were opened before their members.
         let mut names: Vec<u64> = self.events.keys().copied().collect();
         names.sort_by_key(|name| (self.events[name].leader, *name));
         for name in names {
@@ -610,7 +616,7 @@ impl Model {
             .filter(|p| self.parts[*p].ctx == ctx)
             .collect::<Vec<_>>()
         {
-            // Nobody is there to serve what passed.
+            // No thread remains to handle these overflows.
             if std::mem::take(&mut self.parts[p].kept).times > 0 {
                 let name = self.parts[p].event;
                 let event = self.events.get_mut(&name).expect("it is open");
@@ -671,7 +677,7 @@ impl Model {
         reports
     }
 
-    /// Whether the two contexts are exchanged instead of stopped and started.
+    /// Switches contexts. Returns `true` if they are exchanged instead of stopped and started.
     pub fn switch(&mut self, from: u32, to: u32) -> bool {
         let _ = self.raise(from, CONTEXT_SWITCHES, 1, false);
         let (a, b) = (self.at[&from], self.at[&to]);
@@ -698,7 +704,7 @@ impl Model {
                 self.parts[q].totals = past;
             }
         }
-        // How often something failed is a vCPU's own.
+        // Error counts stay with the vCPU.
         let failed = self.contexts[a].errors;
         self.contexts[a].errors = std::mem::replace(&mut self.contexts[b].errors, failed);
         self.at.insert(from, b);
@@ -719,7 +725,7 @@ impl Model {
         }
     }
 
-    // Control.
+    // Control operations.
 
     pub fn reset(&mut self, name: u64) {
         let event = self.events.get_mut(&name).expect("it is open");
@@ -747,7 +753,8 @@ impl Model {
         }
     }
 
-    /// The parts an enable or disable of the event is for; a family's state is changed too.
+    /// Returns the parts that an enable or disable of the event affects, and updates a family's own
+    /// state.
     pub fn set_enabled(&mut self, name: u64, on: bool) {
         self.events.get_mut(&name).expect("it is open").enabled = on;
         for p in self.parts_of(name) {

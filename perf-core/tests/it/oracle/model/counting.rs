@@ -1,8 +1,8 @@
-//! The model's time and counts: what passes, what happens, what overflows, and the samples of that.
+//! Time and counts of the model: elapsed time, raised events, overflows and their samples.
 
 use super::{EventState, Kind, Model, Part, Passed, Reports, VM};
 
-/// A record the event's ring should hold, or a report to the VMM.
+/// A record that the event's ring should contain, or a report to the VMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RingRecord {
     Sample {
@@ -10,9 +10,9 @@ pub enum RingRecord {
     },
     Throttle,
     Unthrottle,
-    /// One sample lost, for what passed before a vCPU was removed and nobody served.
+    /// One lost sample, for an overflow that was not handled when its vCPU was removed.
     Lost,
-    /// Of a child whose vCPU went: its last value and times.
+    /// Last value and times of a child whose vCPU was removed.
     Read {
         value: u64,
         enabled: u64,
@@ -21,7 +21,7 @@ pub enum RingRecord {
 }
 
 impl Model {
-    /// `ns` pass, in which thread `tid` does `ns` units of work.
+    /// Lets `ns` pass, in which thread `tid` does `ns` units of work.
     pub fn run(&mut self, tid: i32, ns: u64) {
         self.now += ns;
         for p in 0..self.parts.len() {
@@ -41,7 +41,7 @@ impl Model {
         }
     }
 
-    /// `n` events `id` happened to vCPU `vcpu`.
+    /// Raises `n` events `id` on vCPU `vcpu`.
     pub fn raise(&mut self, vcpu: u32, id: u64, n: u64, with_regs: bool) -> Reports {
         let mut reports = Reports::default();
         let own = self.at[&vcpu];
@@ -66,7 +66,7 @@ impl Model {
                 part.position += n;
                 continue;
             }
-            // One at a time.
+            // One event at a time.
             let mut points = Vec::new();
             for _ in 0..n {
                 part.position += 1;
@@ -91,7 +91,7 @@ impl Model {
         reports
     }
 
-    /// The vCPU serves its overflows.
+    /// Handles the overflows of vCPU `n`.
     pub fn service(&mut self, n: u32) -> Reports {
         let ctx = self.at[&n];
         let mut reports = Reports::default();
@@ -124,7 +124,7 @@ impl Model {
         }
     }
 
-    /// One sample for `times` overflows, the last of them at `at`.
+    /// Produces one sample for `times` overflows, the last of them at `at`.
     fn one_overflow(&mut self, p: usize, at: u64, times: u64, may_throttle: bool) -> After {
         let tick = self.contexts[self.parts[p].ctx].ticks;
         let (now, setup, guest) = (self.now, self.setup, self.spec(p).guest);
@@ -151,7 +151,7 @@ impl Model {
         records.push(RingRecord::Sample { period });
         if last {
             self.disable(p);
-            // Exactly as many as were asked for: what passed beyond the last is dropped.
+            // Exactly the requested number: overflows beyond the last are dropped.
             let part = &mut self.parts[p];
             (part.kept, part.fresh, part.apart) = (Passed::default(), Passed::default(), false);
             part.throttled |= throttle;
@@ -195,7 +195,7 @@ impl Part {
         self.position = end;
     }
 
-    /// What passed is put by.
+    /// Moves new overflows to the kept ones.
     pub(super) fn keep(&mut self) {
         let fresh = std::mem::take(&mut self.fresh);
         if fresh.times > 0 {

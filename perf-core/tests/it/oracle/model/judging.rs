@@ -1,9 +1,10 @@
-//! Who has the slots: the model takes over what the core shows of it, and judges that.
+//! Slot assignment: the model adopts the assignment that the core shows, and checks it.
 
 use super::{EventState, Model};
 
 impl Model {
-    /// Takes over who is on of the flexible hardware groups. Errors name what cannot be.
+    /// Adopts the observed set of running flexible hardware groups. Returns an error that names any
+    /// impossible assignment.
     pub fn observe(&mut self, is_on: &dyn Fn(&Self, usize) -> bool) -> Result<(), String> {
         for ctx in 1..self.contexts.len() {
             let had: Vec<(usize, u64)> = self
@@ -41,7 +42,7 @@ impl Model {
                 self.group_on(leader);
             }
             went.sort_by_key(|(_, since)| *since);
-            // Those that were in line before these had to go.
+            // Groups queued before these must have been stopped.
             let line = |l: &usize| (*l, (self.parts[*l].line, self.parts[*l].excused));
             let came_from: Vec<_> = came.iter().map(line).collect();
             for (leader, _) in &went {
@@ -69,7 +70,7 @@ impl Model {
         Ok(())
     }
 
-    /// Flexible groups that do not fit beside those that are always on.
+    /// Returns the flexible groups that do not fit beside the groups that are always on.
     fn hopeless(&self, ctx: usize) -> Vec<usize> {
         let mut hopeless = Vec::new();
         let mut always = Room::default();
@@ -87,7 +88,7 @@ impl Model {
             let (on, waits): (Vec<usize>, Vec<usize>) = line.iter().partition(|l| self.is_on(**l));
             untouched &= on.iter().all(|l| self.needs(*l) == 0);
             if waits.iter().any(|l| !hopeless.contains(l)) {
-                // Those on are so by turns only.
+                // These are on only in some turns.
                 continue;
             }
             for leader in on {
@@ -97,8 +98,8 @@ impl Model {
         hopeless
     }
 
-    /// The rules of sharing: what is on fits; nobody waits who could be on, and nobody is overtaken; who was
-    /// on longest goes when a turn is over.
+    /// Checks the scheduling rules: running groups fit; no group waits that could run; no group is
+    /// overtaken; the group that ran longest is stopped at the end of a turn.
     fn judge(&self, ctx: usize, had: &[(usize, u64)], came: &[(usize, (u64, bool))]) -> Result<(), String> {
         let name = |l: usize| self.parts[l].event;
         let hopeless = self.hopeless(ctx);
@@ -165,7 +166,7 @@ impl Model {
     }
 }
 
-/// Slots taken so far.
+/// The slots taken so far.
 #[derive(Clone, Default)]
 pub(super) struct Room {
     used: usize,
