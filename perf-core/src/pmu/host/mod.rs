@@ -1,30 +1,27 @@
-//! The `host` driver: perf events of the host kernel on a vCPU's thread, any other thread, or a
-//! CPU.
+//! The `host` driver: perf events of the host kernel on a vCPU's thread, any other thread, or a CPU.
 //!
 //! Two drivers share this code because their resources differ. [`HostPmu::hardware`] serves
-//! [`EventType::HARDWARE`], [`EventType::HW_CACHE`] and [`EventType::RAW`]; its slots are the host
-//! counters available, general-purpose and fixed-function. [`HostPmu::software`] serves
-//! [`EventType::SOFTWARE`] without a limit.
+//! [`EventType::HARDWARE`], [`EventType::HW_CACHE`] and [`EventType::RAW`]; its slots are the host counters
+//! available, general-purpose and fixed-function. [`HostPmu::software`] serves [`EventType::SOFTWARE`]
+//! without a limit.
 //!
-//! Events are opened pinned and never exceed the number of slots, so the kernel does not multiplex
-//! them. If the kernel does so nevertheless, its times of the event reveal this and a message is
-//! logged. Events are opened once, and then enabled, disabled and given periods.
+//! Events are opened pinned and never exceed the number of slots, so the kernel does not multiplex them. If
+//! the kernel does so nevertheless, its times of the event reveal this and a message is logged. Events are
+//! opened once, and then enabled, disabled and given periods.
 //!
 //! # Filters
-//! Hardware events obey `exclude_host`, `exclude_guest`, `exclude_user` and `exclude_kernel`; the
-//! last two refer to the guest's privilege level if `exclude_host` is set. Software events (page
-//! faults, context switches, migrations) belong to the vCPU's thread on the host. They have no
-//! guest privilege level: `exclude_user` and `exclude_kernel` are rejected, `exclude_host` and
-//! `exclude_guest` have no effect.
+//! Hardware events obey `exclude_host`, `exclude_guest`, `exclude_user` and `exclude_kernel`; the last two
+//! refer to the guest's privilege level if `exclude_host` is set. Software events (page faults, context
+//! switches, migrations) belong to the vCPU's thread on the host. They have no guest privilege level:
+//! `exclude_user` and `exclude_kernel` are rejected, `exclude_host` and `exclude_guest` have no effect.
 //!
 //! # Overflow
-//! The signal is sent to the vCPU's thread only. Its handler must be installed without
-//! `SA_RESTART`, so that it ends `KVM_RUN`. A standard signal (below `SIGRTMIN`, such as `SIGUSR2`)
-//! is preferable to a real-time signal: further overflows during a pending signal are merged
-//! without loss, because [`PmuEvent::take_overflows`] checks the counts. Real-time signals are
-//! queued, and if the queue, which all processes of a user share, is full, the kernel sends `SIGIO`
-//! instead. Its default action ends the process (see [`ignore_sigio`]), and the overflow is not
-//! noticed until the next exit.
+//! The signal is sent to the vCPU's thread only. Its handler must be installed without `SA_RESTART`, so that
+//! it ends `KVM_RUN`. A standard signal (below `SIGRTMIN`, such as `SIGUSR2`) is preferable to a real-time
+//! signal: further overflows during a pending signal are merged without loss, because
+//! [`PmuEvent::take_overflows`] checks the counts. Real-time signals are queued, and if the queue, which all
+//! processes of a user share, is full, the kernel sends `SIGIO` instead. Its default action ends the process
+//! (see [`ignore_sigio`]), and the overflow is not noticed until the next exit.
 
 mod counters;
 mod fault;
@@ -186,8 +183,7 @@ impl HostPmu {
             return Err(PmuError::NoSuchEvent);
         }
         let mut raw = new_attr(attr.ty.0, attr.config);
-        // Opened as a sampling event, because the kernel rejects a later period for a counting
-        // event.
+        // Opened as a sampling event, because the kernel rejects a later period for a counting event.
         raw.__bindgen_anon_1.sample_period = PARKED_PERIOD;
         raw.sample_type = u64::from(PERF_SAMPLE_READ);
         raw.read_format = READ_TIMES;
@@ -312,8 +308,7 @@ impl Opener {
     /// Opens the event in `group`, unless the kernel rejects it there or it would count
     /// differently. `counts` is set for an event that does not sample.
     fn join(&self, group: Arc<KernelGroup>, counts: bool) -> Option<(Place, Arc<PerfFd>, Option<PerfMap>)> {
-        // The kernel could silently take a counter away from a group with a leader that is not
-        // pinned.
+        // The kernel could silently take a counter away from a group with a leader that is not pinned.
         if group.counted != self.counted || self.hardware && !group.pinned || group.is_full() {
             return None;
         }
@@ -344,9 +339,8 @@ impl Opener {
         }
     }
 
-    /// Maps the pages that save system calls: a ring, to which the kernel writes the count at each
-    /// overflow, and the control page, with which the counter is read in user space. The event
-    /// works without either.
+    /// Maps the pages that save system calls: a ring, to which the kernel writes the count at each overflow,
+    /// and the control page, with which the counter is read in user space. The event works without either.
     fn map(&self, fd: &PerfFd) -> Option<PerfMap> {
         let ring = || {
             fd.map(Some(0))
@@ -373,12 +367,10 @@ impl Opener {
     }
 }
 
-/// One host perf event.
 #[derive(Debug)]
 struct HostEvent {
     fd: Arc<PerfFd>,
     opener: Opener,
-    /// Membership in a group with another leader.
     member: Option<Place>,
     /// Group that this event leads, if other events were opened in it.
     group: Option<Arc<KernelGroup>>,
@@ -393,8 +385,7 @@ struct HostEvent {
     user_read: bool,
     /// Accounting of clock events, which overflow by a kernel timer.
     ringing: Ringing,
-    /// Set if the kernel counts the event one by one, that is, it is neither a hardware counter nor
-    /// a clock.
+    /// Set if the kernel counts the event one by one, that is, it is neither a hardware counter nor a clock.
     one_by_one: bool,
     on: bool,
     /// Period that the kernel repeats; [`PARKED_PERIOD`] if the event must not overflow.
@@ -481,8 +472,7 @@ impl HostEvent {
         }
     }
 
-    /// Returns the most recent count in the ring, if there is a ring. The ring holds one count per
-    /// overflow.
+    /// Returns the most recent count in the ring, if there is a ring. The ring holds one count per overflow.
     fn overflow_in_ring(&mut self) -> Option<Option<u64>> {
         if self
             .member
@@ -576,8 +566,7 @@ impl HostEvent {
         let mut at_ns = self.good.at_ns;
         if let Some(left) = self.map.as_ref().and_then(PerfMap::left) {
             self.last_count = self.last_count.max(self.base + left.count);
-            // Enabled time passes only while the thread is on a CPU, so this is the earliest
-            // moment.
+            // Enabled time passes only while the thread is on a CPU, so this is the earliest moment.
             at_ns = at_ns
                 .saturating_add(left.enabled_ns.saturating_sub(self.good.enabled_ns))
                 .min(monotonic_ns());
@@ -669,8 +658,7 @@ impl PmuEvent for HostEvent {
                 self.good = Good::default();
                 self.short_told = false;
             }
-            // The event stays disabled in the kernel. A later start that does not count is
-            // detected.
+            // The event stays disabled in the kernel. A later start that does not count is detected.
             Err(e) => {
                 let _ = self.fd.disable();
                 log::warn!(
@@ -723,8 +711,7 @@ impl PmuEvent for HostEvent {
     }
 
     fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {
-        // Read before the kernel restarts the period, so that the overflow never precedes the armed
-        // count.
+        // Read before the kernel restarts the period, so that the overflow never precedes the armed count.
         let count = self.read();
         self.rearm(count, overflow_in)
     }

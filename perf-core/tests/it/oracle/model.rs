@@ -1,9 +1,8 @@
-//! The oracle's model: a flat list of parts, each an event in one context, and simple loops over
-//! it.
+//! The oracle's model: a flat list of parts, each an event in one context, and simple loops over it.
 //!
-//! The model predicts everything except which flexible groups of hardware events have the slots.
-//! That assignment is observed and checked against the rules that users rely on (`judging.rs`).
-//! `counting.rs` models time, raised events and overflows.
+//! The model predicts everything except which flexible groups of hardware events have the slots. That
+//! assignment is observed and checked against the rules that users rely on (`judging.rs`). `counting.rs`
+//! models time, raised events and overflows.
 
 mod counting;
 mod judging;
@@ -121,8 +120,7 @@ pub struct Part {
     covered: u64,
     fresh: Passed,
     kept: Passed,
-    /// Set if the kept overflows occurred before the event was stopped; these get a sample of their
-    /// own.
+    /// Set if the kept overflows occurred before the event was stopped; these get a sample of their own.
     apart: bool,
     throttled: bool,
     limit: u64,
@@ -753,8 +751,7 @@ impl Model {
         }
     }
 
-    /// Returns the parts that an enable or disable of the event affects, and updates a family's own
-    /// state.
+    /// Returns the parts that an enable or disable of the event affects, and updates a family's own state.
     pub fn set_enabled(&mut self, name: u64, on: bool) {
         self.events.get_mut(&name).expect("it is open").enabled = on;
         for p in self.parts_of(name) {
