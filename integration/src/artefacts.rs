@@ -291,7 +291,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cargos_messages_are_kept_and_its_progress_is_not() {
+    fn cargo_progress_is_filtered_from_messages() {
         let text = "   Compiling a v1.0.0\nwarning: unused\n --> src/lib.rs:1\n  |\n    Finished `release`\n";
         let kept = follow_cargo(&Progress::quiet(), text.as_bytes());
         assert_eq!(kept, "warning: unused\n --> src/lib.rs:1\n  |\n");

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use crate::artefacts::target_dir;
 use crate::lab::LabOptions;
 use crate::limit::Limit;
-use crate::place::{Place, PlaceError};
+use crate::place::{TestHost, TestHostError};
 use crate::process::{Command, Process};
 
 /// Kernel command line: root file system, console and clock.
@@ -16,7 +16,7 @@ pub const PROMPT: &str = "root@perfvisor-debian";
 /// A test host that contains the image.
 pub struct Debian {
     /// Host on which the VMs run.
-    pub place: Place,
+    pub place: TestHost,
     /// Path of the image's kernel.
     pub kernel: String,
     /// Path of the image's initrd.
@@ -30,7 +30,7 @@ impl Debian {
     ///
     /// # Errors
     /// Returns an error if the image has not been built or the host cannot be prepared.
-    pub fn new(disks: u8, options: LabOptions) -> Result<Self, PlaceError> {
+    pub fn new(disks: u8, options: LabOptions) -> Result<Self, TestHostError> {
         let (kernel, initrd, disk) = (built("vmlinuz")?, built("initrd.img")?, built("disk.img")?);
         let mut options = options;
         options.files.extend([
@@ -38,8 +38,8 @@ impl Debian {
             ("guest/debian/initrd.img".to_owned(), initrd.clone()),
         ]);
         options.disks = vec![disk.clone(); disks.into()];
-        let place = Place::choose(&options)?;
-        if let Place::Lab(_) = place {
+        let place = TestHost::choose(&options)?;
+        if let TestHost::Lab(_) = place {
             return Ok(Self {
                 place,
                 kernel: "/guest/debian/vmlinuz".to_owned(),
@@ -57,7 +57,7 @@ impl Debian {
             let command = Command::new("cp").args(["--sparse=always", &disk.to_string_lossy(), &copy]);
             let output = place.run(&command, Limit::GENEROUS)?;
             if !output.success() {
-                return Err(PlaceError::File {
+                return Err(TestHostError::File {
                     path: copy.into(),
                     message: output.stderr_text(),
                 });
@@ -77,7 +77,7 @@ impl Debian {
     ///
     /// # Errors
     /// Returns an error if Perfvisor cannot be built.
-    pub fn command(&self, name: &str, disk: usize) -> Result<Command, PlaceError> {
+    pub fn command(&self, name: &str, disk: usize) -> Result<Command, TestHostError> {
         Ok(Command::new(self.place.perfvisor()?)
             .args(["run", "--name", name, "--kernel", &self.kernel])
             .args(["--initrd", &self.initrd, "--disk", &self.disks[disk]])
@@ -86,12 +86,12 @@ impl Debian {
 }
 
 /// Returns the path of a file built by `make debian`.
-fn built(name: &str) -> Result<PathBuf, PlaceError> {
+fn built(name: &str) -> Result<PathBuf, TestHostError> {
     let path = target_dir().join("debian").join(name);
     if path.is_file() {
         return Ok(path);
     }
-    Err(PlaceError::File {
+    Err(TestHostError::File {
         path,
         message: "no such file; type: make debian".to_owned(),
     })
@@ -100,7 +100,7 @@ fn built(name: &str) -> Result<PathBuf, PlaceError> {
 /// A guest did not print an expected text.
 #[derive(Debug, thiserror::Error)]
 #[error("the guest has not printed {text:?}; its console:\n{console}")]
-pub struct NotSaid {
+pub struct MissingOutput {
     text: String,
     console: String,
 }
@@ -108,12 +108,12 @@ pub struct NotSaid {
 /// Waits until the guest has printed `text`.
 ///
 /// # Errors
-/// Returns [`NotSaid`] with the guest's output if it does not.
-pub fn says(vm: &Process, text: &str, limit: Limit) -> Result<(), NotSaid> {
+/// Returns [`MissingOutput`] with the guest's output if it does not.
+pub fn says(vm: &Process, text: &str, limit: Limit) -> Result<(), MissingOutput> {
     if vm.wait_for(text, limit) {
         return Ok(());
     }
-    Err(NotSaid {
+    Err(MissingOutput {
         text: text.to_owned(),
         console: vm.stdout_so_far(),
     })

@@ -1,7 +1,7 @@
 //! Measures the host resources that a VMM uses in addition to guest memory.
 
 use crate::limit::Limit;
-use crate::place::{Place, PlaceError};
+use crate::place::{TestHost, TestHostError};
 use crate::process::Command;
 
 /// File with the process ID of a VMM started by [`tracked`].
@@ -21,7 +21,7 @@ pub struct Footprint {
 }
 
 /// Wraps `command` so that [`footprint`] finds its process. Supports one process at a time.
-pub fn tracked(place: &Place, command: &Command) -> Command {
+pub fn tracked(place: &TestHost, command: &Command) -> Command {
     let keep = format!("echo $$ >'{}'; exec \"$@\"", place.scratch(PID_FILE));
     Command::new("sh")
         .args(["-c", &keep, "sh"])
@@ -33,7 +33,7 @@ pub fn tracked(place: &Place, command: &Command) -> Command {
 ///
 /// # Errors
 /// Returns an error if no tracked VMM runs.
-pub fn footprint(place: &Place, guest_mib: u64) -> Result<Footprint, PlaceError> {
+pub fn footprint(place: &TestHost, guest_mib: u64) -> Result<Footprint, TestHostError> {
     let pid = place.scratch(PID_FILE);
     let big = guest_mib * 1024 * 9 / 10;
     let look = format!(
@@ -51,7 +51,7 @@ pub fn footprint(place: &Place, guest_mib: u64) -> Result<Footprint, PlaceError>
             descriptors,
             threads,
         }),
-        _ => Err(PlaceError::Guest(format!(
+        _ => Err(TestHostError::Guest(format!(
             "no VMM to look at: {text}{}",
             output.stderr_text()
         ))),

@@ -13,7 +13,7 @@ use guest_images::cpio::Archive;
 use crate::artefacts;
 use crate::limit::Limit;
 use crate::parse::judge_kernel_log;
-use crate::place::{Place, PlaceError};
+use crate::place::{TestHost, TestHostError};
 use crate::process::{Command, Output, ProcessError, last_lines};
 use crate::report;
 
@@ -29,7 +29,7 @@ const BASE_CMDLINE: &str = "console=ttyS0 tsc=reliable no_timer_check quiet";
 
 /// The script of a guest.
 #[derive(Debug, Clone)]
-enum Script {
+enum ScriptSource {
     /// Text of the script.
     Text(String),
     /// Name of a script in the guest's initrd.
@@ -49,7 +49,7 @@ pub struct LinuxGuest {
     memory_mib: u32,
     cmdline: String,
     kaslr: bool,
-    script: Script,
+    script: ScriptSource,
     below: Vec<u8>,
     files: Vec<GuestFile>,
     arguments: Vec<String>,
@@ -78,7 +78,7 @@ impl LinuxGuest {
             memory_mib: 512,
             cmdline: String::new(),
             kaslr: false,
-            script: Script::Text(String::new()),
+            script: ScriptSource::Text(String::new()),
             below: Vec::new(),
             files: Vec::new(),
             arguments: Vec::new(),
@@ -86,7 +86,7 @@ impl LinuxGuest {
         }
     }
 
-    /// Sets the kernel, a path on the test host such as [`Place::guest_file`]`("bzImage")` or a
+    /// Sets the kernel, a path on the test host such as [`TestHost::guest_file`]`("bzImage")` or a
     /// file from [`LabOptions::files`](crate::lab::LabOptions).
     pub fn kernel(mut self, path: impl Into<String>) -> Self {
         self.kernel = Some(path.into());
@@ -132,13 +132,13 @@ impl LinuxGuest {
     /// Sets the shell script. `section NAME COMMAND...` marks output for [`GuestRun::section`], and
     /// `send FILE` copies a file out.
     pub fn script(mut self, script: impl Into<String>) -> Self {
-        self.script = Script::Text(script.into());
+        self.script = ScriptSource::Text(script.into());
         self
     }
 
     /// Runs a script of the guest's initrd instead, such as `demo`.
     pub fn named_script(mut self, name: &str) -> Self {
-        self.script = Script::Named(name.to_owned());
+        self.script = ScriptSource::Named(name.to_owned());
         self
     }
 
@@ -153,7 +153,7 @@ impl LinuxGuest {
     }
 
     /// Unpacks another initrd first. The guest's own files replace files of the same name.
-    pub fn laid_over(mut self, archive: Vec<u8>) -> Self {
+    pub fn unpacked_over(mut self, archive: Vec<u8>) -> Self {
         self.below = archive;
         self
     }
@@ -175,7 +175,7 @@ impl LinuxGuest {
     ///
     /// # Errors
     /// Returns an error if the guest's files cannot be built or copied.
-    pub fn command(&self, place: &Place) -> Result<Command, PlaceError> {
+    pub fn command(&self, place: &TestHost) -> Result<Command, TestHostError> {
         let mut cmdline = BASE_CMDLINE.to_owned();
         if !self.kaslr {
             cmdline.push_str(" nokaslr");
@@ -193,12 +193,12 @@ impl LinuxGuest {
             None => place.guest_file("initrd")?,
         };
         let word = match &self.script {
-            Script::Named(name) => name.clone(),
-            Script::Text(text) => format!("b64:{}", STANDARD.encode(text)),
+            ScriptSource::Named(name) => name.clone(),
+            ScriptSource::Text(text) => format!("b64:{}", STANDARD.encode(text)),
         };
         let too_long = cmdline.len() + word.len() > MAX_CMDLINE_BYTES;
         let script = match &self.script {
-            Script::Text(text) if too_long => Some(text),
+            ScriptSource::Text(text) if too_long => Some(text),
             _ => {
                 cmdline.push_str(" pv.script=");
                 cmdline.push_str(&word);
@@ -227,17 +227,17 @@ impl LinuxGuest {
     /// Appends this guest's files and the script to `initrd`, in a scratch file. Returns its path.
     fn joined_initrd(
         &self,
-        place: &Place,
+        place: &TestHost,
         initrd: &str,
         script: Option<&String>,
-    ) -> Result<String, PlaceError> {
+    ) -> Result<String, TestHostError> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
         let extra = place.scratch(&format!("extra-{number}.cpio"));
         let below = place.scratch(&format!("below-{number}.cpio"));
         // Reuse one file for all guests, because the lab's memory is limited.
         let joined = place.scratch("initrd-joined");
-        let archive = self.archive(script).map_err(|error| PlaceError::File {
+        let archive = self.archive(script).map_err(|error| TestHostError::File {
             path: extra.clone().into(),
             message: error.to_string(),
         })?;
@@ -250,7 +250,7 @@ impl LinuxGuest {
         if output.success() {
             Ok(joined)
         } else {
-            Err(PlaceError::File {
+            Err(TestHostError::File {
                 path: joined.into(),
                 message: output.stderr_text(),
             })
@@ -286,7 +286,7 @@ impl LinuxGuest {
     ///
     /// # Errors
     /// Returns an error if the console cannot be saved or the guest's kernel reported a problem.
-    pub fn finish(&self, output: &Output) -> Result<GuestRun, PlaceError> {
+    pub fn finish(&self, output: &Output) -> Result<GuestRun, TestHostError> {
         let run = GuestRun::new(&self.name, output)?;
         // A guest that did not run to its end fails its test anyway.
         let why = match run.console.sections.get(KERNEL_LOG) {
@@ -298,7 +298,7 @@ impl LinuxGuest {
         };
         match why {
             None => Ok(run),
-            Some(why) => Err(PlaceError::Guest(format!("{why}\n{run}"))),
+            Some(why) => Err(TestHostError::Guest(format!("{why}\n{run}"))),
         }
     }
 
@@ -307,11 +307,11 @@ impl LinuxGuest {
     /// # Errors
     /// Returns an error if the guest cannot be started, exceeds a limit, or its kernel reported a
     /// problem. A failed script is not an error.
-    pub fn run(&self, place: &Place) -> Result<GuestRun, PlaceError> {
+    pub fn run(&self, place: &TestHost) -> Result<GuestRun, TestHostError> {
         let process = place.start(&self.command(place)?)?;
-        let result = process.wait_or_look(self.limit, || place.look_at_a_hang());
+        let result = process.wait_or_diagnose(self.limit, || place.diagnose_hang());
         if let Err(ProcessError::TimedOut { .. }) = &result
-            && let Place::Lab(host) = place
+            && let TestHost::Lab(host) = place
         {
             // The replacement is for later guests.
             host.replace_if_hung();
@@ -345,13 +345,13 @@ pub struct Console {
 impl Console {
     /// Parses the text of a console.
     pub fn parse(text: &str) -> Self {
-        enum In {
+        enum ParserState {
             Nothing,
             Section(String, String),
             File(String, String),
         }
         let mut console = Self::default();
-        let mut state = In::Nothing;
+        let mut state = ParserState::Nothing;
         for line in text.lines() {
             let line = line.trim_end_matches('\r');
             // The marker may follow an unterminated last line of a program.
@@ -360,11 +360,11 @@ impl Console {
                 None => (line, None),
             };
             match &mut state {
-                In::Section(_, text) if marker.is_none() || !before.is_empty() => {
+                ParserState::Section(_, text) if marker.is_none() || !before.is_empty() => {
                     text.push_str(before);
                     text.push('\n');
                 }
-                In::File(_, text) => text.push_str(before),
+                ParserState::File(_, text) => text.push_str(before),
                 _ => {}
             }
             let Some(marker) = marker else { continue };
@@ -372,11 +372,11 @@ impl Console {
             let (Some(verb), argument) = (words.next(), words.next().unwrap_or_default()) else {
                 continue;
             };
-            match (verb, std::mem::replace(&mut state, In::Nothing)) {
+            match (verb, std::mem::replace(&mut state, ParserState::Nothing)) {
                 ("boot", _) => console.boot_seconds = argument.parse().ok(),
                 ("done", _) => console.done = argument.parse().ok(),
                 ("begin", _) => {
-                    state = In::Section(argument.to_owned(), String::new());
+                    state = ParserState::Section(argument.to_owned(), String::new());
                     // Record the section now, in case the guest ends before the section does.
                     console.sections.insert(
                         argument.to_owned(),
@@ -386,12 +386,12 @@ impl Console {
                         },
                     );
                 }
-                ("end", In::Section(name, text)) if name == argument => {
+                ("end", ParserState::Section(name, text)) if name == argument => {
                     let status = words.next().and_then(|word| word.parse().ok());
                     console.sections.insert(name, Section { text, status });
                 }
-                ("file", _) => state = In::File(argument.to_owned(), String::new()),
-                ("eof", In::File(name, text)) if name == argument => {
+                ("file", _) => state = ParserState::File(argument.to_owned(), String::new()),
+                ("eof", ParserState::File(name, text)) if name == argument => {
                     if let Ok(data) = STANDARD.decode(text.trim()) {
                         console.files.insert(name, data);
                     }
@@ -399,7 +399,7 @@ impl Console {
                 (_, old) => state = old,
             }
         }
-        if let In::Section(name, text) = state {
+        if let ParserState::Section(name, text) = state {
             console.sections.insert(name, Section { text, status: None });
         }
         console
@@ -422,7 +422,7 @@ pub struct GuestRun {
 }
 
 impl GuestRun {
-    fn new(name: &str, output: &Output) -> Result<Self, PlaceError> {
+    fn new(name: &str, output: &Output) -> Result<Self, TestHostError> {
         let text = output.stdout_text();
         let vmm_log = output.stderr_text();
         let log = keep_console(name, &text, &vmm_log)?;
@@ -506,10 +506,10 @@ fn panics(text: &str) -> String {
 }
 
 /// Saves a console as `target/integration/guest-NAME.log`, replacing the previous one.
-fn keep_console(name: &str, text: &str, vmm_log: &str) -> Result<PathBuf, PlaceError> {
+fn keep_console(name: &str, text: &str, vmm_log: &str) -> Result<PathBuf, TestHostError> {
     let log = artefacts::log_dir()?.join(format!("guest-{name}.log"));
     std::fs::write(&log, format!("{text}\n--- perfvisor's standard error\n{vmm_log}")).map_err(|error| {
-        PlaceError::File {
+        TestHostError::File {
             path: log.clone(),
             message: error.to_string(),
         }
@@ -537,7 +537,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_section_tells_what_its_programs_panicked_with() {
+    fn failed_section_reports_panic_messages() {
         let text = "one\nuncounted for 5 ns\nthread 'a' (3) panicked at x.rs:1:2:\nassertion failed\n\nok\nthe end\n";
         let told = panics(text);
         assert!(told.contains("uncounted for 5 ns\nthread 'a'") && told.contains("assertion failed"));
@@ -545,7 +545,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_dies_in_a_section_leaves_it_without_status() {
+    fn section_of_dead_guest_has_no_status() {
         let console = Console::parse("@@pv begin a\ntext\nKernel panic\n");
         assert_eq!(console.sections["a"].status, None);
         assert!(console.sections["a"].text.contains("Kernel panic"));

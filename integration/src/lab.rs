@@ -4,8 +4,8 @@
 mod error;
 mod initrd;
 mod link;
+mod logs;
 mod options;
-mod remains;
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -27,16 +27,16 @@ use tempfile::TempDir;
 
 use crate::artefacts::{self, Binaries};
 use crate::monitor::Monitor;
-use crate::process::{Command, Control, OutputSink, Process, ProcessError, Progress};
+use crate::process::{Command, OutputSink, Process, ProcessControl, ProcessError, Progress};
 use lab_agent::wire::{Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start, StreamMode, WindowSize, read_frame};
 
 pub use error::LabError;
 use error::SETPRIV;
-pub use initrd::refused_place;
+pub use initrd::invalid_path_reason;
 use initrd::write_initrd;
 use link::{Link, TransferBuffer};
+use logs::{LabLogs, QemuExit};
 pub use options::LabOptions;
-use remains::{Ending, Remains};
 
 /// Maximum time from the start of QEMU to the agent's handshake. Measured: about 4 s on an idle
 /// machine, 45 s at nine times as much load as processors.
@@ -48,7 +48,7 @@ pub struct Lab {
     log: PathBuf,
     kernel_release: String,
     boot_time: Duration,
-    ending: Arc<Ending>,
+    ending: Arc<QemuExit>,
     /// Connection to QEMU's monitor, used only to diagnose a hang; `None` if it could not be
     /// established.
     monitor: Option<Mutex<Monitor>>,
@@ -56,14 +56,14 @@ pub struct Lab {
 
 impl Lab {
     /// Boots a lab with Perfvisor and the Linux guest and waits for its agent. Retries once if a
-    /// known emulator bug ended the lab (`is_emulators_fault`).
+    /// known emulator bug ended the lab (`is_emulator_bug`).
     ///
     /// # Errors
     /// Returns an error if QEMU is missing, a part cannot be built, or the lab does not boot in
     /// time.
     pub fn boot(options: &LabOptions) -> Result<Self, LabError> {
         match Self::boot_once(options) {
-            Err(LabError::Boot { log, .. }) if is_emulators_fault(&log) => {
+            Err(LabError::Boot { log, .. }) if is_emulator_bug(&log) => {
                 eprintln!(
                     "lab: the emulator executed a breakpoint that was gone, and the lab's kernel ended; booting it again"
                 );
@@ -87,7 +87,7 @@ impl Lab {
         let log = artefacts::log_dir()?.join(log_name());
         let _ = fs::remove_file(&log);
 
-        let ending = Arc::new(Ending::default());
+        let ending = Arc::new(QemuExit::default());
         let qemu = artefacts::qemu()?;
         let mut command = command_line(qemu, &host, &initrd, options);
         command
@@ -117,17 +117,17 @@ impl Lab {
             .process_group(0);
         let (up, is_up) = channel();
         start_qemu(command, &ending, &options.cancelled, is_up).map_err(LabError::Start)?;
-        let remains = Remains {
+        let logs = LabLogs {
             ending: Arc::clone(&ending),
             console: log.clone(),
             qemu_log,
         };
         let boot_error = |reason: String| {
-            remains.ending.abandoned.store(true, Ordering::Relaxed);
+            logs.ending.abandoned.store(true, Ordering::Relaxed);
             LabError::Boot {
                 reason,
                 log: log.clone(),
-                tail: remains.tail(),
+                tail: logs.tail(),
             }
         };
         let _ticker = BootProgress::new("lab").tick("the lab host boots …");
@@ -142,7 +142,7 @@ impl Lab {
             .map_err(|error| boot_error(error.to_string()))?;
         let link = Arc::new(Link::new(stream));
         let receiver = Arc::clone(&link);
-        thread::spawn(move || receiver.receive(reader, &remains));
+        thread::spawn(move || receiver.receive(reader, &logs));
         Ok(Self {
             link,
             log,
@@ -360,7 +360,7 @@ impl RemoteProcess {
     }
 }
 
-impl Control for RemoteProcess {
+impl ProcessControl for RemoteProcess {
     fn stdin(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.write(bytes)
     }
@@ -377,7 +377,7 @@ impl Control for RemoteProcess {
 /// exits.
 fn start_qemu(
     mut command: std::process::Command,
-    ending: &Arc<Ending>,
+    ending: &Arc<QemuExit>,
     cancelled: &Arc<AtomicBool>,
     is_up: Receiver<()>,
 ) -> io::Result<()> {
@@ -469,7 +469,7 @@ fn command_line(
 /// Returns whether a known QEMU bug ended the lab whose console is in `log`: QEMU executed a cached
 /// translation of a breakpoint that the kernel had already removed. The plugin invalidates such
 /// translations too late for the current one.
-fn is_emulators_fault(log: &Path) -> bool {
+fn is_emulator_bug(log: &Path) -> bool {
     let has = |file: &Path, what: &str| {
         fs::read(file).is_ok_and(|text| String::from_utf8_lossy(&text).contains(what))
     };
@@ -478,7 +478,7 @@ fn is_emulators_fault(log: &Path) -> bool {
 
 /// Why no handshake was received from the agent of a lab.
 #[derive(Debug, thiserror::Error)]
-enum Silence {
+enum HandshakeFailure {
     #[error(transparent)]
     Os(#[from] io::Error),
     #[error("QEMU ended at once ({0})")]
@@ -494,7 +494,11 @@ enum Silence {
 }
 
 /// Waits for QEMU to connect.
-fn accept(listener: &UnixListener, deadline: Instant, ending: &Ending) -> Result<UnixStream, Silence> {
+fn accept(
+    listener: &UnixListener,
+    deadline: Instant,
+    ending: &QemuExit,
+) -> Result<UnixStream, HandshakeFailure> {
     listener.set_nonblocking(true)?;
     loop {
         match listener.accept() {
@@ -506,17 +510,17 @@ fn accept(listener: &UnixListener, deadline: Instant, ending: &Ending) -> Result
             Err(error) => return Err(error.into()),
         }
         if let Some(how) = ending.wait(Duration::ZERO) {
-            return Err(Silence::Ended(how));
+            return Err(HandshakeFailure::Ended(how));
         }
         if Instant::now() >= deadline {
-            return Err(Silence::NotConnected);
+            return Err(HandshakeFailure::NotConnected);
         }
         ending.wait(Duration::from_millis(20));
     }
 }
 
 /// Waits for the agent's first frame.
-fn greeting(stream: &UnixStream, deadline: Instant) -> Result<String, Silence> {
+fn greeting(stream: &UnixStream, deadline: Instant) -> Result<String, HandshakeFailure> {
     let left = deadline
         .saturating_duration_since(Instant::now())
         .max(Duration::from_millis(1));
@@ -528,9 +532,9 @@ fn greeting(stream: &UnixStream, deadline: Instant) -> Result<String, Silence> {
             payload,
             ..
         })) => String::from_utf8_lossy(&payload).into_owned(),
-        Ok(Some(frame)) => return Err(Silence::Other(frame.kind)),
-        Ok(None) => return Err(Silence::HungUp),
-        Err(error) => return Err(Silence::NoGreeting(error)),
+        Ok(Some(frame)) => return Err(HandshakeFailure::Other(frame.kind)),
+        Ok(None) => return Err(HandshakeFailure::HungUp),
+        Err(error) => return Err(HandshakeFailure::NoGreeting(error)),
     };
     stream.set_read_timeout(None)?;
     Ok(hello)

@@ -8,19 +8,19 @@ use std::thread;
 use crate::artefacts;
 use crate::lab::LabOptions;
 use crate::limit::Limit;
-use crate::place::{Kvm, LabHost, Place, PlaceError, probe_kvm};
+use crate::place::{KvmKind, LabHost, TestHost, TestHostError, probe_kvm};
 use crate::pool::{Grant, LabNeed, Pool, PoolError};
 use crate::process::Command;
-use crate::report::Watch;
+use crate::report::HostUse;
 
-pub use crate::pool::Access;
+pub use crate::pool::LeaseAccess;
 
 static POOL: LazyLock<Result<Arc<Pool<LabHost>>, PoolError>> =
     LazyLock::new(|| Pool::of_this_machine().map(Arc::new));
 
 /// Labs that failed to boot, by their options. An attempt may take many minutes, so there is only
 /// one.
-static FAILED: Mutex<BTreeMap<String, Arc<PlaceError>>> = Mutex::new(BTreeMap::new());
+static FAILED: Mutex<BTreeMap<String, Arc<TestHostError>>> = Mutex::new(BTreeMap::new());
 
 /// Removes what a test leaves in a lab: VMs and servers that are about to exit, network devices,
 /// and files.
@@ -49,26 +49,26 @@ pub enum LeaseError {
     Pool(#[from] PoolError),
     /// The test host could not be prepared, now or for an earlier test.
     #[error("{}", artefacts::describe(.0.as_ref()))]
-    Prepare(Arc<PlaceError>),
+    Prepare(Arc<TestHostError>),
 }
 
-impl From<PlaceError> for LeaseError {
-    fn from(error: PlaceError) -> Self {
+impl From<TestHostError> for LeaseError {
+    fn from(error: TestHostError) -> Self {
         Self::Prepare(Arc::new(error))
     }
 }
 
 /// An admission to the pool, which counts against its limit.
 struct Admission {
-    watch: Watch,
+    watch: HostUse,
     grant: Grant<LabHost>,
 }
 
 impl Admission {
     /// Waits for admission, and for a lab of the required kind if one is booted.
-    fn new(access: Access, need: Option<LabNeed>) -> Result<(Self, Option<LabHost>), PoolError> {
+    fn new(access: LeaseAccess, need: Option<LabNeed>) -> Result<(Self, Option<LabHost>), PoolError> {
         let pool = POOL.as_ref().map_err(PoolError::clone)?;
-        let watch = Watch::begin();
+        let watch = HostUse::begin();
         let (grant, warm) = pool.acquire(access, need)?;
         Ok((Self { watch, grant }, warm))
     }
@@ -80,102 +80,102 @@ impl LabHost {
     /// # Errors
     /// Returns an error if the calling thread holds a lease, or the error of
     /// [`Lab::boot`](crate::lab::Lab::boot).
-    pub fn boot(options: &LabOptions) -> Result<Self, PlaceError> {
+    pub fn boot(options: &LabOptions) -> Result<Self, TestHostError> {
         let need = LabNeed {
             key: None,
             memory_mib: options.memory_mib.into(),
         };
-        let (admission, _) = Admission::new(Access::Shared, Some(need))?;
+        let (admission, _) = Admission::new(LeaseAccess::Shared, Some(need))?;
         let host = Self::boot_first(options)?;
         admission.watch.runs_in(&host.name());
         Ok(host.keep(Box::new(admission)))
     }
 }
 
-impl Place {
+impl TestHost {
     /// Leases a test host for Linux guests; other tests may run at the same time.
     ///
     /// `PERFVISOR_PLACE` set to `direct` or `lab` overrides the choice of the host.
     ///
     /// # Errors
     /// Returns an error if the host cannot be prepared or the calling thread holds a lease.
-    pub fn shared() -> Result<PlaceLease, LeaseError> {
-        Self::lease(&LabOptions::default(), Access::Shared)
+    pub fn shared() -> Result<TestHostLease, LeaseError> {
+        Self::lease(&LabOptions::default(), LeaseAccess::Shared)
     }
 
     /// Leases a test host for time measurements of Linux guests; no other test runs at the same
     /// time.
     ///
     /// # Errors
-    /// Returns the same errors as [`Place::shared`].
-    pub fn alone() -> Result<PlaceLease, LeaseError> {
-        Self::lease(&LabOptions::default(), Access::Exclusive)
+    /// Returns the same errors as [`TestHost::shared`].
+    pub fn alone() -> Result<TestHostLease, LeaseError> {
+        Self::lease(&LabOptions::default(), LeaseAccess::Exclusive)
     }
 
     /// Leases a test host. If the host is a lab, it has these options. Tests with equal options
     /// share a lab one after the other.
     ///
     /// # Errors
-    /// Returns the same errors as [`Place::shared`].
-    pub fn lease(options: &LabOptions, access: Access) -> Result<PlaceLease, LeaseError> {
-        PlaceLease::new((!Self::is_direct()?).then_some(options), access)
+    /// Returns the same errors as [`TestHost::shared`].
+    pub fn lease(options: &LabOptions, access: LeaseAccess) -> Result<TestHostLease, LeaseError> {
+        TestHostLease::new((!Self::is_direct()?).then_some(options), access)
     }
 
     /// Leases a lab, even if this machine can run Linux guests.
     ///
     /// # Errors
-    /// Returns the same errors as [`Place::shared`].
-    pub fn lab(access: Access) -> Result<PlaceLease, LeaseError> {
-        PlaceLease::new(Some(&LabOptions::default()), access)
+    /// Returns the same errors as [`TestHost::shared`].
+    pub fn lab(access: LeaseAccess) -> Result<TestHostLease, LeaseError> {
+        TestHostLease::new(Some(&LabOptions::default()), access)
     }
 
     /// Leases a test host for bare-metal guests: this machine if it has a usable KVM, otherwise a
     /// lab.
     ///
     /// # Errors
-    /// Returns the same errors as [`Place::shared`].
-    pub fn for_bare_metal(access: Access) -> Result<PlaceLease, LeaseError> {
+    /// Returns the same errors as [`TestHost::shared`].
+    pub fn for_bare_metal(access: LeaseAccess) -> Result<TestHostLease, LeaseError> {
         let options = LabOptions::default();
-        PlaceLease::new((probe_kvm() == Kvm::None).then_some(&options), access)
+        TestHostLease::new((probe_kvm() == KvmKind::None).then_some(&options), access)
     }
 
     /// Prepares a test host for exclusive use, which is not returned to the pool.
     ///
     /// # Errors
-    /// Returns the same errors as [`Place::shared`].
-    pub fn choose(options: &LabOptions) -> Result<Place, PlaceError> {
+    /// Returns the same errors as [`TestHost::shared`].
+    pub fn choose(options: &LabOptions) -> Result<TestHost, TestHostError> {
         if Self::is_direct()? {
             Self::direct()
         } else {
-            Ok(Place::Lab(LabHost::boot(options)?))
+            Ok(TestHost::Lab(LabHost::boot(options)?))
         }
     }
 }
 
 /// A test host leased by one test. On drop, a lab is cleaned and returned to the pool, or switched
 /// off if the test has failed.
-pub struct PlaceLease {
+pub struct TestHostLease {
     /// `None` during drop.
-    leased: Option<(Place, Admission)>,
+    leased: Option<(TestHost, Admission)>,
     need: Option<LabNeed>,
 }
 
-impl PlaceLease {
+impl TestHostLease {
     /// Leases a lab with these options, or this machine.
-    fn new(lab: Option<&LabOptions>, access: Access) -> Result<Self, LeaseError> {
+    fn new(lab: Option<&LabOptions>, access: LeaseAccess) -> Result<Self, LeaseError> {
         let need = lab.map(|options| LabNeed {
             key: Some(format!("{options:?}")),
             memory_mib: options.memory_mib.into(),
         });
         let (admission, warm) = Admission::new(access, need.clone())?;
         let place = match (lab, warm) {
-            (None, _) => Place::direct()?,
-            (Some(_), Some(host)) => Place::Lab(host),
-            (Some(options), None) => Place::Lab(boot(options)?),
+            (None, _) => TestHost::direct()?,
+            (Some(_), Some(host)) => TestHost::Lab(host),
+            (Some(options), None) => TestHost::Lab(boot(options)?),
         };
         admission.watch.runs_in(&match &place {
-            Place::Direct(_) => "this machine".to_owned(),
-            Place::Lab(host) => host.name(),
+            TestHost::Direct(_) => "this machine".to_owned(),
+            TestHost::Lab(host) => host.name(),
         });
         Ok(Self {
             leased: Some((place, admission)),
@@ -192,16 +192,16 @@ fn boot(options: &LabOptions) -> Result<LabHost, LeaseError> {
         return Err(LeaseError::Prepare(Arc::clone(error)));
     }
     LabHost::boot_first(options).map_err(|error| {
-        let error = Arc::new(PlaceError::from(error));
+        let error = Arc::new(TestHostError::from(error));
         failed().insert(key, Arc::clone(&error));
         LeaseError::Prepare(error)
     })
 }
 
-impl Deref for PlaceLease {
-    type Target = Place;
+impl Deref for TestHostLease {
+    type Target = TestHost;
 
-    fn deref(&self) -> &Place {
+    fn deref(&self) -> &TestHost {
         match &self.leased {
             Some((place, _)) => place,
             None => unreachable!("the place is taken out by drop alone"),
@@ -209,7 +209,7 @@ impl Deref for PlaceLease {
     }
 }
 
-impl Drop for PlaceLease {
+impl Drop for TestHostLease {
     fn drop(&mut self) {
         let Some((place, admission)) = self.leased.take() else {
             return;
@@ -217,7 +217,7 @@ impl Drop for PlaceLease {
         let Admission { watch, grant } = admission;
         drop(watch);
         let (
-            Place::Lab(host),
+            TestHost::Lab(host),
             Some(LabNeed {
                 key: Some(key),
                 memory_mib,

@@ -1,6 +1,6 @@
 //! Runs real guests and parses their output.
 //!
-//! A *scenario* is a guest with a script. It runs in a [`place::Place`]: on this machine's KVM if
+//! A *scenario* is a guest with a script. It runs in a [`place::TestHost`]: on this machine's KVM if
 //! that supports Linux guests, otherwise in the lab host, a QEMU that emulates a processor with
 //! AMD-V. Tests are independent of this choice.
 //!

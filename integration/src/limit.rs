@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_bound_is_passed_by_what_it_bounds() {
+    fn each_limit_is_enforced_independently() {
         let s = Duration::from_secs;
         let limit = Limit {
             still: s(10),

@@ -15,14 +15,18 @@ const TRIES: usize = 3;
 
 /// A measured time or rate is outside its tolerance.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Off(pub String);
+pub struct OutOfTolerance(pub String);
 
-/// Returns [`Off`] unless `right` is `true`.
+/// Returns [`OutOfTolerance`] unless `right` is `true`.
 ///
 /// # Errors
-/// Returns [`Off`] with the text of `what`.
-pub fn in_time(right: bool, what: impl FnOnce() -> String) -> Result<(), Off> {
-    if right { Ok(()) } else { Err(Off(what())) }
+/// Returns [`OutOfTolerance`] with the text of `what`.
+pub fn within_tolerance(right: bool, what: impl FnOnce() -> String) -> Result<(), OutOfTolerance> {
+    if right {
+        Ok(())
+    } else {
+        Err(OutOfTolerance(what()))
+    }
 }
 
 /// Repeats a time measurement until it is within its tolerance, at most three times. Repetitions
@@ -32,12 +36,12 @@ pub fn in_time(right: bool, what: impl FnOnce() -> String) -> Result<(), Off> {
 /// # Panics
 /// Panics with all measured values if no attempt was within the tolerance.
 #[track_caller]
-pub fn measured(name: &str, once: impl FnMut(usize) -> Result<(), Off>) {
+pub fn measured(name: &str, once: impl FnMut(usize) -> Result<(), OutOfTolerance>) {
     measured_into(tries_file().as_deref(), name, once);
 }
 
 #[track_caller]
-fn measured_into(file: Option<&Path>, name: &str, mut once: impl FnMut(usize) -> Result<(), Off>) {
+fn measured_into(file: Option<&Path>, name: &str, mut once: impl FnMut(usize) -> Result<(), OutOfTolerance>) {
     let mut offs = String::new();
     for n in 0..TRIES {
         match once(n) {
@@ -48,7 +52,7 @@ fn measured_into(file: Option<&Path>, name: &str, mut once: impl FnMut(usize) ->
                 keep(file, &result);
                 return;
             }
-            Err(Off(what)) => {
+            Err(OutOfTolerance(what)) => {
                 _ = write!(offs, " [{}] {what};", n + 1);
             }
         }
@@ -135,25 +139,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_is_off_is_measured_again_and_three_times_is_a_failure() {
+    fn measurement_is_repeated_up_to_three_times() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("tries.txt");
         let mut tries = 0;
         measured_into(Some(&file), "unit test", |n| {
             tries = n + 1;
-            in_time(n == 1, || format!("{n} is early"))
+            within_tolerance(n == 1, || format!("{n} is early"))
         });
         assert_eq!(tries, 2);
         let kept = std::fs::read_to_string(&file).unwrap();
         assert_eq!(kept, "unit test: right at try 2 of 3; before: [1] 0 is early;\n");
-        let failed =
-            std::panic::catch_unwind(|| measured_into(None, "unit test", |n| Err(Off(format!("try {n}")))));
+        let failed = std::panic::catch_unwind(|| {
+            measured_into(None, "unit test", |n| Err(OutOfTolerance(format!("try {n}"))))
+        });
         let message = *failed.unwrap_err().downcast::<String>().unwrap();
         assert!(message.contains("[1] try 0; [2] try 1; [3] try 2;"), "{message}");
     }
 
     #[test]
-    fn each_part_is_told_once_and_one_that_never_is_fails() {
+    fn measurement_requires_each_part_once() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("tries.txt");
         let part = |name: &str, told| (name.to_owned(), told);

@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn instruction_pointers_are_found_in_what_qemu_prints() {
+    fn monitor_parses_instruction_pointers() {
         let text = "\r\nCPU#0\r\nRAX=1 RBX=2\r\nRIP=ffffffff81000010 RFL=00000246 [---Z-P-] CPL=0 II=0 A20=1 SMM=0 HLT=1\r\n\r\n\
                     CPU#1\r\nRIP=0000000000401000 RFL=00000202 [-------] CPL=3 II=0 A20=1 SMM=0 HLT=0\r\n";
         assert_eq!(

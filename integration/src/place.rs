@@ -16,7 +16,7 @@ use crate::report;
 
 /// Why a scenario could not run.
 #[derive(Debug, thiserror::Error)]
-pub enum PlaceError {
+pub enum TestHostError {
     /// The lab is unavailable.
     #[error(transparent)]
     Lab(#[from] LabError),
@@ -55,7 +55,7 @@ pub enum PlaceError {
 
 /// Kinds of KVM, by the guests that they can run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kvm {
+pub enum KvmKind {
     /// KVM with VT-x or AMD-V, which can run Linux guests.
     Hardware,
     /// KVM without hardware virtualization, which can run bare-metal guests only.
@@ -65,24 +65,24 @@ pub enum Kvm {
 }
 
 /// Determines the kind of KVM on this machine.
-pub fn probe_kvm() -> Kvm {
+pub fn probe_kvm() -> KvmKind {
     if fs::OpenOptions::new()
         .read(true)
         .write(true)
         .open("/dev/kvm")
         .is_err()
     {
-        return Kvm::None;
+        return KvmKind::None;
     }
     let module = |name: &str| Path::new("/sys/module").join(name).exists();
     if module("kvm_pvm") || !(module("kvm_intel") || module("kvm_amd")) {
-        return Kvm::SoftwareOnly;
+        return KvmKind::SoftwareOnly;
     }
-    Kvm::Hardware
+    KvmKind::Hardware
 }
 
 /// A host that can run scenarios.
-pub enum Place {
+pub enum TestHost {
     /// This machine, with a directory for scratch files.
     Direct(ScratchDirectory),
     /// The lab host.
@@ -93,7 +93,7 @@ pub enum Place {
 pub struct ScratchDirectory(PathBuf);
 
 impl ScratchDirectory {
-    fn new() -> Result<Self, PlaceError> {
+    fn new() -> Result<Self, TestHostError> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
         let directory = artefacts::log_dir()?.join(format!("files-{}-{number}", std::process::id()));
@@ -177,17 +177,17 @@ impl LabHost {
     }
 }
 
-impl Place {
+impl TestHost {
     /// Returns whether Linux guests run on this machine instead of in labs.
     ///
     /// # Errors
-    /// Returns [`PlaceError::Choice`] if `PERFVISOR_PLACE` is invalid.
-    pub fn is_direct() -> Result<bool, PlaceError> {
+    /// Returns [`TestHostError::Choice`] if `PERFVISOR_PLACE` is invalid.
+    pub fn is_direct() -> Result<bool, TestHostError> {
         match std::env::var("PERFVISOR_PLACE").as_deref() {
             Ok("direct") => Ok(true),
             Ok("lab") => Ok(false),
-            Ok("") | Err(_) => Ok(probe_kvm() == Kvm::Hardware),
-            Ok(other) => Err(PlaceError::Choice(other.to_owned())),
+            Ok("") | Err(_) => Ok(probe_kvm() == KvmKind::Hardware),
+            Ok(other) => Err(TestHostError::Choice(other.to_owned())),
         }
     }
 
@@ -195,15 +195,15 @@ impl Place {
     ///
     /// # Errors
     /// Returns an error if the scratch directory cannot be created.
-    pub fn direct() -> Result<Place, PlaceError> {
-        Ok(Place::Direct(ScratchDirectory::new()?))
+    pub fn direct() -> Result<TestHost, TestHostError> {
+        Ok(TestHost::Direct(ScratchDirectory::new()?))
     }
 
     /// Describes the test host in one line.
     pub fn describe(&self) -> String {
         match self {
-            Place::Direct(_) => "directly on this machine's /dev/kvm".to_owned(),
-            Place::Lab(host) => {
+            TestHost::Direct(_) => "directly on this machine's /dev/kvm".to_owned(),
+            TestHost::Lab(host) => {
                 let lab = host.last();
                 format!(
                     "in the lab host (QEMU, Linux {}), up after {:.1} s",
@@ -218,10 +218,10 @@ impl Place {
     ///
     /// # Errors
     /// Returns an error if the binary cannot be built.
-    pub fn perfvisor(&self) -> Result<String, PlaceError> {
+    pub fn perfvisor(&self) -> Result<String, TestHostError> {
         Ok(match self {
-            Place::Direct(_) => text(&artefacts::binaries()?.perfvisor),
-            Place::Lab(_) => "/bin/perfvisor".to_owned(),
+            TestHost::Direct(_) => text(&artefacts::binaries()?.perfvisor),
+            TestHost::Lab(_) => "/bin/perfvisor".to_owned(),
         })
     }
 
@@ -229,10 +229,10 @@ impl Place {
     ///
     /// # Errors
     /// Returns an error if the images cannot be built.
-    pub fn guest_file(&self, name: &str) -> Result<String, PlaceError> {
+    pub fn guest_file(&self, name: &str) -> Result<String, TestHostError> {
         Ok(match self {
-            Place::Direct(_) => text(&artefacts::images()?.directory.join(name)),
-            Place::Lab(_) => format!("/guest/{name}"),
+            TestHost::Direct(_) => text(&artefacts::images()?.directory.join(name)),
+            TestHost::Lab(_) => format!("/guest/{name}"),
         })
     }
 
@@ -240,11 +240,11 @@ impl Place {
     ///
     /// # Errors
     /// Returns an error if the file cannot be written.
-    pub fn bare_metal_guest(&self, name: &str) -> Result<String, PlaceError> {
+    pub fn bare_metal_guest(&self, name: &str) -> Result<String, TestHostError> {
         let file = format!("{name}.elf");
         Ok(match self {
-            Place::Direct(_) => text(&artefacts::bare_metal_dir()?.join(file)),
-            Place::Lab(_) => format!("/guest/{file}"),
+            TestHost::Direct(_) => text(&artefacts::bare_metal_dir()?.join(file)),
+            TestHost::Lab(_) => format!("/guest/{file}"),
         })
     }
 
@@ -252,8 +252,8 @@ impl Place {
     /// lease.
     pub fn scratch(&self, name: &str) -> String {
         match self {
-            Place::Direct(directory) => text(&directory.0.join(name)),
-            Place::Lab(_) => format!("/tmp/{name}"),
+            TestHost::Direct(directory) => text(&directory.0.join(name)),
+            TestHost::Lab(_) => format!("/tmp/{name}"),
         }
     }
 
@@ -261,10 +261,10 @@ impl Place {
     ///
     /// # Errors
     /// Returns an error if the process cannot be started.
-    pub fn start(&self, command: &Command) -> Result<Process, PlaceError> {
+    pub fn start(&self, command: &Command) -> Result<Process, TestHostError> {
         Ok(match self {
-            Place::Direct(_) => Process::start_here(command)?,
-            Place::Lab(host) => host.current()?.start(command)?,
+            TestHost::Direct(_) => Process::start_here(command)?,
+            TestHost::Lab(host) => host.current()?.start(command)?,
         })
     }
 
@@ -272,7 +272,7 @@ impl Place {
     ///
     /// # Errors
     /// Returns an error if the process cannot be started or exceeds a limit.
-    pub fn run(&self, command: &Command, limit: impl Into<Limit>) -> Result<Output, PlaceError> {
+    pub fn run(&self, command: &Command, limit: impl Into<Limit>) -> Result<Output, TestHostError> {
         Ok(self.start(command)?.wait(limit)?)
     }
 
@@ -280,25 +280,25 @@ impl Place {
     /// as `/kvm/Ok/rdpmc_faults`.
     ///
     /// # Errors
-    /// Returns [`PlaceError::Check`] if the value is missing, or another error if the command
+    /// Returns [`TestHostError::Check`] if the value is missing, or another error if the command
     /// fails.
-    pub fn check(&self, pointer: &str) -> Result<bool, PlaceError> {
+    pub fn check(&self, pointer: &str) -> Result<bool, TestHostError> {
         let command = Command::new(self.perfvisor()?).args(["check", "--json"]);
         let output = self.run(&command, Limit::GENEROUS)?.stdout_text();
         serde_json::from_str::<serde_json::Value>(&output)
             .ok()
             .and_then(|facts| facts.pointer(pointer)?.as_bool())
-            .ok_or_else(|| PlaceError::Check {
+            .ok_or_else(|| TestHostError::Check {
                 pointer: pointer.to_owned(),
                 output,
             })
     }
 
     /// Diagnoses a hung guest and the machine on which it runs.
-    pub fn look_at_a_hang(&self) -> String {
+    pub fn diagnose_hang(&self) -> String {
         match self {
-            Place::Direct(_) => String::new(),
-            Place::Lab(host) => {
+            TestHost::Direct(_) => String::new(),
+            TestHost::Lab(host) => {
                 let lab = host.last();
                 format!(
                     "{}(the lab's console: {})\n",
@@ -313,10 +313,10 @@ impl Place {
     ///
     /// # Errors
     /// Returns an error if the file cannot be written.
-    pub fn put(&self, path: &str, mode: u32, data: &[u8]) -> Result<(), PlaceError> {
+    pub fn put(&self, path: &str, mode: u32, data: &[u8]) -> Result<(), TestHostError> {
         match self {
-            Place::Lab(host) => Ok(host.current()?.put(path, mode, data)?),
-            Place::Direct(_) => fs::write(path, data)
+            TestHost::Lab(host) => Ok(host.current()?.put(path, mode, data)?),
+            TestHost::Direct(_) => fs::write(path, data)
                 .and_then(|()| fs::set_permissions(path, fs::Permissions::from_mode(mode)))
                 .map_err(|error| file_error(Path::new(path), &error)),
         }
@@ -326,10 +326,10 @@ impl Place {
     ///
     /// # Errors
     /// Returns an error if the file cannot be read.
-    pub fn get(&self, path: &str) -> Result<Vec<u8>, PlaceError> {
+    pub fn get(&self, path: &str) -> Result<Vec<u8>, TestHostError> {
         match self {
-            Place::Lab(host) => Ok(host.current()?.get(path)?),
-            Place::Direct(_) => fs::read(path).map_err(|error| file_error(Path::new(path), &error)),
+            TestHost::Lab(host) => Ok(host.current()?.get(path)?),
+            TestHost::Direct(_) => fs::read(path).map_err(|error| file_error(Path::new(path), &error)),
         }
     }
 }
@@ -345,8 +345,8 @@ fn text(path: &Path) -> String {
     path.to_string_lossy().into_owned()
 }
 
-fn file_error(path: &Path, error: &std::io::Error) -> PlaceError {
-    PlaceError::File {
+fn file_error(path: &Path, error: &std::io::Error) -> TestHostError {
+    TestHostError::File {
         path: path.to_owned(),
         message: error.to_string(),
     }

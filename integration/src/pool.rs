@@ -4,7 +4,7 @@
 //! request; dropping it frees its share. Shared labs remain in the pool between two grants, by
 //! their options.
 //!
-//! [`State::next`] determines the order of admission. Requests whose lab is booted come first, then
+//! [`PoolState::next`] determines the order of admission. Requests whose lab is booted come first, then
 //! requests that require switching off another lab, and finally exclusive requests, so that a run
 //! switches between these phases only once. A request that has been overtaken [`MAX_PASSED`] times
 //! is next, whatever it needs.
@@ -30,7 +30,7 @@ const LONGEST_FIRST: [&str; 8] = [
 
 /// How a request shares the pool with others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Access {
+pub enum LeaseAccess {
     /// Runs concurrently with other requests, up to the pool's limit.
     Shared,
     /// Runs alone, for time measurements.
@@ -59,10 +59,10 @@ pub enum PoolError {
 
 /// A waiting request.
 #[derive(Debug)]
-struct Request {
+struct PoolRequest {
     ticket: u64,
     thread: ThreadId,
-    access: Access,
+    access: LeaseAccess,
     lab: Option<LabNeed>,
     /// Index of the test's module in [`LONGEST_FIRST`].
     rank: usize,
@@ -72,16 +72,16 @@ struct Request {
 
 /// An admitted request.
 #[derive(Debug)]
-struct Running {
+struct RunningRequest {
     ticket: u64,
     thread: ThreadId,
-    access: Access,
+    access: LeaseAccess,
     lab_mib: Option<u64>,
 }
 
 /// A booted lab that is not in use.
 #[derive(Debug)]
-struct Idle<L> {
+struct IdleLab<L> {
     key: String,
     memory_mib: u64,
     lab: L,
@@ -89,24 +89,24 @@ struct Idle<L> {
 
 /// All requests and labs.
 #[derive(Debug)]
-struct State<L> {
+struct PoolState<L> {
     limit: usize,
     /// Memory available for labs, in MiB.
     memory_mib: u64,
     tickets: u64,
-    waiting: Vec<Request>,
-    running: Vec<Running>,
+    waiting: Vec<PoolRequest>,
+    running: Vec<RunningRequest>,
     /// Unused labs, least recently used first.
-    idle: Vec<Idle<L>>,
+    idle: Vec<IdleLab<L>>,
 }
 
-impl<L> State<L> {
+impl<L> PoolState<L> {
     /// Returns the next request to admit.
-    fn next(&self) -> Option<&Request> {
+    fn next(&self) -> Option<&PoolRequest> {
         if self
             .running
             .iter()
-            .any(|running| running.access == Access::Exclusive)
+            .any(|running| running.access == LeaseAccess::Exclusive)
         {
             return None;
         }
@@ -114,7 +114,7 @@ impl<L> State<L> {
         if let Some(request) = overdue.min_by_key(|request| request.ticket) {
             return self.fits(request).then_some(request);
         }
-        let is_shared = |request: &&Request| request.access == Access::Shared;
+        let is_shared = |request: &&PoolRequest| request.access == LeaseAccess::Shared;
         let any_shared = self.waiting.iter().any(|request| is_shared(&request));
         self.waiting
             .iter()
@@ -124,17 +124,17 @@ impl<L> State<L> {
     }
 
     /// Returns whether a request can be admitted in addition to the running ones.
-    fn fits(&self, request: &Request) -> bool {
+    fn fits(&self, request: &PoolRequest) -> bool {
         if self.running.is_empty() {
             return true;
         }
         let used: u64 = self.running.iter().filter_map(|running| running.lab_mib).sum();
         let has_memory = cost_mib(request.lab.as_ref()).is_none_or(|need| used + need <= self.memory_mib);
-        request.access == Access::Shared && self.running.len() < self.limit && has_memory
+        request.access == LeaseAccess::Shared && self.running.len() < self.limit && has_memory
     }
 
     /// Returns the number of idle labs that must be switched off to admit a request.
-    fn evictions(&self, request: &Request) -> usize {
+    fn evictions(&self, request: &PoolRequest) -> usize {
         let Some(need) = cost_mib(request.lab.as_ref()) else {
             return 0;
         };
@@ -160,7 +160,7 @@ impl<L> State<L> {
     }
 
     /// Returns the index of an idle lab that a request can use.
-    fn warm(&self, request: &Request) -> Option<usize> {
+    fn warm(&self, request: &PoolRequest) -> Option<usize> {
         let key = request.lab.as_ref()?.key.as_ref()?;
         self.idle.iter().position(|idle| idle.key == *key)
     }
@@ -179,7 +179,7 @@ impl<L> State<L> {
         let evictions = self.evictions(&request);
         let warm = warm.map(|at| self.idle.remove(at).lab);
         let evicted = self.idle.drain(..evictions).map(|idle| idle.lab).collect();
-        self.running.push(Running {
+        self.running.push(RunningRequest {
             ticket,
             thread: request.thread,
             access: request.access,
@@ -196,7 +196,7 @@ fn cost_mib(lab: Option<&LabNeed>) -> Option<u64> {
 
 /// A pool of labs of type `L`.
 pub(crate) struct Pool<L> {
-    state: Mutex<State<L>>,
+    state: Mutex<PoolState<L>>,
     changed: Condvar,
 }
 
@@ -216,7 +216,7 @@ impl<L> Pool<L> {
 
     fn new(limit: usize, memory_mib: u64) -> Self {
         Self {
-            state: Mutex::new(State {
+            state: Mutex::new(PoolState {
                 limit,
                 memory_mib,
                 tickets: 0,
@@ -228,7 +228,7 @@ impl<L> Pool<L> {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State<L>> {
+    fn lock(&self) -> MutexGuard<'_, PoolState<L>> {
         // Each update is complete before it can panic, so a poisoned state is consistent.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -240,7 +240,7 @@ impl<L> Pool<L> {
     /// Returns [`PoolError::AlreadyHeld`] if the calling thread holds a grant.
     pub(crate) fn acquire(
         self: &Arc<Self>,
-        access: Access,
+        access: LeaseAccess,
         lab: Option<LabNeed>,
     ) -> Result<(Grant<L>, Option<L>), PoolError> {
         let thread = thread::current();
@@ -250,7 +250,7 @@ impl<L> Pool<L> {
         }
         state.tickets += 1;
         let ticket = state.tickets;
-        state.waiting.push(Request {
+        state.waiting.push(PoolRequest {
             ticket,
             thread: thread.id(),
             access,
@@ -270,7 +270,7 @@ impl<L> Pool<L> {
         Ok((Grant { pool, ticket }, warm))
     }
 
-    fn release(&self, ticket: u64, idle: Option<Idle<L>>) {
+    fn release(&self, ticket: u64, idle: Option<IdleLab<L>>) {
         let mut state = self.lock();
         state.running.retain(|running| running.ticket != ticket);
         state.idle.extend(idle);
@@ -288,7 +288,7 @@ pub(crate) struct Grant<L> {
 impl<L> Grant<L> {
     /// Ends the grant and leaves its lab to the next request with the same key.
     pub(crate) fn return_lab(self, key: String, memory_mib: u64, lab: L) {
-        let idle = Idle { key, memory_mib, lab };
+        let idle = IdleLab { key, memory_mib, lab };
         self.pool.release(self.ticket, Some(idle));
     }
 }
@@ -330,8 +330,8 @@ mod tests {
     }
 
     /// Returns a state with capacity for two labs.
-    fn state() -> State<u32> {
-        State {
+    fn state() -> PoolState<u32> {
+        PoolState {
             limit: 2,
             memory_mib: 2 * (MIB + OVERHEAD_MIB),
             tickets: 0,
@@ -341,9 +341,9 @@ mod tests {
         }
     }
 
-    fn ask(state: &mut State<u32>, test: &str, access: Access, lab: Option<LabNeed>) -> u64 {
+    fn ask(state: &mut PoolState<u32>, test: &str, access: LeaseAccess, lab: Option<LabNeed>) -> u64 {
         state.tickets += 1;
-        state.waiting.push(Request {
+        state.waiting.push(PoolRequest {
             ticket: state.tickets,
             thread: thread::current().id(),
             access,
@@ -354,13 +354,13 @@ mod tests {
         state.tickets
     }
 
-    fn next(state: &State<u32>) -> Option<u64> {
+    fn next(state: &PoolState<u32>) -> Option<u64> {
         state.next().map(|request| request.ticket)
     }
 
-    fn end(state: &mut State<u32>, ticket: u64, idle: Option<(&str, u32)>) {
+    fn end(state: &mut PoolState<u32>, ticket: u64, idle: Option<(&str, u32)>) {
         state.running.retain(|running| running.ticket != ticket);
-        state.idle.extend(idle.map(|(key, lab)| Idle {
+        state.idle.extend(idle.map(|(key, lab)| IdleLab {
             key: key.to_owned(),
             memory_mib: MIB,
             lab,
@@ -368,11 +368,11 @@ mod tests {
     }
 
     #[test]
-    fn shared_requests_run_up_to_the_limit_and_the_longest_module_first() {
+    fn pool_admits_shared_requests_longest_first() {
         let mut state = state();
-        let quick = ask(&mut state, "vsock::x", Access::Shared, need("a"));
-        let long = ask(&mut state, "nested::x", Access::Shared, need("a"));
-        let last = ask(&mut state, "share::x", Access::Shared, need("a"));
+        let quick = ask(&mut state, "vsock::x", LeaseAccess::Shared, need("a"));
+        let long = ask(&mut state, "nested::x", LeaseAccess::Shared, need("a"));
+        let last = ask(&mut state, "share::x", LeaseAccess::Shared, need("a"));
         assert_eq!(next(&state), Some(long));
         state.admit(long);
         assert_eq!(next(&state), Some(quick));
@@ -384,45 +384,45 @@ mod tests {
     }
 
     #[test]
-    fn exclusive_requests_run_after_the_shared_ones_and_by_themselves() {
+    fn pool_runs_exclusive_requests_last_and_alone() {
         let mut state = state();
-        let alone = ask(&mut state, "a::x", Access::Exclusive, None);
-        let shared = ask(&mut state, "b::x", Access::Shared, need("a"));
+        let alone = ask(&mut state, "a::x", LeaseAccess::Exclusive, None);
+        let shared = ask(&mut state, "b::x", LeaseAccess::Shared, need("a"));
         assert_eq!(next(&state), Some(shared));
         state.admit(shared);
         assert_eq!(next(&state), None);
         end(&mut state, shared, None);
         assert_eq!(next(&state), Some(alone));
         state.admit(alone);
-        ask(&mut state, "c::x", Access::Shared, None);
+        ask(&mut state, "c::x", LeaseAccess::Shared, None);
         assert_eq!(next(&state), None);
     }
 
     #[test]
-    fn a_request_that_was_passed_often_is_next() {
+    fn pool_admits_overtaken_request_next() {
         let mut state = state();
-        let alone = ask(&mut state, "a::x", Access::Exclusive, None);
+        let alone = ask(&mut state, "a::x", LeaseAccess::Exclusive, None);
         for _ in 0..MAX_PASSED {
-            let shared = ask(&mut state, "b::x", Access::Shared, None);
+            let shared = ask(&mut state, "b::x", LeaseAccess::Shared, None);
             assert_eq!(next(&state), Some(shared));
             state.admit(shared);
             end(&mut state, shared, None);
         }
-        ask(&mut state, "b::x", Access::Shared, None);
+        ask(&mut state, "b::x", LeaseAccess::Shared, None);
         assert_eq!(next(&state), Some(alone));
     }
 
     #[test]
-    fn other_labs_are_switched_off_only_where_the_limit_is_reached() {
+    fn pool_evicts_labs_only_at_limit() {
         let mut state = state();
-        let first = ask(&mut state, "a::x", Access::Shared, need("a"));
+        let first = ask(&mut state, "a::x", LeaseAccess::Shared, need("a"));
         state.admit(first);
         end(&mut state, first, Some(("a", 1)));
         // Capacity for one more.
-        let second = ask(&mut state, "b::x", Access::Shared, need(""));
+        let second = ask(&mut state, "b::x", LeaseAccess::Shared, need(""));
         assert_eq!(state.admit(second), (None, vec![]));
-        let third = ask(&mut state, "c::x", Access::Shared, need("c"));
-        let fourth = ask(&mut state, "d::x", Access::Shared, need("a"));
+        let third = ask(&mut state, "c::x", LeaseAccess::Shared, need("c"));
+        let fourth = ask(&mut state, "d::x", LeaseAccess::Shared, need("a"));
         assert_eq!(next(&state), Some(fourth), "its lab is booted");
         assert_eq!(state.admit(fourth), (Some(1), vec![]));
         end(&mut state, fourth, Some(("a", 1)));
@@ -430,31 +430,31 @@ mod tests {
     }
 
     #[test]
-    fn memory_limits_the_number_of_labs_but_never_below_one() {
+    fn pool_memory_limit_allows_at_least_one_lab() {
         let mut state = state();
         state.memory_mib = 100;
-        let first = ask(&mut state, "a::x", Access::Shared, need("a"));
+        let first = ask(&mut state, "a::x", LeaseAccess::Shared, need("a"));
         assert_eq!(next(&state), Some(first));
         state.admit(first);
-        ask(&mut state, "b::x", Access::Shared, need("a"));
+        ask(&mut state, "b::x", LeaseAccess::Shared, need("a"));
         assert_eq!(next(&state), None);
         // A request for this machine takes no lab memory.
-        let here = ask(&mut state, "c::x", Access::Shared, None);
+        let here = ask(&mut state, "c::x", LeaseAccess::Shared, None);
         assert_eq!(next(&state), Some(here));
     }
 
     /// With many threads, some of which panic, every request is admitted and exclusive requests run
     /// alone.
     #[test]
-    fn every_request_of_many_threads_is_admitted() {
+    fn pool_admits_requests_of_many_threads() {
         let pool = Arc::new(Pool::<u32>::new(2, u64::MAX));
         let running = Arc::new(AtomicUsize::new(0));
         let threads = (0..24).map(|n| {
             let (pool, running) = (Arc::clone(&pool), Arc::clone(&running));
             thread::spawn(move || {
                 let (access, most) = match n % 3 {
-                    0 => (Access::Exclusive, 1),
-                    _ => (Access::Shared, 2),
+                    0 => (LeaseAccess::Exclusive, 1),
+                    _ => (LeaseAccess::Shared, 2),
                 };
                 let lab = need(["a", "b", ""][n % 5 % 3]);
                 let (grant, warm) = pool.acquire(access, lab.clone()).unwrap();
@@ -478,14 +478,14 @@ mod tests {
     }
 
     #[test]
-    fn a_second_grant_of_a_thread_is_refused() {
+    fn pool_rejects_second_grant_of_thread() {
         let pool = Arc::new(Pool::<u32>::new(2, u64::MAX));
-        let first = pool.acquire(Access::Shared, None).unwrap();
+        let first = pool.acquire(LeaseAccess::Shared, None).unwrap();
         assert!(matches!(
-            pool.acquire(Access::Shared, None),
+            pool.acquire(LeaseAccess::Shared, None),
             Err(PoolError::AlreadyHeld)
         ));
         drop(first);
-        assert!(pool.acquire(Access::Exclusive, None).is_ok());
+        assert!(pool.acquire(LeaseAccess::Exclusive, None).is_ok());
     }
 }

@@ -149,13 +149,13 @@ pub type OutputSink = Box<dyn Fn(OutputStream, &[u8]) + Send + Sync>;
 /// output.
 #[derive(Default)]
 pub(crate) struct Progress {
-    state: Mutex<State>,
+    state: Mutex<ProcessState>,
     changed: Condvar,
     sink: Option<OutputSink>,
 }
 
 #[derive(Default)]
-struct State {
+struct ProcessState {
     stdout: Vec<u8>,
     stderr: Vec<u8>,
     /// Time of the last output.
@@ -163,11 +163,11 @@ struct State {
     /// CPU time at the last check, and the time of its last change.
     ticks: u64,
     worked: Option<Instant>,
-    end: Option<End>,
+    end: Option<OutputEnd>,
 }
 
 #[derive(Clone)]
-enum End {
+enum OutputEnd {
     Exited(Ended),
     NotStarted(String),
     LabGone(String),
@@ -182,7 +182,7 @@ impl Progress {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, ProcessState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -205,17 +205,17 @@ impl Progress {
     }
 
     pub(crate) fn exited(&self, ended: Ended) {
-        self.lock().end.get_or_insert(End::Exited(ended));
+        self.lock().end.get_or_insert(OutputEnd::Exited(ended));
         self.changed.notify_all();
     }
 
     pub(crate) fn not_started(&self, message: String) {
-        self.lock().end.get_or_insert(End::NotStarted(message));
+        self.lock().end.get_or_insert(OutputEnd::NotStarted(message));
         self.changed.notify_all();
     }
 
     pub(crate) fn lab_gone(&self, message: String) {
-        self.lock().end.get_or_insert(End::LabGone(message));
+        self.lock().end.get_or_insert(OutputEnd::LabGone(message));
         self.changed.notify_all();
     }
 
@@ -234,7 +234,7 @@ impl Progress {
         &self,
         start: Instant,
         limit: Limit,
-        mut done: impl FnMut(&State) -> bool,
+        mut done: impl FnMut(&ProcessState) -> bool,
     ) -> Result<(), Overrun> {
         let began = Instant::now();
         let mut state = self.lock();
@@ -268,7 +268,7 @@ impl Progress {
 }
 
 /// Controls a process, either local or in the lab.
-pub(crate) trait Control: Send {
+pub(crate) trait ProcessControl: Send {
     /// Writes to standard input. An empty slice closes it.
     fn stdin(&mut self, bytes: &[u8]) -> io::Result<()>;
     /// Sends a signal to the process and its children.
@@ -280,11 +280,11 @@ pub struct Process {
     command: String,
     started: Instant,
     progress: Arc<Progress>,
-    control: Box<dyn Control>,
+    control: Box<dyn ProcessControl>,
 }
 
 impl Process {
-    pub(crate) fn new(command: &Command, progress: Arc<Progress>, control: Box<dyn Control>) -> Self {
+    pub(crate) fn new(command: &Command, progress: Arc<Progress>, control: Box<dyn ProcessControl>) -> Self {
         Self {
             command: command.line(),
             started: Instant::now(),
@@ -317,7 +317,7 @@ impl Process {
             .map_err(|error| start_error(error.to_string()))?;
         let progress = Arc::new(Progress::default());
         let pid = i32::try_from(child.id()).unwrap_or(0);
-        let control = Here {
+        let control = LocalProcess {
             pid,
             stdin: child.stdin.take(),
         };
@@ -353,7 +353,7 @@ impl Process {
     /// Returns an error if the process could not be started or exceeded a limit, or if the lab
     /// ended.
     pub fn wait(self, limit: impl Into<Limit>) -> Result<Output, ProcessError> {
-        self.wait_or_look(limit, String::new)
+        self.wait_or_diagnose(limit, String::new)
     }
 
     /// Waits like [`Process::wait`]. If the process exceeds a limit, the output of `look` is added
@@ -361,12 +361,12 @@ impl Process {
     ///
     /// # Errors
     /// Returns the same errors as [`Process::wait`].
-    pub fn wait_or_look(
+    pub fn wait_or_diagnose(
         mut self,
         limit: impl Into<Limit>,
         look: impl FnOnce() -> String,
     ) -> Result<Output, ProcessError> {
-        let ended = |state: &State| state.end.is_some();
+        let ended = |state: &ProcessState| state.end.is_some();
         if let Err(overrun) = self.progress.wait_until(self.started, limit.into(), ended) {
             let error = self.timed_out(overrun, look);
             self.control.signal(libc::SIGKILL);
@@ -375,14 +375,14 @@ impl Process {
         let mut state = self.progress.lock();
         let command = self.command.clone();
         match state.end.clone() {
-            Some(End::Exited(ended)) => Ok(Output {
+            Some(OutputEnd::Exited(ended)) => Ok(Output {
                 stdout: std::mem::take(&mut state.stdout),
                 stderr: std::mem::take(&mut state.stderr),
                 ended,
                 elapsed: self.started.elapsed(),
             }),
-            Some(End::NotStarted(message)) => Err(ProcessError::Start { command, message }),
-            Some(End::LabGone(message)) => Err(ProcessError::LabGone { command, message }),
+            Some(OutputEnd::NotStarted(message)) => Err(ProcessError::Start { command, message }),
+            Some(OutputEnd::LabGone(message)) => Err(ProcessError::LabGone { command, message }),
             None => unreachable!("wait_until saw an end"),
         }
     }
@@ -398,13 +398,13 @@ impl Process {
         self.wait_for_in(|state| &state.stderr, text, limit.into())
     }
 
-    fn wait_for_in(&self, stream: impl Fn(&State) -> &Vec<u8>, text: &str, limit: Limit) -> bool {
-        let contains = |state: &State| {
+    fn wait_for_in(&self, stream: impl Fn(&ProcessState) -> &Vec<u8>, text: &str, limit: Limit) -> bool {
+        let contains = |state: &ProcessState| {
             stream(state)
                 .windows(text.len())
                 .any(|window| window == text.as_bytes())
         };
-        let done = |state: &State| contains(state) || state.end.is_some();
+        let done = |state: &ProcessState| contains(state) || state.end.is_some();
         self.progress.wait_until(Instant::now(), limit, done).is_ok() && contains(&self.progress.lock())
     }
 
@@ -512,12 +512,12 @@ fn pump(pipe: Option<impl Read>, mut sink: impl FnMut(&[u8])) {
 }
 
 /// A process on this machine.
-struct Here {
+struct LocalProcess {
     pid: i32,
     stdin: Option<ChildStdin>,
 }
 
-impl Control for Here {
+impl ProcessControl for LocalProcess {
     fn stdin(&mut self, bytes: &[u8]) -> io::Result<()> {
         match &mut self.stdin {
             _ if bytes.is_empty() => self.stdin = None,
@@ -552,12 +552,12 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_hangs_is_killed_with_its_children_and_its_last_words_are_told() {
+    fn hung_process_is_killed_with_children_and_reported() {
         let command = Command::shell("echo before; sleep 1000 & sleep 1000");
         let process = Process::start_here(&command).unwrap();
         assert!(process.wait_for("before", LIMIT));
         let error = process
-            .wait_or_look(Duration::from_millis(300), || "looked\n".to_owned())
+            .wait_or_diagnose(Duration::from_millis(300), || "looked\n".to_owned())
             .unwrap_err();
         let ProcessError::TimedOut { silent, tail, .. } = &error else {
             panic!("{error}");
@@ -568,7 +568,7 @@ mod tests {
 
     /// A VM under load may print nothing for half an hour before it is asked to stop.
     #[test]
-    fn a_silence_from_before_the_wait_is_no_hang() {
+    fn silence_before_wait_does_not_count() {
         let limit = Limit {
             silent: Duration::from_secs(6),
             still: Duration::from_secs(6),
@@ -582,7 +582,7 @@ mod tests {
 
     /// The limit on stillness must detect hangs without ending a process that works silently.
     #[test]
-    fn a_process_that_works_in_silence_is_not_taken_for_one_that_hangs() {
+    fn silent_busy_process_is_not_killed() {
         let limit = Limit {
             still: 2 * WATCH_PERIOD + WATCH_PERIOD / 2,
             ..Limit::from(LIMIT * 10)
@@ -612,7 +612,7 @@ mod tests {
     }
 
     #[test]
-    fn following_sees_everything_once_and_in_order() {
+    fn follow_passes_output_once_in_order() {
         let command = Command::shell("echo one; sleep 0.1; echo two; exit 4");
         let process = Process::start_here(&command).unwrap();
         let mut seen = Vec::new();
@@ -626,13 +626,13 @@ mod tests {
     }
 
     #[test]
-    fn waiting_for_text_ends_when_the_process_does() {
+    fn wait_for_ends_with_process() {
         let process = Process::start_here(&Command::new("true")).unwrap();
         assert!(!process.wait_for("never printed", LIMIT));
     }
 
     #[test]
-    fn a_program_that_does_not_exist_is_named() {
+    fn missing_program_is_reported_by_name() {
         let error = Process::start_here(&Command::new("/does/not/exist"))
             .err()
             .unwrap();

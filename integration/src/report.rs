@@ -40,7 +40,7 @@ pub(crate) fn guest_started() {
 
 /// The activity of a test that uses a test host.
 #[derive(Debug, Clone)]
-struct Activity {
+struct TestActivity {
     test: String,
     since: Instant,
     /// Name of the test host and the time waited for it; `None` while waiting.
@@ -49,35 +49,35 @@ struct Activity {
 
 /// Seconds of use and of waiting, and the name of the test host.
 #[derive(Debug, Clone, Default, PartialEq)]
-struct Times {
+struct TestTimes {
     seconds: f64,
     waited: f64,
     place: String,
 }
 
 #[derive(Default)]
-struct Report {
+struct ProgressReport {
     next: u64,
-    activities: BTreeMap<u64, Activity>,
+    activities: BTreeMap<u64, TestActivity>,
     /// The times of this process.
-    times: BTreeMap<String, Times>,
+    times: BTreeMap<String, TestTimes>,
 }
 
-static REPORT: Mutex<Report> = Mutex::new(Report {
+static REPORT: Mutex<ProgressReport> = Mutex::new(ProgressReport {
     next: 0,
     activities: BTreeMap::new(),
     times: BTreeMap::new(),
 });
 
-fn report() -> MutexGuard<'static, Report> {
+fn report() -> MutexGuard<'static, ProgressReport> {
     REPORT.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Tracks the use of a test host by a test, from its request to its end.
 #[derive(Debug)]
-pub(crate) struct Watch(u64);
+pub(crate) struct HostUse(u64);
 
-impl Watch {
+impl HostUse {
     /// Starts tracking at the request of the calling thread's test.
     pub(crate) fn begin() -> Self {
         static ONCE: Once = Once::new();
@@ -89,7 +89,7 @@ impl Watch {
             let mut report = report();
             report.next += 1;
             let id = report.next;
-            let activity = Activity {
+            let activity = TestActivity {
                 test: name.to_owned(),
                 since: Instant::now(),
                 place: None,
@@ -109,7 +109,7 @@ impl Watch {
     }
 }
 
-impl Drop for Watch {
+impl Drop for HostUse {
     fn drop(&mut self) {
         let mut report = report();
         let Some(activity) = report.activities.remove(&self.0) else {
@@ -142,7 +142,7 @@ fn start() {
     thread::spawn(move || {
         loop {
             thread::sleep(PERIOD);
-            let activities: Vec<Activity> = report().activities.values().cloned().collect();
+            let activities: Vec<TestActivity> = report().activities.values().cloned().collect();
             if let Some(line) = progress(&activities) {
                 say(&format!("{:.0?}: {line}", began.elapsed()));
             }
@@ -151,7 +151,7 @@ fn start() {
 }
 
 /// Formats all activities in one line, or returns `None` if there are none.
-fn progress(activities: &[Activity]) -> Option<String> {
+fn progress(activities: &[TestActivity]) -> Option<String> {
     let mut line = String::new();
     for activity in activities {
         if let Some((place, _)) = &activity.place {
@@ -195,7 +195,7 @@ fn times_file() -> Option<PathBuf> {
 
 /// Saves times and replaces earlier ones of the same tests. Failures are ignored, because the times
 /// are informational.
-fn keep(times: &BTreeMap<String, Times>) {
+fn keep(times: &BTreeMap<String, TestTimes>) {
     let Some(file) = times_file() else { return };
     let mut all = read(&fs::read_to_string(&file).unwrap_or_default());
     all.extend(times.clone());
@@ -215,11 +215,11 @@ fn keep(times: &BTreeMap<String, Times>) {
 }
 
 /// Parses a file of times and skips invalid rows.
-fn read(text: &str) -> BTreeMap<String, Times> {
+fn read(text: &str) -> BTreeMap<String, TestTimes> {
     let row = |line: &str| {
         let mut columns = line.split('\t');
         let test = columns.next()?.to_owned();
-        let times = Times {
+        let times = TestTimes {
             seconds: columns.next()?.parse().ok()?,
             waited: columns.next()?.parse().ok()?,
             place: columns.next()?.to_owned(),
@@ -234,8 +234,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn progress_names_tests_with_a_place_and_counts_those_that_wait() {
-        let activity = |test: &str, place: Option<&str>| Activity {
+    fn progress_lists_running_and_counts_waiting_tests() {
+        let activity = |test: &str, place: Option<&str>| TestActivity {
             test: test.to_owned(),
             since: Instant::now(),
             place: place.map(|place| (place.to_owned(), Duration::ZERO)),
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn times_are_read_back_and_damaged_rows_left_out() {
+    fn times_file_round_trips_and_skips_damaged_rows() {
         let text = format!("{HEADING}\na::b\t1.5\t0.0\tlab-1\nc::d\tx\t0.0\tlab-1\ne::f\t1.0\n");
         let times = read(&text);
         assert_eq!(times.len(), 1);

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use figures::{Figure, Target as Goal};
-use nothing::Nothing;
+use nothing::NoopPmu;
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
 use perf_event_open_sys::bindings::perf_event_attr;
@@ -33,7 +33,7 @@ fn setup(slots: usize, clock: Option<Arc<dyn Clock>>) -> Setup {
         config.clock = clock;
     }
     let core = Core::new(config);
-    core.register(Arc::new(Nothing { slots }));
+    core.register(Arc::new(NoopPmu { slots }));
     let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
     vcpu.sched_in();
     let session = core.session(0, Role::Admin);

@@ -10,7 +10,7 @@ use perf_core::attr::{Attr, EventType};
 use perf_core::estimate::Estimator;
 use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, SlotOffer};
 use perf_core::pmu::clock::{CYCLES, ClockPmu, VcpuClock};
-use perf_core::pmu::{Pmu, Target, VcpuId};
+use perf_core::pmu::{Pmu, PmuTarget, VcpuId};
 
 const SLOTS: usize = 4;
 
@@ -75,7 +75,7 @@ fn clock(c: &mut Criterion) {
         config: CYCLES,
         ..Attr::default()
     };
-    let target = Target::Vcpu {
+    let target = PmuTarget::Vcpu {
         vcpu: VcpuId(0),
         tid: clock.tid(),
     };

@@ -22,14 +22,14 @@ use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, Criterion, Throughput, criterion_group, criterion_main};
 use figures::{Figure, Target};
 use perf_core::attr::{ReadFormat, SampleType};
-use perf_core::record::{Encode, Format, Record, Sample};
+use perf_core::record::{EncodeRecord, Record, RecordFormat, Sample};
 use perf_core::ring::{PAGE_SIZE, Ring, RingMode, RingReader};
 
 /// Number of data pages: 256 KiB, small enough for the second-level cache of most machines.
 const DATA_PAGES: usize = 64;
 /// Size of a record with [`FORMAT`], in bytes.
 const RECORD: usize = 40;
-const FORMAT: Format = Format {
+const FORMAT: RecordFormat = RecordFormat {
     sample_type: SampleType::IP
         .union(SampleType::TID)
         .union(SampleType::TIME)

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use perf_core::attr::{Attr, EventType};
 use perf_core::pmu::clock::{CYCLES, ClockPmu, GUEST_NS, VcpuClock};
-use perf_core::pmu::{Pmu, PmuError, PmuEvent, Target, VcpuId};
+use perf_core::pmu::{Pmu, PmuError, PmuEvent, PmuTarget, VcpuId};
 
 static KICKS: AtomicU32 = AtomicU32::new(0);
 
@@ -44,7 +44,7 @@ fn main() -> Result<(), PmuError> {
             exclude_host: true,
             ..Attr::default()
         };
-        let target = Target::Vcpu {
+        let target = PmuTarget::Vcpu {
             vcpu: VcpuId(0),
             tid: clock.tid(),
         };

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use perf_core::attr::{Attr, EventType};
 use perf_core::pmu::fed::{FedCounts, FedPmu};
-use perf_core::pmu::{Pmu, PmuError, Target, VcpuId};
+use perf_core::pmu::{Pmu, PmuError, PmuTarget, VcpuId};
 
 const INSTRUCTIONS: usize = 0;
 
@@ -21,7 +21,7 @@ fn main() -> Result<(), PmuError> {
         exclude_kernel: true,
         ..Attr::default()
     };
-    let target = Target::Vcpu {
+    let target = PmuTarget::Vcpu {
         vcpu: VcpuId(0),
         tid: 0,
     };

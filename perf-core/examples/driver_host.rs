@@ -4,7 +4,7 @@
 
 use perf_core::attr::{Attr, EventType};
 use perf_core::pmu::host::{HostPmu, HostProbe};
-use perf_core::pmu::{Pmu, PmuError, Target, VcpuId};
+use perf_core::pmu::{Pmu, PmuError, PmuTarget, VcpuId};
 
 const PAGE_FAULTS: u64 = 2;
 
@@ -20,7 +20,7 @@ fn main() -> Result<(), PmuError> {
         ..Attr::default()
     };
     // A thread id of 0 is the calling thread.
-    let here = Target::Vcpu {
+    let here = PmuTarget::Vcpu {
         vcpu: VcpuId(0),
         tid: 0,
     };

@@ -9,7 +9,7 @@ use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::Kvm;
 use perf_core::attr::{Attr, EventType};
 use perf_core::pmu::kvm::{KvmPmu, StatsFile};
-use perf_core::pmu::{Pmu, Target, VcpuId};
+use perf_core::pmu::{Pmu, PmuTarget, VcpuId};
 
 /// `out 0x10, al` in a loop: every run of the vCPU exits.
 const CODE: [u8; 4] = [0xe6, 0x10, 0xeb, 0xfc];
@@ -56,7 +56,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             config: event.config,
             ..Attr::default()
         };
-        let mut counter = pmu.open(&attr, Target::Vm)?;
+        let mut counter = pmu.open(&attr, PmuTarget::Vm)?;
         counter.start(None)?;
         events.push((event.name, counter));
     }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use perf_core::attr::{Attr, EventType};
 use perf_core::pmu::sim::{SimConfig, SimPmu};
-use perf_core::pmu::{Pmu, PmuError, PmuEvent, Target, VcpuId};
+use perf_core::pmu::{Pmu, PmuError, PmuEvent, PmuTarget, VcpuId};
 
 const PICKY: u64 = 9;
 
@@ -24,7 +24,7 @@ fn main() -> Result<(), PmuError> {
             config,
             ..Attr::default()
         };
-        let target = Target::Vcpu {
+        let target = PmuTarget::Vcpu {
             vcpu: VcpuId(0),
             tid: 0,
         };

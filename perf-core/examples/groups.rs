@@ -9,15 +9,15 @@ use std::sync::Arc;
 
 use perf_core::attr::Wakeup;
 use perf_core::pmu::host::HostPmu;
-use perf_core::record::{Format, Record};
+use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 use shared::*;
 
 /// Registers of this thread without an instruction pointer.
-struct Here;
+struct UserModeRegs;
 
-impl SampleRegs for Here {
+impl SampleRegs for UserModeRegs {
     fn mode(&mut self) -> CpuMode {
         CpuMode::User
     }
@@ -89,7 +89,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
         ..OpenFlags::default()
     };
     let twenty_fifth = open(attr(25), Some(&tenth), to_tenth)?;
-    let serve = || thread.service_overflows(&mut Here, &mut |_| {});
+    let serve = || thread.service_overflows(&mut UserModeRegs, &mut |_| {});
     let work = |faults| {
         for _ in 0..faults / 5 {
             touch(5);
@@ -115,7 +115,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     assert_eq!(tenth.state(), EventState::Off);
     assert!(tenth.poll().contains(PollState::HUP), "its limit is reached");
     let mut reader = RingReader::of(ring);
-    let format = Format::from(tenth.attr());
+    let format = RecordFormat::from(tenth.attr());
     let (mut of_tenth, mut of_other, mut lost) = (0, 0, 0);
     while let Some(raw) = reader.next_record()? {
         match Record::decode(raw, format)? {

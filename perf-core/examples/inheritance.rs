@@ -9,7 +9,7 @@ use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use perf_core::pmu::host::HostPmu;
-use perf_core::record::{Format, Record};
+use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 use shared::*;
@@ -75,7 +75,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     print("all have gone, nothing is lost")?;
 
     println!("what the page-faults ring tells of each:");
-    let format = Format::from(faults.attr());
+    let format = RecordFormat::from(faults.attr());
     let mut reader = RingReader::map(ring.memfd())?;
     while let Some(raw) = reader.next_record()? {
         match Record::decode(raw, format)? {

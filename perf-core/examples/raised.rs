@@ -4,7 +4,7 @@
 //!
 //! `cargo run -p perf-core --example raised`
 
-use perf_core::record::{Format, MapName, Record};
+use perf_core::record::{MappingName, Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
@@ -28,12 +28,12 @@ impl SampleRegs for Exit {
 }
 
 /// An exit interrupted by a signal whose handler raises an event.
-struct Interrupted<'a> {
+struct InterruptedExit<'a> {
     exit: Exit,
     vcpu: &'a VcpuContext,
 }
 
-impl SampleRegs for Interrupted<'_> {
+impl SampleRegs for InterruptedExit<'_> {
     fn mode(&mut self) -> CpuMode {
         self.exit.mode()
     }
@@ -81,7 +81,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
         mmap: true,
         ..Attr::sampling(EventType::VMM, SoftwareEventId::Exits as u64, 10)
     };
-    let format = Format::from(&attr);
+    let format = RecordFormat::from(&attr);
     let sampled = open(attr, OpenTarget::Vcpu(VcpuId(0)), Some(42))?;
     let mut ring = RingReader::of(sampled.map(4, true)?);
     let pmis = Attr::counting(EventType::VMM, SoftwareEventId::Pmis as u64);
@@ -92,7 +92,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
         start: 0xffff_ffff_8100_0000,
         len: 0x1_0000,
         pgoff: 0,
-        name: MapName::Path(b"[guest.kernel.kallsyms]"),
+        name: MappingName::Path(b"[guest.kernel.kallsyms]"),
         kernel: true,
     });
     let mut told = 0;
@@ -112,7 +112,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
         ip: 0xffff_ffff_8100_1000,
         reason: [0; 8],
     };
-    let mut interrupted = Interrupted {
+    let mut interrupted = InterruptedExit {
         exit,
         vcpu: &vcpus[0],
     };

@@ -18,12 +18,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use perf_core::attr::{ReadFormat, SampleType, Wakeup};
-use perf_core::record::{Comm, CpuMode, Encode, Format, Record, Sample};
-use perf_core::ring::{Counter, PollState, Ring, RingError, RingMode, RingReader};
+use perf_core::record::{CommRecord, CpuMode, EncodeRecord, Record, RecordFormat, Sample};
+use perf_core::ring::{PageCounter, PollState, Ring, RingError, RingMode, RingReader};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
-const FORMAT: Format = Format {
+const FORMAT: RecordFormat = RecordFormat {
     sample_type: SampleType::IP
         .union(SampleType::TID)
         .union(SampleType::TIME)
@@ -66,11 +66,11 @@ fn write() -> Result<(), Error> {
     )
     .map_err(|error| format!("sending the ring failed: {error}"))?;
 
-    Comm {
+    CommRecord {
         pid: std::process::id(),
         tid: 1,
         name: b"example",
-        ..Comm::default()
+        ..CommRecord::default()
     }
     .write(FORMAT, &ring)?;
     let refused = AtomicBool::new(false);
@@ -115,9 +115,9 @@ fn copy_clock_samples(ring: &Ring) -> Result<(), Error> {
                 }
             }
         }
-        let now = Counter {
+        let now = PageCounter {
             offset: count,
-            ..Counter::default()
+            ..PageCounter::default()
         };
         ring.control().update(now)?;
     }

@@ -10,15 +10,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use perf_core::pmu::host::{HostPmu, ignore_sigio};
-use perf_core::record::{Format, Record};
+use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 use shared::*;
 
 /// Registers of the vCPU. A VMM reads them from KVM; this thread only reports user mode.
-struct Here;
+struct UserModeRegs;
 
-impl SampleRegs for Here {
+impl SampleRegs for UserModeRegs {
     fn mode(&mut self) -> CpuMode {
         CpuMode::User
     }
@@ -51,7 +51,7 @@ impl Sampled {
     /// Reads the ring and prints throttling records.
     fn drain(&mut self) -> Result<(), Box<dyn std::error::Error>> {
         let attr = self.handle.attr();
-        let format = Format::from(attr);
+        let format = RecordFormat::from(attr);
         while let Some(raw) = self.reader.next_record()? {
             match Record::decode(raw, format)? {
                 Record::Sample(sample) => {
@@ -91,7 +91,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let vcpu = core.add_vcpu(VcpuId(0), tid())?;
     let session = core.session(0, Role::Admin);
     vcpu.sched_in();
-    let serve = || vcpu.service_overflows(&mut Here, &mut |_| {});
+    let serve = || vcpu.service_overflows(&mut UserModeRegs, &mut |_| {});
     // Causes `n` page faults and handles overflows after their signal, as a VMM's run loop does.
     let faults = |n: usize| {
         for _ in 0..n / 10 {

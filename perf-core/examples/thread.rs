@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use perf_core::pmu::host::HostPmu;
-use perf_core::record::{Format, Record};
+use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
@@ -16,9 +16,9 @@ const PERIOD_NS: u64 = 1_000_000;
 
 /// Registers without an instruction pointer, which only a signal handler could provide. Samples
 /// have a time and a period only.
-struct Nowhere;
+struct NoRegs;
 
-impl SampleRegs for Nowhere {
+impl SampleRegs for NoRegs {
     fn mode(&mut self) -> CpuMode {
         CpuMode::User
     }
@@ -55,15 +55,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for n in 0..20_000_000u64 {
         sum = std::hint::black_box(sum.wrapping_mul(31).wrapping_add(n));
         if n % 100_000 == 0 {
-            thread.service_overflows(&mut Nowhere, &mut |_| {});
+            thread.service_overflows(&mut NoRegs, &mut |_| {});
         }
     }
     clock.disable(ControlScope::Event)?;
-    thread.service_overflows(&mut Nowhere, &mut |_| {});
+    thread.service_overflows(&mut NoRegs, &mut |_| {});
 
-    let format = Format {
+    let format = RecordFormat {
         sample_type: clock.attr().sample_type,
-        ..Format::default()
+        ..RecordFormat::default()
     };
     let (mut samples, mut stand_for_ns) = (0, 0);
     while let Some(raw) = ring.next_record()? {

@@ -11,7 +11,7 @@
 //!   [`Handle`].
 //! - **vCPU context**, **VM context**: the set of events of one vCPU, or of the whole machine.
 //! - **group**: a leader and its siblings, scheduled on the PMU together or not at all.
-//! - **slot**: one hardware counter. A driver with [`pmu::Capacity::Counters`] has a fixed set of
+//! - **slot**: one hardware counter. A driver with [`pmu::PmuCapacity::Counters`] has a fixed set of
 //!   slots for each vCPU and reports which of them can hold an event ([`Pmu::constraint`]). Events
 //!   of all other drivers are *software* events and need no slot.
 //! - **pinned**: always scheduled, or in the error state. **flexible**: multiplexed. **exclusive**:
@@ -30,7 +30,7 @@
 //! use std::sync::Arc;
 //!
 //! use perf_core::pmu::host::HostPmu;
-//! use perf_core::record::{Format, Record};
+//! use perf_core::record::{RecordFormat, Record};
 //! use perf_core::ring::RingReader;
 //! use perf_core::*;
 //!
@@ -74,7 +74,7 @@
 //! clock.disable(Scope::Event)?;
 //! thread.service_overflows(&mut Regs, &mut |_| {});
 //!
-//! let format = Format { sample_type: clock.attr().sample_type, ..Format::default() };
+//! let format = RecordFormat { sample_type: clock.attr().sample_type, ..RecordFormat::default() };
 //! let mut stand_for_ns = 0;
 //! while let Some(raw) = ring.next_record()? {
 //!     if let Record::Sample(sample) = Record::decode(raw, format)? {

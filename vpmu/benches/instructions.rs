@@ -23,12 +23,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
 
-use nothing::Nothing;
+use nothing::NoopPmu;
 use perf_core::attr::{ReadFormat, SampleType};
 use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
 use perf_core::pmu::fed::{FedCounts, FedPmu};
-use perf_core::record::{Encode, Format, Sample};
+use perf_core::record::{EncodeRecord, RecordFormat, Sample};
 use perf_core::ring::{Ring, RingMode, RingReader};
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
@@ -95,7 +95,7 @@ impl BenchMachine {
         let clocks = ClockPmu::new(Some(libc::SIGUSR2));
         clocks.add_vcpu(VCPU, Arc::new(VcpuClock::for_current_thread(1_000_000)));
         core.register(Arc::new(clocks));
-        core.register(Arc::new(Nothing { slots }));
+        core.register(Arc::new(NoopPmu { slots }));
         let context = core.add_vcpu(VCPU, 0).expect("the first vCPU");
         context.sched_in();
         let session = core.session(0, Role::Admin);
@@ -272,7 +272,7 @@ fn measure_core(all: &mut Measurements) -> Option<()> {
 
 /// Measures writing and reading of ring buffer records.
 fn measure_ring(all: &mut Measurements) -> Option<()> {
-    let format = Format {
+    let format = RecordFormat {
         sample_type: SampleType::IP | SampleType::TID | SampleType::TIME | SampleType::PERIOD,
         read_format: ReadFormat::empty(),
         sample_id_all: false,

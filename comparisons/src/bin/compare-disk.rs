@@ -16,7 +16,7 @@ use integration::debian::{CMDLINE, Debian, says};
 use integration::footprint::{footprint, tracked};
 use integration::lab::LabOptions;
 use integration::limit::Limit;
-use integration::place::Place;
+use integration::place::TestHost;
 use integration::process::Command;
 use serde_json::json;
 
@@ -151,7 +151,7 @@ fn compare(asked: &Options) -> Result<(), Box<dyn std::error::Error>> {
     };
     let debian = Debian::new(disks, options)?;
     let place = &debian.place;
-    if matches!(place, Place::Direct(_)) {
+    if matches!(place, TestHost::Direct(_)) {
         return Err(
             "it makes tap devices and mounts, which it does in the lab only; set PERFVISOR_PLACE=lab".into(),
         );
@@ -263,7 +263,7 @@ fn qemu_command(debian: &Debian, disk: usize) -> Command {
 }
 
 /// One VM from its start to the end of what it measures.
-fn turn(place: &Place, command: &Command) -> Result<Figures, Box<dyn std::error::Error>> {
+fn turn(place: &TestHost, command: &Command) -> Result<Figures, Box<dyn std::error::Error>> {
     let started = Instant::now();
     let mut vm = place.start(&tracked(place, command))?;
     says(&vm, "login:", LIMIT)?;

@@ -17,7 +17,7 @@ use integration::footprint::{footprint, tracked};
 use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
 use integration::limit::Limit;
-use integration::place::Place;
+use integration::place::TestHost;
 use integration::process::Command;
 use serde_json::json;
 
@@ -65,11 +65,11 @@ fn compare(rounds: u32) -> Result<(), Box<dyn Error>> {
             files.push((name, file.into()));
         }
     }
-    let place = Place::choose(&LabOptions {
+    let place = TestHost::choose(&LabOptions {
         files,
         ..LabOptions::default()
     })?;
-    if matches!(place, Place::Direct(_)) {
+    if matches!(place, TestHost::Direct(_)) {
         return Err("QEMU and its firmware are put into the lab; set PERFVISOR_PLACE=lab".into());
     }
     println!("{}; {rounds} rounds by turns", place.describe());
@@ -143,7 +143,7 @@ fn qemu(perfvisor: &Command, machine: &str) -> Result<Command, Box<dyn Error>> {
 }
 
 /// One VM from its start to its init.
-fn turn(place: &Place, command: &Command) -> Result<Start, Box<dyn Error>> {
+fn turn(place: &TestHost, command: &Command) -> Result<Start, Box<dyn Error>> {
     let started = Instant::now();
     let mut vm = place.start(&tracked(place, command))?;
     says(&vm, INIT, Limit::GENEROUS)?;

@@ -16,7 +16,7 @@ use integration::artefacts::{self, describe};
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
 use integration::limit::Limit;
-use integration::place::{Place, PlaceError};
+use integration::place::{TestHost, TestHostError};
 use serde_json::{Value, json};
 
 /// For a machine that does other things too: an exit of the inner guest costs half a millisecond and more.
@@ -121,12 +121,12 @@ fn main() -> ExitCode {
     }
 }
 
-fn compare(options: &Options) -> Result<bool, PlaceError> {
-    let place = Place::choose(&LabOptions {
+fn compare(options: &Options) -> Result<bool, TestHostError> {
+    let place = TestHost::choose(&LabOptions {
         memory_mib: 4096,
         ..LabOptions::default()
     })?;
-    if !matches!(place, Place::Lab(_)) {
+    if !matches!(place, TestHost::Lab(_)) {
         println!(
             "compare: skipped: made for the lab's nested AMD-V, and this is {}",
             place.describe()
@@ -156,7 +156,7 @@ fn compare(options: &Options) -> Result<bool, PlaceError> {
     let path = artefacts::target_dir().join("bench/compare.json");
     let text = serde_json::to_string_pretty(&as_json(options, &ways)).unwrap_or_default();
     let written = fs::create_dir_all(path.parent().unwrap_or(&path)).and_then(|()| fs::write(&path, text));
-    written.map_err(|error| PlaceError::File {
+    written.map_err(|error| TestHostError::File {
         path: path.clone(),
         message: error.to_string(),
     })?;
@@ -431,11 +431,11 @@ fn as_json(options: &Options, ways: &[(&str, Vec<Figures>)]) -> Value {
     })
 }
 
-fn measure(options: &Options, place: &Place) -> Result<GuestRun, PlaceError> {
+fn measure(options: &Options, place: &TestHost) -> Result<GuestRun, TestHostError> {
     let images = artefacts::images()?;
     let binaries = artefacts::binaries()?;
     let read = |path: &std::path::Path| {
-        fs::read(path).map_err(|error| PlaceError::File {
+        fs::read(path).map_err(|error| TestHostError::File {
             path: path.into(),
             message: error.to_string(),
         })
@@ -449,12 +449,12 @@ fn measure(options: &Options, place: &Place) -> Result<GuestRun, PlaceError> {
     let outer = OUTER.replace("ROUNDS", &rounds.join(" "));
     // The inner guest's script is a file of its initrd.
     let mut initrd = read(&images.initrd)?;
-    initrd.extend(script_archive(&inner).map_err(|error| PlaceError::File {
+    initrd.extend(script_archive(&inner).map_err(|error| TestHostError::File {
         path: "scripts/compare".into(),
         message: error.to_string(),
     })?);
     LinuxGuest::new("compare", "amd")
-        .laid_over(read(&images.lab_initrd)?)
+        .unpacked_over(read(&images.lab_initrd)?)
         .file("bin/perfvisor", 0o755, read(&binaries.perfvisor)?)
         .file("inner/vmlinux", 0o644, read(&images.vmlinux)?)
         .file("inner/initrd", 0o644, initrd)

@@ -9,7 +9,7 @@ use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
 use integration::limit::Limit;
 use integration::parse::{parse_report, parse_stat, tsc_hz};
-use integration::place::{Kvm, Place, PlaceError, probe_kvm};
+use integration::place::{KvmKind, TestHost, TestHostError, probe_kvm};
 
 const LIMIT: Limit = Limit::GENEROUS;
 
@@ -33,16 +33,16 @@ fn main() -> ExitCode {
 }
 
 /// Runs the demo and returns whether the numbers are as expected.
-fn show(pmu: &str) -> Result<bool, PlaceError> {
+fn show(pmu: &str) -> Result<bool, TestHostError> {
     match probe_kvm() {
-        Kvm::Hardware => println!("This machine's /dev/kvm runs Linux guests."),
-        Kvm::SoftwareOnly => {
+        KvmKind::Hardware => println!("This machine's /dev/kvm runs Linux guests."),
+        KvmKind::SoftwareOnly => {
             println!("This machine's /dev/kvm has no VT-x or AMD-V behind it and cannot run Linux.")
         }
-        Kvm::None => println!("This machine has no usable /dev/kvm."),
+        KvmKind::None => println!("This machine has no usable /dev/kvm."),
     }
     let started = Instant::now();
-    let place = Place::choose(&LabOptions::default())?;
+    let place = TestHost::choose(&LabOptions::default())?;
     println!("The guest runs {}.", place.describe());
     let guest = LinuxGuest::new("demo", pmu)
         .named_script("demo")
@@ -51,7 +51,7 @@ fn show(pmu: &str) -> Result<bool, PlaceError> {
     let command = guest.command(&place)?;
     println!("$ {}", quoted(&command.argv));
     let process = place.start(&command)?;
-    let mut lines = Lines::default();
+    let mut lines = ConsolePrinter::default();
     process.follow(LIMIT, |bytes| lines.show(bytes));
     let run = guest.finish(&process.wait(LIMIT)?)?;
     println!("{}", run.vmm_log.trim_end());
@@ -122,11 +122,11 @@ fn quoted(argv: &[String]) -> String {
 
 /// Prints a console line by line, without machine-readable markers.
 #[derive(Default)]
-struct Lines {
+struct ConsolePrinter {
     rest: Vec<u8>,
 }
 
-impl Lines {
+impl ConsolePrinter {
     fn show(&mut self, bytes: &[u8]) {
         self.rest.extend(bytes.iter().filter(|byte| **byte != b'\r'));
         while let Some(end) = self.rest.iter().position(|byte| *byte == b'\n') {

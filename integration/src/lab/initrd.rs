@@ -42,7 +42,7 @@ pub(super) fn write_initrd(
     }
     for (name, file) in &options.files {
         let others = options.files.iter().map(|(other, _)| other.as_str());
-        if let Some(why) = refused_place(name, others) {
+        if let Some(why) = invalid_path_reason(name, others) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
         }
         let mode = std::os::unix::fs::PermissionsExt::mode(&fs::metadata(file)?.permissions());
@@ -55,7 +55,7 @@ pub(super) fn write_initrd(
 const COVERED: [&str; 4] = ["dev", "proc", "sys", "tmp"];
 
 /// Returns why the lab cannot have a file at `place` in addition to `others`, or `None` if it can.
-pub fn refused_place<'a>(place: &str, mut others: impl Iterator<Item = &'a str>) -> Option<String> {
+pub fn invalid_path_reason<'a>(place: &str, mut others: impl Iterator<Item = &'a str>) -> Option<String> {
     let path = place.trim_start_matches('/');
     let mut names = path.split('/');
     if path.split('/').any(|name| ["", ".", ".."].contains(&name)) {
@@ -110,15 +110,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_directory_of_a_file_is_made_before_it() {
+    fn initrd_creates_parent_directories() {
         let files = ["/new/deeper/x", "guest/y", "new/z"].map(|name| (name.to_owned(), PathBuf::new()));
         let made: Vec<_> = directories(&files).into_iter().collect();
         assert_eq!(made, ["guest", "new", "new/deeper", "tests"]);
     }
 
     #[test]
-    fn places_where_a_file_would_be_lost_are_refused() {
-        let refused = |place: &str| refused_place(place, ["guest/x", place].into_iter());
+    fn initrd_rejects_hidden_paths() {
+        let refused = |place: &str| invalid_path_reason(place, ["guest/x", place].into_iter());
         for place in ["bin/x", "/a/b/c", "x", "tmpfiles/x"] {
             assert_eq!(refused(place), None);
         }

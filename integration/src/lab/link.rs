@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::error::LabError;
-use super::remains::Remains;
+use super::logs::LabLogs;
 use lab_agent::ordered::OutputStream;
 
 use crate::process::Progress;
@@ -23,12 +23,12 @@ const TRANSFER_LIMIT: Duration = Duration::from_secs(900);
 pub(super) struct Link {
     stream: Mutex<UnixStream>,
     next_id: AtomicU32,
-    waiting: Mutex<Waiting>,
+    waiting: Mutex<PendingRequests>,
     answered: Condvar,
 }
 
 #[derive(Default)]
-struct Waiting {
+struct PendingRequests {
     processes: HashMap<u32, Arc<Progress>>,
     transfers: HashMap<u32, Transfer>,
     gone: Option<Refusal>,
@@ -116,7 +116,7 @@ impl Link {
         let _ = stream.shutdown(Shutdown::Both);
     }
 
-    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+    fn waiting(&self) -> MutexGuard<'_, PendingRequests> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -130,7 +130,7 @@ impl Link {
     }
 
     /// Dispatches received frames until the agent closes the connection.
-    pub(super) fn receive(&self, mut stream: UnixStream, remains: &Remains) {
+    pub(super) fn receive(&self, mut stream: UnixStream, logs: &LabLogs) {
         let reason = loop {
             match read_frame(&mut stream) {
                 Ok(Some(frame)) => self.deliver(frame),
@@ -138,7 +138,7 @@ impl Link {
                 Err(error) => break error.to_string(),
             }
         };
-        let reason = remains.obituary(&reason);
+        let reason = logs.describe_end(&reason);
         let mut waiting = self.waiting();
         for (_, progress) in waiting.processes.drain() {
             progress.lab_gone(reason.clone());

@@ -117,7 +117,7 @@ mod tests {
         [    0.1] spectre_v2_user: Vulnerable, no microcode warning\n";
 
     #[test]
-    fn a_sound_kernel_is_let_pass_and_one_that_complains_is_not() {
+    fn kernel_log_with_complaint_is_rejected() {
         assert_eq!(judge_kernel_log(SOUND), Ok(()));
         for complaint in [
             "Uhhuh. NMI received for unknown reason 3d on CPU 0.",
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_known_is_known_at_its_place_only() {
+    fn known_complaint_is_accepted_at_its_location_only() {
         let advice = "Speculative Return Stack Overflow: WARNING: See https://kernel.org/doc/html/latest/srso.html for options.";
         assert_eq!(judge_kernel_log(&format!("{SOUND}[    0.3] {advice}\n")), Ok(()));
         for other in [
@@ -150,14 +150,14 @@ mod tests {
     }
 
     #[test]
-    fn messages_that_are_not_all_there_prove_nothing() {
+    fn incomplete_kernel_log_is_rejected() {
         assert!(judge_kernel_log("").is_err());
         assert!(judge_kernel_log("[    9.0] something later\n400\n").is_err());
         assert!(judge_kernel_log("[    0.0] Linux version 6.1\n3\n").is_err());
     }
 
     #[test]
-    fn the_refined_frequency_wins() {
+    fn refined_tsc_frequency_is_preferred() {
         let detected = "[    0.000000] tsc: Detected 2899.998 MHz processor\n";
         assert_eq!(tsc_hz(detected), Some(2_899_998_000.0));
         let refined = format!("{detected}[    1.5] tsc: Refined TSC clocksource calibration: 2900.101 MHz\n");

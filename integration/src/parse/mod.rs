@@ -6,6 +6,6 @@ mod stat;
 mod tap;
 
 pub use dmesg::{KernelLogError, complaints, judge_kernel_log, pmu_driver_lines, tsc_hz};
-pub use report::{Report, ReportLine, parse_report};
-pub use stat::{Count, DetailError, Stat, StatError, judge_detail, parse_stat, parse_stat_csv};
+pub use report::{PerfReport, ReportLine, parse_report};
+pub use stat::{DetailError, PerfStat, StatCount, StatError, judge_detail, parse_stat, parse_stat_csv};
 pub use tap::{Tap, parse_tap};

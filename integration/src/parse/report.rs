@@ -17,7 +17,7 @@ pub struct ReportLine {
 
 /// A parsed report.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Report {
+pub struct PerfReport {
     /// Number of samples according to the header.
     pub samples: f64,
     /// Event count according to the header, "Event count (approx.)".
@@ -28,7 +28,7 @@ pub struct Report {
     pub lines: Vec<ReportLine>,
 }
 
-impl Report {
+impl PerfReport {
     /// Returns the share of a function, in percent; 0 if it is not listed.
     pub fn percent(&self, symbol: &str) -> f64 {
         self.lines
@@ -47,8 +47,8 @@ impl Report {
 }
 
 /// Parses a report. Removes color codes and skips lines outside tables.
-pub fn parse_report(text: &str) -> Report {
-    let mut report = Report::default();
+pub fn parse_report(text: &str) -> PerfReport {
+    let mut report = PerfReport::default();
     for line in text.lines() {
         let line = strip_colours(line);
         if let Some(header) = line.trim_start().strip_prefix('#') {
@@ -60,7 +60,7 @@ pub fn parse_report(text: &str) -> Report {
     report
 }
 
-fn parse_header(header: &str, report: &mut Report) {
+fn parse_header(header: &str, report: &mut PerfReport) {
     if let Some(rest) = header.strip_prefix("Samples:") {
         // "# Samples: 501  of event 'cpu-clock'", or "2K of event" for large numbers.
         report.samples += rest.split_whitespace().next().map_or(0.0, scaled);
@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_levels_and_header_are_read() {
+    fn perf_report_is_parsed() {
         let report = parse_report(
             "# Total Lost Samples: 2\n#\n# Samples: 501  of event 'cpu-clock'\n\
              # Event count (approx.): 1002000000\n#\n# Overhead  Command\n\
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn bare_addresses_do_not_count_as_symbols() {
+    fn perf_report_addresses_are_not_symbols() {
         let report = parse_report("  9.00%  a  [unknown]  [k] 0xffffffff81000000\n");
         assert!(!report.has_symbols(true));
     }

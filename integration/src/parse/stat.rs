@@ -2,7 +2,7 @@
 
 /// A line for one event.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Count {
+pub struct StatCount {
     /// Event name as printed by perf, such as `cycles` or `cycles:u`.
     pub event: String,
     /// CPU number with `-A`, printed as `CPU0`.
@@ -19,9 +19,9 @@ pub struct Count {
 
 /// A parsed `perf stat` output.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Stat {
+pub struct PerfStat {
     /// Lines in printed order.
-    pub counts: Vec<Count>,
+    pub counts: Vec<StatCount>,
     /// Value of "seconds time elapsed".
     pub elapsed_seconds: Option<f64>,
 }
@@ -37,7 +37,7 @@ pub enum StatError {
     NotCounted(String),
 }
 
-impl Stat {
+impl PerfStat {
     /// Returns the count of an event, summed over all CPUs.
     ///
     /// # Errors
@@ -56,7 +56,7 @@ impl Stat {
     /// Returns the count of an event on one CPU, from output with `-A`.
     ///
     /// # Errors
-    /// Returns the same errors as [`Stat::value`].
+    /// Returns the same errors as [`PerfStat::value`].
     pub fn value_on(&self, event: &str, cpu: u32) -> Result<f64, StatError> {
         let count = self
             .counts
@@ -69,8 +69,8 @@ impl Stat {
 
 /// Parses the table of `perf stat`. Skips other lines, so the output of the measured program may be
 /// mixed in.
-pub fn parse_stat(text: &str) -> Stat {
-    let mut stat = Stat::default();
+pub fn parse_stat(text: &str) -> PerfStat {
+    let mut stat = PerfStat::default();
     let mut in_table = false;
     for line in text.lines() {
         if line.contains("Performance counter stats for") {
@@ -90,7 +90,7 @@ pub fn parse_stat(text: &str) -> Stat {
     stat
 }
 
-fn parse_table_line(line: &str) -> Option<Count> {
+fn parse_table_line(line: &str) -> Option<StatCount> {
     // Derived metrics follow the '#'.
     let (counts, remark) = line.split_once('#').unwrap_or((line, ""));
     let running_percent = parse_running(remark)
@@ -113,7 +113,7 @@ fn parse_table_line(line: &str) -> Option<Count> {
         // "<not supported>" and "<not counted>" are two words each.
         words.next()?;
         let event = words.next()?.to_owned();
-        return Some(Count {
+        return Some(StatCount {
             event,
             cpu,
             value: None,
@@ -133,7 +133,7 @@ fn parse_table_line(line: &str) -> Option<Count> {
     if unit == "seconds" {
         return None;
     }
-    Some(Count {
+    Some(StatCount {
         event: event.to_owned(),
         cpu,
         value: Some(value),
@@ -151,15 +151,15 @@ fn parse_running(text: &str) -> Option<f64> {
 
 /// Parses `perf stat -x,`: value, unit, event, time running in ns, share running in percent,
 /// metrics. With `-A` the CPU comes first. Skips lines of other programs.
-pub fn parse_stat_csv(text: &str) -> Stat {
+pub fn parse_stat_csv(text: &str) -> PerfStat {
     let counts = text.lines().filter_map(parse_csv_line).collect();
-    Stat {
+    PerfStat {
         counts,
         elapsed_seconds: None,
     }
 }
 
-fn parse_csv_line(line: &str) -> Option<Count> {
+fn parse_csv_line(line: &str) -> Option<StatCount> {
     let mut fields: Vec<&str> = line.trim().split(',').collect();
     let cpu = fields
         .first()?
@@ -175,7 +175,7 @@ fn parse_csv_line(line: &str) -> Option<Count> {
         "<not supported>" | "<not counted>" => None,
         number => Some(number.parse().ok()?),
     };
-    Some(Count {
+    Some(StatCount {
         event: event.to_owned(),
         cpu,
         value,
@@ -261,7 +261,7 @@ spin: iterations=234000000 seconds=0.500651 cpu_seconds=0.498840
 ";
 
     #[test]
-    fn the_table_gives_values_units_and_time_running() {
+    fn perf_stat_table_is_parsed() {
         let stat = parse_stat(TABLE);
         assert_eq!(stat.value("task-clock"), Ok(516.01));
         assert_eq!(stat.counts[0].unit, "msec");
@@ -281,7 +281,7 @@ spin: iterations=234000000 seconds=0.500651 cpu_seconds=0.498840
     }
 
     #[test]
-    fn per_cpu_tables_are_added_up_or_told_apart() {
+    fn perf_stat_per_cpu_counts_are_summed_or_selected() {
         let stat = parse_stat(
             " Performance counter stats for 'system wide':\n\n\
              CPU0           1,000      cycles                        \n\
@@ -294,7 +294,7 @@ spin: iterations=234000000 seconds=0.500651 cpu_seconds=0.498840
     }
 
     #[test]
-    fn csv_lines_are_told_from_the_programs_own_output() {
+    fn perf_stat_csv_skips_other_output() {
         let stat = parse_stat_csv(
             "spin: iterations=99, seconds=1\n\
              204.45,msec,task-clock,204452730,100.00,0.977,CPUs utilized\n\
@@ -310,7 +310,7 @@ spin: iterations=234000000 seconds=0.500651 cpu_seconds=0.498840
     }
 
     #[test]
-    fn a_number_that_nobody_counted_is_found() {
+    fn detail_check_rejects_zero_counts() {
         let names = [
             "cycles",
             "instructions",

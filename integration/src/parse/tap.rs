@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_ends_early_did_not_pass() {
+    fn truncated_tap_run_fails() {
         assert!(!parse_tap("1..2\nok 1 - a\n").all_passed());
         assert!(!parse_tap("").all_passed());
         assert!(parse_tap("1..1\nok 1 - a\n").all_passed());

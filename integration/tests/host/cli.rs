@@ -7,7 +7,7 @@ use std::path::Path;
 use integration::artefacts;
 use integration::limit::Limit;
 use integration::measure::skipped;
-use integration::place::{Kvm, probe_kvm};
+use integration::place::{KvmKind, probe_kvm};
 use integration::process::{Command, Output, Process};
 
 use crate::refusal::check_refusal;
@@ -53,7 +53,7 @@ fn values_out_of_range_name_the_value_and_the_range() {
 
 /// The message for a common mistake names the value and the correct form of the command.
 #[test]
-fn mistakes_of_operators_name_the_remedy() {
+fn cli_mistakes_are_reported_with_remedy() {
     refused(&["recrod"], &["'recrod'", "did you mean 'record'?"]);
     refused(
         &["ctl", "status", "no-such-vm"],
@@ -83,7 +83,7 @@ fn mistakes_of_operators_name_the_remedy() {
 /// KVM's own vPMU handles RDPMC and delivers PMIs itself, so options for these are refused. If KVM
 /// has no vPMU, the message says so and names an alternative.
 #[test]
-fn kvms_own_vpmu_is_refused_where_it_is_not_and_with_what_it_cannot() {
+fn kvm_vpmu_is_rejected_if_missing_or_incompatible() {
     refused(
         &["run", "--backing", "kvm", "--rdpmc", "hwbp"],
         &["--rdpmc hwbp", "KVM answers"],
@@ -109,7 +109,7 @@ fn kvms_own_vpmu_is_refused_where_it_is_not_and_with_what_it_cannot() {
 }
 
 #[test]
-fn files_that_are_no_kernels_are_named_with_what_is_wrong() {
+fn invalid_kernel_files_are_reported_with_reason() {
     let directory = tempfile::tempdir().unwrap();
     let file = |name: &str, data: &[u8]| {
         let path = directory.path().join(name);
@@ -150,8 +150,8 @@ fn files_that_are_no_kernels_are_named_with_what_is_wrong() {
 }
 
 #[test]
-fn linux_on_a_kvm_that_cannot_run_it_is_refused_with_the_way_out() {
-    if probe_kvm() != Kvm::SoftwareOnly {
+fn linux_on_software_kvm_is_rejected_with_alternative() {
+    if probe_kvm() != KvmKind::SoftwareOnly {
         return skipped(
             "this machine's KVM is not software-only: nothing to refuse",
             false,

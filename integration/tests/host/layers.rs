@@ -91,7 +91,7 @@ fn packages() -> BTreeMap<String, Package> {
 }
 
 #[test]
-fn crates_depend_on_lower_ones_only() {
+fn crates_depend_on_lower_layers_only() {
     let packages = packages();
     for (at, (name, allowed)) in MAY_DEPEND_ON.iter().enumerate() {
         for lower in *allowed {
@@ -217,7 +217,7 @@ fn layers_of_perf_core_import_lower_layers_only() {
 }
 
 #[test]
-fn a_cycle_is_found() {
+fn module_cycle_is_detected() {
     let edge = |from: &str, to: &[&str]| (from.to_owned(), to.iter().map(ToString::to_string).collect());
     let imports: Imports = [edge("a", &["b", "c"]), edge("b", &["a"]), edge("c", &[])].into();
     assert_eq!(cyclic(imports), ["a", "b"]);

@@ -6,12 +6,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use integration::artefacts::{cargo_metadata, workspace};
 
 /// Licences that deny.toml allows, for all crates and for individual ones.
-struct Allowed {
+struct AllowedLicences {
     all: BTreeSet<String>,
     exceptions: BTreeMap<String, BTreeSet<String>>,
 }
 
-impl Allowed {
+impl AllowedLicences {
     fn read() -> Self {
         let text = std::fs::read_to_string(workspace().join("deny.toml")).unwrap();
         let file: toml::Table = text.parse().unwrap();
@@ -114,7 +114,7 @@ fn one(words: &[&str], at: &mut usize, allowed: &BTreeSet<String>) -> bool {
 
 #[test]
 fn every_crate_has_an_allowed_licence() {
-    let allowed = Allowed::read();
+    let allowed = AllowedLicences::read();
     let refused: Vec<_> = packages()
         .into_iter()
         .filter(|(name, _, licence)| !allowed.permits(name, licence))
@@ -123,7 +123,7 @@ fn every_crate_has_an_allowed_licence() {
 }
 
 #[test]
-fn the_rust_vmm_crates_come_in_one_version_each() {
+fn rust_vmm_crates_have_single_versions() {
     let mut versions = BTreeMap::<String, BTreeSet<String>>::new();
     for (name, version, _) in packages() {
         versions.entry(name).or_default().insert(version);
@@ -140,7 +140,7 @@ fn the_rust_vmm_crates_come_in_one_version_each() {
 }
 
 #[test]
-fn licence_expressions_are_understood() {
+fn licence_expressions_are_evaluated() {
     let allowed: BTreeSet<_> = ["MIT", "Apache-2.0", "Apache-2.0 WITH LLVM-exception"]
         .map(str::to_owned)
         .into_iter()

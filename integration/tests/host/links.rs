@@ -106,7 +106,7 @@ fn broken(at: &Path, page: &str) -> Vec<String> {
 }
 
 #[test]
-fn every_link_of_a_page_leads_somewhere() {
+fn documentation_links_resolve() {
     let mut pages = Vec::new();
     files(workspace(), &[".md"], &mut pages);
     let (mut links, mut wrong) = (0, Vec::new());
@@ -124,7 +124,7 @@ fn every_link_of_a_page_leads_somewhere() {
 }
 
 #[test]
-fn every_page_under_docs_that_a_file_names_exists() {
+fn pages_named_in_sources_exist() {
     let root = workspace();
     let mut sources = Vec::new();
     files(
@@ -161,7 +161,7 @@ fn every_page_under_docs_that_a_file_names_exists() {
 
 /// Checks the code locations that `walks` names: `NAME` (`FILE`). Returns their number and the
 /// missing names and files. `read` returns the text of a file.
-fn lost(walks: &str, read: impl Fn(&str) -> Option<String>) -> (usize, Vec<String>) {
+fn missing_locations(walks: &str, read: impl Fn(&str) -> Option<String>) -> (usize, Vec<String>) {
     let words: Vec<&str> = walks.split('`').collect();
     let (mut places, mut wrong) = (0, Vec::new());
     for at in (1..words.len()).step_by(2) {
@@ -196,19 +196,19 @@ fn is_name(c: char) -> bool {
 
 /// The two walks through the code in architecture.md refer to existing code.
 #[test]
-fn the_walks_lead_through_what_there_is() {
+fn architecture_walks_refer_to_existing_code() {
     let page = fs::read_to_string(workspace().join("docs/architecture.md")).unwrap();
     let (_, walks) = page.split_once("\n## Two walks\n").expect("the walks");
     let walks = walks.split("\n## ").next().unwrap();
-    let (places, wrong) = lost(walks, |file| fs::read_to_string(workspace().join(file)).ok());
+    let (places, wrong) = missing_locations(walks, |file| fs::read_to_string(workspace().join(file)).ok());
     assert!(places > 20, "{places} places");
     assert_eq!(wrong, Vec::<String>::new());
 }
 
 #[test]
-fn a_walk_that_has_lost_its_way_is_found() {
+fn broken_architecture_walk_is_detected() {
     let read = |file: &str| (file == "vmm/src/a.rs").then(|| "impl Some { fn step(&self) {} }".to_owned());
-    let (places, wrong) = lost(
+    let (places, wrong) = missing_locations(
         "`Some::step` (`vmm/src/a.rs`), `Some::ste`\n(`vmm/src/a.rs`), `vmm/src/a.rs`, `x` and `vmm/src/b.rs`",
         read,
     );
@@ -217,7 +217,7 @@ fn a_walk_that_has_lost_its_way_is_found() {
 }
 
 #[test]
-fn a_link_that_leads_nowhere_is_found() {
+fn broken_link_is_detected() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(
         folder.path().join("other.md"),

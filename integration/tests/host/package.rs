@@ -21,7 +21,7 @@ fn make(arguments: &[&str]) -> (bool, String) {
 }
 
 #[test]
-fn package_and_archive_install_a_program_that_needs_nothing_else() {
+fn package_and_archive_install_standalone_program() {
     let program = &artefacts::binaries().unwrap().perfvisor;
     let (done, said) = make(&["package-check", &format!("BINARY={}", program.display())]);
     eprintln!("{said}");
@@ -38,7 +38,7 @@ fn package_and_archive_install_a_program_that_needs_nothing_else() {
 
 /// The package declares no library dependencies, so a dynamically linked program is rejected.
 #[test]
-fn a_program_that_needs_libraries_is_not_packed() {
+fn package_rejects_dynamic_program() {
     let (done, said) = make(&["deb", "BINARY=/bin/cat"]);
     assert!(!done && said.contains("make build"), "{said}");
 }
@@ -46,7 +46,7 @@ fn a_program_that_needs_libraries_is_not_packed() {
 /// Regression test: `make deb` took the binary from a path that no build writes. CI missed this,
 /// because it sets `BINARY=`.
 #[test]
-fn the_binary_that_is_built_is_the_one_that_is_packed() {
+fn package_contains_built_binary() {
     for target in ["deb", "tarball"] {
         let (done, said) = make(&["-n", target, "BINARY=", "TARGET_DIR=there"]);
         assert!(done, "{said}");
@@ -63,7 +63,7 @@ fn the_binary_that_is_built_is_the_one_that_is_packed() {
 
 /// The build compiles only Rust; no dependency contains C code.
 #[test]
-fn no_crate_of_the_program_has_c_to_compile() {
+fn product_compiles_no_c_code() {
     let tree = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
         .current_dir(artefacts::workspace())
         .args([
@@ -99,7 +99,7 @@ fn no_crate_of_the_program_has_c_to_compile() {
 /// The source archive contains guests built from the same sources, and uses them if there is no
 /// compiler. Guests are not used if their sources have changed.
 #[test]
-fn the_source_archive_needs_no_compiler_for_its_guests() {
+fn source_archive_contains_prebuilt_guests() {
     let dir = tempfile::tempdir().unwrap();
     let archives = ["a.tar", "b.tar"].map(|name| dir.path().join(name));
     for archive in &archives {

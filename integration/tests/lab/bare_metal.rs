@@ -1,10 +1,10 @@
 //! Tests the built-in guests on this machine's KVM of any kind and in the lab.
 
-use integration::lease::{Access, PlaceLease};
+use integration::lease::{LeaseAccess, TestHostLease};
 use integration::limit::Limit;
 use integration::measure::{measured_in_parts, skipped};
 use integration::parse::parse_tap;
-use integration::place::{Kvm, Place, probe_kvm};
+use integration::place::{KvmKind, TestHost, probe_kvm};
 use integration::process::{Command, Output};
 
 const LIMIT: Limit = Limit::GENEROUS;
@@ -13,13 +13,13 @@ const MODELS: [&str; 5] = ["intel-v2", "intel-v4", "amd", "amd-k7", "amd-v2"];
 
 /// Leases this machine if it has any KVM. Guests run one at a time, because they compare counts
 /// with the clock.
-fn here() -> PlaceLease {
-    Place::for_bare_metal(Access::Exclusive).unwrap_or_else(|error| panic!("{error}"))
+fn here() -> TestHostLease {
+    TestHost::for_bare_metal(LeaseAccess::Exclusive).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Runs `perfvisor run` with these arguments.
 #[track_caller]
-fn run(place: &Place, arguments: &[&str]) -> Output {
+fn run(place: &TestHost, arguments: &[&str]) -> Output {
     let perfvisor = place.perfvisor().unwrap_or_else(|error| panic!("{error}"));
     let command = Command::new(perfvisor).arg("run").args(arguments.iter().copied());
     place
@@ -37,7 +37,7 @@ fn shown(output: &Output) -> String {
     )
 }
 
-fn the_built_in_guest_sees_what_it_expects(place: &Place) {
+fn the_built_in_guest_sees_what_it_expects(place: &TestHost) {
     for model in ["intel", "amd"] {
         // The guest reports measurements that host load made inconclusive; actual errors fail at
         // once.
@@ -70,7 +70,7 @@ fn the_built_in_guest_sees_what_it_expects(place: &Place) {
     }
 }
 
-fn the_vpmu_test_kernel_passes(place: &Place) {
+fn the_vpmu_test_kernel_passes(place: &TestHost) {
     let kernel = place
         .bare_metal_guest("vpmu")
         .unwrap_or_else(|error| panic!("{error}"));
@@ -129,20 +129,20 @@ fn the_vpmu_test_kernel_passes_here() {
 /// The lab runs the real kvm_amd. If this machine has hardware virtualization, its KVM is
 /// sufficient.
 #[test]
-fn the_built_in_guest_sees_what_it_expects_on_a_real_kvm() {
-    if probe_kvm() == Kvm::Hardware {
+fn builtin_guest_passes_on_hardware_kvm() {
+    if probe_kvm() == KvmKind::Hardware {
         return skipped("this machine's own KVM is a real one, and was tested", false);
     }
-    let place = Place::alone().unwrap_or_else(|error| panic!("{error}"));
+    let place = TestHost::alone().unwrap_or_else(|error| panic!("{error}"));
     the_built_in_guest_sees_what_it_expects(&place);
 }
 
 #[test]
 fn the_vpmu_test_kernel_passes_on_a_real_kvm() {
-    if probe_kvm() == Kvm::Hardware {
+    if probe_kvm() == KvmKind::Hardware {
         return skipped("this machine's own KVM is a real one, and was tested", false);
     }
-    let place = Place::alone().unwrap_or_else(|error| panic!("{error}"));
+    let place = TestHost::alone().unwrap_or_else(|error| panic!("{error}"));
     the_vpmu_test_kernel_passes(&place);
 }
 
@@ -165,9 +165,9 @@ const LARGE: u64 = 4 << 20;
 
 /// The start-up time depends on the machine (docs/measurements.md), so the test counts operations.
 #[test]
-fn few_calls_and_no_sleep_lead_to_the_first_guest_instruction() {
+fn startup_makes_few_system_calls_and_no_sleep() {
     let place = here();
-    if !matches!(*place, Place::Direct(_)) {
+    if !matches!(*place, TestHost::Direct(_)) {
         return skipped("strace is of this machine, which has no KVM", false);
     }
     let strace = |options: &[&str]| {

@@ -1,9 +1,9 @@
 //! Tests the messages for invalid input and unusable hosts that require a host that can be broken.
 //! The other messages are tested in `integration/tests/host/cli.rs`.
 
-use integration::lease::Access;
+use integration::lease::LeaseAccess;
 use integration::limit::Limit;
-use integration::place::Place;
+use integration::place::TestHost;
 use integration::process::Command;
 
 use crate::refusal::check_refusal;
@@ -12,8 +12,8 @@ const LIMIT: Limit = Limit::GENEROUS;
 
 /// The lab is broken deliberately and repaired for later tests.
 #[test]
-fn hosts_that_cannot_run_the_guest_are_named_with_the_remedy() {
-    let place = Place::lab(Access::Shared).unwrap_or_else(|error| panic!("{error}"));
+fn unusable_hosts_are_reported_with_remedy() {
+    let place = TestHost::lab(LeaseAccess::Shared).unwrap_or_else(|error| panic!("{error}"));
     let run = |line: &str| {
         place
             .run(&Command::shell(line), LIMIT)

@@ -2,9 +2,9 @@
 //! back.
 
 use integration::lab::LabOptions;
-use integration::lease::Access;
+use integration::lease::LeaseAccess;
 use integration::measure::skipped;
-use integration::place::Place;
+use integration::place::TestHost;
 use integration::process::Command;
 
 use crate::common::{LIMIT, perfvisor, run};
@@ -21,11 +21,11 @@ fn clock_setter(stop: &str) -> Command {
 
 #[test]
 fn clock_changes_affect_no_count_and_no_wait() {
-    if Place::is_direct().unwrap_or_else(|error| panic!("{error}")) {
+    if TestHost::is_direct().unwrap_or_else(|error| panic!("{error}")) {
         skipped("the clock of this machine is not ours to set", false);
         return;
     }
-    let place = Place::lease(&LabOptions::default(), Access::Exclusive);
+    let place = TestHost::lease(&LabOptions::default(), LeaseAccess::Exclusive);
     let place = place.unwrap_or_else(|error| panic!("{error}"));
     let vm = Command::new(place.perfvisor().unwrap())
         .args([

@@ -2,7 +2,7 @@
 
 use integration::guest::LinuxGuest;
 use integration::limit::Limit;
-use integration::place::Place;
+use integration::place::TestHost;
 use integration::process::{Command, Process};
 
 /// Limits of every operation.
@@ -10,7 +10,7 @@ pub const LIMIT: Limit = Limit::GENEROUS;
 
 /// Runs a command that must succeed and returns both output streams.
 #[track_caller]
-pub fn run(place: &Place, command: &Command) -> (String, String) {
+pub fn run(place: &TestHost, command: &Command) -> (String, String) {
     let output = place.run(command, LIMIT).unwrap();
     assert!(output.success(), "{}: {}", command.line(), output.stderr_text());
     (output.stdout_text(), output.stderr_text())
@@ -18,7 +18,7 @@ pub fn run(place: &Place, command: &Command) -> (String, String) {
 
 /// Starts `guest` and waits until its script prints `load-has-begun`. Dropping the result stops the
 /// guest.
-pub fn loaded(place: &Place, guest: &LinuxGuest) -> Process {
+pub fn loaded(place: &TestHost, guest: &LinuxGuest) -> Process {
     let running = place.start(&guest.command(place).unwrap()).unwrap();
     let begun = running.wait_for("load-has-begun", LIMIT);
     assert!(begun, "{}", running.stdout_so_far());
@@ -27,7 +27,7 @@ pub fn loaded(place: &Place, guest: &LinuxGuest) -> Process {
 
 /// Returns a function that runs `perfvisor` with the given arguments on the test host and returns
 /// both output streams.
-pub fn perfvisor(place: &Place) -> impl Fn(&[&str]) -> (String, String) {
+pub fn perfvisor(place: &TestHost) -> impl Fn(&[&str]) -> (String, String) {
     let program = place.perfvisor().unwrap();
     move |args| run(place, &Command::new(program.clone()).args(args.iter().copied()))
 }

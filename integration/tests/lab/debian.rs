@@ -12,7 +12,7 @@ use integration::debian::{Debian, says};
 use integration::lab::LabOptions;
 use integration::limit::Limit;
 use integration::parse::parse_stat_csv;
-use integration::place::Place;
+use integration::place::TestHost;
 use integration::process::{Command, Output};
 
 const LIMIT: Limit = Limit::GENEROUS;
@@ -32,12 +32,12 @@ fn models() -> Vec<String> {
     }
 }
 
-fn run(place: &Place, command: &Command) -> Result<Output, String> {
+fn run(place: &TestHost, command: &Command) -> Result<Output, String> {
     place.run(command, LIMIT).map_err(|error| error.to_string())
 }
 
 /// Runs a command that must succeed and returns its output.
-fn printed(place: &Place, command: &Command) -> Result<String, String> {
+fn printed(place: &TestHost, command: &Command) -> Result<String, String> {
     let output = run(place, command)?;
     if output.success() {
         return Ok(output.stdout_text());
@@ -94,7 +94,7 @@ fn boots(debian: &Debian, pmu: &str, disk: usize) -> Result<String, String> {
 /// All models boot, two at a time, each on its own disk.
 #[test]
 #[ignore = "minutes: make debian-test"]
-fn the_image_boots_to_a_login_with_every_pmu_model() {
+fn debian_image_boots_with_every_pmu_model() {
     let options = LabOptions {
         memory_mib: 4096,
         ..LabOptions::default()
@@ -135,11 +135,11 @@ const CHROOT: &str = "mkdir -p /debian && mount -o ro /dev/vdb /debian && mount 
 /// its Ethernet address, so nothing is configured.
 #[test]
 #[ignore = "minutes: make debian-test"]
-fn the_image_is_reached_by_ssh_and_by_vsock() {
+fn debian_image_is_reachable_by_ssh_and_vsock() {
     let options = LabOptions::default();
     let debian = Debian::new(2, options).unwrap_or_else(|error| panic!("{error}"));
     let place = &debian.place;
-    if matches!(place, Place::Direct(_)) {
+    if matches!(place, TestHost::Direct(_)) {
         println!("SKIP: the test makes namespaces and mounts, which it does in the lab only");
         return;
     }

@@ -5,10 +5,10 @@ use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
 use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
-use integration::place::{Place, PlaceError};
+use integration::place::{TestHost, TestHostError};
 use integration::process::Command;
 
-use crate::shared_guests::{self, Part};
+use crate::shared_guests::{self, GuestPart};
 
 const LIMIT: Limit = Limit::GENEROUS;
 
@@ -37,7 +37,7 @@ section end cat /sys/class/net/eth0/address
 "#;
 
 #[track_caller]
-fn shell(place: &Place, line: &str) -> String {
+fn shell(place: &TestHost, line: &str) -> String {
     let output = place.run(&Command::shell(line), LIMIT).unwrap();
     assert!(output.success(), "{line}: {}", output.stderr_text());
     output.stdout_text()
@@ -46,9 +46,9 @@ fn shell(place: &Place, line: &str) -> String {
 /// With two disks, two network devices and entropy over three boots, earlier data remains on the
 /// disk, and Perfvisor holds no more descriptors and threads than after the first boot.
 #[test]
-fn disks_and_networks_work_again_after_each_reboot() {
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
-    if matches!(*place, Place::Direct(_)) {
+fn disks_and_networks_survive_reboots() {
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
+    if matches!(*place, TestHost::Direct(_)) {
         println!("SKIP: the test makes tap devices, which it does in the lab only");
         return;
     }
@@ -117,7 +117,7 @@ section disk sh -c "head -c 1048576 /dev/vda | cmp - /tmp/data"
 "#;
 
 /// Creates the disk that [`COUNTED`] reads.
-fn make_counted_disk(place: &Place) -> Result<String, PlaceError> {
+fn make_counted_disk(place: &TestHost) -> Result<String, TestHostError> {
     let disk = place.scratch("counted.img");
     let made = place.run(&Command::shell(format!("truncate -s 4M '{disk}'")), LIMIT)?;
     assert!(made.success(), "{}", made.stderr_text());
@@ -139,8 +139,8 @@ fn counts_with_a_disk(run: &GuestRun, event: &str) -> Vec<f64> {
 }
 
 /// The part that runs in the single-stepped shared guest.
-pub const STEPPED: Part = Part {
-    tests: &["devices::a_stepped_guest_reads_its_disk_and_its_counts_stay_exact"],
+pub const STEPPED: GuestPart = GuestPart {
+    tests: &["devices::stepped_guest_with_disk_counts_exactly"],
     prepare: || {},
     add: |place, guest| {
         let disk = make_counted_disk(place)?;
@@ -153,7 +153,7 @@ pub const STEPPED: Part = Part {
 
 /// Counts remain exact although disk interrupts occur between single steps.
 #[test]
-fn a_stepped_guest_reads_its_disk_and_its_counts_stay_exact() {
+fn stepped_guest_with_disk_counts_exactly() {
     let counts = counts_with_a_disk(shared_guests::STEPPED.run(), "branches:u");
     assert!(counts[0] > 1000.0, "{counts:?}");
     assert!(counts.iter().all(|count| *count == counts[0]), "{counts:?}");
@@ -161,8 +161,8 @@ fn a_stepped_guest_reads_its_disk_and_its_counts_stay_exact() {
 
 /// Intercepts RDPMC by hardware breakpoints, if the host supports them.
 #[test]
-fn a_guest_with_breakpoints_on_rdpmc_has_its_disk() {
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+fn guest_with_rdpmc_breakpoints_uses_disk() {
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     let fire = place
         .check("/stepping/breakpoints")
         .unwrap_or_else(|error| panic!("{error}"));
@@ -202,8 +202,8 @@ read word </dev/ttyS0
 /// A user at the other end of a pseudo-terminal types a line and reads one. Later nobody reads: the
 /// guest is not blocked, and the newest output is kept for the next reader.
 #[test]
-fn a_virtio_console_speaks_with_its_user_and_waits_for_nobody() {
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+fn virtio_console_does_not_block_without_reader() {
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     let guest = LinuxGuest::new("devices-console", "off")
         .script(CONSOLE)
         .limit(LIMIT)

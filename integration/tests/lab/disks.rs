@@ -6,7 +6,7 @@ use std::path::Path;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
 use integration::measure::skipped;
-use integration::place::Place;
+use integration::place::TestHost;
 use integration::process::{Command, Output};
 use tempfile::TempDir;
 
@@ -73,7 +73,7 @@ fn guest(name: &str, pmu: &str, script: &str, disks: &[String]) -> LinuxGuest {
         .limit(LIMIT)
 }
 
-fn shell(place: &Place, line: &str) -> Output {
+fn shell(place: &TestHost, line: &str) -> Output {
     let output = place.run(&Command::shell(line), LIMIT).unwrap();
     assert!(output.success(), "{line}: {}", output.stderr_text());
     output
@@ -91,8 +91,8 @@ fn status(run: &GuestRun, name: &str) -> Option<i32> {
 
 /// The guests run one after the other with different virtual PMUs, which must not affect disks.
 #[test]
-fn what_was_flushed_is_there_after_the_vm_was_killed() {
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+fn flushed_data_survives_killed_vm() {
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     let [first, second] = ["first.img", "second.img"].map(|name| place.scratch(name));
     shell(
         &place,
@@ -160,7 +160,7 @@ fn what_was_flushed_is_there_after_the_vm_was_killed() {
 
 /// Creates a disk of 8 MiB as a qcow2 image with a raw backing file, if qemu-img is installed.
 /// Returns the value for `--disk`, the image, and the directory of the backing file.
-fn qcow2_disk(place: &Place) -> Option<(String, String, TempDir)> {
+fn qcow2_disk(place: &TestHost) -> Option<(String, String, TempDir)> {
     let dir = tempfile::tempdir().unwrap();
     let base = [b"perfvisor".as_slice(), &[0; 503]].concat();
     std::fs::write(dir.path().join("base"), base).unwrap();
@@ -193,7 +193,7 @@ fn qcow2_disk(place: &Place) -> Option<(String, String, TempDir)> {
 }
 
 /// Checks the image at `path` with qemu-img. Leaked clusters are accepted after a VM was killed.
-fn whole(place: &Place, path: &str, dir: &Path) {
+fn whole(place: &TestHost, path: &str, dir: &Path) {
     std::fs::write(dir.join("top"), place.get(path).unwrap()).unwrap();
     let check = std::process::Command::new("qemu-img")
         .args(["check", "-f", "qcow2", "top"])
@@ -209,8 +209,8 @@ fn whole(place: &Place, path: &str, dir: &Path) {
 }
 
 #[test]
-fn a_full_host_is_an_i_o_error_of_the_guest_and_no_more() {
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+fn full_host_disk_causes_guest_io_error() {
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     let small = place.scratch("small");
     let mounted = place
         .run(

@@ -5,13 +5,13 @@
 //! machine cannot single-step it. `make exact` tests all models there, too.
 
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::lease::Access;
+use integration::lease::LeaseAccess;
 use integration::limit::Limit;
 use integration::parse::{Tap, judge_detail, parse_stat_csv, parse_tap};
-use integration::place::{Kvm, Place, probe_kvm};
+use integration::place::{KvmKind, TestHost, probe_kvm};
 use integration::process::Command;
 
-use crate::shared_guests::{self, Part};
+use crate::shared_guests::{self, GuestPart};
 
 const LIMIT: Limit = Limit::GENEROUS;
 
@@ -21,7 +21,7 @@ const MODELS: [&str; 8] = [
 
 /// Runs `exact.elf` and checks that its tests ran: without exact counting, the guest prints an
 /// empty plan and exits successfully.
-fn hand_counted_code(place: &Place, model: &str, cpus: u32, words: &str) -> Tap {
+fn hand_counted_code(place: &TestHost, model: &str, cpus: u32, words: &str) -> Tap {
     let kernel = place
         .bare_metal_guest("exact")
         .unwrap_or_else(|error| panic!("{error}"));
@@ -59,14 +59,14 @@ fn hand_counted_code(place: &Place, model: &str, cpus: u32, words: &str) -> Tap 
 /// KVM without hardware virtualization can step CPL 0 only.
 fn words_here() -> &'static str {
     match probe_kvm() {
-        Kvm::SoftwareOnly => "no-user",
-        Kvm::Hardware | Kvm::None => "",
+        KvmKind::SoftwareOnly => "no-user",
+        KvmKind::Hardware | KvmKind::None => "",
     }
 }
 
 #[test]
 fn hand_counted_code_is_exact_here_on_every_model() {
-    let place = Place::for_bare_metal(Access::Shared).unwrap_or_else(|error| panic!("{error}"));
+    let place = TestHost::for_bare_metal(LeaseAccess::Shared).unwrap_or_else(|error| panic!("{error}"));
     for model in MODELS {
         let tap = hand_counted_code(&place, model, 1, words_here());
         assert!(tap.passed.len() >= 15, "{model}: {tap:?}");
@@ -77,7 +77,7 @@ fn hand_counted_code_is_exact_here_on_every_model() {
 /// SYSCALL clear the trap flag.
 #[test]
 fn hand_counted_code_is_exact_at_both_levels_on_a_real_kvm() {
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     let models: &[&str] = match std::env::var("PERFVISOR_EXACT").as_deref() {
         Ok("all") => &MODELS,
         _ => &["amd"],
@@ -94,7 +94,7 @@ fn hand_counted_code_is_exact_at_both_levels_on_a_real_kvm() {
 /// on every KVM. Code without interrupts and faults is still exact at CPL 0.
 #[test]
 fn straight_code_is_exact_with_several_vcpus_on_a_real_kvm() {
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     for only in ["a-block-of-1000", "a-loop", "each-general-counter", "branches"] {
         hand_counted_code(&place, "amd", 2, &format!("only=exact:-{only}"));
     }
@@ -119,10 +119,10 @@ pub fn stepped(name: &str, pmu: &str) -> LinuxGuest {
 }
 
 /// First part of the shared guest: programs, before any device driver is loaded.
-pub const USER_MODE: Part = Part {
+pub const USER_MODE: GuestPart = GuestPart {
     tests: &[
         "exact::user_mode_counts_of_a_linux_guest_are_exact",
-        "exact::perf_stat_shows_no_number_that_nobody_counted",
+        "exact::perf_stat_shows_no_uncounted_numbers",
     ],
     prepare: || {},
     add: |_, guest| {
@@ -141,7 +141,7 @@ pub const USER_MODE: Part = Part {
 
 /// Last part of the shared guest: replaces the console from which `gate` reads its lines by a file,
 /// so the end of the script is not printed.
-pub const KERNEL_MODE: Part = Part {
+pub const KERNEL_MODE: GuestPart = GuestPart {
     tests: &["exact::kernel_counts_of_a_linux_guest_grow_with_its_system_calls"],
     prepare: || {},
     add: |_, guest| {
@@ -185,7 +185,7 @@ fn user_mode_counts_of_a_linux_guest_are_exact() {
 /// `perf stat` without options shows exact and time-based counts, and the other events as not
 /// supported.
 #[test]
-fn perf_stat_shows_no_number_that_nobody_counted() {
+fn perf_stat_shows_no_uncounted_numbers() {
     let run = shared_guests::STEPPED.run();
     let shown = judge_detail(run.section("stat"), &["cycles", "instructions", "branches"]);
     assert!(shown.is_ok(), "{shown:?}\n{run}");
@@ -215,7 +215,7 @@ fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
     }
     // Entry and exit code depend on CPU vulnerabilities; the lab's processor is the one of the
     // reference. A single interrupt or page fault is 11 % of eighty calls and 4 % of these.
-    if !Place::is_direct().unwrap_or_else(|error| panic!("{error}")) {
+    if !TestHost::is_direct().unwrap_or_else(|error| panic!("{error}")) {
         assert!(
             (each / REFERENCE - 1.0).abs() < 0.1,
             "{each} a call: {runs:?}\n{run}"
@@ -228,8 +228,8 @@ fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
 /// the others.
 #[test]
 #[ignore = "another boot under single steps, minutes: make exact"]
-fn perf_stat_in_an_intel_guest_shows_no_number_that_nobody_counted() {
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+fn perf_stat_in_intel_guest_shows_no_uncounted_numbers() {
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     let run = stepped("exact-intel", "intel")
         .script("section detail perf stat -x, -o /tmp/stat -d sleep 0\nsection stat cat /tmp/stat\n")
         .run(&place)

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
 use integration::parse::parse_stat_csv;
-use integration::place::Place;
+use integration::place::TestHost;
 use integration::process::{Command, Output, Process};
 
 const LIMIT: Limit = Limit::GENEROUS;
@@ -56,7 +56,7 @@ section dmesg sh -c "dmesg | grep -i -E 'cpu|eject|acpi' | tail -n 60"
 
 /// Runs a command that must succeed and returns both output streams.
 #[track_caller]
-fn run(place: &Place, command: &Command) -> (String, String) {
+fn run(place: &TestHost, command: &Command) -> (String, String) {
     let output = place.run(command, LIMIT).unwrap();
     said(&output)
 }
@@ -124,8 +124,8 @@ fn samples(script: &str) -> BTreeMap<u64, (u64, u64)> {
 }
 
 #[test]
-fn linux_takes_vcpus_in_and_gives_them_up() {
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+fn linux_plugs_and_ejects_vcpus() {
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     let guest = LinuxGuest::new("hotplug", "intel-v2")
         .max_cpus(3)
         .script(SCRIPT)

@@ -14,7 +14,7 @@ use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
 use integration::limit::Limit;
 use integration::parse::{parse_stat_csv, pmu_driver_lines, tsc_hz};
-use integration::place::Place;
+use integration::place::TestHost;
 
 const LIMIT: Limit = Limit::GENEROUS;
 
@@ -33,7 +33,7 @@ const TRIES: usize = 3;
 
 /// A combination of kernel, image, vCPUs and model.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Case {
+struct KernelCase {
     kernel: &'static str,
     image: &'static str,
     kaslr: bool,
@@ -42,7 +42,7 @@ struct Case {
 }
 
 /// The result of one combination, for the table.
-struct Found {
+struct CaseResult {
     release: String,
     text: String,
     cycles: f64,
@@ -53,22 +53,22 @@ struct Found {
 }
 
 /// Default combinations: each kernel once, and each of the other parameters at least once.
-const FEW: [Case; 3] = [
-    Case {
+const FEW: [KernelCase; 3] = [
+    KernelCase {
         kernel: "cloud",
         image: "bzImage",
         kaslr: true,
         cpus: 4,
         pmu: "intel",
     },
-    Case {
+    KernelCase {
         kernel: "generic",
         image: "bzImage",
         kaslr: true,
         cpus: 2,
         pmu: "amd",
     },
-    Case {
+    KernelCase {
         kernel: "newest",
         image: "vmlinux",
         kaslr: false,
@@ -86,11 +86,11 @@ const DEBIAN_13: [&str; 4] = [
     "debian13-backports",
 ];
 
-fn all() -> Vec<Case> {
+fn all() -> Vec<KernelCase> {
     let mut cases = Vec::new();
     for kernel in DEBIAN_13 {
         for cpus in [1, 2] {
-            cases.push(Case {
+            cases.push(KernelCase {
                 kernel,
                 image: "bzImage",
                 kaslr: true,
@@ -105,7 +105,7 @@ fn all() -> Vec<Case> {
                 for cpus in [1, 2, 4] {
                     // Alternate the vendors, so that each of the other parameters occurs with both.
                     let pmu = ["intel", "amd"][cases.len() % 2];
-                    cases.push(Case {
+                    cases.push(KernelCase {
                         kernel,
                         image,
                         kaslr,
@@ -120,7 +120,7 @@ fn all() -> Vec<Case> {
 }
 
 /// Leases a test host with the kernels that `cases` need.
-fn place_with(cases: &[Case]) -> Place {
+fn place_with(cases: &[KernelCase]) -> TestHost {
     let mut files = Vec::new();
     for case in cases {
         let name = case.file_in_lab();
@@ -134,7 +134,7 @@ fn place_with(cases: &[Case]) -> Place {
         files,
         ..LabOptions::default()
     };
-    Place::choose(&options).unwrap_or_else(|error| panic!("{}", artefacts::describe(&error)))
+    TestHost::choose(&options).unwrap_or_else(|error| panic!("{}", artefacts::describe(&error)))
 }
 
 /// Returns the local path of a kernel image and builds it if necessary.
@@ -145,7 +145,7 @@ fn image_file(kernel: &str, image: &str) -> PathBuf {
         .join(image)
 }
 
-impl Case {
+impl KernelCase {
     fn name(&self) -> String {
         let kaslr = if self.kaslr { "kaslr" } else { "nokaslr" };
         format!(
@@ -158,10 +158,10 @@ impl Case {
         format!("guest/{}-{}", self.kernel, self.image)
     }
 
-    fn run(&self, place: &Place) -> Result<Found, String> {
+    fn run(&self, place: &TestHost) -> Result<CaseResult, String> {
         let path = match place {
-            Place::Direct(_) => image_file(self.kernel, self.image).to_string_lossy().into_owned(),
-            Place::Lab(_) => format!("/{}", self.file_in_lab()),
+            TestHost::Direct(_) => image_file(self.kernel, self.image).to_string_lossy().into_owned(),
+            TestHost::Lab(_) => format!("/{}", self.file_in_lab()),
         };
         let run = LinuxGuest::new(format!("kernel-{}", self.name()), self.pmu)
             .kernel(path)
@@ -197,7 +197,7 @@ impl Case {
         script
     }
 
-    fn check(&self, run: &GuestRun) -> Result<Found, String> {
+    fn check(&self, run: &GuestRun) -> Result<CaseResult, String> {
         let text = |name: &str| -> Result<&str, String> {
             match run.console.sections.get(name) {
                 Some(section) if section.status == Some(0) => Ok(&section.text),
@@ -280,7 +280,7 @@ impl Case {
             let line = text("text").ok()?.lines().find(|line| line.ends_with(name))?;
             line.split_whitespace().next().map(str::to_owned)
         };
-        Ok(Found {
+        Ok(CaseResult {
             release: text("release")?.trim().to_owned(),
             text: symbol(" _text").ok_or("no _text in kallsyms")?,
             cycles,
@@ -318,7 +318,7 @@ fn other_kernels_find_their_pmu_count_on_every_cpu_and_sample() {
             kernel = case.kernel;
             // Never run two labs at the same time.
             drop(place.take());
-            let together = |other: &&Case| !many || other.kernel == kernel;
+            let together = |other: &&KernelCase| !many || other.kernel == kernel;
             let same: Vec<_> = cases.iter().filter(together).copied().collect();
             place = Some(place_with(&same));
         }
@@ -357,7 +357,7 @@ fn other_kernels_find_their_pmu_count_on_every_cpu_and_sample() {
 }
 
 #[test]
-fn the_few_are_among_all_kinds() {
+fn default_kernel_cases_are_in_full_matrix() {
     for choice in ["cloud", "generic", "newest"] {
         assert!(FEW.iter().any(|case| case.kernel == choice));
     }

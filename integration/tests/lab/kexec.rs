@@ -6,7 +6,7 @@ use integration::artefacts;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
 use integration::parse::{complaints, judge_detail};
-use integration::place::Place;
+use integration::place::TestHost;
 
 const LIMIT: Limit = Limit::GENEROUS;
 
@@ -80,8 +80,8 @@ fn symbol_address(run: &GuestRun, stage: u32) -> String {
 
 /// Covers a new kernel at the same address, at another address, and after a panic.
 #[test]
-fn kernels_that_the_guest_starts_count_and_sample() {
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+fn kexec_kernels_count_and_sample() {
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     let read = |path: &std::path::Path| {
         std::fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
     };

@@ -4,16 +4,16 @@ use std::time::Duration;
 
 use integration::guest::LinuxGuest;
 use integration::lab::{Lab, LabOptions};
-use integration::lease::{Access, LeaseError};
+use integration::lease::{LeaseAccess, LeaseError};
 use integration::limit::Limit;
-use integration::place::{LabHost, Place};
+use integration::place::{LabHost, TestHost};
 use integration::process::{Command, ProcessError};
 
 const LIMIT: Limit = Limit::GENEROUS;
 
 /// A single boot for all checks, because booting dominates the time.
 #[test]
-fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
+fn lab_has_kvm_and_reliable_agent() {
     let options = LabOptions {
         memory_mib: 2048,
         ..LabOptions::default()
@@ -102,12 +102,14 @@ fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
         "{error}"
     );
     assert!(lab.is_gone());
-    let place = Place::Lab(host);
+    let place = TestHost::Lab(host);
     let output = place.run(&Command::shell("echo alive"), LIMIT).unwrap();
     assert_eq!(output.stdout_text(), "alive\n");
 
     // The same applies to a lab that hangs.
-    let Place::Lab(host) = &place else { unreachable!() };
+    let TestHost::Lab(host) = &place else {
+        unreachable!()
+    };
     host.replace_if_hung();
     assert!(!host.last().is_gone(), "this one does not hang");
     let hang = Command::shell("kill -STOP $(pidof lab-agent)");
@@ -124,7 +126,9 @@ fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
 
     // A hung guest is diagnosed before it is killed. The time to start depends on the machine, as
     // with the boot of the lab.
-    let Place::Lab(host) = &place else { unreachable!() };
+    let TestHost::Lab(host) = &place else {
+        unreachable!()
+    };
     let begun = 3 * host.last().boot_time() + Duration::from_secs(8);
     let error = LinuxGuest::new("does-not-end", "amd")
         .script("echo begun; perf stat -e cycles spin 1000")
@@ -149,9 +153,9 @@ fn the_lab_has_a_real_kvm_and_a_reliable_agent() {
 
 /// A lab contains no traces of earlier tests.
 #[test]
-fn a_leased_lab_is_left_clean() {
+fn leased_lab_is_cleaned() {
     for round in 0..2 {
-        let place = Place::lab(Access::Shared).unwrap_or_else(|error| panic!("{error}"));
+        let place = TestHost::lab(LeaseAccess::Shared).unwrap_or_else(|error| panic!("{error}"));
         let shell = |line: &str| {
             let output = place.run(&Command::shell(line), LIMIT).unwrap();
             assert!(output.success(), "{line}: {}", output.stderr_text());
@@ -161,6 +165,9 @@ fn a_leased_lab_is_left_clean() {
         assert!(!found.contains("left"), "round {round}: {found}");
         shell("touch /tmp/left; mkdir -p /run/perfvisor; tunctl -t pvleft >/dev/null");
         // A second lease of the same thread could deadlock.
-        assert!(matches!(Place::lab(Access::Shared), Err(LeaseError::Pool(_))));
+        assert!(matches!(
+            TestHost::lab(LeaseAccess::Shared),
+            Err(LeaseError::Pool(_))
+        ));
     }
 }

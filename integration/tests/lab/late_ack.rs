@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
-use integration::place::Place;
+use integration::place::TestHost;
 
 /// Two events overflow at different rates (both count the same on the clock backing, so their
 /// periods differ) during `$WORK`, in addition to the watchdog's event.
@@ -61,7 +61,7 @@ fn two_events_and_the_watchdog(
     work: &str,
     limit: Limit,
 ) -> GuestRun {
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     let run = LinuxGuest::new(name, "intel")
         .args(["--cpu-signature".into(), format!("6/{model}/3"), "--stats".into()])
         .cmdline(words)
@@ -83,7 +83,7 @@ fn two_events_and_the_watchdog(
 }
 
 #[test]
-fn a_late_acknowledge_meets_no_pmi_that_was_served() {
+fn late_ack_causes_no_unknown_nmi() {
     two_events_and_the_watchdog(
         "late-ack",
         SKYLAKE,
@@ -98,7 +98,7 @@ fn a_late_acknowledge_meets_no_pmi_that_was_served() {
 /// the TSC-deadline timer: Linux calibrates the APIC timer against the PIT, whose interrupt must be
 /// delivered.
 #[test]
-fn neither_does_one_of_a_guest_without_x2apic() {
+fn late_ack_in_xapic_mode_causes_no_unknown_nmi() {
     let run = two_events_and_the_watchdog(
         "late-ack-xapic",
         SKYLAKE_SERVER,
@@ -140,7 +140,7 @@ fn neither_does_one_of_a_guest_without_x2apic() {
 /// Rare errors need many PMIs to occur. `make late-ack SECONDS=600`, in guest time.
 #[test]
 #[ignore = "minutes; make late-ack"]
-fn nor_one_in_many_minutes() {
+fn late_ack_soak_causes_no_unknown_nmi() {
     let seconds: u32 = match std::env::var("PERFVISOR_LATE_ACK_SECONDS") {
         Ok(seconds) => seconds
             .parse()

@@ -7,9 +7,9 @@ use std::sync::OnceLock;
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
-use integration::measure::{Off, in_time, measured};
-use integration::parse::{Stat, parse_report, parse_stat, parse_stat_csv, pmu_driver_lines, tsc_hz};
-use integration::place::Place;
+use integration::measure::{OutOfTolerance, measured, within_tolerance};
+use integration::parse::{PerfStat, parse_report, parse_stat, parse_stat_csv, pmu_driver_lines, tsc_hz};
+use integration::place::TestHost;
 
 /// Sampling period of `perf record -c`: about forty samples per second on the clock backing. A
 /// sample costs a guest in the lab at least a millisecond of CPU time, but no cycles
@@ -49,18 +49,18 @@ section one-again perf stat -a -A -x, -e cpu-clock,cycles taskset 2 spin 1
 const TRIES: usize = 3;
 
 /// The runs of one kind of guest, created on demand and shared by the tests.
-type Runs = [OnceLock<Result<GuestRun, String>>; TRIES];
+type RunCache = [OnceLock<Result<GuestRun, String>>; TRIES];
 
 /// A PMU model whose tests share the runs of two kinds of guest.
-struct Model {
+struct ModelTests {
     pmu: &'static str,
     /// Word in the kernel's message about its PMU driver.
     driver: &'static str,
-    one_cpu: Runs,
-    two_cpus: Runs,
+    one_cpu: RunCache,
+    two_cpus: RunCache,
 }
 
-impl Model {
+impl ModelTests {
     const fn new(pmu: &'static str, driver: &'static str) -> Self {
         Self {
             pmu,
@@ -71,7 +71,7 @@ impl Model {
     }
 
     /// Applies `check` to the guest with one vCPU, and repeats a failed measurement in a new guest.
-    fn one_cpu(&self, name: &str, check: impl Fn(&Self, &GuestRun) -> Result<(), Off>) {
+    fn one_cpu(&self, name: &str, check: impl Fn(&Self, &GuestRun) -> Result<(), OutOfTolerance>) {
         measured(&format!("{} {name}", self.pmu), |n| {
             check(self, self.nth(&self.one_cpu, n, 1, ONE_CPU))
         });
@@ -79,19 +79,19 @@ impl Model {
 
     /// Applies `check` to the guest with two vCPUs, and repeats a failed measurement in a new
     /// guest.
-    fn two_cpus(&self, name: &str, check: impl Fn(&Self, &GuestRun) -> Result<(), Off>) {
+    fn two_cpus(&self, name: &str, check: impl Fn(&Self, &GuestRun) -> Result<(), OutOfTolerance>) {
         measured(&format!("{} {name}", self.pmu), |n| {
             check(self, self.nth(&self.two_cpus, n, 2, TWO_CPUS))
         });
     }
 
-    fn nth<'r>(&self, runs: &'r Runs, n: usize, cpus: u32, script: &str) -> &'r GuestRun {
+    fn nth<'r>(&self, runs: &'r RunCache, n: usize, cpus: u32, script: &str) -> &'r GuestRun {
         let run = runs[n].get_or_init(|| self.run(cpus, script));
         run.as_ref().unwrap_or_else(|error| panic!("{error}"))
     }
 
     fn run(&self, cpus: u32, script: &str) -> Result<GuestRun, String> {
-        let place = Place::alone().map_err(|error| error.to_string())?;
+        let place = TestHost::alone().map_err(|error| error.to_string())?;
         let run = LinuxGuest::new(format!("{}-{cpus}cpu", self.pmu), self.pmu)
             .cpus(cpus)
             .script(script)
@@ -115,7 +115,7 @@ impl Model {
         tsc_hz(run.section("dmesg")).unwrap_or_else(|| panic!("no TSC frequency in dmesg\n{run}"))
     }
 
-    fn the_driver_is_found(&self, run: &GuestRun) -> Result<(), Off> {
+    fn the_driver_is_found(&self, run: &GuestRun) -> Result<(), OutOfTolerance> {
         let lines = pmu_driver_lines(run.section("dmesg"));
         assert!(
             lines.iter().any(|line| line.contains(self.driver)),
@@ -126,7 +126,7 @@ impl Model {
         Ok(())
     }
 
-    fn cycles_follow_the_tsc(&self, run: &GuestRun) -> Result<(), Off> {
+    fn cycles_follow_the_tsc(&self, run: &GuestRun) -> Result<(), OutOfTolerance> {
         let tsc_hz = self.tsc_hz(run);
         for (name, stat) in [
             ("stat", parse_stat(run.section("stat"))),
@@ -139,12 +139,12 @@ impl Model {
                 self.pmu
             );
             assert!(seconds > 0.8, "{name}: busy loop ran for only {seconds} s\n{run}");
-            in_time((ratio - 1.0).abs() < 0.05, || format!("{name}: ratio {ratio:.4}"))?;
+            within_tolerance((ratio - 1.0).abs() < 0.05, || format!("{name}: ratio {ratio:.4}"))?;
         }
         Ok(())
     }
 
-    fn an_idle_guest_counts_no_cycles(&self, run: &GuestRun) -> Result<(), Off> {
+    fn an_idle_guest_counts_no_cycles(&self, run: &GuestRun) -> Result<(), OutOfTolerance> {
         let stat = parse_stat(run.section("idle"));
         let seconds = value(run, &stat, "cpu-clock") / 1e3;
         let share = value(run, &stat, "cycles") / (seconds * self.tsc_hz(run));
@@ -162,12 +162,15 @@ impl Model {
             "{:.1} % of the TSC\n{run}",
             share * 100.0
         );
-        in_time(share < 0.05, || {
+        within_tolerance(share < 0.05, || {
             format!("cycles advanced by {:.1} % of the TSC", share * 100.0)
         })
     }
 
-    fn sampling_by_period_yields_count_over_period_samples(&self, run: &GuestRun) -> Result<(), Off> {
+    fn sampling_by_period_yields_count_over_period_samples(
+        &self,
+        run: &GuestRun,
+    ) -> Result<(), OutOfTolerance> {
         // With `:S` a sample contains the count, and perf shows the count since the previous sample
         // as its period. Their sum is the amount to be sampled. The loop's CPU time is larger,
         // because it includes the VMM's work for each PMI, which is not a guest cycle and takes
@@ -197,21 +200,24 @@ impl Model {
         // A late sample shortens the next period. If the host preempts the lab's processor for
         // longer than a period, Linux's driver drops the missed periods
         // (x86_perf_event_set_period).
-        in_time(samples > expected * 0.90, || {
+        within_tolerance(samples > expected * 0.90, || {
             format!("{samples} samples, expected {expected:.1}")
         })?;
-        in_time((0.85..1.05).contains(&share), || {
+        within_tolerance((0.85..1.05).contains(&share), || {
             format!("counted {share:.3} of the CPU time")
         })
     }
 
-    fn sampling_by_rate_sees_kernel_and_user_with_chains(&self, run: &GuestRun) -> Result<(), Off> {
+    fn sampling_by_rate_sees_kernel_and_user_with_chains(
+        &self,
+        run: &GuestRun,
+    ) -> Result<(), OutOfTolerance> {
         let report = parse_report(run.section("report-rate"));
         let user = ["heavy", "middle", "light"].map(|name| report.percent(name));
         eprintln!("{} -F: {} samples, {user:?}", self.pmu, report.samples);
         // At least 10 s at 100 Hz. A sample costs one or two milliseconds in the lab: at 1 kHz perf
         // does not converge on a period, sample weights vary widely, and shares are not meaningful.
-        in_time(report.samples >= 500.0, || format!("{} samples", report.samples))?;
+        within_tolerance(report.samples >= 500.0, || format!("{} samples", report.samples))?;
         assert!(report.has_symbols(true), "no kernel symbol\n{run}");
         assert!(report.has_symbols(false), "no user symbol\n{run}");
         // The three functions take 60, 30 and 10 % of their program's time.
@@ -221,7 +227,7 @@ impl Model {
         let off = off.fold(0.0, |most: f64, (share, expected)| {
             most.max((share / sum - expected).abs())
         });
-        in_time(off < 0.06, || format!("{user:?} of {sum}"))?;
+        within_tolerance(off < 0.06, || format!("{user:?} of {sum}"))?;
         assert!(
             chain_reaches(run.section("chains"), "heavy", "main"),
             "no chain from heavy() to main()\n{run}"
@@ -229,7 +235,7 @@ impl Model {
         Ok(())
     }
 
-    fn each_vcpu_counts_for_itself(&self, run: &GuestRun) -> Result<(), Off> {
+    fn each_vcpu_counts_for_itself(&self, run: &GuestRun) -> Result<(), OutOfTolerance> {
         assert_eq!(run.section("online").trim(), "0-1", "{run}");
         let tsc_hz = self.tsc_hz(run);
         let share = |section: &str, cpu: u32| {
@@ -244,8 +250,8 @@ impl Model {
         let both = [share("both-busy", 0), share("both-busy", 1)];
         eprintln!("{} busy shares: CPU 1 only {one:.3?}, both {both:.3?}", self.pmu);
         let busy = |share: f64| (0.80..1.10).contains(&share);
-        in_time(busy(one[1]) && one[0] < 0.30, || format!("CPU 1 only: {one:.3?}"))?;
-        in_time(both.iter().all(|share| busy(*share)), || {
+        within_tolerance(busy(one[1]) && one[0] < 0.30, || format!("CPU 1 only: {one:.3?}"))?;
+        within_tolerance(both.iter().all(|share| busy(*share)), || {
             format!("both: {both:.3?}")
         })?;
         // A vCPU that was taken offline and online again counts like one that was started once.
@@ -253,7 +259,7 @@ impl Model {
         assert_eq!(online, ["0", "0-1"], "{run}");
         let again = share("one-again", 1);
         eprintln!("{}: CPU 1, off and on again: {again:.3}", self.pmu);
-        in_time(busy(again), || format!("CPU 1, off and on again: {again:.3}"))?;
+        within_tolerance(busy(again), || format!("CPU 1, off and on again: {again:.3}"))?;
         // Two threads, counted on any CPU.
         let stat = parse_stat_csv(run.section("threads"));
         let seconds = value(run, &stat, "task-clock") / 1e3;
@@ -263,7 +269,7 @@ impl Model {
             "two threads for a second took {seconds} s of CPU\n{run}"
         );
         run.expect_success();
-        in_time((ratio - 1.0).abs() < 0.05, || {
+        within_tolerance((ratio - 1.0).abs() < 0.05, || {
             format!("threads: ratio {ratio:.4}")
         })
     }
@@ -271,7 +277,7 @@ impl Model {
 
 /// Returns the value of an event. Panics with the console if it was not counted.
 #[track_caller]
-fn value(run: &GuestRun, stat: &Stat, event: &str) -> f64 {
+fn value(run: &GuestRun, stat: &PerfStat, event: &str) -> f64 {
     stat.value(event).unwrap_or_else(|error| panic!("{error}\n{run}"))
 }
 
@@ -300,25 +306,25 @@ fn chain_reaches(script: &str, from: &str, to: &str) -> bool {
 macro_rules! for_model {
     ($module:ident, $pmu:literal, $driver:literal) => {
         mod $module {
-            use super::Model;
+            use super::ModelTests;
 
-            static MODEL: Model = Model::new($pmu, $driver);
+            static MODEL: ModelTests = ModelTests::new($pmu, $driver);
 
             #[test]
             fn the_driver_is_found() {
-                MODEL.one_cpu("the_driver_is_found", Model::the_driver_is_found);
+                MODEL.one_cpu("the_driver_is_found", ModelTests::the_driver_is_found);
             }
 
             #[test]
             fn cycles_follow_the_tsc() {
-                MODEL.one_cpu("cycles_follow_the_tsc", Model::cycles_follow_the_tsc);
+                MODEL.one_cpu("cycles_follow_the_tsc", ModelTests::cycles_follow_the_tsc);
             }
 
             #[test]
             fn an_idle_guest_counts_no_cycles() {
                 MODEL.one_cpu(
                     "an_idle_guest_counts_no_cycles",
-                    Model::an_idle_guest_counts_no_cycles,
+                    ModelTests::an_idle_guest_counts_no_cycles,
                 );
             }
 
@@ -326,7 +332,7 @@ macro_rules! for_model {
             fn sampling_by_period_yields_count_over_period_samples() {
                 MODEL.one_cpu(
                     "sampling_by_period_yields_count_over_period_samples",
-                    Model::sampling_by_period_yields_count_over_period_samples,
+                    ModelTests::sampling_by_period_yields_count_over_period_samples,
                 );
             }
 
@@ -334,7 +340,7 @@ macro_rules! for_model {
             fn sampling_by_rate_sees_kernel_and_user_with_chains() {
                 MODEL.one_cpu(
                     "sampling_by_rate_sees_kernel_and_user_with_chains",
-                    Model::sampling_by_rate_sees_kernel_and_user_with_chains,
+                    ModelTests::sampling_by_rate_sees_kernel_and_user_with_chains,
                 );
             }
 
@@ -342,7 +348,7 @@ macro_rules! for_model {
             fn each_vcpu_counts_for_itself() {
                 MODEL.two_cpus(
                     "each_vcpu_counts_for_itself",
-                    Model::each_vcpu_counts_for_itself,
+                    ModelTests::each_vcpu_counts_for_itself,
                 );
             }
         }

@@ -7,7 +7,7 @@ use integration::guest::LinuxGuest;
 use integration::limit::Limit;
 use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
-use integration::place::Place;
+use integration::place::TestHost;
 use integration::process::{Command, Process};
 
 const LIMIT: Limit = Limit::GENEROUS;
@@ -56,8 +56,8 @@ fn says(guest: &Process, marker: &str, times: usize) {
 }
 
 #[test]
-fn linux_reboots_in_place_and_hears_its_power_button() {
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+fn linux_reboots_in_place_and_receives_power_button() {
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     let guest = LinuxGuest::new("machine", "intel-v2")
         .cpus(2)
         .script(SCRIPT)
@@ -124,8 +124,8 @@ section stat perf stat -x, -e cycles spin 0.2
 
 /// Both entry points boot the same kernel; only the boot loader type differs.
 #[test]
-fn linux_boots_by_its_pvh_entry_too() {
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+fn linux_boots_by_pvh_entry() {
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     // arch/x86/platform/pvh/enlighten.c: loader 0xb, version 0. Documentation/arch/x86/boot.rst:
     // 0xff means undefined.
     for (protocol, loader) in [("pvh", "176"), ("auto", "255")] {
@@ -168,8 +168,8 @@ const USER: u32 = 1500;
 /// again, the sockets, the disk and the counters. The lab's root is an initramfs, from which
 /// pivot_root is not possible.
 #[test]
-fn linux_in_a_jail_has_its_disk_its_sockets_and_its_reboots() {
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+fn jailed_linux_has_disk_sockets_and_reboots() {
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     let shell = |line: &str| place.run(&Command::shell(line), LIMIT).unwrap();
     if shell("id -u").stdout_text().trim() != "0" {
         return skipped("only root has a VM that is another user", false);
@@ -180,7 +180,7 @@ fn linux_in_a_jail_has_its_disk_its_sockets_and_its_reboots() {
     ));
     assert!(made.success(), "{}", made.stderr_text());
     let group = "/sys/fs/cgroup/jail";
-    let has_group = matches!(*place, Place::Lab(_));
+    let has_group = matches!(*place, TestHost::Lab(_));
     let jail = if has_group {
         let made = shell(&format!(
             "mount -t cgroup2 none /sys/fs/cgroup && echo +memory >/sys/fs/cgroup/cgroup.subtree_control && \

@@ -4,9 +4,9 @@
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
 use integration::parse::{judge_detail, parse_stat_csv, pmu_driver_lines};
-use integration::place::Place;
+use integration::place::TestHost;
 
-use crate::shared_guests::{self, Part};
+use crate::shared_guests::{self, GuestPart};
 
 /// Limits of one guest, which takes about eight seconds in the lab.
 const LIMIT: Limit = Limit::GENEROUS;
@@ -19,14 +19,14 @@ section reference perf stat -x, -e ref-cycles,bus-cycles spin 0.3
 "#;
 
 /// The part of the shared guest. Runs first, because it checks the kernel's first messages.
-pub const AMD: Part = Part {
+pub const AMD: GuestPart = GuestPart {
     tests: &["models::amd_core"],
     prepare: || {},
     add: |_, guest| Ok((guest, SCRIPT.to_owned())),
 };
 
 /// The properties that the guest's kernel must detect.
-struct Expected {
+struct ExpectedPmu {
     /// Value of `--pmu`.
     pmu: &'static str,
     /// Value of `--pmu-counters`, for other numbers of counters than the model's default.
@@ -40,7 +40,7 @@ struct Expected {
     fixed: u32,
 }
 
-impl Expected {
+impl ExpectedPmu {
     fn check(&self) {
         let own;
         let run = if self.pmu == "amd" {
@@ -104,7 +104,7 @@ impl Expected {
     }
 
     fn run(&self) -> GuestRun {
-        let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+        let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
         let numbers = self.counters.map(|n| ["--pmu-counters", n]);
         LinuxGuest::new(format!("model-{}-{}", self.pmu, self.general), self.pmu)
             .script(SCRIPT)
@@ -132,7 +132,7 @@ macro_rules! models {
         $(
             #[test]
             fn $name() {
-                Expected {
+                ExpectedPmu {
                     pmu: $pmu,
                     counters: $counters,
                     driver: $driver,

@@ -9,13 +9,13 @@ use std::sync::OnceLock;
 
 use integration::artefacts;
 use integration::guest::{Console, GuestRun, LinuxGuest};
-use integration::lease::PlaceLease;
+use integration::lease::TestHostLease;
 use integration::limit::Limit;
 use integration::measure::skipped;
 use integration::parse::{judge_detail, judge_kernel_log, parse_stat_csv, parse_tap, tsc_hz};
-use integration::place::{Place, PlaceError};
+use integration::place::{TestHost, TestHostError};
 
-use crate::shared_guests::{self, Part};
+use crate::shared_guests::{self, GuestPart};
 
 /// Limits for a machine with other load. An idle machine takes half a minute to a minute.
 const LIMIT: Limit = Limit::GENEROUS;
@@ -53,7 +53,7 @@ const DRIVER: GuestTests = GuestTests {
 const DRIVER_TESTS: [GuestTests; 2] = [HARDWARE, DRIVER];
 
 /// Name of the test in [`HARDWARE`] that reads counters by RDPMC from user space, if that works.
-pub const USER_READS: &str = "user_space_reads_are_used_where_they_work_and_refused_cleanly_elsewhere";
+pub const USER_READS: &str = "user_space_reads_are_used_only_if_correct";
 
 /// Builds the programs of [`DRIVER_TESTS`], by name.
 fn driver_programs() -> &'static BTreeMap<&'static str, Vec<u8>> {
@@ -119,7 +119,7 @@ fn results(text: &str) -> Vec<(&str, &str)> {
 }
 
 /// Adds the driver's tests to a guest and returns the script that runs them.
-fn driver_tests(place: &Place, mut guest: LinuxGuest) -> Result<(LinuxGuest, String), PlaceError> {
+fn driver_tests(place: &TestHost, mut guest: LinuxGuest) -> Result<(LinuxGuest, String), TestHostError> {
     // If the host's KVM handles the guest's RDPMC itself, the kernel offers it, but it reads wrong
     // values.
     let works = if place.check("/kvm/Ok/rdpmc_faults")? {
@@ -145,7 +145,7 @@ fn driver_tests(place: &Place, mut guest: LinuxGuest) -> Result<(LinuxGuest, Str
 }
 
 /// The part of the shared guest.
-pub const AMD: Part = Part {
+pub const AMD: GuestPart = GuestPart {
     tests: &["nested::the_driver_tests_pass_in_an_amd_guest"],
     prepare: || _ = driver_programs(),
     add: |place, guest| Ok(driver_tests(place, guest)?),
@@ -177,7 +177,7 @@ fn the_driver_tests_have_passed(pmu: &str, run: &GuestRun) {
 #[test]
 fn the_driver_tests_pass_in_an_intel_guest() {
     driver_programs();
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     let guest = LinuxGuest::new("driver-tests-intel", "intel").limit(LIMIT);
     let (guest, script) = driver_tests(&place, guest).unwrap_or_else(|error| panic!("{error}"));
     let guest = guest.script(script).args(["--stats"]);
@@ -325,7 +325,7 @@ section told cat /tmp/err
 /// While a nested guest counts, its host's kernel takes all counters away and returns them. The
 /// guest is informed: the cycles that it lacks correspond to the time reported by uncounted-ns.
 #[test]
-fn a_second_level_guest_is_told_how_long_its_counters_were_taken() {
+fn nested_guest_sees_uncounted_time() {
     /// Relative tolerance of the reported time.
     const OFF: f64 = 0.05;
     let Some(run) = second_levels() else { return };
@@ -438,7 +438,7 @@ const LINUX_WITH_DISK: &str = "seq 1 400000 | head -c 1048576 >/tmp/first; cp /t
 /// same: the image contains the data that the guest read and wrote back, and its cycles were
 /// counted.
 #[test]
-fn a_guest_with_kvms_own_vpmu_has_its_disks() {
+fn guest_with_kvm_vpmu_uses_disks() {
     let Some(run) = second_levels() else { return };
     let inner = Console::parse(&run.section("disk").replace("@@inner", "@@pv"));
     let section = |name: &str| inner.sections.get(name).unwrap_or_else(|| panic!("{run}"));
@@ -458,7 +458,7 @@ fn a_guest_with_kvms_own_vpmu_has_its_disks() {
 /// In a nested Linux guest, `perf stat` without options shows events that its host's PMU lacks as
 /// not supported.
 #[test]
-fn perf_in_a_linux_guest_of_a_guest_shows_no_number_that_nobody_counted() {
+fn perf_stat_in_nested_linux_shows_no_uncounted_numbers() {
     let Some(run) = second_levels() else { return };
     for model in DETAIL_MODELS {
         let section = run.section(&format!("inner-{model}"));
@@ -488,15 +488,15 @@ fn detail_is_counted(what: &str, inner: &Console, run: &GuestRun) {
 
 /// Leases a lab, whose KVM supports nesting. Returns `None` and prints a message if guests run on
 /// this machine.
-fn lab() -> Option<PlaceLease> {
+fn lab() -> Option<TestHostLease> {
     if runs_elsewhere() {
         return None;
     }
-    Some(Place::shared().unwrap_or_else(|error| panic!("{error}")))
+    Some(TestHost::shared().unwrap_or_else(|error| panic!("{error}")))
 }
 
 fn runs_elsewhere() -> bool {
-    let is_direct = Place::is_direct().unwrap_or_else(|error| panic!("{error}"));
+    let is_direct = TestHost::is_direct().unwrap_or_else(|error| panic!("{error}"));
     if is_direct {
         skipped(
             "made for the lab's nested AMD-V, and guests run on this machine",
@@ -512,7 +512,7 @@ fn second_level(name: &str) -> LinuxGuest {
     let images = artefacts::images().unwrap_or_else(|error| panic!("{error}"));
     let binaries = artefacts::binaries().unwrap_or_else(|error| panic!("{error}"));
     LinuxGuest::new(name, "amd")
-        .laid_over(read(&images.lab_initrd))
+        .unpacked_over(read(&images.lab_initrd))
         .file("bin/perfvisor", 0o755, read(&binaries.perfvisor))
         .memory_mib(768)
         .args(["--nested", "--stats"])
@@ -527,13 +527,13 @@ fn second_levels() -> Option<&'static GuestRun> {
         return None;
     }
     let run = RUN.get_or_init(|| {
-        let place = Place::shared().map_err(|error| error.to_string())?;
+        let place = TestHost::shared().map_err(|error| error.to_string())?;
         run_second_levels(&place).map_err(|error| error.to_string())
     });
     Some(run.as_ref().unwrap_or_else(|error| panic!("{error}")))
 }
 
-fn run_second_levels(place: &Place) -> Result<GuestRun, PlaceError> {
+fn run_second_levels(place: &TestHost) -> Result<GuestRun, TestHostError> {
     let bare_metal = artefacts::bare_metal_dir()?;
     let images = artefacts::images()?;
     let mut script = guest_images::cpio::Archive::new(Vec::new());
@@ -566,7 +566,7 @@ fn run_second_levels(place: &Place) -> Result<GuestRun, PlaceError> {
 }
 
 #[test]
-fn a_second_level_guest_counts_with_the_first_levels_pmu() {
+fn nested_guest_counts_with_first_level_pmu() {
     let Some(run) = second_levels() else { return };
     let check = run.section("check");
     assert!(check.contains("AMD-V"), "{check}");

@@ -4,7 +4,7 @@
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
-use integration::place::Place;
+use integration::place::TestHost;
 use integration::process::{Command, Process};
 
 const LIMIT: Limit = Limit::GENEROUS;
@@ -45,7 +45,7 @@ section alive uname -s
 "#;
 
 #[track_caller]
-fn shell(place: &Place, line: &str) -> String {
+fn shell(place: &TestHost, line: &str) -> String {
     let output = place.run(&Command::shell(line), LIMIT).unwrap();
     assert!(
         output.success(),
@@ -81,19 +81,19 @@ fn mean_length(counts: &str) -> u64 {
 
 /// A thread of Perfvisor moves the frames.
 #[test]
-fn linux_talks_over_a_tap_device_and_outlives_it() {
+fn linux_network_over_tap_survives_tap_removal() {
     talks("off", "a thread of Perfvisor's, as asked");
 }
 
 /// The host's kernel (the lab's) moves the frames, which is the default of `--net` there.
 #[test]
-fn linux_talks_by_the_hosts_kernel_and_outlives_the_tap_device() {
+fn linux_network_over_vhost_survives_tap_removal() {
     talks("auto", "vhost-net");
 }
 
 fn talks(vhost: &str, moved_by: &str) {
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
-    if matches!(*place, Place::Direct(_)) {
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
+    if matches!(*place, TestHost::Direct(_)) {
         println!("SKIP: the test makes tap devices, which it does in the lab only");
         return;
     }

@@ -6,10 +6,10 @@ use std::collections::BTreeMap;
 use integration::artefacts;
 use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
-use integration::lease::{Access, PlaceLease};
+use integration::lease::{LeaseAccess, TestHostLease};
 use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
-use integration::place::Place;
+use integration::place::TestHost;
 use integration::process::{Command, Process};
 use linux_perf_data::{PerfFileReader, PerfFileRecord};
 
@@ -24,12 +24,12 @@ section load sh -c "echo load-has-begun; while true; do three 2; syscalls 600000
 "#;
 
 /// Leases a test host with perf for measurements of costs and time shares.
-fn place() -> PlaceLease {
+fn place() -> TestHostLease {
     let options = LabOptions {
         perf: true,
         ..LabOptions::default()
     };
-    Place::lease(&options, Access::Exclusive).unwrap_or_else(|error| panic!("{error}"))
+    TestHost::lease(&options, LeaseAccess::Exclusive).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Parses a report into shares in percent by symbol, the last column.
@@ -69,7 +69,7 @@ fn are_sixty_thirty_ten(report: &str, what: &str) {
 }
 
 #[test]
-fn the_host_sees_kernel_and_program_of_a_linux_guest() {
+fn host_profile_shows_guest_kernel_and_program() {
     let place = place();
     let guest = LinuxGuest::new("profiled", "intel-v2")
         .script(SCRIPT)
@@ -241,14 +241,14 @@ fn is_own_system_call(stack: &str) -> bool {
 }
 
 /// Returns the exporter's metrics of the profiled guest.
-fn scrape(place: &Place) -> String {
+fn scrape(place: &TestHost) -> String {
     let url = format!("http://{METRICS}/metrics?vm=profiled");
     let fetch = format!("wget -q -O - '{url}' || curl -sf '{url}'");
     run(place, &Command::shell(fetch)).0
 }
 
 /// Checks the values of a scrape of a VM that was recorded.
-fn metrics_are_sensible(place: &Place) {
+fn metrics_are_sensible(place: &TestHost) {
     let text = scrape(place);
     assert!(text.ends_with("# EOF\n"), "{text}");
     // Sums the series of a family that have `label`.
@@ -296,7 +296,7 @@ fn metrics_are_sensible(place: &Place) {
 }
 
 /// Saves a file for manual inspection.
-fn keep(place: &Place, from: &str, name: &str) {
+fn keep(place: &TestHost, from: &str, name: &str) {
     let path = artefacts::log_dir().unwrap().join(name);
     std::fs::write(&path, place.get(from).unwrap()).unwrap();
     eprintln!("kept: {}", path.display());
@@ -309,7 +309,7 @@ fn shell(line: String) -> Command {
 
 /// Checks that Debian's perf without guest options, and linux-perf-data, can read the recording and
 /// agree with it. Returns `false` if perf is not installed.
-fn perf_reads_it(place: &Place, data: &str, for_perf: &str) -> bool {
+fn perf_reads_it(place: &TestHost, data: &str, for_perf: &str) -> bool {
     let bytes = place.get(data).unwrap();
     let PerfFileReader {
         mut perf_file,
@@ -331,7 +331,7 @@ fn perf_reads_it(place: &Place, data: &str, for_perf: &str) -> bool {
 
     let there = shell("command -v perf".to_owned());
     if !place.run(&there, LIMIT).unwrap().success() {
-        skipped("no perf at this place", matches!(place, Place::Lab(_)));
+        skipped("no perf at this place", matches!(place, TestHost::Lab(_)));
         return false;
     }
     let perf = format!("perf --buildid-dir {for_perf}");
@@ -445,7 +445,7 @@ fn samply_reads_it(path: &dyn Fn(&str) -> String, said_by: &dyn Fn(&str, &[&str]
 }
 
 /// Checks that Debian's perf reads the recording as that of a guest.
-fn perf_kvm_reads_it(place: &Place, data: &str, kallsyms: &str, root: &str) {
+fn perf_kvm_reads_it(place: &TestHost, data: &str, kallsyms: &str, root: &str) {
     let symbols = format!("--guestkallsyms={kallsyms}");
     let vmlinux = vmlinux_with_symbols(place, kallsyms);
     for symbols in [symbols, format!("--guestvmlinux={vmlinux}")] {
@@ -461,7 +461,7 @@ fn perf_kvm_reads_it(place: &Place, data: &str, kallsyms: &str, root: &str) {
 
 /// Writes an ELF file that contains only the symbols of `kallsyms`, because the guest's kernel has
 /// no symbol table.
-fn vmlinux_with_symbols(place: &Place, kallsyms: &str) -> String {
+fn vmlinux_with_symbols(place: &TestHost, kallsyms: &str) -> String {
     const TEXT: u64 = 0xffff_ffff_8100_0000;
     let names = String::from_utf8(place.get(kallsyms).unwrap()).unwrap();
     let end = names
@@ -527,7 +527,7 @@ fn samples_and_sum(section: &str) -> (usize, u64) {
 /// The guest and the host count and record the same vCPU at the same time. No count is off by more
 /// than 1 %, the guest has its samples, and the host's recording represents its count.
 #[test]
-fn guest_and_host_do_not_disturb_each_other() {
+fn guest_and_host_profile_same_vcpu() {
     let place = place();
     let guest = LinuxGuest::new("counted", "amd")
         .script(COUNTED)

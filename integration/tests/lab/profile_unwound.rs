@@ -5,7 +5,7 @@
 use integration::artefacts;
 use integration::guest::LinuxGuest;
 use integration::measure::skipped;
-use integration::place::Place;
+use integration::place::TestHost;
 use integration::process::Command;
 
 use crate::common::{loaded, perfvisor, run};
@@ -31,8 +31,8 @@ fn weight(folded: &str, task: &str, keep: impl Fn(&[&str]) -> bool) -> u64 {
 }
 
 #[test]
-fn a_stock_program_without_frame_pointers_is_unwound_to_its_start() {
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+fn stock_program_without_frame_pointers_is_unwound() {
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     let guest = LinuxGuest::new("unwound", "intel-v2")
         .script(SCRIPT)
         .args(["--name", "unwound"]);
@@ -165,11 +165,11 @@ fn go_program() -> Option<Vec<u8>> {
 /// contains; without a file by Go's frame pointers, to which `dwarf` falls back at addresses
 /// without a table; and with `fp`.
 #[test]
-fn a_program_of_go_is_followed_to_its_main_function() {
+fn go_program_is_unwound_to_main() {
     let Some(program) = go_program() else {
         return skipped("no Go here (Debian: golang-go)", false);
     };
-    let place = Place::shared().unwrap_or_else(|error| panic!("{error}"));
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     let root = place.scratch("go-root");
     run(&place, &Command::shell(format!("mkdir -p {root}/bin")));
     place.put(&format!("{root}/bin/churn"), 0o755, &program).unwrap();

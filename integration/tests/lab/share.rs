@@ -9,7 +9,7 @@ use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
 use integration::limit::Limit;
 use integration::measure::skipped;
-use integration::place::Place;
+use integration::place::TestHost;
 use integration::process::Command;
 
 const LIMIT: Limit = Limit::GENEROUS;
@@ -48,7 +48,7 @@ fn with_libraries(program: &str) -> Vec<(String, PathBuf)> {
         .collect()
 }
 
-fn shell(place: &Place, script: &str) -> String {
+fn shell(place: &TestHost, script: &str) -> String {
     let output = place.run(&Command::shell(script), LIMIT).unwrap();
     assert!(output.success(), "{script}: {}", output.stderr_text());
     output.stdout_text()
@@ -59,7 +59,7 @@ fn first_word(text: &str) -> &str {
 }
 
 #[test]
-fn a_directory_of_the_host_is_shared_both_ways() {
+fn shared_directory_is_visible_on_both_sides() {
     let Some(program) = PLACES.into_iter().find(|place| Path::new(place).exists()) else {
         skipped("virtiofsd is not installed", true);
         return;
@@ -68,8 +68,8 @@ fn a_directory_of_the_host_is_shared_both_ways() {
         files: with_libraries(program),
         ..LabOptions::default()
     };
-    let place = Place::choose(&options).unwrap_or_else(|error| panic!("{error}"));
-    if matches!(place, Place::Direct(_)) {
+    let place = TestHost::choose(&options).unwrap_or_else(|error| panic!("{error}"));
+    if matches!(place, TestHost::Direct(_)) {
         skipped(
             "the test shares directories and kills their back end, which it does in the lab only",
             false,

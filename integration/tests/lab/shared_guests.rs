@@ -1,7 +1,7 @@
 //! Linux guests shared by the tests of several modules: a single boot runs the scripts of all of
 //! them.
 //!
-//! A test adds a [`Part`] to the guest with the required configuration and checks its own sections.
+//! A test adds a [`GuestPart`] to the guest with the required configuration and checks its own sections.
 //! Only parts of selected tests run, so the tests of a single module take no longer than with a
 //! guest of their own.
 
@@ -10,15 +10,15 @@ use std::sync::OnceLock;
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
-use integration::place::Place;
+use integration::place::TestHost;
 
 use crate::{devices, exact, models, nested, user_rdpmc};
 
 /// Adds files and options to a guest and returns the script of the part.
-type AddPart = fn(&Place, LinuxGuest) -> Result<(LinuxGuest, String), Box<dyn Error>>;
+type AddPart = fn(&TestHost, LinuxGuest) -> Result<(LinuxGuest, String), Box<dyn Error>>;
 
 /// The part of a shared guest that belongs to one group of tests.
-pub struct Part {
+pub struct GuestPart {
     /// Names of the tests in this program.
     pub tests: &'static [&'static str],
     /// Performs slow preparations that need no test host.
@@ -30,7 +30,7 @@ pub struct Part {
 /// A guest and its run, which starts when the first test needs it.
 pub struct SharedGuest {
     guest: fn() -> LinuxGuest,
-    parts: &'static [&'static Part],
+    parts: &'static [&'static GuestPart],
     run: OnceLock<Result<GuestRun, String>>,
 }
 
@@ -47,7 +47,7 @@ pub static STEPPED: SharedGuest = SharedGuest::new(
 );
 
 impl SharedGuest {
-    const fn new(guest: fn() -> LinuxGuest, parts: &'static [&'static Part]) -> Self {
+    const fn new(guest: fn() -> LinuxGuest, parts: &'static [&'static GuestPart]) -> Self {
         Self {
             guest,
             parts,
@@ -65,10 +65,10 @@ impl SharedGuest {
     }
 
     fn boot(&self) -> Result<GuestRun, Box<dyn Error>> {
-        let is_needed = |part: &&&Part| part.tests.iter().any(|test| is_selected(test));
-        let parts: Vec<&Part> = self.parts.iter().filter(is_needed).copied().collect();
+        let is_needed = |part: &&&GuestPart| part.tests.iter().any(|test| is_selected(test));
+        let parts: Vec<&GuestPart> = self.parts.iter().filter(is_needed).copied().collect();
         parts.iter().for_each(|part| (part.prepare)());
-        let place = Place::shared()?;
+        let place = TestHost::shared()?;
         let mut guest = (self.guest)().limit(Limit::GENEROUS);
         let mut scripts = String::new();
         for part in &parts {
@@ -129,7 +129,7 @@ fn selects(mut arguments: impl Iterator<Item = String>, test: &str) -> bool {
 }
 
 #[test]
-fn command_lines_select_what_the_harness_selects() {
+fn test_selection_matches_harness() {
     let selects = |line: &str| selects(line.split_whitespace().map(str::to_owned), "models::amd_core");
     for line in [
         "",

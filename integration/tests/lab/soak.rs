@@ -10,7 +10,7 @@ use integration::debian::{Debian, says};
 use integration::footprint::{Footprint, footprint, tracked};
 use integration::lab::LabOptions;
 use integration::limit::Limit;
-use integration::place::Place;
+use integration::place::TestHost;
 use integration::process::Command;
 
 const LIMIT: Limit = Limit {
@@ -48,7 +48,7 @@ exit $status
 "#;
 
 /// Writes an empty qcow2 image of 96 MiB to `path` on the test host.
-fn put_qcow2(place: &Place, path: &str) {
+fn put_qcow2(place: &TestHost, path: &str) {
     let image = tempfile::NamedTempFile::new().unwrap();
     let made = std::process::Command::new("qemu-img")
         .args(["create", "-q", "-f", "qcow2"])
@@ -63,7 +63,7 @@ fn put_qcow2(place: &Place, path: &str) {
 
 #[test]
 #[ignore = "half an hour: make soak"]
-fn disks_and_counters_under_load_fail_nothing_and_grow_nothing() {
+fn vm_under_load_neither_fails_nor_grows() {
     let seconds: u64 = std::env::var("PERFVISOR_SOAK_SECONDS")
         .ok()
         .and_then(|text| text.parse().ok())

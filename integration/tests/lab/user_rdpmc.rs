@@ -8,15 +8,15 @@ use guest_images::linux::KernelChoice;
 use integration::artefacts;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
-use integration::lease::{Access, PlaceLease};
+use integration::lease::{LeaseAccess, TestHostLease};
 use integration::limit::Limit;
 use integration::measure::skipped;
 use integration::parse::parse_tap;
-use integration::place::{Kvm, Place, probe_kvm};
+use integration::place::{KvmKind, TestHost, probe_kvm};
 use integration::process::Command;
 
 use crate::nested::{self, GuestTests};
-use crate::shared_guests::{self, Part, is_selected};
+use crate::shared_guests::{self, GuestPart, is_selected};
 
 const LIMIT: Limit = Limit::GENEROUS;
 const MODELS: [&str; 5] = ["intel-v1", "intel-v4", "amd-k7", "amd", "amd-v2"];
@@ -27,7 +27,7 @@ const NEWEST: &str = "guest/newest-vmlinux";
 /// Leases a lab with the newest kernel, whose KVM lets RDPMC fault, or this machine if it has a KVM
 /// with hardware virtualization. Returns `None` if Debian's archive provides no kernel newer than
 /// 6.1.
-fn newest() -> Option<PlaceLease> {
+fn newest() -> Option<TestHostLease> {
     let kernel = KernelChoice::Newest;
     let images = artefacts::images_of(&kernel).unwrap_or_else(|error| panic!("{error}"));
     let options = LabOptions {
@@ -35,7 +35,7 @@ fn newest() -> Option<PlaceLease> {
         files: vec![(NEWEST.to_owned(), images.vmlinux)],
         ..LabOptions::default()
     };
-    let place = Place::lease(&options, Access::Shared).unwrap_or_else(|error| panic!("{error}"));
+    let place = TestHost::lease(&options, LeaseAccess::Shared).unwrap_or_else(|error| panic!("{error}"));
     if place.describe().contains("Linux 6.1.") && !says(&place, RDPMC_FAULTS) {
         // An unreachable archive cannot be distinguished from a release without a newer kernel.
         skipped(&format!("no newer kernel, {}", place.describe()), false);
@@ -44,17 +44,17 @@ fn newest() -> Option<PlaceLease> {
     Some(place)
 }
 
-fn here() -> PlaceLease {
-    Place::for_bare_metal(Access::Shared).unwrap_or_else(|error| panic!("{error}"))
+fn here() -> TestHostLease {
+    TestHost::for_bare_metal(LeaseAccess::Shared).unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn says(place: &Place, pointer: &str) -> bool {
+fn says(place: &TestHost, pointer: &str) -> bool {
     place.check(pointer).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Covers interception through an exit in the guest's #GP handler, and through a breakpoint there
 /// if breakpoints work.
-fn code_made_at_run_time_reads_counters(place: &Place) {
+fn code_made_at_run_time_reads_counters(place: &TestHost) {
     assert!(says(place, RDPMC_FAULTS), "{}", place.describe());
     let breakpoints = says(place, "/stepping/breakpoints");
     let kernel = place
@@ -97,7 +97,7 @@ fn code_made_at_run_time_reads_counters(place: &Place) {
 /// In a guest other than Linux, code is not patched at run time unless the user requests it,
 /// because Perfvisor must not modify the #GP handler. Instructions in the guest's file are still
 /// emulated.
-fn code_made_at_run_time_is_left_alone_by_default(place: &Place) {
+fn code_made_at_run_time_is_left_alone_by_default(place: &TestHost) {
     let kernel = place
         .bare_metal_guest("rdpmc")
         .unwrap_or_else(|error| panic!("{error}"));
@@ -125,15 +125,15 @@ fn code_made_at_run_time_is_left_alone_by_default(place: &Place) {
 
 #[test]
 fn code_made_at_run_time_reads_counters_here() {
-    if probe_kvm() == Kvm::None {
+    if probe_kvm() == KvmKind::None {
         return skipped("no KVM here", false);
     }
     code_made_at_run_time_reads_counters(&here());
 }
 
 #[test]
-fn what_is_not_linux_keeps_its_handler_unless_asked() {
-    if probe_kvm() == Kvm::None {
+fn non_linux_guest_handler_is_not_patched_by_default() {
+    if probe_kvm() == KvmKind::None {
         return skipped("no KVM here", false);
     }
     code_made_at_run_time_is_left_alone_by_default(&here());
@@ -162,7 +162,7 @@ fn field(run: &GuestRun, section: &str, key: &str) -> u64 {
 /// that it reads by read(2) before and after, for both vendors, and for #GP handlers that begin
 /// with CLAC, with its replacement without SMAP, or with ENDBR64.
 #[test]
-fn programs_of_a_linux_guest_read_their_counters() {
+fn linux_programs_read_counters_by_rdpmc() {
     let Some(intel) = intel_guest() else { return };
     the_program_reads_its_counters("intel", intel);
     let Some(place) = newest() else { return };
@@ -171,7 +171,7 @@ fn programs_of_a_linux_guest_read_their_counters() {
             .script(SELFREAD)
             .args(["--stats", "-v"])
             .limit(LIMIT);
-        if let (Some(kernel), Place::Lab(_)) = (kernel, &*place) {
+        if let (Some(kernel), TestHost::Lab(_)) = (kernel, &*place) {
             guest = guest.kernel(format!("/{kernel}"));
         }
         let run = guest.run(&place).unwrap_or_else(|error| panic!("{error}"));
@@ -209,7 +209,7 @@ fn intel_guest() -> Option<&'static GuestRun> {
             .args(["--stats", "-v"])
             .limit(LIMIT);
         let mut script = String::new();
-        if is_selected("user_rdpmc::programs_of_a_linux_guest_read_their_counters") {
+        if is_selected("user_rdpmc::linux_programs_read_counters_by_rdpmc") {
             script.push_str(SELFREAD);
         }
         if let Some(program) = tests {
@@ -237,8 +237,8 @@ fn intel_guest() -> Option<&'static GuestRun> {
 }
 
 /// The part of the shared guest.
-pub const ANSWERED: Part = Part {
-    tests: &["user_rdpmc::the_vmm_says_where_rdpmc_in_programs_does_not_count"],
+pub const ANSWERED: GuestPart = GuestPart {
+    tests: &["user_rdpmc::vmm_warns_about_non_counting_user_rdpmc"],
     prepare: || {},
     add: |place, guest| {
         let script = format!(
@@ -252,7 +252,7 @@ pub const ANSWERED: Part = Part {
 
 /// The VMM warns about misleading counts and names a remedy.
 #[test]
-fn the_vmm_says_where_rdpmc_in_programs_does_not_count() {
+fn vmm_warns_about_non_counting_user_rdpmc() {
     let run = shared_guests::AMD.run();
     let faults = run.section("faults").trim() == "true";
     let said = run

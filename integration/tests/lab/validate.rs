@@ -1,10 +1,10 @@
 //! Tests `perfvisor validate`: all checks pass on this machine's KVM and with a Linux guest on a
 //! KVM with hardware virtualization, and the command can detect errors.
 
-use integration::lease::{Access, PlaceLease};
+use integration::lease::{LeaseAccess, TestHostLease};
 use integration::limit::Limit;
 use integration::measure::skipped;
-use integration::place::{Kvm, Place, probe_kvm};
+use integration::place::{KvmKind, TestHost, probe_kvm};
 use integration::process::{Command, Output};
 use serde_json::Value;
 
@@ -14,7 +14,7 @@ const LIMIT: Limit = Limit {
     ..Limit::GENEROUS
 };
 
-fn validate(place: &Place, arguments: &[&str]) -> Output {
+fn validate(place: &TestHost, arguments: &[&str]) -> Output {
     let perfvisor = place.perfvisor().unwrap_or_else(|error| panic!("{error}"));
     let command = Command::new(perfvisor)
         .arg("validate")
@@ -24,8 +24,8 @@ fn validate(place: &Place, arguments: &[&str]) -> Output {
         .unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn here(access: Access) -> PlaceLease {
-    Place::for_bare_metal(access).unwrap_or_else(|error| panic!("{error}"))
+fn here(access: LeaseAccess) -> TestHostLease {
+    TestHost::for_bare_metal(access).unwrap_or_else(|error| panic!("{error}"))
 }
 
 fn report(output: &Output) -> Value {
@@ -112,17 +112,20 @@ fn the_built_in_rows_are_right(report: &Value) {
     }
 }
 
-fn here_nothing_fails(pmu: &str) {
-    let output = validate(&here(Access::Exclusive), &["--no-linux", "--json", "--pmu", pmu]);
+fn validate_passes_here(pmu: &str) {
+    let output = validate(
+        &here(LeaseAccess::Exclusive),
+        &["--no-linux", "--json", "--pmu", pmu],
+    );
     let report = report(&output);
     the_built_in_rows_are_right(&report);
     assert!(output.success(), "{:?}", output.ended);
-    say_what_passed(pmu, &report);
+    print_results(pmu, &report);
 }
 
 /// Prints the number of rows, and the rows that needed more than one time measurement, which
 /// `validate` itself repeats and reports.
-fn say_what_passed(pmu: &str, report: &Value) {
+fn print_results(pmu: &str, report: &Value) {
     eprintln!(
         "{pmu}: {} passed in {} s",
         report["passed"], report["summary"]["seconds"]
@@ -138,20 +141,20 @@ fn say_what_passed(pmu: &str, report: &Value) {
 
 #[test]
 fn nothing_fails_here_with_an_intel_pmu() {
-    here_nothing_fails("intel");
+    validate_passes_here("intel");
 }
 
 #[test]
 fn nothing_fails_here_with_an_amd_pmu() {
-    here_nothing_fails("amd");
+    validate_passes_here("amd");
 }
 
 /// No clock is accurate to a hundred-thousandth of a percent, so the command must report failures
 /// per row and in its exit status.
 #[test]
-fn what_is_off_fails() {
+fn validate_fails_outside_tolerance() {
     let arguments = ["--no-linux", "--tolerance", "0.00001", "--pmu", "amd"];
-    let output = validate(&here(Access::Shared), &arguments);
+    let output = validate(&here(LeaseAccess::Shared), &arguments);
     let text = output.stdout_text();
     assert_eq!(output.code(), Some(1), "{text}");
     assert!(text.contains("off the expectation"), "{text}");
@@ -180,7 +183,7 @@ fn bad_input_is_one_line() {
         ),
         (&["--kernel", "k", "--initrd", "i", "--no-linux"], "--no-linux"),
     ] {
-        let output = validate(&here(Access::Shared), arguments);
+        let output = validate(&here(LeaseAccess::Shared), arguments);
         let stderr = output.stderr_text();
         assert_eq!(output.code(), Some(2), "{arguments:?}: {stderr}");
         assert_eq!(stderr.lines().count(), 1, "{arguments:?}: {stderr}");
@@ -190,13 +193,16 @@ fn bad_input_is_one_line() {
 
 /// A host that cannot run Linux guests is reported before anything starts.
 #[test]
-fn a_linux_guest_where_there_can_be_none_is_refused() {
-    if probe_kvm() != Kvm::SoftwareOnly {
+fn validate_rejects_linux_on_software_kvm() {
+    if probe_kvm() != KvmKind::SoftwareOnly {
         return skipped("this machine's KVM can run Linux, or there is none", false);
     }
     let file = std::env::current_exe().unwrap();
     let file = file.to_string_lossy();
-    let output = validate(&here(Access::Shared), &["--kernel", &file, "--initrd", &file]);
+    let output = validate(
+        &here(LeaseAccess::Shared),
+        &["--kernel", &file, "--initrd", &file],
+    );
     assert_eq!(output.code(), Some(2));
     assert!(
         output.stderr_text().contains("make lab"),
@@ -206,7 +212,7 @@ fn a_linux_guest_where_there_can_be_none_is_refused() {
 }
 
 fn a_linux_guest_counts_right(pmu: &str) {
-    let place = Place::alone().unwrap_or_else(|error| panic!("{error}"));
+    let place = TestHost::alone().unwrap_or_else(|error| panic!("{error}"));
     let kernel = place.guest_file("vmlinux").unwrap();
     let initrd = place.guest_file("initrd").unwrap();
     let arguments = ["--json", "--pmu", pmu, "--kernel", &kernel, "--initrd", &initrd];
@@ -224,7 +230,7 @@ fn a_linux_guest_counts_right(pmu: &str) {
     }
     the_built_in_rows_are_right(&report);
     assert!(output.success(), "{:?}", output.ended);
-    say_what_passed(pmu, &report);
+    print_results(pmu, &report);
 }
 
 #[test]

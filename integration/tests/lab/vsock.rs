@@ -6,7 +6,7 @@
 use integration::artefacts;
 use integration::guest::LinuxGuest;
 use integration::limit::Limit;
-use integration::place::Place;
+use integration::place::TestHost;
 use integration::process::{Command, Output};
 
 const LIMIT: Limit = Limit::GENEROUS;
@@ -18,12 +18,12 @@ until [ -e /tmp/end ]; do sleep 0.2; done
 section agents sh -c 'pidof perfvisor-agent | wc -w'
 ";
 
-struct Guest<'a> {
-    place: &'a Place,
+struct VsockTest<'a> {
+    place: &'a TestHost,
     perfvisor: String,
 }
 
-impl Guest<'_> {
+impl VsockTest<'_> {
     fn command(&self, words: &[&str]) -> Command {
         Command::new(&self.perfvisor).args(words.iter().copied())
     }
@@ -38,7 +38,7 @@ impl Guest<'_> {
 
     /// Runs a command that must succeed and returns its output.
     #[track_caller]
-    fn says(&self, command: &[&str]) -> String {
+    fn output_of(&self, command: &[&str]) -> String {
         let output = self.exec(command);
         assert!(
             output.success(),
@@ -68,8 +68,8 @@ impl Guest<'_> {
 }
 
 #[test]
-fn commands_and_files_go_between_host_and_guest() {
-    let place = match Place::shared() {
+fn vsock_agent_runs_commands_and_copies_files() {
+    let place = match TestHost::shared() {
         Ok(place) => place,
         Err(why) => panic!("{why}"),
     };
@@ -81,7 +81,7 @@ fn commands_and_files_go_between_host_and_guest() {
         .script(SCRIPT);
     let running = place.start(&linux.command(&place).unwrap()).unwrap();
     assert!(running.wait_for("@@pv boot", LIMIT));
-    let guest = Guest {
+    let guest = VsockTest {
         perfvisor: place.perfvisor().unwrap(),
         place: &place,
     };
@@ -93,7 +93,7 @@ fn commands_and_files_go_between_host_and_guest() {
     a_client_that_dies(&guest);
     a_flood(&guest);
 
-    guest.says(&["touch", "/tmp/end"]);
+    guest.output_of(&["touch", "/tmp/end"]);
     let output = running.wait(LIMIT).unwrap();
     let run = linux.finish(&output).unwrap();
     assert_eq!(run.section("agents").trim(), "1");
@@ -106,8 +106,8 @@ fn commands_and_files_go_between_host_and_guest() {
     assert!(!guest.shell("ls $XDG_RUNTIME_DIR/perfvisor/*.vsock").success());
 }
 
-fn streams_and_ends(guest: &Guest<'_>) {
-    assert_eq!(guest.says(&["uname", "-s"]), "Linux\n");
+fn streams_and_ends(guest: &VsockTest<'_>) {
+    assert_eq!(guest.output_of(&["uname", "-s"]), "Linux\n");
     let output = guest.exec(&["sh", "-c", "echo out; echo err >&2; exit 7"]);
     assert_eq!(
         (
@@ -151,7 +151,7 @@ fn streams_and_ends(guest: &Guest<'_>) {
     assert!(perf.success() && cycles.is_some_and(|n| n > 1_000_000), "{count}");
 }
 
-fn what_is_not_there(guest: &Guest<'_>) {
+fn what_is_not_there(guest: &VsockTest<'_>) {
     guest.refused(&["exec", "vsock-test", "--", "/no/such"], 2, "no such command");
     guest.refused(
         &["exec", "-C", "/no", "vsock-test", "--", "true"],
@@ -165,7 +165,7 @@ fn what_is_not_there(guest: &Guest<'_>) {
     guest.refused(&["cp", "/guest/initrd", "vsock-test:/proc/x"], 2, "/proc/x");
 }
 
-fn copies(guest: &Guest<'_>) {
+fn copies(guest: &VsockTest<'_>) {
     // 16 MiB of poorly compressible data in both directions, and through pipes.
     let script = "set -e; cd /tmp; head -c 16777216 /dev/urandom >big; chmod 640 big
         PV cp big vsock-test:/tmp/big; PV cp vsock-test:/tmp/big back
@@ -181,7 +181,7 @@ fn copies(guest: &Guest<'_>) {
     assert!(output.success(), "{:?}: {}", output.ended, output.stderr_text());
 }
 
-fn many_at_once(guest: &Guest<'_>) {
+fn many_at_once(guest: &VsockTest<'_>) {
     let script = "for n in 1 2 3 4 5 6 7 8; do (PV exec vsock-test -- sh -c \"sleep 0.2; echo $n; exit $n\"
         [ $? = $n ] && echo right) & done; wait";
     let output = guest.shell(&script.replace("PV", &guest.perfvisor));
@@ -189,7 +189,7 @@ fn many_at_once(guest: &Guest<'_>) {
     assert_eq!(text.lines().filter(|line| *line == "right").count(), 8, "{text}");
 }
 
-fn a_client_that_dies(guest: &Guest<'_>) {
+fn a_client_that_dies(guest: &VsockTest<'_>) {
     let words = ["exec", "vsock-test", "--", "sh", "-c", "echo begun; sleep 86399"];
     let mut client = guest.place.start(&guest.command(&words)).unwrap();
     assert!(client.wait_for("begun", LIMIT));
@@ -206,19 +206,19 @@ fn a_client_that_dies(guest: &Guest<'_>) {
 
 /// Waits until the guest has ended the commands of a disconnected client.
 #[track_caller]
-fn no_command_is_left(guest: &Guest<'_>) {
+fn no_command_is_left(guest: &VsockTest<'_>) {
     // The brackets prevent the search from matching itself.
-    guest.says(&[
+    guest.output_of(&[
         "sh",
         "-c",
         "while ps | grep -q 'slee[p] 86399'; do sleep 0.1; done",
     ]);
 }
 
-fn a_flood(guest: &Guest<'_>) {
+fn a_flood(guest: &VsockTest<'_>) {
     // A guest that writes endlessly to a client that does not read, and a client that exits early.
     let script = "PV exec vsock-test -- cat /dev/zero | sleep 3; PV exec vsock-test -- cat /dev/zero | head -c 1000000 | wc -c";
     let output = guest.shell(&script.replace("PV", &guest.perfvisor));
     assert_eq!(output.stdout_text().trim(), "1000000");
-    assert_eq!(guest.says(&["echo", "alive"]), "alive\n");
+    assert_eq!(guest.output_of(&["echo", "alive"]), "alive\n");
 }

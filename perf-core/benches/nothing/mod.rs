@@ -1,34 +1,34 @@
 //! A driver whose events cost nothing, used instead of the host driver.
 
-use perf_core::pmu::{Capacity, PmuError, Target};
+use perf_core::pmu::{PmuCapacity, PmuError, PmuTarget};
 use perf_core::{Attr, EventType, Pmu, PmuEvent};
 
 /// A driver with a number of slots that does nothing, so that only the core's cost is measured.
 #[derive(Debug)]
-pub struct Nothing {
+pub struct NoopPmu {
     /// Number of slots.
     pub slots: usize,
 }
 
 #[derive(Debug)]
-struct NoEvent(u64);
+struct NoopEvent(u64);
 
-impl Pmu for Nothing {
+impl Pmu for NoopPmu {
     fn name(&self) -> &'static str {
         "nothing"
     }
     fn serves(&self, ty: EventType) -> bool {
         ty == EventType::SIM || ty == EventType::HARDWARE
     }
-    fn capacity(&self) -> Capacity {
-        Capacity::counters(self.slots)
+    fn capacity(&self) -> PmuCapacity {
+        PmuCapacity::counters(self.slots)
     }
-    fn open(&self, _: &Attr, _: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
-        Ok(Box::new(NoEvent(0)))
+    fn open(&self, _: &Attr, _: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
+        Ok(Box::new(NoopEvent(0)))
     }
 }
 
-impl PmuEvent for NoEvent {
+impl PmuEvent for NoopEvent {
     fn start(&mut self, _: Option<u64>) -> Result<(), PmuError> {
         Ok(())
     }

@@ -15,7 +15,7 @@ use super::traces::{TICK_NS, Trace};
 
 /// Errors for one gap, in units of the rate's deviation and a period.
 #[derive(Clone, Copy, Debug)]
-pub struct Limit {
+pub struct GapErrors {
     /// Error of linear scaling.
     pub linear: f64,
     /// Error with full knowledge of a Gaussian rate in all slices, and of its distribution.
@@ -26,7 +26,7 @@ pub struct Limit {
 
 /// Computes the limit for slices that cover the fraction `on` of a period and a correlation time of
 /// `time` periods.
-pub fn limit(on: f64, time: f64) -> Limit {
+pub fn limit(on: f64, time: f64) -> GapErrors {
     let gap = 1.0 - on;
     // Mean correlation within a slice, and between slices `by` periods apart.
     let x = on / time;
@@ -35,7 +35,7 @@ pub fn limit(on: f64, time: f64) -> Limit {
         (2.0 / x).powi(2) * (((x - 1.0 / time) / 2.0).exp() - ((-x - 1.0 / time) / 2.0).exp()).powi(2) / 4.0;
     let linear = within + 2.0 * next / (1.0 - (-1.0 / time).exp()) - 2.0 * time;
     let gaussian = 2.0 * time * gap - 4.0 * time * time * (gap / (2.0 * time)).tanh();
-    Limit {
+    GapErrors {
         linear: linear.sqrt(),
         gaussian: gaussian.sqrt(),
         telegraph: telegraph(gap, time).sqrt(),
@@ -76,7 +76,7 @@ struct Segment {
 
 /// Mean errors over the events of a trace, with one turn per tick.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Ideas {
+pub struct IdeaErrors {
     /// Round robin, linear scaling.
     pub rotate: f64,
     /// A different order in each rotation, linear scaling.
@@ -85,7 +85,7 @@ pub struct Ideas {
     pub together: f64,
 }
 
-impl Ideas {
+impl IdeaErrors {
     /// Adds `other` with a weight.
     pub fn add(&mut self, other: &Self, weight: f64) {
         self.rotate += weight * other.rotate;
@@ -95,11 +95,11 @@ impl Ideas {
 }
 
 /// Measures both ideas on `trace`.
-pub fn ideas(trace: &Trace, seed: u64) -> Ideas {
+pub fn ideas(trace: &Trace, seed: u64) -> IdeaErrors {
     let mut rng = Rng::with_seed(seed);
     let regular = segments(trace, &mut rng, false);
     let shuffled = segments(trace, &mut rng, true);
-    Ideas {
+    IdeaErrors {
         rotate: error(trace, &regular, |e| scaled(&regular.1, e)),
         shuffled: error(trace, &shuffled, |e| scaled(&shuffled.1, e)),
         together: error(trace, &regular, |e| with_others(&regular.1, e)),

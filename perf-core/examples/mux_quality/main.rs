@@ -11,7 +11,7 @@ mod traces;
 
 use std::collections::BTreeMap;
 
-use measure::{Bars, Comparison, all_bars, bars, mean_error, run_core, runs, summarise};
+use measure::{Comparison, ErrorBars, all_bars, bars, mean_error, run_core, runs, summarise};
 use perf_core::mux::MuxPolicy;
 use traces::{EVENTS, SEEDS, SLOTS, TICK_NS, Trace};
 
@@ -60,7 +60,7 @@ fn fixed() {
             100.0 * c.ours.deviation,
             c.ours.mean / c.base.mean,
             100.0 * all_bars(&c.adaptive).within_two(),
-            all_bars(&c.adaptive).doubt(),
+            all_bars(&c.adaptive).confidence_ratio(),
             summarise(&c.adaptive, |r| r.switches_per_s).mean,
             100.0 * summarise(&c.rotate, |r| r.error).mean,
             100.0 * summarise(&c.adaptive, |r| r.linear_error).mean,
@@ -86,17 +86,17 @@ fn fixed() {
 
 /// Sums over the traces of one kind.
 #[derive(Default)]
-struct Kind {
+struct KindTotals {
     traces: u32,
     base: f64,
     ours: f64,
     hasty: f64,
-    bars: Bars,
+    bars: ErrorBars,
     worse: u32,
     worst: f64,
 }
 
-impl Kind {
+impl KindTotals {
     fn add(&mut self, other: &Self) {
         self.traces += other.traces;
         self.base += other.base;
@@ -116,7 +116,7 @@ impl Kind {
             100.0 * self.ours / n,
             self.ours / self.base,
             100.0 * self.bars.within_two(),
-            self.bars.doubt(),
+            self.bars.confidence_ratio(),
             100.0 * self.hasty / n,
             self.worse,
             100.0 * self.worst,
@@ -139,14 +139,14 @@ fn random() {
         "worse",
         "worst difference"
     );
-    let mut kinds = BTreeMap::<String, Kind>::new();
+    let mut kinds = BTreeMap::<String, KindTotals>::new();
     let mut add = |trace: Trace| {
         let c = Comparison::new(&trace, 1, FAMILY_SEEDS);
         let fast = runs(&trace, MuxPolicy::Rotate, hasty_ns(), 1, FAMILY_SEEDS);
         kinds
             .entry(family::kind(&trace.name).to_owned())
             .or_default()
-            .add(&Kind {
+            .add(&KindTotals {
                 traces: 1,
                 base: c.base.mean,
                 ours: c.ours.mean,
@@ -161,7 +161,7 @@ fn random() {
     // it.
     family::HOLD_OUT.map(family::in_step).for_each(&mut add);
     let in_step = kinds.remove(family::IN_STEP).unwrap_or_default();
-    let mut all = Kind::default();
+    let mut all = KindTotals::default();
     for (name, kind) in &kinds {
         kind.print(name);
         all.add(kind);
@@ -193,25 +193,25 @@ fn through_a_core() {
     );
     for policy in [MuxPolicy::Rotate, MuxPolicy::Adaptive] {
         for kind in family::ALL_KINDS {
-            let (mut said, mut error, mut switches) = (Bars::default(), 0.0, 0.0);
+            let (mut error_bars, mut error, mut switches) = (ErrorBars::default(), 0.0, 0.0);
             for seed in family::HOLD_OUT.take(CORE_TRACES) {
                 let trace = family::of_kind(kind, seed);
                 let (estimates, starts) = run_core(&trace, policy, TICK_NS, SEEDS[0]);
-                said.merge(&bars(&estimates));
+                error_bars.merge(&bars(&estimates));
                 error += mean_error(&estimates) / CORE_TRACES as f64;
                 switches += starts as f64 / (trace.length_ns as f64 / 1e9) / CORE_TRACES as f64;
             }
-            let share = |n: f64| 100.0 * n / said.events;
+            let share = |n: f64| 100.0 * n / error_bars.events;
             println!(
                 "{kind:<16}{:>9}{:>10.3} %{switches:>12.0} |{:>7.0}%{:>7.0}%{:>8.2} |{:>7.0}%{:>7.0}% |{:>8.0}%",
                 format!("{policy:?}").to_lowercase(),
                 100.0 * error,
-                share(said.known),
-                100.0 * said.within_two(),
-                said.doubt(),
-                share(said.bounded),
-                100.0 * said.within_bound(),
-                share(said.events - said.known - said.bounded),
+                share(error_bars.known),
+                100.0 * error_bars.within_two(),
+                error_bars.confidence_ratio(),
+                share(error_bars.bounded),
+                100.0 * error_bars.within_bound(),
+                share(error_bars.events - error_bars.known - error_bars.bounded),
             );
         }
     }
@@ -239,9 +239,9 @@ fn at_equal_turns() {
         "{:<16}{:>16}{:>16}{:>22}{:>8}",
         "kind", "rotate, linear", "shuffled, linear", "rotate, with others", "ratio"
     );
-    let mut all = limits::Ideas::default();
+    let mut all = limits::IdeaErrors::default();
     for kind in family::ALL_KINDS {
-        let mut sum = limits::Ideas::default();
+        let mut sum = limits::IdeaErrors::default();
         for seed in family::HOLD_OUT.take(CORE_TRACES) {
             let ideas = limits::ideas(&family::of_kind(kind, seed), SEEDS[0]);
             sum.add(&ideas, 1.0 / CORE_TRACES as f64);
@@ -252,7 +252,7 @@ fn at_equal_turns() {
     print_ideas("all", &all);
 }
 
-fn print_ideas(name: &str, ideas: &limits::Ideas) {
+fn print_ideas(name: &str, ideas: &limits::IdeaErrors) {
     println!(
         "{name:<16}{:>14.3} %{:>14.3} %{:>20.3} %{:>8.2}",
         100.0 * ideas.rotate,

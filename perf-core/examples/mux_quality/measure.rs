@@ -20,14 +20,14 @@ pub struct Run {
     /// Mean relative error with the interpolating estimator.
     pub error: f64,
     /// Error bars of the estimates.
-    pub bars: Bars,
+    pub bars: ErrorBars,
     /// Group starts per second.
     pub switches_per_s: f64,
 }
 
 /// Statistics of the error bars of estimates, and of their correctness.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Bars {
+pub struct ErrorBars {
     /// Number of estimates.
     pub events: f64,
     /// Number of estimates with a standard error, and of those within two of the truth.
@@ -42,7 +42,7 @@ pub struct Bars {
     square_error: f64,
 }
 
-impl Bars {
+impl ErrorBars {
     /// Adds an estimate.
     pub fn add(&mut self, truth: u64, value: u64, standard_error: Option<f64>, bound: Option<f64>) {
         let error = value as f64 - truth as f64;
@@ -82,7 +82,7 @@ impl Bars {
 
     /// Returns the ratio of the root mean squares of standard error and error: 1 is correct, less
     /// is overconfident.
-    pub fn doubt(&self) -> f64 {
+    pub fn confidence_ratio(&self) -> f64 {
         (self.variance / self.square_error).sqrt()
     }
 }
@@ -186,7 +186,8 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
         match event.estimator.estimate(end - start, open) {
             Some(estimate) => {
                 result.error += error(estimate.value as f64);
-                let known = |doubt: Option<f64>| doubt.filter(|_| !queue.has_aliasing());
+                let known =
+                    |confidence_ratio: Option<f64>| confidence_ratio.filter(|_| !queue.has_aliasing());
                 result.bars.add(
                     truth as u64,
                     estimate.value,
@@ -290,8 +291,8 @@ pub fn mean_error(estimates: &[CoreEstimate]) -> f64 {
 }
 
 /// Returns the statistics of the estimates' error bars.
-pub fn bars(estimates: &[CoreEstimate]) -> Bars {
-    let mut bars = Bars::default();
+pub fn bars(estimates: &[CoreEstimate]) -> ErrorBars {
+    let mut bars = ErrorBars::default();
     for e in estimates {
         bars.add(e.truth, e.value.unwrap_or(0), e.standard_error, e.bound);
     }
@@ -308,8 +309,8 @@ pub fn runs(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seeds:
 }
 
 /// Returns the error bar statistics of all runs.
-pub fn all_bars(runs: &[Run]) -> Bars {
-    let mut all = Bars::default();
+pub fn all_bars(runs: &[Run]) -> ErrorBars {
+    let mut all = ErrorBars::default();
     runs.iter().for_each(|run| all.merge(&run.bars));
     all
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use perf_core::attr::{Attr, EventType};
 use perf_core::pmu::host::HostPmu;
-use perf_core::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target};
+use perf_core::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget};
 use perf_core::time::Clock;
 
 /// `PERF_COUNT_SW_TASK_CLOCK`: CPU time of this thread, in nanoseconds.
@@ -112,10 +112,10 @@ impl Pmu for FewCounters {
     fn serves(&self, ty: EventType) -> bool {
         self.host.serves(ty)
     }
-    fn capacity(&self) -> Capacity {
-        Capacity::counters(self.slots)
+    fn capacity(&self) -> PmuCapacity {
+        PmuCapacity::counters(self.slots)
     }
-    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         self.host.open(attr, target)
     }
 }

@@ -1,7 +1,7 @@
 //! Guest side-band records: vCPU names and guest memory mappings.
 
 use crate::pmu::VcpuId;
-use crate::record::{CpuMode, MapName, Misc, Mmap, SampleId};
+use crate::record::{CpuMode, MappingName, MmapRecord, RecordMisc, SampleId};
 use crate::service::core::Core;
 use crate::service::sideband::write_to;
 
@@ -15,7 +15,7 @@ pub struct GuestMapping<'a> {
     /// Offset of the first byte in the mapped file, in bytes.
     pub pgoff: u64,
     /// Name, such as a file path or `[guest.kernel.kallsyms]`.
-    pub name: MapName<'a>,
+    pub name: MappingName<'a>,
     /// `true` for code that runs at CPL 0.
     pub kernel: bool,
 }
@@ -36,8 +36,8 @@ impl Core {
             tid: core.config.pid,
             ..core.record_origin(&core.vm, core.vm.now_ns())
         };
-        let record = |sample_id| Mmap {
-            misc: Misc::from(mode),
+        let record = |sample_id| MmapRecord {
+            misc: RecordMisc::from(mode),
             pid: core.config.pid,
             tid: core.config.pid,
             start: mapping.start,

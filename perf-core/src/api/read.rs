@@ -12,7 +12,7 @@ use crate::model::slices::EstimateSum;
 use crate::model::state::EventState;
 use crate::model::totals::Totals;
 use crate::pmu::VcpuId;
-use crate::record::{Entries, ReadEntry, ReadValues, read_size_of};
+use crate::record::{ReadEntries, ReadEntry, ReadValues, read_size_of};
 use crate::service::error::ControlError;
 use crate::service::opened::EventRef;
 use crate::time::TimeTotals;
@@ -330,7 +330,7 @@ impl Handle {
         let values = ReadValues {
             time_enabled_ns: leader.time_enabled_ns,
             time_running_ns: leader.time_running_ns,
-            entries: Entries::List(&entries),
+            entries: ReadEntries::List(&entries),
         };
         values.encode(format, &mut &mut buf[..needed]);
         Ok(needed)

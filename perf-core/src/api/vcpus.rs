@@ -167,7 +167,7 @@ mod tests {
     use crate::attr::{Attr, EventType, SampleType};
     use crate::model::regs::SampleRegs;
     use crate::pmu::sim::SimPmu;
-    use crate::record::{CpuMode, Format, Record};
+    use crate::record::{CpuMode, Record, RecordFormat};
     use crate::ring::RingReader;
     use crate::service::config::{CoreConfig, Role};
 
@@ -232,7 +232,7 @@ mod tests {
     fn samples_and_lost(reader: &mut RingReader) -> (Vec<u64>, u64) {
         let (mut periods, mut lost) = (Vec::new(), 0);
         while let Some(raw) = reader.next_record().unwrap() {
-            match Record::decode(raw, Format::from(&attr())).unwrap() {
+            match Record::decode(raw, RecordFormat::from(&attr())).unwrap() {
                 Record::Sample(sample) => periods.push(sample.period),
                 Record::Lost(record) => lost += record.lost,
                 _ => {}

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use super::Context;
 use crate::lock::{Lock, LockGuard, Rank};
 use crate::model::software::Deferred;
-use crate::pmu::{Target, VcpuId};
+use crate::pmu::{PmuTarget, VcpuId};
 use crate::schedule::{MuxConfig, SharePolicy};
 use crate::time::Clock;
 
@@ -110,11 +110,11 @@ impl ContextCell {
         self.cpu
     }
 
-    pub fn target(&self) -> Target {
+    pub fn target(&self) -> PmuTarget {
         match (self.cpu, self.vcpu()) {
-            (Some(cpu), _) => Target::Cpu { cpu },
-            (None, Some((vcpu, tid))) => Target::Vcpu { vcpu, tid },
-            (None, None) => Target::Vm,
+            (Some(cpu), _) => PmuTarget::Cpu { cpu },
+            (None, Some((vcpu, tid))) => PmuTarget::Vcpu { vcpu, tid },
+            (None, None) => PmuTarget::Vm,
         }
     }
 }

@@ -37,7 +37,7 @@ impl Context {
                     if event.state == EventState::Active
                         && let Source::Driver(driver) = &mut event.source
                     {
-                        driver.look();
+                        driver.check_counter();
                         if driver.lost_ns().is_some() {
                             gone.push(key);
                         }

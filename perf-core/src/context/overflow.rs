@@ -12,7 +12,9 @@ use crate::model::lists::EventList;
 use crate::model::regs::{RegsRequest, SampledRegs};
 use crate::model::state::{EventState, Owner};
 use crate::notify::PollState;
-use crate::record::{Encode, Format, Lost, Sample, SampleId, Throttle, Words, Written};
+use crate::record::{
+    EncodeRecord, LostRecord, RecordFormat, Sample, SampleId, ThrottleRecord, WordList, WriteOutcome,
+};
 use crate::sample::{OverflowReport, TickTime};
 
 /// Reports that are taken out of a context at once.
@@ -215,12 +217,13 @@ impl Context {
             let Some(output) = event.output.as_ref().filter(|_| times > 0) else {
                 continue;
             };
-            let lost = Lost {
+            let lost = LostRecord {
                 id: output.owner,
                 lost: 1,
                 sample_id: event.sample_id(by),
             };
-            let written = Written::from(lost.write(Format::from(&event.shared.attr), &output.ring));
+            let written =
+                WriteOutcome::from(lost.write(RecordFormat::from(&event.shared.attr), &output.ring));
             event.top().lost.fetch_add(1, Ordering::Relaxed);
             log::debug!(
                 "event {} owes a sample for {times} periods of a vCPU that is gone: {written:?}",
@@ -308,7 +311,7 @@ impl Context {
             return;
         };
         let attr = &event.shared.attr;
-        let format = Format::from(attr);
+        let format = RecordFormat::from(attr);
         let mut sample = Sample {
             misc: seen.mode.into(),
             pid: pass.by.pid,
@@ -319,7 +322,7 @@ impl Context {
             cpu: pass.by.cpu,
             ip: seen.ip,
             addr: seen.addr,
-            callchain: Words::List(seen.callchain),
+            callchain: WordList::List(seen.callchain),
             raw: seen.raw,
             user: seen.user_for(attr),
             ..Sample::default()
@@ -438,7 +441,7 @@ impl Context {
 
 /// Writes a THROTTLE or UNTHROTTLE record.
 fn write_throttle(event: &Event, throttled: bool, by: SampleId) {
-    event.write_record(&Throttle {
+    event.write_record(&ThrottleRecord {
         throttled,
         time_ns: by.time_ns,
         id: event.top().id,

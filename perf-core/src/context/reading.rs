@@ -12,7 +12,7 @@ use crate::model::slices::EstimateSum;
 use crate::model::state::EventState;
 use crate::model::totals::Totals;
 use crate::pmu;
-use crate::record::{Entries, ReadEntry, ReadValues};
+use crate::record::{ReadEntries, ReadEntry, ReadValues};
 use crate::schedule::ClassQueue;
 use crate::time::TimeTotals;
 
@@ -70,7 +70,7 @@ impl Context {
 
     /// Returns the driver group that new members of the group of `leader` join
     /// ([`pmu::PmuEvent::group`]).
-    pub fn driver_group(&mut self, leader: EventKey) -> Option<pmu::Group> {
+    pub fn driver_group(&mut self, leader: EventKey) -> Option<pmu::GroupHandle> {
         match &mut self.events.get_mut(leader)?.source {
             Source::Driver(driver) => driver.group(),
             Source::Raised(_) | Source::Family => None,
@@ -186,7 +186,7 @@ impl Context {
         ReadValues {
             time_enabled_ns: times.enabled_ns,
             time_running_ns: times.running_ns,
-            entries: Entries::List(entries),
+            entries: ReadEntries::List(entries),
         }
     }
 }

@@ -16,7 +16,7 @@ use crate::model::times::EventTimes;
 use crate::model::totals::ExitedTotals;
 use crate::notify::PollNotifier;
 use crate::pmu::{CounterMask, PmuError, PmuEvent};
-use crate::record::{Encode, Format, SampleId, Written};
+use crate::record::{EncodeRecord, RecordFormat, SampleId, WriteOutcome};
 use crate::sample::Sampling;
 
 /// Shared part of an event, referenced by its handle, its children and its context. Immutable or
@@ -382,15 +382,15 @@ impl Event {
 impl Event {
     /// Writes a non-sample record to the ring of the event, if any. If the ring is full, the record
     /// is counted as lost in the ring and in the opened event.
-    pub fn write_record(&self, record: &impl Encode) {
+    pub fn write_record(&self, record: &impl EncodeRecord) {
         if let Some(output) = &self.output {
-            let format = Format::from(&self.shared.attr);
+            let format = RecordFormat::from(&self.shared.attr);
             self.count_lost(record.write(format, &output.ring).into());
         }
     }
 
     /// Accounts the result of writing records of this event.
-    pub fn count_lost(&self, written: Written) {
+    pub fn count_lost(&self, written: WriteOutcome) {
         if written.lost > 0 {
             self.top().lost.fetch_add(written.lost, Ordering::Relaxed);
         }

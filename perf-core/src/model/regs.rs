@@ -1,7 +1,7 @@
 //! Registers of a vCPU at the time of an event.
 
 use crate::attr::{Attr, STACK_USER_MAX, SampleType};
-use crate::record::{CpuMode, UserPart};
+use crate::record::{CpuMode, UserRegsAndStack};
 
 /// Maximum number of entries of a call chain, equal to the kernel's default.
 pub const CALLCHAIN_MAX: usize = 127;
@@ -30,8 +30,8 @@ pub trait SampleRegs {
     }
     /// Returns the data of [`raw`](Self::raw), together with the data of `REGS_USER` and
     /// `STACK_USER` samples: the user registers and at most `stack_bytes` bytes of the user stack.
-    fn raw_and_user(&mut self, _stack_bytes: u32) -> (&[u8], UserPart<'_>) {
-        (self.raw(), UserPart::default())
+    fn raw_and_user(&mut self, _stack_bytes: u32) -> (&[u8], UserRegsAndStack<'_>) {
+        (self.raw(), UserRegsAndStack::default())
     }
 }
 
@@ -114,9 +114,9 @@ impl RegsCache {
         let (raw, user) = if wants.fields.intersects(USER) {
             regs.raw_and_user(wants.stack_bytes)
         } else if field(SampleType::RAW) {
-            (regs.raw(), UserPart::default())
+            (regs.raw(), UserRegsAndStack::default())
         } else {
-            (&[][..], UserPart::default())
+            (&[][..], UserRegsAndStack::default())
         };
         SampledRegs {
             wants,
@@ -140,15 +140,15 @@ pub(crate) struct SampledRegs<'a> {
     pub addr: u64,
     pub callchain: &'a [u64],
     pub raw: &'a [u8],
-    pub user: UserPart<'a>,
+    pub user: UserRegsAndStack<'a>,
 }
 
 impl<'a> SampledRegs<'a> {
     /// Returns the user-space data for one event, which may need less of the stack than another
     /// event.
-    pub fn user_for(&self, attr: &Attr) -> UserPart<'a> {
+    pub fn user_for(&self, attr: &Attr) -> UserRegsAndStack<'a> {
         let most = attr.sample_stack_user as usize / 8 * 8;
-        UserPart {
+        UserRegsAndStack {
             stack: &self.user.stack[..self.user.stack.len().min(most)],
             ..self.user
         }
@@ -164,7 +164,7 @@ impl Default for SampledRegs<'_> {
             addr: 0,
             callchain: &[],
             raw: &[],
-            user: UserPart::default(),
+            user: UserRegsAndStack::default(),
         }
     }
 }

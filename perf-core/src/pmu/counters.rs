@@ -18,12 +18,12 @@ impl CounterMask {
     /// The set of all 64 counters.
     pub const ALL: Self = Self(u64::MAX);
     /// Maximum number of counters of a PMU.
-    pub const MOST: usize = 64;
+    pub const MAX_COUNTERS: usize = 64;
 
     /// Returns the set of counters 0 to `n - 1`, or all 64 counters if `n` is larger than 64.
     #[must_use]
     pub const fn first(n: usize) -> Self {
-        if n >= Self::MOST {
+        if n >= Self::MAX_COUNTERS {
             Self::ALL
         } else {
             Self((1 << n) - 1)
@@ -33,7 +33,11 @@ impl CounterMask {
     /// Returns the set that contains only counter `n`, or the empty set if `n` is 64 or larger.
     #[must_use]
     pub const fn one(n: usize) -> Self {
-        if n >= Self::MOST { Self::NONE } else { Self(1 << n) }
+        if n >= Self::MAX_COUNTERS {
+            Self::NONE
+        } else {
+            Self(1 << n)
+        }
     }
 
     /// Creates a set from a mask with one bit per counter.
@@ -128,7 +132,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn no_number_is_too_large() {
+    fn counter_numbers_above_63_are_ignored() {
         assert_eq!(CounterMask::first(64), CounterMask::ALL);
         assert_eq!(CounterMask::first(1000), CounterMask::ALL);
         assert_eq!(CounterMask::one(64), CounterMask::NONE);

@@ -14,21 +14,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::attr::{Attr, EventType};
-use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target, VcpuId};
+use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
 
 /// Overflow point of a selector without an armed event.
 const NEVER: u64 = u64::MAX;
 
 /// Privilege levels that an event counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Levels {
+enum CountedLevels {
     User,
     Kernel,
     Both,
     None,
 }
 
-impl Levels {
+impl CountedLevels {
     fn of(attr: &Attr) -> Self {
         match (attr.exclude_user, attr.exclude_kernel) {
             (false, false) => Self::Both,
@@ -41,7 +41,7 @@ impl Levels {
 
 /// Totals of one selector, and the next overflow point for each choice of levels.
 #[derive(Debug)]
-struct Cell {
+struct SelectorTotals {
     user: AtomicU64,
     kernel: AtomicU64,
     /// Next overflow point, in counts at this choice of levels; [`NEVER`] if no event is armed.
@@ -50,7 +50,7 @@ struct Cell {
     next_both: AtomicU64,
 }
 
-impl Cell {
+impl SelectorTotals {
     fn new() -> Self {
         Self {
             user: AtomicU64::new(0),
@@ -61,23 +61,23 @@ impl Cell {
         }
     }
 
-    fn total(&self, levels: Levels) -> u64 {
+    fn total(&self, levels: CountedLevels) -> u64 {
         let user = || self.user.load(Ordering::Relaxed);
         let kernel = || self.kernel.load(Ordering::Relaxed);
         match levels {
-            Levels::User => user(),
-            Levels::Kernel => kernel(),
-            Levels::Both => user().wrapping_add(kernel()),
-            Levels::None => 0,
+            CountedLevels::User => user(),
+            CountedLevels::Kernel => kernel(),
+            CountedLevels::Both => user().wrapping_add(kernel()),
+            CountedLevels::None => 0,
         }
     }
 
-    fn next(&self, levels: Levels) -> Option<&AtomicU64> {
+    fn next(&self, levels: CountedLevels) -> Option<&AtomicU64> {
         match levels {
-            Levels::User => Some(&self.next_user),
-            Levels::Kernel => Some(&self.next_kernel),
-            Levels::Both => Some(&self.next_both),
-            Levels::None => None,
+            CountedLevels::User => Some(&self.next_user),
+            CountedLevels::Kernel => Some(&self.next_kernel),
+            CountedLevels::Both => Some(&self.next_both),
+            CountedLevels::None => None,
         }
     }
 }
@@ -85,17 +85,17 @@ impl Cell {
 /// An event's choice of levels and its overflow point, from which the nearest overflow point is
 /// recomputed when another event is disarmed.
 #[derive(Clone, Copy, Debug)]
-struct Armed {
+struct OverflowPoint {
     selector: usize,
-    levels: Levels,
+    levels: CountedLevels,
     /// Overflow point; [`NEVER`] while disarmed.
     at: u64,
 }
 
 /// All open events, armed or not. Arming and disarming do not allocate.
 #[derive(Debug, Default)]
-struct ArmedEvents {
-    list: Vec<Armed>,
+struct OverflowPoints {
+    list: Vec<OverflowPoint>,
     /// Unused indices of `list`.
     free: Vec<usize>,
 }
@@ -106,8 +106,8 @@ struct ArmedEvents {
 /// memory that belongs to this vCPU alone.
 #[derive(Debug)]
 pub struct FedCounts {
-    cells: Box<[Cell]>,
-    armed: Mutex<ArmedEvents>,
+    cells: Box<[SelectorTotals]>,
+    armed: Mutex<OverflowPoints>,
 }
 
 impl FedCounts {
@@ -115,8 +115,8 @@ impl FedCounts {
     #[must_use]
     pub fn new(selectors: usize) -> Self {
         Self {
-            cells: (0..selectors).map(|_| Cell::new()).collect(),
-            armed: Mutex::new(ArmedEvents::default()),
+            cells: (0..selectors).map(|_| SelectorTotals::new()).collect(),
+            armed: Mutex::new(OverflowPoints::default()),
         }
     }
 
@@ -149,8 +149,12 @@ impl FedCounts {
     #[must_use]
     pub fn until_overflow(&self, selector: usize, cpl: u8) -> Option<u64> {
         let cell = self.cells.get(selector)?;
-        let own = if cpl == 3 { Levels::User } else { Levels::Kernel };
-        [own, Levels::Both]
+        let own = if cpl == 3 {
+            CountedLevels::User
+        } else {
+            CountedLevels::Kernel
+        };
+        [own, CountedLevels::Both]
             .into_iter()
             .filter_map(|levels| {
                 let next = cell.next(levels)?.load(Ordering::Relaxed);
@@ -164,10 +168,10 @@ impl FedCounts {
     pub fn total(&self, selector: usize) -> u64 {
         self.cells
             .get(selector)
-            .map_or(0, |cell| cell.total(Levels::Both))
+            .map_or(0, |cell| cell.total(CountedLevels::Both))
     }
 
-    fn armed(&self) -> MutexGuard<'_, ArmedEvents> {
+    fn armed(&self) -> MutexGuard<'_, OverflowPoints> {
         self.armed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -175,7 +179,7 @@ impl FedCounts {
     #[inline]
     fn set_armed(&self, place: usize, at: u64) {
         let mut armed = self.armed();
-        let Armed { selector, levels, .. } = armed.list[place];
+        let OverflowPoint { selector, levels, .. } = armed.list[place];
         let before = std::mem::replace(&mut armed.list[place].at, at);
         let Some(next) = self.cells[selector].next(levels) else {
             return;
@@ -232,12 +236,12 @@ impl Pmu for FedPmu {
         ty == EventType::FED
     }
 
-    fn capacity(&self) -> Capacity {
-        Capacity::Unlimited
+    fn capacity(&self) -> PmuCapacity {
+        PmuCapacity::Unlimited
     }
 
-    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
-        let Target::Vcpu { vcpu, .. } = target else {
+    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
+        let PmuTarget::Vcpu { vcpu, .. } = target else {
             return Err(PmuError::Unsupported("fed counts belong to one vCPU"));
         };
         if attr.exclude_guest {
@@ -251,11 +255,11 @@ impl Pmu for FedPmu {
             .ok()
             .filter(|&s| s < counts.selectors())
             .ok_or(PmuError::NoSuchEvent)?;
-        let levels = Levels::of(attr);
+        let levels = CountedLevels::of(attr);
         let place = {
             let mut guard = counts.armed();
             let armed = &mut *guard;
-            let new = Armed {
+            let new = OverflowPoint {
                 selector,
                 levels,
                 at: NEVER,
@@ -286,7 +290,7 @@ struct FedEvent {
     counts: Arc<FedCounts>,
     place: usize,
     selector: usize,
-    levels: Levels,
+    levels: CountedLevels,
     /// Total of the selector at the start of the current span.
     span_start: Option<u64>,
     spans: u64,
@@ -389,7 +393,7 @@ mod tests {
             exclude_kernel,
             ..Attr::default()
         };
-        let target = Target::Vcpu {
+        let target = PmuTarget::Vcpu {
             vcpu: VcpuId(0),
             tid: 0,
         };
@@ -417,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn a_selector_that_does_not_exist_is_refused_and_ignored() {
+    fn unknown_selector_is_rejected_by_open_and_ignored_by_add() {
         let (counts, pmu) = setup(1);
         assert!(!counts.add(1, 3, 5));
         assert_eq!(counts.until_overflow(1, 3), None);
@@ -426,19 +430,19 @@ mod tests {
             config: 1,
             ..Attr::default()
         };
-        let target = Target::Vcpu {
+        let target = PmuTarget::Vcpu {
             vcpu: VcpuId(0),
             tid: 0,
         };
         assert!(matches!(pmu.open(&attr, target), Err(PmuError::NoSuchEvent)));
         assert!(matches!(
-            pmu.open(&attr, Target::Vm),
+            pmu.open(&attr, PmuTarget::Vm),
             Err(PmuError::Unsupported(_))
         ));
     }
 
     #[test]
-    fn the_nearest_of_several_overflows_is_announced() {
+    fn nearest_overflow_is_reported_first() {
         let (counts, pmu) = setup(1);
         let mut user = open(&pmu, 0, false, true);
         let mut both = open(&pmu, 0, false, false);
@@ -484,7 +488,7 @@ mod tests {
 
         /// P38: a stopped event reports no overflow.
         #[test]
-        fn p38_a_stopped_event_claims_no_overflow(n in 1u64..1000, fed in 0u64..10_000) {
+        fn p38_stopped_event_reports_no_overflow(n in 1u64..1000, fed in 0u64..10_000) {
             let (counts, pmu) = setup(1);
             let mut ev = open(&pmu, 0, false, false);
             ev.start(Some(n)).unwrap();

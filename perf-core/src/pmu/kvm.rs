@@ -33,7 +33,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::attr::{Attr, EventType};
 use crate::pmu::spans::Spans;
-use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target, VcpuId};
+use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
 
 /// Bit of `config` that selects the statistics of the VM.
 pub const VM_SCOPE: u64 = 1 << 32;
@@ -243,13 +243,13 @@ pub struct KvmEvent {
     pub descriptor: StatDescriptor,
 }
 
-type Vcpus = Arc<Mutex<BTreeMap<VcpuId, Arc<StatsFile>>>>;
+type VcpuStatsFiles = Arc<Mutex<BTreeMap<VcpuId, Arc<StatsFile>>>>;
 
 /// The `kvm` driver of one VM.
 #[derive(Debug)]
 pub struct KvmPmu {
     vm: Option<Arc<StatsFile>>,
-    vcpus: Vcpus,
+    vcpus: VcpuStatsFiles,
 }
 
 impl KvmPmu {
@@ -258,7 +258,7 @@ impl KvmPmu {
     pub fn new(vm: Option<StatsFile>) -> Self {
         Self {
             vm: vm.map(Arc::new),
-            vcpus: Vcpus::default(),
+            vcpus: VcpuStatsFiles::default(),
         }
     }
 
@@ -320,12 +320,12 @@ impl Pmu for KvmPmu {
         ty == EventType::KVM
     }
 
-    fn capacity(&self) -> Capacity {
-        Capacity::Unlimited
+    fn capacity(&self) -> PmuCapacity {
+        PmuCapacity::Unlimited
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "the upper half was masked away")]
-    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         if attr.exclude_user || attr.exclude_kernel {
             return Err(PmuError::Unsupported(
                 "KVM statistics have no guest privilege level",
@@ -341,30 +341,30 @@ impl Pmu for KvmPmu {
         let source = if attr.config & VM_SCOPE != 0 {
             let vm = self.vm.clone().ok_or(PmuError::NoSuchEvent)?;
             check(&vm, index)?;
-            Source::Vm(vm)
+            StatSource::Vm(vm)
         } else {
             match target {
-                Target::Vcpu { vcpu, .. } => {
+                PmuTarget::Vcpu { vcpu, .. } => {
                     let stats = lock(&self.vcpus).get(&vcpu).cloned().ok_or_else(no_such_vcpu)?;
                     check(&stats, index)?;
-                    Source::Vcpu(stats)
+                    StatSource::Vcpu(stats)
                 }
-                Target::Vm if attr.inherit => {
+                PmuTarget::Vm if attr.inherit => {
                     // Inherited events are opened once per vCPU instead, and count while their vCPU
                     // exists.
                     return Err(PmuError::Unsupported(
                         "an inherited KVM statistic is counted for each vCPU",
                     ));
                 }
-                Target::Cpu { .. } => {
+                PmuTarget::Cpu { .. } => {
                     return Err(PmuError::Unsupported(
                         "KVM has statistics of vCPUs and VMs, not of CPUs",
                     ));
                 }
-                Target::Vm => {
+                PmuTarget::Vm => {
                     let first = lock(&self.vcpus).values().next().cloned();
                     check(&*first.ok_or_else(no_such_vcpu)?, index)?;
-                    Source::AllVcpus(AllVcpus::new(Arc::clone(&self.vcpus), index))
+                    StatSource::VcpuSum(VcpuSum::new(Arc::clone(&self.vcpus), index))
                 }
             }
         };
@@ -393,8 +393,8 @@ fn check(stats: &StatsFile, index: usize) -> Result<(), PmuError> {
 
 /// The sum of one statistic over all vCPUs. A removed vCPU contributes its last value.
 #[derive(Debug)]
-struct AllVcpus {
-    vcpus: Vcpus,
+struct VcpuSum {
+    vcpus: VcpuStatsFiles,
     index: usize,
     /// Latest value of each vCPU, kept for vCPUs that are removed.
     seen: BTreeMap<VcpuId, (Arc<StatsFile>, u64)>,
@@ -402,8 +402,8 @@ struct AllVcpus {
     replaced: u64,
 }
 
-impl AllVcpus {
-    fn new(vcpus: Vcpus, index: usize) -> Self {
+impl VcpuSum {
+    fn new(vcpus: VcpuStatsFiles, index: usize) -> Self {
         Self {
             vcpus,
             index,
@@ -431,22 +431,22 @@ impl AllVcpus {
 }
 
 #[derive(Debug)]
-enum Source {
+enum StatSource {
     Vcpu(Arc<StatsFile>),
     Vm(Arc<StatsFile>),
-    AllVcpus(AllVcpus),
+    VcpuSum(VcpuSum),
 }
 
-impl Source {
+impl StatSource {
     fn value(&mut self, index: usize) -> Result<u64, StatsError> {
         match self {
             Self::Vcpu(stats) | Self::Vm(stats) => stats.value(index),
-            Self::AllVcpus(all) => all.total(),
+            Self::VcpuSum(all) => all.total(),
         }
     }
 
     /// Returns the value of the statistic, or `None` if it cannot be read.
-    fn known(&mut self, index: usize) -> Option<u64> {
+    fn read_or_none(&mut self, index: usize) -> Option<u64> {
         let value = self.value(index).inspect_err(|e| {
             log::debug!("a KVM statistic stands still: {}", crate::error_line(e));
         });
@@ -457,7 +457,7 @@ impl Source {
 /// One statistic, counted while the event is started.
 #[derive(Debug)]
 struct StatEvent {
-    source: Source,
+    source: StatSource,
     index: usize,
     spans: Spans,
 }
@@ -476,11 +476,11 @@ impl PmuEvent for StatEvent {
     }
 
     fn stop(&mut self) {
-        self.spans.end(|| self.source.known(self.index));
+        self.spans.end(|| self.source.read_or_none(self.index));
     }
 
     fn read(&mut self) -> u64 {
-        self.spans.count(|| self.source.known(self.index))
+        self.spans.count(|| self.source.read_or_none(self.index))
     }
 
     fn arm(&mut self, _overflow_in: u64) -> Result<(), PmuError> {
@@ -493,8 +493,8 @@ impl PmuEvent for StatEvent {
 
     fn count(&mut self) -> Option<u64> {
         match self.source {
-            Source::Vcpu(_) => None,
-            Source::Vm(_) | Source::AllVcpus(_) => Some(self.read()),
+            StatSource::Vcpu(_) => None,
+            StatSource::Vm(_) | StatSource::VcpuSum(_) => Some(self.read()),
         }
     }
 }
@@ -533,7 +533,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_is_read_as_documented() {
+    fn statistics_table_is_parsed_as_documented() {
         let mut bytes = header(16, 2, 40, 200);
         bytes.resize(40, 0);
         bytes.extend(descriptor(0, 0, 1, 8, b"exits\0\0\0\0\0\0\0\0\0\0\0"));
@@ -549,7 +549,7 @@ mod tests {
     }
 
     #[test]
-    fn malformed_tables_are_refused() {
+    fn malformed_statistics_tables_are_rejected() {
         let whole = |h: Vec<u8>, d: Vec<u8>| [h, d].concat();
         let good_name = b"exits\0\0\0\0\0\0\0\0\0\0\0";
         let cases = [
@@ -571,7 +571,7 @@ mod tests {
     proptest! {
         /// The parser does not panic, loop or exceed its allocation bounds on arbitrary bytes.
         #[test]
-        fn any_bytes_are_parsed_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+        fn parser_accepts_or_rejects_arbitrary_bytes(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
             if let Ok(table) = parse(from_bytes(&bytes)) {
                 prop_assert!(table.len() <= bytes.len());
             }
@@ -579,7 +579,7 @@ mod tests {
 
         /// The same property for arbitrary descriptors after a plausible header.
         #[test]
-        fn any_descriptors_are_parsed_or_refused(tail in prop::collection::vec(any::<u8>(), 0..300), n in 0u32..12) {
+        fn parser_accepts_or_rejects_arbitrary_descriptors(tail in prop::collection::vec(any::<u8>(), 0..300), n in 0u32..12) {
             let bytes = [header(16, n, 24, 500), tail].concat();
             if let Ok(table) = parse(from_bytes(&bytes)) {
                 prop_assert_eq!(table.len(), n as usize);

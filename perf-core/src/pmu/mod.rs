@@ -31,7 +31,7 @@ pub struct VcpuId(pub u32);
 
 /// The scope in which an event counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Target {
+pub enum PmuTarget {
     /// One vCPU.
     Vcpu {
         /// Index of the vCPU.
@@ -50,7 +50,7 @@ pub enum Target {
 
 /// The number of events of a driver that can be on at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Capacity {
+pub enum PmuCapacity {
     /// Capacity of a software driver: any number of events, no slot is used.
     Unlimited,
     /// Capacity of a hardware driver: each vCPU thread has these counters, each of which holds one
@@ -58,7 +58,7 @@ pub enum Capacity {
     Counters(CounterMask),
 }
 
-impl Capacity {
+impl PmuCapacity {
     /// Returns the capacity of a hardware driver with `n` counters, at most 64.
     #[must_use]
     pub const fn counters(n: usize) -> Self {
@@ -114,7 +114,7 @@ pub trait Pmu: Send + Sync + Debug {
     fn serves(&self, ty: EventType) -> bool;
 
     /// Returns the number of events that can be on at once, per vCPU.
-    fn capacity(&self) -> Capacity;
+    fn capacity(&self) -> PmuCapacity;
 
     /// Returns the counters that can hold `attr`, by default all of them.
     ///
@@ -128,7 +128,7 @@ pub trait Pmu: Send + Sync + Debug {
     ///
     /// # Errors
     /// Returns a [`PmuError`] if this driver cannot count the event.
-    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError>;
+    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError>;
 
     /// Opens an event that will be on only together with the event that returned `group` from
     /// [`PmuEvent::group`], which may belong to another driver.
@@ -141,8 +141,8 @@ pub trait Pmu: Send + Sync + Debug {
     fn open_in_group(
         &self,
         attr: &Attr,
-        target: Target,
-        group: &Group,
+        target: PmuTarget,
+        group: &GroupHandle,
     ) -> Result<Box<dyn PmuEvent>, PmuError> {
         let _ = group;
         self.open(attr, target)
@@ -150,7 +150,7 @@ pub trait Pmu: Send + Sync + Debug {
 }
 
 /// Driver-specific handle of a group leader, with which other members are opened.
-pub type Group = Arc<dyn Any + Send + Sync>;
+pub type GroupHandle = Arc<dyn Any + Send + Sync>;
 
 /// The driver's part of one event.
 ///
@@ -171,7 +171,7 @@ pub trait PmuEvent: Send {
     /// together with this event.
     ///
     /// Returns `None` if the driver has no native groups.
-    fn group(&mut self) -> Option<Group> {
+    fn group(&mut self) -> Option<GroupHandle> {
         None
     }
 
@@ -187,12 +187,12 @@ pub trait PmuEvent: Send {
     /// Checks whether a started event still has its counter on the host, for [`PmuEvent::lost_ns`].
     ///
     /// Takes at most one system call, and none in drivers with counters that cannot be taken away.
-    fn look(&mut self) {}
+    fn check_counter(&mut self) {}
 
     /// Returns how long ago, in nanoseconds, the host took the counter of a started event away, or
     /// `None` while the event counts.
     ///
-    /// The result reflects the last call of [`PmuEvent::look`] or [`PmuEvent::read`]. If the exact
+    /// The result reflects the last call of [`PmuEvent::check_counter`] or [`PmuEvent::read`]. If the exact
     /// moment is unknown, this is the longest possible time. The count does not advance after the
     /// loss until the event is stopped and started again. Takes no system call.
     fn lost_ns(&self) -> Option<u64> {

@@ -19,33 +19,33 @@ use crate::attr::{Attr, EventType};
 #[cfg(feature = "host")]
 use crate::pmu::host::fd::current_tid as own_tid;
 use crate::pmu::spans::Spans;
-use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target};
+use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget};
 
 /// `config` of the time spent waiting for a host CPU, in nanoseconds.
 pub const WAIT_NS: u64 = 0;
 
 /// Results of threads that opened their own files, by thread id. An entry is removed when its
 /// thread ends.
-static OPENED: Mutex<BTreeMap<i32, Opened>> = Mutex::new(BTreeMap::new());
+static OPENED: Mutex<BTreeMap<i32, OpenResult>> = Mutex::new(BTreeMap::new());
 
-thread_local!(static OWN: OnceCell<Own> = const { OnceCell::new() });
+thread_local!(static OWN: OnceCell<ThreadFile> = const { OnceCell::new() });
 
 /// A file, or the error number of opening it.
-type Opened = Result<Arc<File>, i32>;
+type OpenResult = Result<Arc<File>, i32>;
 
 /// The thread-local owner of an [`OPENED`] entry.
-struct Own {
+struct ThreadFile {
     tid: i32,
-    opened: Opened,
+    opened: OpenResult,
 }
 
-impl Drop for Own {
+impl Drop for ThreadFile {
     fn drop(&mut self) {
-        opened_files().remove(&self.tid);
+        open_results().remove(&self.tid);
     }
 }
 
-fn opened_files() -> MutexGuard<'static, BTreeMap<i32, Opened>> {
+fn open_results() -> MutexGuard<'static, BTreeMap<i32, OpenResult>> {
     OPENED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -59,7 +59,7 @@ fn own_tid() -> i32 {
 }
 
 /// Opens the `schedstat` of a thread.
-fn open(path: &str) -> Opened {
+fn open(path: &str) -> OpenResult {
     let opened = File::open(path).map(Arc::new);
     opened.map_err(|e| e.raw_os_error().unwrap_or(libc::EIO))
 }
@@ -77,11 +77,11 @@ impl WaitTime {
     /// # Errors
     /// Returns the error of opening `schedstat`; not found if the host does not account this time.
     pub fn of_thread(tid: i32) -> io::Result<Self> {
-        let opened = opened_files().get(&tid).cloned();
+        let opened = open_results().get(&tid).cloned();
         Self::on(opened.unwrap_or_else(|| open(&format!("/proc/self/task/{tid}/schedstat"))))
     }
 
-    fn on(opened: Opened) -> io::Result<Self> {
+    fn on(opened: OpenResult) -> io::Result<Self> {
         let file = opened.map_err(io::Error::from_raw_os_error)?;
         Ok(Self { file })
     }
@@ -97,8 +97,8 @@ impl WaitTime {
                 // The /proc of a jail may lack per-thread links.
                 let opened = open("/proc/thread-self/schedstat")
                     .or_else(|_| open(&format!("/proc/self/task/{tid}/schedstat")));
-                opened_files().insert(tid, opened.clone());
-                Own { tid, opened }
+                open_results().insert(tid, opened.clone());
+                ThreadFile { tid, opened }
             });
             Self::on(own.opened.clone())
         })
@@ -132,11 +132,11 @@ impl Pmu for SchedPmu {
         ty == EventType::SCHED
     }
 
-    fn capacity(&self) -> Capacity {
-        Capacity::Unlimited
+    fn capacity(&self) -> PmuCapacity {
+        PmuCapacity::Unlimited
     }
 
-    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         if attr.config != WAIT_NS {
             return Err(PmuError::NoSuchEvent);
         }
@@ -146,7 +146,7 @@ impl Pmu for SchedPmu {
         if attr.sample_period != 0 {
             return Err(NO_OVERFLOW);
         }
-        let Target::Vcpu { tid, .. } = target else {
+        let PmuTarget::Vcpu { tid, .. } = target else {
             return Err(PmuError::Unsupported("a wait is that of one vCPU"));
         };
         let time = WaitTime::of_thread(tid).map_err(|source| match source.kind() {
@@ -208,15 +208,15 @@ mod tests {
     use super::*;
     use crate::pmu::VcpuId;
 
-    fn this_thread() -> Target {
-        Target::Vcpu {
+    fn this_thread() -> PmuTarget {
+        PmuTarget::Vcpu {
             vcpu: VcpuId(0),
             tid: own_tid(),
         }
     }
 
     #[test]
-    fn the_second_number_is_the_waiting_time() {
+    fn schedstat_second_field_is_wait_time() {
         assert_eq!(parse(b"123 456 7\n"), Some(456));
         for bad in [&b""[..], b"1", b"1 x 2", b"1 -2 3", b"\xff \xff"] {
             assert_eq!(parse(bad), None, "{bad:?}");
@@ -250,7 +250,7 @@ mod tests {
     /// Threads of a running VM cannot open files, so an event on a thread shares the file that this
     /// thread opened. The file is closed when the thread ends.
     #[test]
-    fn who_opened_its_file_shares_it_until_it_ends() {
+    fn thread_shares_its_schedstat_file_until_exit() {
         let (tid, kept) = std::thread::spawn(|| {
             let own = WaitTime::of_this_thread().unwrap();
             let again = WaitTime::of_this_thread().unwrap();
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_meaning_is_refused() {
+    fn unsupported_attributes_are_rejected() {
         let attr = Attr::counting(EventType::SCHED, WAIT_NS);
         let refused = |attr: Attr, target| SchedPmu.open(&attr, target).err().unwrap();
         assert!(matches!(
@@ -298,10 +298,10 @@ mod tests {
             assert!(matches!(refused(attr, this_thread()), PmuError::Unsupported(_)));
         }
         assert!(matches!(
-            refused(attr.clone(), Target::Vm),
+            refused(attr.clone(), PmuTarget::Vm),
             PmuError::Unsupported(_)
         ));
-        let nobody = Target::Vcpu {
+        let nobody = PmuTarget::Vcpu {
             vcpu: VcpuId(0),
             tid: i32::MAX,
         };

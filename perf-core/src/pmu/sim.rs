@@ -15,14 +15,14 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::attr::{Attr, EventType};
-use crate::pmu::{Capacity, CounterMask, Pmu, PmuError, PmuEvent, Target, VcpuId};
+use crate::pmu::{CounterMask, Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
 
 mod hosts;
 
 pub use hosts::{SimFixed, SimHost};
 
 /// Maximum number of slots of a simulated PMU.
-pub const MAX_SLOTS: usize = CounterMask::MOST;
+pub const MAX_SLOTS: usize = CounterMask::MAX_COUNTERS;
 
 /// Configuration of a simulated PMU.
 #[derive(Clone, Debug, Default)]
@@ -49,7 +49,7 @@ pub struct SimConfig {
 }
 
 #[derive(Debug)]
-struct Counter {
+struct SimCounter {
     vcpu: Option<VcpuId>,
     config: u64,
     on: bool,
@@ -62,8 +62,8 @@ struct Counter {
 }
 
 #[derive(Debug, Default)]
-struct State {
-    counters: BTreeMap<u64, Counter>,
+struct SimState {
+    counters: BTreeMap<u64, SimCounter>,
     next_id: u64,
     package: BTreeMap<u64, u64>,
     refuse_starts: u32,
@@ -75,13 +75,13 @@ struct State {
 }
 
 #[derive(Debug)]
-struct Shared {
+struct SimShared {
     config: SimConfig,
-    state: Mutex<State>,
+    state: Mutex<SimState>,
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl SimShared {
+    fn lock(&self) -> MutexGuard<'_, SimState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -89,7 +89,7 @@ impl Shared {
 /// A simulated PMU.
 #[derive(Clone, Debug)]
 pub struct SimPmu {
-    shared: Arc<Shared>,
+    shared: Arc<SimShared>,
 }
 
 /// Number of calls to a simulated PMU, by type.
@@ -115,9 +115,9 @@ impl SimPmu {
             "at most {MAX_SLOTS} simulated slots"
         );
         Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(SimShared {
                 config,
-                state: Mutex::new(State::default()),
+                state: Mutex::new(SimState::default()),
             }),
         }
     }
@@ -138,7 +138,7 @@ impl SimPmu {
     pub fn advance(&self, vcpu: VcpuId, counts: impl Fn(u64) -> u64) {
         let mut state = self.shared.lock();
         let skid = self.shared.config.skid;
-        let State {
+        let SimState {
             counters, package, ..
         } = &mut *state;
         for counter in counters.values_mut().filter(|c| c.on) {
@@ -180,7 +180,7 @@ impl SimPmu {
             state.counter(id).on = false;
         }
         for id in on {
-            let stays = state.place(id, config);
+            let stays = state.assign_slot(id, config);
             let counter = state.counter(id);
             counter.on = stays;
             if !stays {
@@ -236,10 +236,10 @@ impl Pmu for SimPmu {
         ty == EventType::SIM
     }
 
-    fn capacity(&self) -> Capacity {
+    fn capacity(&self) -> PmuCapacity {
         match self.shared.config.slots {
-            Some(n) => Capacity::Counters(CounterMask::first(n).without(self.shared.config.taken())),
-            None => Capacity::Unlimited,
+            Some(n) => PmuCapacity::Counters(CounterMask::first(n).without(self.shared.config.taken())),
+            None => PmuCapacity::Unlimited,
         }
     }
 
@@ -252,7 +252,7 @@ impl Pmu for SimPmu {
         }
     }
 
-    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         let config = &self.shared.config;
         if config.unknown.contains(&attr.config) {
             return Err(PmuError::NoSuchEvent);
@@ -261,9 +261,9 @@ impl Pmu for SimPmu {
             return Err(PmuError::Unsupported("both levels excluded"));
         }
         let vcpu = match target {
-            Target::Vcpu { vcpu, .. } => Some(vcpu),
-            Target::Vm => None,
-            Target::Cpu { .. } => {
+            PmuTarget::Vcpu { vcpu, .. } => Some(vcpu),
+            PmuTarget::Vm => None,
+            PmuTarget::Cpu { .. } => {
                 return Err(PmuError::Unsupported(
                     "simulated counters are vCPUs' and the VM's",
                 ));
@@ -278,7 +278,7 @@ impl Pmu for SimPmu {
         }
         state.counters.insert(
             id,
-            Counter {
+            SimCounter {
                 vcpu,
                 config: attr.config,
                 on: false,
@@ -299,13 +299,13 @@ impl Pmu for SimPmu {
 
 #[derive(Debug)]
 struct SimEvent {
-    shared: Arc<Shared>,
+    shared: Arc<SimShared>,
     id: u64,
     package: bool,
 }
 
-impl State {
-    fn counter(&mut self, id: u64) -> &mut Counter {
+impl SimState {
+    fn counter(&mut self, id: u64) -> &mut SimCounter {
         match self.counters.get_mut(&id) {
             Some(counter) => counter,
             // Only dropping the event removes its counter.
@@ -316,7 +316,7 @@ impl State {
     /// Assigns `id` to a free slot, moving other events if necessary as a real scheduler would.
     /// Returns `false` if not all events fit.
     #[expect(clippy::cast_possible_truncation, reason = "a number of slots, 64 at most")]
-    fn place(&mut self, id: u64, config: &SimConfig) -> bool {
+    fn assign_slot(&mut self, id: u64, config: &SimConfig) -> bool {
         let Some(slots) = config.slots else {
             return true;
         };
@@ -330,10 +330,10 @@ impl State {
             .filter(|(_, c)| c.on && c.vcpu == vcpu)
             .map(|(&i, _)| i)
             .collect();
-        let mut seats = vec![None; slots];
+        let mut slots_of = vec![None; slots];
         for (event, on) in ids.iter().enumerate() {
             if let Some(slot) = self.counters[on].slot {
-                seats[slot] = Some(event);
+                slots_of[slot] = Some(event);
             }
         }
         ids.push(id);
@@ -344,13 +344,13 @@ impl State {
             .collect();
         let event = ids.len() - 1;
         // An event that lost its slot returns to it if the slot is free.
-        let again = had.filter(|&slot| masks[event] & (1 << slot) != 0 && seats[slot].is_none());
+        let again = had.filter(|&slot| masks[event] & (1 << slot) != 0 && slots_of[slot].is_none());
         match again {
-            Some(slot) => seats[slot] = Some(event),
-            None if !seat(event, &masks, &mut seats) => return false,
+            Some(slot) => slots_of[slot] = Some(event),
+            None if !find_slot(event, &masks, &mut slots_of) => return false,
             None => {}
         }
-        for (slot, event) in seats.into_iter().enumerate() {
+        for (slot, event) in slots_of.into_iter().enumerate() {
             if let Some(event) = event {
                 self.counter(ids[event]).slot = Some(slot);
             }
@@ -374,26 +374,27 @@ impl SimConfig {
 
 /// Assigns `event` to a slot in its mask that is free or can be freed by moving another event.
 /// Moves no event if this fails.
-fn seat(event: usize, masks: &[u64], seats: &mut [Option<usize>]) -> bool {
-    fn give(event: usize, masks: &[u64], seats: &mut [Option<usize>], tried: &mut u64) -> bool {
-        let free = (0..seats.len()).find(|&slot| masks[event] & (1 << slot) != 0 && seats[slot].is_none());
+fn find_slot(event: usize, masks: &[u64], slots_of: &mut [Option<usize>]) -> bool {
+    fn hand_out_slots(event: usize, masks: &[u64], slots_of: &mut [Option<usize>], tried: &mut u64) -> bool {
+        let free =
+            (0..slots_of.len()).find(|&slot| masks[event] & (1 << slot) != 0 && slots_of[slot].is_none());
         if let Some(slot) = free {
-            seats[slot] = Some(event);
+            slots_of[slot] = Some(event);
             return true;
         }
-        for slot in 0..seats.len() {
+        for slot in 0..slots_of.len() {
             if masks[event] & !*tried & (1 << slot) == 0 {
                 continue;
             }
             *tried |= 1 << slot;
-            if seats[slot].is_none_or(|other| give(other, masks, seats, tried)) {
-                seats[slot] = Some(event);
+            if slots_of[slot].is_none_or(|other| hand_out_slots(other, masks, slots_of, tried)) {
+                slots_of[slot] = Some(event);
                 return true;
             }
         }
         false
     }
-    give(event, masks, seats, &mut 0)
+    hand_out_slots(event, masks, slots_of, &mut 0)
 }
 
 impl PmuEvent for SimEvent {
@@ -404,7 +405,7 @@ impl PmuEvent for SimEvent {
                 state.refuse_starts -= 1;
                 return Err(PmuError::Busy);
             }
-            if !state.place(self.id, &self.shared.config) {
+            if !state.assign_slot(self.id, &self.shared.config) {
                 return Err(PmuError::Busy);
             }
             let counter = state.counter(self.id);
@@ -429,11 +430,11 @@ impl PmuEvent for SimEvent {
     }
 
     fn read(&mut self) -> u64 {
-        self.look();
+        self.check_counter();
         self.shared.lock().counter(self.id).count
     }
 
-    fn look(&mut self) {
+    fn check_counter(&mut self) {
         let mut state = self.shared.lock();
         if let Some(seen) = &mut state.counter(self.id).lost {
             *seen = true;
@@ -493,7 +494,7 @@ mod tests {
             config,
             ..Attr::default()
         };
-        pmu.open(&attr, Target::Vcpu { vcpu, tid: 0 }).unwrap()
+        pmu.open(&attr, PmuTarget::Vcpu { vcpu, tid: 0 }).unwrap()
     }
 
     fn open(pmu: &SimPmu, config: u64) -> Box<dyn PmuEvent> {
@@ -501,7 +502,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_events_are_on_than_there_are_slots() {
+    fn active_events_never_exceed_slots() {
         let pmu = SimPmu::with_slots(2);
         let mut events: Vec<_> = (0..3).map(|i| open(&pmu, i)).collect();
         events[0].start(None).unwrap();
@@ -520,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn constrained_events_push_others_aside_where_possible() {
+    fn constrained_events_move_others_to_free_slots() {
         let pmu = SimPmu::new(SimConfig {
             slots: Some(2),
             allowed_slots: BTreeMap::from([(5, 0b01)]),
@@ -537,7 +538,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals_happen_as_asked() {
+    fn configured_refusals_occur() {
         let pmu = SimPmu::new(SimConfig {
             unknown: vec![3],
             ..SimConfig::default()
@@ -547,7 +548,10 @@ mod tests {
             config: 3,
             ..Attr::default()
         };
-        assert!(matches!(pmu.open(&attr, Target::Vm), Err(PmuError::NoSuchEvent)));
+        assert!(matches!(
+            pmu.open(&attr, PmuTarget::Vm),
+            Err(PmuError::NoSuchEvent)
+        ));
         let mut ev = open(&pmu, 1);
         pmu.refuse_starts(1);
         assert!(matches!(ev.start(None), Err(PmuError::Busy)));
@@ -577,7 +581,7 @@ mod tests {
     }
 
     #[test]
-    fn skid_delays_the_notice_and_not_the_count() {
+    fn skid_delays_notification_but_not_count() {
         let pmu = SimPmu::new(SimConfig {
             skid: 3,
             ..SimConfig::default()
@@ -615,7 +619,7 @@ mod tests {
 
         /// P38: a stopped event reports no overflow.
         #[test]
-        fn p38_a_stopped_event_claims_no_overflow(n in 1u64..100, counts in prop::collection::vec(0u64..200, 0..20)) {
+        fn p38_stopped_event_reports_no_overflow(n in 1u64..100, counts in prop::collection::vec(0u64..200, 0..20)) {
             let pmu = SimPmu::default();
             let mut ev = open(&pmu, 1);
             ev.start(Some(n)).unwrap();
@@ -637,23 +641,23 @@ mod tests {
                     Some((&m, rest)) => (0..4).any(|s| m & free & (1 << s) != 0 && possible(rest, free & !(1 << s))),
                 }
             }
-            let mut seats = vec![None; 4];
+            let mut slots_of = vec![None; 4];
             let mut seated: Vec<u64> = Vec::new();
             for mask in masks {
                 let with: Vec<u64> = seated.iter().copied().chain([mask]).collect();
-                let before = seats.clone();
+                let before = slots_of.clone();
                 let free = (0..4).any(|s: usize| mask & (1 << s) != 0 && before[s].is_none());
-                if seat(seated.len(), &with, &mut seats) {
+                if find_slot(seated.len(), &with, &mut slots_of) {
                     prop_assert!(possible(&with, 0b1111));
-                    let moved = before.iter().zip(&seats).any(|(b, s)| b.is_some() && b != s);
+                    let moved = before.iter().zip(&slots_of).any(|(b, s)| b.is_some() && b != s);
                     prop_assert!(!(free && moved), "moved though there was a free slot");
                     seated = with;
                 } else {
                     prop_assert!(!possible(&with, 0b1111));
-                    prop_assert_eq!(&seats, &before);
+                    prop_assert_eq!(&slots_of, &before);
                 }
                 let mut places = vec![0; seated.len()];
-                for (slot, event) in seats.iter().enumerate() {
+                for (slot, event) in slots_of.iter().enumerate() {
                     if let Some(e) = *event {
                         prop_assert!(seated[e] & (1 << slot) != 0);
                         places[e] += 1;

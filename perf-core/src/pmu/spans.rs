@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_is_gained_in_spans_counts() {
+    fn only_gain_within_spans_is_counted() {
         let mut spans = Spans::default();
         assert_eq!(spans.count(|| Some(7)), 0, "no span yet");
         spans.begin(|| Ok::<_, ()>(10)).unwrap();

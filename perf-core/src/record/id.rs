@@ -1,9 +1,9 @@
 //! The trailer of records other than samples (`struct sample_id` of `perf_event_open(2)`).
 
 use super::cursor::Cursor;
-use super::{DecodeError, Format, Sink, put_u32s, put_u64};
+use super::{DecodeError, RecordFormat, RecordSink, put_u32s, put_u64};
 use crate::attr::SampleType;
-use crate::ring::Trailer;
+use crate::ring::LostTrailer;
 
 /// Fields of a trailer, of 8 bytes each.
 const FIELDS: SampleType = SampleType::TID
@@ -35,7 +35,7 @@ pub struct SampleId {
 
 /// Returns the size of a trailer in `format`, in bytes.
 #[inline]
-pub(super) fn size_of(format: Format) -> usize {
+pub(super) fn size_of(format: RecordFormat) -> usize {
     if format.sample_id_all {
         8 * (format.sample_type & FIELDS).bits().count_ones() as usize
     } else {
@@ -46,7 +46,7 @@ pub(super) fn size_of(format: Format) -> usize {
 impl SampleId {
     /// Appends the words of the trailer in ABI order, or nothing without `sample_id_all`.
     #[inline]
-    pub(super) fn encode(&self, format: Format, out: &mut impl Sink) {
+    pub(super) fn encode(&self, format: RecordFormat, out: &mut impl RecordSink) {
         if !format.sample_id_all {
             return;
         }
@@ -72,7 +72,7 @@ impl SampleId {
     }
 
     /// Takes the trailer off the end of a record's body.
-    pub(super) fn decode(body: &mut Cursor<'_>, format: Format) -> Result<Self, DecodeError> {
+    pub(super) fn decode(body: &mut Cursor<'_>, format: RecordFormat) -> Result<Self, DecodeError> {
         let mut id = Self::default();
         let size = size_of(format);
         if size == 0 {
@@ -105,14 +105,14 @@ impl SampleId {
 
     /// Returns the trailer in the form that a ring appends to a LOST record.
     #[inline]
-    pub(super) fn trailer(&self, format: Format) -> Trailer {
-        let mut trailer = Trailer::NONE;
+    pub(super) fn trailer(&self, format: RecordFormat) -> LostTrailer {
+        let mut trailer = LostTrailer::NONE;
         self.encode(format, &mut trailer);
         trailer
     }
 }
 
-impl Sink for Trailer {
+impl RecordSink for LostTrailer {
     /// Appends whole words, the only content of a trailer.
     #[inline]
     fn put(&mut self, bytes: &[u8]) {
@@ -123,6 +123,6 @@ impl Sink for Trailer {
 
     #[inline]
     fn put_u64(&mut self, value: u64) {
-        Trailer::put_u64(self, value);
+        LostTrailer::put_u64(self, value);
     }
 }

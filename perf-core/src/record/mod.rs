@@ -14,15 +14,15 @@ mod side;
 mod tests;
 
 use crate::attr::{Attr, ReadFormat, SampleType};
-use crate::ring::{RawRecord, Reservation, Ring, RingError, Trailer};
+use crate::ring::{LostTrailer, RawRecord, Reservation, Ring, RingError};
 use cursor::Cursor;
 
 pub use cursor::DecodeError;
 pub use id::SampleId;
 pub(crate) use read::read_size_of;
-pub use read::{Entries, ReadEntry, ReadValues};
-pub use sample::{Sample, UserPart, Words};
-pub use side::{Comm, Lost, MapName, Mmap, Read, Task, Throttle};
+pub use read::{ReadEntries, ReadEntry, ReadValues};
+pub use sample::{Sample, UserRegsAndStack, WordList};
+pub use side::{CommRecord, LostRecord, MappingName, MmapRecord, ReadRecord, TaskRecord, ThrottleRecord};
 
 /// Size of a record header, in bytes.
 pub const HEADER_SIZE: usize = 8;
@@ -73,9 +73,9 @@ pub enum CpuMode {
 
 /// Flags of a record header (`perf_event_header.misc`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Misc(pub u16);
+pub struct RecordMisc(pub u16);
 
-impl Misc {
+impl RecordMisc {
     /// `PERF_RECORD_MISC_EXACT_IP`: the instruction pointer has no skid.
     pub const EXACT_IP: Self = Self(1 << 14);
     const CPU_MODE_MASK: u16 = 7;
@@ -98,7 +98,7 @@ impl Misc {
     }
 }
 
-impl From<CpuMode> for Misc {
+impl From<CpuMode> for RecordMisc {
     fn from(mode: CpuMode) -> Self {
         Self(mode as u16)
     }
@@ -106,7 +106,7 @@ impl From<CpuMode> for Misc {
 
 /// The selection of fields in an event's samples and read values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Format {
+pub struct RecordFormat {
     /// Fields of SAMPLE records.
     pub sample_type: SampleType,
     /// Fields of read values, in SAMPLE and READ records.
@@ -115,7 +115,7 @@ pub struct Format {
     pub sample_id_all: bool,
 }
 
-impl From<&Attr> for Format {
+impl From<&Attr> for RecordFormat {
     fn from(attr: &Attr) -> Self {
         Self {
             sample_type: attr.sample_type,
@@ -126,7 +126,7 @@ impl From<&Attr> for Format {
 }
 
 /// A destination for the bytes of records.
-pub trait Sink {
+pub trait RecordSink {
     /// Appends bytes.
     fn put(&mut self, bytes: &[u8]);
 
@@ -137,7 +137,7 @@ pub trait Sink {
     }
 }
 
-impl Sink for Reservation<'_> {
+impl RecordSink for Reservation<'_> {
     #[inline]
     fn put(&mut self, bytes: &[u8]) {
         Reservation::put(self, bytes);
@@ -150,7 +150,7 @@ impl Sink for Reservation<'_> {
 }
 
 /// Discards bytes that exceed the slice.
-impl Sink for &mut [u8] {
+impl RecordSink for &mut [u8] {
     fn put(&mut self, bytes: &[u8]) {
         let len = bytes.len().min(self.len());
         let (now, later) = std::mem::take(self).split_at_mut(len);
@@ -159,20 +159,20 @@ impl Sink for &mut [u8] {
     }
 }
 
-impl Sink for Vec<u8> {
+impl RecordSink for Vec<u8> {
     fn put(&mut self, bytes: &[u8]) {
         self.extend_from_slice(bytes);
     }
 }
 
 #[inline]
-fn put_u64(out: &mut impl Sink, value: u64) {
+fn put_u64(out: &mut impl RecordSink, value: u64) {
     out.put_u64(value);
 }
 
 /// Appends two 32-bit fields, `first` at the lower address.
 #[inline]
-fn put_u32s(out: &mut impl Sink, first: u32, second: u32) {
+fn put_u32s(out: &mut impl RecordSink, first: u32, second: u32) {
     // Little endian: Perfvisor runs on x86-64 only.
     put_u64(out, u64::from(first) | u64::from(second) << 32);
 }
@@ -180,7 +180,7 @@ fn put_u32s(out: &mut impl Sink, first: u32, second: u32) {
 /// Appends a header. A size above 65535 cannot be encoded; rings reject it before anything is
 /// written.
 #[inline]
-fn put_header(out: &mut impl Sink, ty: RecordType, misc: Misc, size: usize) {
+fn put_header(out: &mut impl RecordSink, ty: RecordType, misc: RecordMisc, size: usize) {
     let size = u16::try_from(size).unwrap_or(u16::MAX);
     put_u64(
         out,
@@ -189,12 +189,12 @@ fn put_header(out: &mut impl Sink, ty: RecordType, misc: Misc, size: usize) {
 }
 
 /// A record that can be encoded.
-pub trait Encode {
+pub trait EncodeRecord {
     /// Returns the size of the whole record in bytes, a multiple of 8.
-    fn size(&self, format: Format) -> usize;
+    fn size(&self, format: RecordFormat) -> usize;
 
     /// Appends exactly [`size`](Self::size) bytes to `out`.
-    fn encode(&self, format: Format, out: &mut impl Sink);
+    fn encode(&self, format: RecordFormat, out: &mut impl RecordSink);
 
     /// `true` if the record counts as a sample for `wakeup_events`.
     const IS_SAMPLE: bool = false;
@@ -211,7 +211,7 @@ pub trait Encode {
     ///
     /// Returns the same errors as [`Ring::begin`].
     #[inline]
-    fn write(&self, format: Format, ring: &Ring) -> Result<(), RingError> {
+    fn write(&self, format: RecordFormat, ring: &Ring) -> Result<(), RingError> {
         let trailer = self.sample_id().trailer(format);
         let mut record = ring.begin_with(self.size(format), Self::IS_SAMPLE, &trailer)?;
         self.encode(format, &mut record);
@@ -225,19 +225,19 @@ pub trait Encode {
     /// Without space for all of them, each is written separately, so no more records are lost than
     /// with separate writes.
     #[inline]
-    fn write_all<I>(records: I, format: Format, ring: &Ring) -> Written
+    fn write_all<I>(records: I, format: RecordFormat, ring: &Ring) -> WriteOutcome
     where
         Self: Sized,
         I: IntoIterator<Item = Self>,
         I::IntoIter: Clone,
     {
-        let mut written = Written::default();
+        let mut written = WriteOutcome::default();
         let mut rest = records.into_iter();
         loop {
             let (mut sizes, mut n, mut bytes) = (rest.clone(), 0, 0);
             while let Some(record) = sizes.next()
                 && let size = record.size(format)
-                && (n == 0 || bytes + size <= ring.run_max())
+                && (n == 0 || bytes + size <= ring.batch_max())
             {
                 n += 1;
                 bytes += size;
@@ -250,8 +250,8 @@ pub trait Encode {
                 None
             } else {
                 let first = rest.clone().next();
-                let trailer = first.map_or(Trailer::NONE, |record| record.sample_id().trailer(format));
-                ring.begin_run_with(bytes, samples, &trailer).ok()
+                let trailer = first.map_or(LostTrailer::NONE, |record| record.sample_id().trailer(format));
+                ring.begin_batch_with(bytes, samples, &trailer).ok()
             };
             if let Some(mut run) = run {
                 for record in rest.by_ref().take(usize::try_from(n).unwrap_or(usize::MAX)) {
@@ -267,7 +267,7 @@ pub trait Encode {
                 }
             } else {
                 for record in rest.by_ref().take(usize::try_from(n).unwrap_or(usize::MAX)) {
-                    let one = Written::from(record.write(format, ring));
+                    let one = WriteOutcome::from(record.write(format, ring));
                     written.written += one.written;
                     written.lost += one.lost;
                     written.unfit += one.unfit;
@@ -279,7 +279,7 @@ pub trait Encode {
 
 /// The outcome of writing several records.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Written {
+pub struct WriteOutcome {
     /// Number of records in the ring.
     pub written: u64,
     /// Number of records that did not fit. The ring has counted them and will report them.
@@ -288,7 +288,7 @@ pub struct Written {
     pub unfit: u64,
 }
 
-impl From<Result<(), RingError>> for Written {
+impl From<Result<(), RingError>> for WriteOutcome {
     /// Converts the result of writing one record.
     #[inline]
     fn from(result: Result<(), RingError>) -> Self {
@@ -306,21 +306,21 @@ impl From<Result<(), RingError>> for Written {
 #[non_exhaustive]
 pub enum Record<'a> {
     /// A memory mapping.
-    Mmap(Mmap<'a>),
+    Mmap(MmapRecord<'a>),
     /// Number of lost records.
-    Lost(Lost),
+    Lost(LostRecord),
     /// Name of a task.
-    Comm(Comm<'a>),
+    Comm(CommRecord<'a>),
     /// Exit of a vCPU.
-    Exit(Task),
+    Exit(TaskRecord),
     /// Stop of an event that sampled too fast.
-    Throttle(Throttle),
+    Throttle(ThrottleRecord),
     /// Restart of a throttled event.
-    Unthrottle(Throttle),
+    Unthrottle(ThrottleRecord),
     /// Addition of a vCPU.
-    Fork(Task),
+    Fork(TaskRecord),
     /// Final values of an inherited event.
-    Read(Read<'a>),
+    Read(ReadRecord<'a>),
     /// A sample.
     Sample(Sample<'a>),
     /// A record of unsupported type.
@@ -335,9 +335,9 @@ impl<'a> Record<'a> {
     /// Returns a [`DecodeError`] if the record is too short for its type, or if a sample is too
     /// long.
     #[inline]
-    pub fn decode(raw: RawRecord<'a>, format: Format) -> Result<Self, DecodeError> {
+    pub fn decode(raw: RawRecord<'a>, format: RecordFormat) -> Result<Self, DecodeError> {
         let mut body = Cursor::new(raw.body());
-        let misc = Misc(raw.misc());
+        let misc = RecordMisc(raw.misc());
         let ty = RecordType(raw.ty());
         if ty == RecordType::SAMPLE {
             return Ok(Self::Sample(Sample::decode(&mut body, misc, format)?));
@@ -349,14 +349,14 @@ impl<'a> Record<'a> {
             _ => return Ok(Self::Other(raw)),
         };
         Ok(match ty {
-            RecordType::MMAP => Self::Mmap(Mmap::decode(&mut body, misc, id)?),
-            RecordType::LOST => Self::Lost(Lost::decode(&mut body, id)?),
-            RecordType::COMM => Self::Comm(Comm::decode(&mut body, id)?),
-            RecordType::EXIT => Self::Exit(Task::decode(&mut body, false, id)?),
-            RecordType::FORK => Self::Fork(Task::decode(&mut body, true, id)?),
-            RecordType::THROTTLE => Self::Throttle(Throttle::decode(&mut body, true, id)?),
-            RecordType::UNTHROTTLE => Self::Unthrottle(Throttle::decode(&mut body, false, id)?),
-            RecordType::READ => Self::Read(Read::decode(&mut body, format, id)?),
+            RecordType::MMAP => Self::Mmap(MmapRecord::decode(&mut body, misc, id)?),
+            RecordType::LOST => Self::Lost(LostRecord::decode(&mut body, id)?),
+            RecordType::COMM => Self::Comm(CommRecord::decode(&mut body, id)?),
+            RecordType::EXIT => Self::Exit(TaskRecord::decode(&mut body, false, id)?),
+            RecordType::FORK => Self::Fork(TaskRecord::decode(&mut body, true, id)?),
+            RecordType::THROTTLE => Self::Throttle(ThrottleRecord::decode(&mut body, true, id)?),
+            RecordType::UNTHROTTLE => Self::Unthrottle(ThrottleRecord::decode(&mut body, false, id)?),
+            RecordType::READ => Self::Read(ReadRecord::decode(&mut body, format, id)?),
             _ => Self::Other(raw),
         })
     }
@@ -367,7 +367,7 @@ impl<'a> Record<'a> {
     ///
     /// Returns the errors of [`decode`](Self::decode), and [`DecodeError::Header`] if the size in
     /// the header is invalid or exceeds `bytes`.
-    pub fn decode_bytes(bytes: &'a [u8], format: Format) -> Result<Self, DecodeError> {
+    pub fn decode_bytes(bytes: &'a [u8], format: RecordFormat) -> Result<Self, DecodeError> {
         let &[_, _, _, _, _, _, low, high, ..] = bytes else {
             return Err(DecodeError::Short { field: "header" });
         };

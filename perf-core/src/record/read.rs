@@ -1,7 +1,7 @@
 //! Read values: the result of `read(2)` on an event, and the READ field of samples.
 
 use super::cursor::Cursor;
-use super::{DecodeError, Sink, put_u64};
+use super::{DecodeError, RecordSink, put_u64};
 use crate::attr::ReadFormat;
 
 /// The value of one event.
@@ -17,7 +17,7 @@ pub struct ReadEntry {
 
 /// The values of one event or of the members of a group.
 #[derive(Clone, Copy, Debug)]
-pub enum Entries<'a> {
+pub enum ReadEntries<'a> {
     /// Value of a single event.
     One(ReadEntry),
     /// Values to be encoded.
@@ -31,13 +31,13 @@ pub enum Entries<'a> {
     },
 }
 
-impl Default for Entries<'_> {
+impl Default for ReadEntries<'_> {
     fn default() -> Self {
         Self::List(&[])
     }
 }
 
-impl<'a> Entries<'a> {
+impl<'a> ReadEntries<'a> {
     /// Returns the number of entries.
     pub fn len(&self) -> usize {
         match self {
@@ -72,7 +72,7 @@ impl<'a> Entries<'a> {
     }
 }
 
-impl PartialEq for Entries<'_> {
+impl PartialEq for ReadEntries<'_> {
     fn eq(&self, other: &Self) -> bool {
         self.iter().eq(other.iter())
     }
@@ -87,7 +87,7 @@ pub struct ReadValues<'a> {
     /// Time running of the group leader, in nanoseconds.
     pub time_running_ns: u64,
     /// One entry without `GROUP`; with it, the entries of the leader and all siblings.
-    pub entries: Entries<'a>,
+    pub entries: ReadEntries<'a>,
 }
 
 /// Returns the size of one entry, in bytes: 8 + 8·id + 8·lost.
@@ -119,7 +119,7 @@ impl<'a> ReadValues<'a> {
     /// Appends exactly [`size`](Self::size) bytes: without `GROUP`, the value, enabled, running, id
     /// and lost; with `GROUP`, the number of members, enabled, running, and the value, id and lost
     /// of each member.
-    pub fn encode(&self, format: ReadFormat, out: &mut impl Sink) {
+    pub fn encode(&self, format: ReadFormat, out: &mut impl RecordSink) {
         let rest = |entry: ReadEntry, out: &mut _| {
             if format.contains(ReadFormat::ID) {
                 put_u64(out, entry.id);
@@ -158,7 +158,7 @@ impl<'a> ReadValues<'a> {
             let members = bytes.u64("number of members")?;
             values.decode_times(bytes, format)?;
             let bytes = bytes.many(members, entry_size(format), "group members")?;
-            values.entries = Entries::Encoded { bytes, format };
+            values.entries = ReadEntries::Encoded { bytes, format };
         } else {
             let value = bytes.u64("value")?;
             values.decode_times(bytes, format)?;
@@ -171,7 +171,7 @@ impl<'a> ReadValues<'a> {
             };
             let id = word(ReadFormat::ID, "id")?;
             let lost = word(ReadFormat::LOST, "number of records lost")?;
-            values.entries = Entries::One(ReadEntry { value, id, lost });
+            values.entries = ReadEntries::One(ReadEntry { value, id, lost });
         }
         Ok(values)
     }

@@ -4,26 +4,27 @@ use super::cursor::Cursor;
 use super::id::SampleId;
 use super::read::ReadValues;
 use super::{
-    DecodeError, Encode, Format, HEADER_SIZE, Misc, RecordType, Sink, put_header, put_u32s, put_u64,
+    DecodeError, EncodeRecord, HEADER_SIZE, RecordFormat, RecordMisc, RecordSink, RecordType, put_header,
+    put_u32s, put_u64,
 };
 use crate::attr::{REGS_USER_LEN, SampleType};
 
 /// A list of `u64` words, such as a call chain.
 #[derive(Clone, Copy, Debug)]
-pub enum Words<'a> {
+pub enum WordList<'a> {
     /// Words to be encoded.
     List(&'a [u64]),
     /// Whole 8-byte words in the encoding of a record.
     Encoded(&'a [u8]),
 }
 
-impl Default for Words<'_> {
+impl Default for WordList<'_> {
     fn default() -> Self {
         Self::List(&[])
     }
 }
 
-impl<'a> Words<'a> {
+impl<'a> WordList<'a> {
     /// Returns the number of words.
     pub fn len(&self) -> usize {
         match self {
@@ -50,7 +51,7 @@ impl<'a> Words<'a> {
     }
 }
 
-impl PartialEq for Words<'_> {
+impl PartialEq for WordList<'_> {
     fn eq(&self, other: &Self) -> bool {
         self.iter().eq(other.iter())
     }
@@ -61,7 +62,7 @@ impl PartialEq for Words<'_> {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sample<'a> {
     /// CPU mode, and whether `ip` is exact.
-    pub misc: Misc,
+    pub misc: RecordMisc,
     /// Instruction pointer.
     pub ip: u64,
     /// Process id (the VM), as shown to the operator.
@@ -83,22 +84,22 @@ pub struct Sample<'a> {
     /// Read values.
     pub read: ReadValues<'a>,
     /// Call chain, innermost address first.
-    pub callchain: Words<'a>,
+    pub callchain: WordList<'a>,
     /// Raw data. Encoding pads it with zeros so that it and its 4-byte size are a multiple of 8
     /// bytes.
     pub raw: &'a [u8],
     /// User registers and stack.
-    pub user: UserPart<'a>,
+    pub user: UserRegsAndStack<'a>,
 }
 
 /// User registers and the top of the user stack.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct UserPart<'a> {
+pub struct UserRegsAndStack<'a> {
     /// Value of `PERF_SAMPLE_REGS_ABI_*`: 0 for no user context and thus no registers, 1 for 32
     /// bits, 2 for 64 bits.
     pub abi: u64,
     /// Registers of [`REGS_USER`](crate::attr::REGS_USER), in the order of its bits.
-    pub registers: Words<'a>,
+    pub registers: WordList<'a>,
     /// Stack bytes from the stack pointer up. The length must be a multiple of 8 for encoding.
     pub stack: &'a [u8],
 }
@@ -119,11 +120,11 @@ fn raw_size(len: usize) -> usize {
     (4 + len).next_multiple_of(8)
 }
 
-/// Fields of [`UserPart`].
+/// Fields of [`UserRegsAndStack`].
 const USER: SampleType = SampleType::REGS_USER.union(SampleType::STACK_USER);
 
 // Separate methods: few samples have these fields, and those that do are large.
-impl UserPart<'_> {
+impl UserRegsAndStack<'_> {
     #[inline(never)]
     fn size(&self, fields: SampleType) -> usize {
         let mut size = 0;
@@ -137,7 +138,7 @@ impl UserPart<'_> {
     }
 
     #[inline(never)]
-    fn encode(&self, fields: SampleType, out: &mut impl Sink) {
+    fn encode(&self, fields: SampleType, out: &mut impl RecordSink) {
         if fields.contains(SampleType::REGS_USER) {
             put_u64(out, self.abi);
             for register in self.registers.iter() {
@@ -165,11 +166,11 @@ fn stack_size(len: usize) -> usize {
     }
 }
 
-impl Encode for Sample<'_> {
+impl EncodeRecord for Sample<'_> {
     const IS_SAMPLE: bool = true;
 
     #[inline]
-    fn size(&self, format: Format) -> usize {
+    fn size(&self, format: RecordFormat) -> usize {
         let fields = format.sample_type;
         let mut size = HEADER_SIZE + 8 * (fields & FIXED).bits().count_ones() as usize;
         if fields.contains(SampleType::READ) {
@@ -188,7 +189,7 @@ impl Encode for Sample<'_> {
     }
 
     #[inline]
-    fn encode(&self, format: Format, out: &mut impl Sink) {
+    fn encode(&self, format: RecordFormat, out: &mut impl RecordSink) {
         let fields = format.sample_type;
         put_header(out, RecordType::SAMPLE, self.misc, self.size(format));
         // The ABI order differs from the order of the bits.
@@ -255,7 +256,11 @@ impl Encode for Sample<'_> {
 
 impl<'a> Sample<'a> {
     #[inline]
-    pub(super) fn decode(body: &mut Cursor<'a>, misc: Misc, format: Format) -> Result<Self, DecodeError> {
+    pub(super) fn decode(
+        body: &mut Cursor<'a>,
+        misc: RecordMisc,
+        format: RecordFormat,
+    ) -> Result<Self, DecodeError> {
         let fields = format.sample_type;
         let mut sample = Self {
             misc,
@@ -295,7 +300,7 @@ impl<'a> Sample<'a> {
         }
         if fields.contains(SampleType::CALLCHAIN) {
             let len = body.u64("call chain length")?;
-            sample.callchain = Words::Encoded(body.many(len, 8, "call chain")?);
+            sample.callchain = WordList::Encoded(body.many(len, 8, "call chain")?);
         }
         if fields.contains(SampleType::RAW) {
             let len = body.u32("raw size")?;
@@ -308,7 +313,7 @@ impl<'a> Sample<'a> {
             } else {
                 REGS_USER_LEN as u64
             };
-            sample.user.registers = Words::Encoded(body.many(count, 8, "registers")?);
+            sample.user.registers = WordList::Encoded(body.many(count, 8, "registers")?);
         }
         if fields.contains(SampleType::STACK_USER) {
             let len = body.u64("stack size")?;

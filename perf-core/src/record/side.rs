@@ -4,7 +4,8 @@ use super::cursor::{Cursor, until_nul};
 use super::id::{self, SampleId};
 use super::read::ReadValues;
 use super::{
-    DecodeError, Encode, Format, HEADER_SIZE, Misc, RecordType, Sink, put_header, put_u32s, put_u64,
+    DecodeError, EncodeRecord, HEADER_SIZE, RecordFormat, RecordMisc, RecordSink, RecordType, put_header,
+    put_u32s, put_u64,
 };
 
 /// Maximum size of a name in COMM records in bytes, including its terminating NUL
@@ -19,7 +20,7 @@ fn text_size(text: &[u8]) -> usize {
     (until_nul(text).len() + 1).next_multiple_of(8)
 }
 
-fn put_text(out: &mut impl Sink, text: &[u8]) {
+fn put_text(out: &mut impl RecordSink, text: &[u8]) {
     let text = until_nul(text);
     out.put(text);
     out.put(&[0; 8][..text_size(text) - text.len()]);
@@ -27,7 +28,7 @@ fn put_text(out: &mut impl Sink, text: &[u8]) {
 
 /// `PERF_RECORD_LOST`: the number of records lost since the previous record.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Lost {
+pub struct LostRecord {
     /// Id of the event that owns the ring.
     pub id: u64,
     /// Number of lost records.
@@ -36,13 +37,13 @@ pub struct Lost {
     pub sample_id: SampleId,
 }
 
-impl Encode for Lost {
-    fn size(&self, format: Format) -> usize {
+impl EncodeRecord for LostRecord {
+    fn size(&self, format: RecordFormat) -> usize {
         HEADER_SIZE + 16 + id::size_of(format)
     }
 
-    fn encode(&self, format: Format, out: &mut impl Sink) {
-        put_header(out, RecordType::LOST, Misc::default(), self.size(format));
+    fn encode(&self, format: RecordFormat, out: &mut impl RecordSink) {
+        put_header(out, RecordType::LOST, RecordMisc::default(), self.size(format));
         put_u64(out, self.id);
         put_u64(out, self.lost);
         self.sample_id.encode(format, out);
@@ -53,7 +54,7 @@ impl Encode for Lost {
     }
 }
 
-impl Lost {
+impl LostRecord {
     pub(super) fn decode(body: &mut Cursor<'_>, sample_id: SampleId) -> Result<Self, DecodeError> {
         Ok(Self {
             id: body.u64("id")?,
@@ -65,7 +66,7 @@ impl Lost {
 
 /// `PERF_RECORD_THROTTLE` or `PERF_RECORD_UNTHROTTLE`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Throttle {
+pub struct ThrottleRecord {
     /// `true` for THROTTLE (stopped), `false` for UNTHROTTLE (restarted).
     pub throttled: bool,
     /// Time in nanoseconds.
@@ -78,18 +79,18 @@ pub struct Throttle {
     pub sample_id: SampleId,
 }
 
-impl Encode for Throttle {
-    fn size(&self, format: Format) -> usize {
+impl EncodeRecord for ThrottleRecord {
+    fn size(&self, format: RecordFormat) -> usize {
         HEADER_SIZE + 24 + id::size_of(format)
     }
 
-    fn encode(&self, format: Format, out: &mut impl Sink) {
+    fn encode(&self, format: RecordFormat, out: &mut impl RecordSink) {
         let ty = if self.throttled {
             RecordType::THROTTLE
         } else {
             RecordType::UNTHROTTLE
         };
-        put_header(out, ty, Misc::default(), self.size(format));
+        put_header(out, ty, RecordMisc::default(), self.size(format));
         put_u64(out, self.time_ns);
         put_u64(out, self.id);
         put_u64(out, self.stream_id);
@@ -101,7 +102,7 @@ impl Encode for Throttle {
     }
 }
 
-impl Throttle {
+impl ThrottleRecord {
     pub(super) fn decode(
         body: &mut Cursor<'_>,
         throttled: bool,
@@ -119,7 +120,7 @@ impl Throttle {
 
 /// `PERF_RECORD_FORK` or `PERF_RECORD_EXIT`: the addition or exit of a vCPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Task {
+pub struct TaskRecord {
     /// `true` for FORK (added), `false` for EXIT.
     pub fork: bool,
     /// Process id (the VM) of the vCPU.
@@ -136,18 +137,18 @@ pub struct Task {
     pub sample_id: SampleId,
 }
 
-impl Encode for Task {
-    fn size(&self, format: Format) -> usize {
+impl EncodeRecord for TaskRecord {
+    fn size(&self, format: RecordFormat) -> usize {
         HEADER_SIZE + 24 + id::size_of(format)
     }
 
-    fn encode(&self, format: Format, out: &mut impl Sink) {
+    fn encode(&self, format: RecordFormat, out: &mut impl RecordSink) {
         let ty = if self.fork {
             RecordType::FORK
         } else {
             RecordType::EXIT
         };
-        put_header(out, ty, Misc::default(), self.size(format));
+        put_header(out, ty, RecordMisc::default(), self.size(format));
         put_u32s(out, self.pid, self.ppid);
         put_u32s(out, self.tid, self.ptid);
         put_u64(out, self.time_ns);
@@ -159,7 +160,7 @@ impl Encode for Task {
     }
 }
 
-impl Task {
+impl TaskRecord {
     pub(super) fn decode(
         body: &mut Cursor<'_>,
         fork: bool,
@@ -179,7 +180,7 @@ impl Task {
 
 /// `PERF_RECORD_READ`: final values of an inherited event on a vCPU that exits.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Read<'a> {
+pub struct ReadRecord<'a> {
     /// Process id (the VM).
     pub pid: u32,
     /// Thread id (the vCPU).
@@ -190,13 +191,13 @@ pub struct Read<'a> {
     pub sample_id: SampleId,
 }
 
-impl Encode for Read<'_> {
-    fn size(&self, format: Format) -> usize {
+impl EncodeRecord for ReadRecord<'_> {
+    fn size(&self, format: RecordFormat) -> usize {
         HEADER_SIZE + 8 + self.values.size(format.read_format) + id::size_of(format)
     }
 
-    fn encode(&self, format: Format, out: &mut impl Sink) {
-        put_header(out, RecordType::READ, Misc::default(), self.size(format));
+    fn encode(&self, format: RecordFormat, out: &mut impl RecordSink) {
+        put_header(out, RecordType::READ, RecordMisc::default(), self.size(format));
         put_u32s(out, self.pid, self.tid);
         self.values.encode(format.read_format, out);
         self.sample_id.encode(format, out);
@@ -207,10 +208,10 @@ impl Encode for Read<'_> {
     }
 }
 
-impl<'a> Read<'a> {
+impl<'a> ReadRecord<'a> {
     pub(super) fn decode(
         body: &mut Cursor<'a>,
-        format: Format,
+        format: RecordFormat,
         sample_id: SampleId,
     ) -> Result<Self, DecodeError> {
         Ok(Self {
@@ -224,7 +225,7 @@ impl<'a> Read<'a> {
 
 /// `PERF_RECORD_COMM`: the name of a vCPU or a VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Comm<'a> {
+pub struct CommRecord<'a> {
     /// Process id (the VM).
     pub pid: u32,
     /// Thread id (the vCPU).
@@ -235,19 +236,19 @@ pub struct Comm<'a> {
     pub sample_id: SampleId,
 }
 
-impl Comm<'_> {
+impl CommRecord<'_> {
     fn cut(&self) -> &[u8] {
         &self.name[..self.name.len().min(COMM_MAX - 1)]
     }
 }
 
-impl Encode for Comm<'_> {
-    fn size(&self, format: Format) -> usize {
+impl EncodeRecord for CommRecord<'_> {
+    fn size(&self, format: RecordFormat) -> usize {
         HEADER_SIZE + 8 + text_size(self.cut()) + id::size_of(format)
     }
 
-    fn encode(&self, format: Format, out: &mut impl Sink) {
-        put_header(out, RecordType::COMM, Misc::default(), self.size(format));
+    fn encode(&self, format: RecordFormat, out: &mut impl RecordSink) {
+        put_header(out, RecordType::COMM, RecordMisc::default(), self.size(format));
         put_u32s(out, self.pid, self.tid);
         put_text(out, self.cut());
         self.sample_id.encode(format, out);
@@ -258,7 +259,7 @@ impl Encode for Comm<'_> {
     }
 }
 
-impl<'a> Comm<'a> {
+impl<'a> CommRecord<'a> {
     pub(super) fn decode(body: &mut Cursor<'a>, sample_id: SampleId) -> Result<Self, DecodeError> {
         Ok(Self {
             pid: body.u32("pid")?,
@@ -271,7 +272,7 @@ impl<'a> Comm<'a> {
 
 /// The name of a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MapName<'a> {
+pub enum MappingName<'a> {
     /// A file, or the name of a guest memory region. A path of 4096 bytes or more is written as
     /// `TooLong`.
     Path(&'a [u8]),
@@ -285,7 +286,7 @@ pub enum MapName<'a> {
     Vdso,
 }
 
-impl<'a> MapName<'a> {
+impl<'a> MappingName<'a> {
     /// Returns the name as written, without padding.
     pub fn bytes(&self) -> &'a [u8] {
         match self {
@@ -298,7 +299,7 @@ impl<'a> MapName<'a> {
     }
 }
 
-impl<'a> From<&'a [u8]> for MapName<'a> {
+impl<'a> From<&'a [u8]> for MappingName<'a> {
     fn from(bytes: &'a [u8]) -> Self {
         match bytes {
             b"//anon" => Self::Anonymous,
@@ -312,9 +313,9 @@ impl<'a> From<&'a [u8]> for MapName<'a> {
 
 /// `PERF_RECORD_MMAP`: a mapping, such as guest memory or firmware.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Mmap<'a> {
+pub struct MmapRecord<'a> {
     /// [`CpuMode`](super::CpuMode) of the code in the mapping.
-    pub misc: Misc,
+    pub misc: RecordMisc,
     /// Process id (the VM).
     pub pid: u32,
     /// Thread id (the vCPU).
@@ -326,17 +327,17 @@ pub struct Mmap<'a> {
     /// Offset in the file, in bytes.
     pub pgoff: u64,
     /// Name of the mapping.
-    pub name: MapName<'a>,
+    pub name: MappingName<'a>,
     /// Trailer.
     pub sample_id: SampleId,
 }
 
-impl Encode for Mmap<'_> {
-    fn size(&self, format: Format) -> usize {
+impl EncodeRecord for MmapRecord<'_> {
+    fn size(&self, format: RecordFormat) -> usize {
         HEADER_SIZE + 32 + text_size(self.name.bytes()) + id::size_of(format)
     }
 
-    fn encode(&self, format: Format, out: &mut impl Sink) {
+    fn encode(&self, format: RecordFormat, out: &mut impl RecordSink) {
         put_header(out, RecordType::MMAP, self.misc, self.size(format));
         put_u32s(out, self.pid, self.tid);
         put_u64(out, self.start);
@@ -351,10 +352,10 @@ impl Encode for Mmap<'_> {
     }
 }
 
-impl<'a> Mmap<'a> {
+impl<'a> MmapRecord<'a> {
     pub(super) fn decode(
         body: &mut Cursor<'a>,
-        misc: Misc,
+        misc: RecordMisc,
         sample_id: SampleId,
     ) -> Result<Self, DecodeError> {
         Ok(Self {
@@ -364,7 +365,7 @@ impl<'a> Mmap<'a> {
             start: body.u64("start")?,
             len: body.u64("length")?,
             pgoff: body.u64("offset")?,
-            name: MapName::from(until_nul(body.rest())),
+            name: MappingName::from(until_nul(body.rest())),
             sample_id,
         })
     }

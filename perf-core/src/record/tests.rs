@@ -21,7 +21,7 @@ const REGISTERS: [u64; REGS_USER_LEN] = {
     registers
 };
 
-fn encoded(record: &impl Encode, format: Format) -> Vec<u8> {
+fn encoded(record: &impl EncodeRecord, format: RecordFormat) -> Vec<u8> {
     let mut bytes = Vec::new();
     record.encode(format, &mut bytes);
     bytes
@@ -29,7 +29,7 @@ fn encoded(record: &impl Encode, format: Format) -> Vec<u8> {
 
 fn sample<'a>(entries: &'a [ReadEntry], ips: &'a [u64], raw: &'a [u8]) -> Sample<'a> {
     Sample {
-        misc: Misc(CpuMode::GuestUser as u16 | Misc::EXACT_IP.0),
+        misc: RecordMisc(CpuMode::GuestUser as u16 | RecordMisc::EXACT_IP.0),
         ip: 0x1111_2222_3333_4444,
         pid: 5,
         tid: 6,
@@ -42,13 +42,13 @@ fn sample<'a>(entries: &'a [ReadEntry], ips: &'a [u64], raw: &'a [u8]) -> Sample
         read: ReadValues {
             time_enabled_ns: 13,
             time_running_ns: 14,
-            entries: Entries::List(entries),
+            entries: ReadEntries::List(entries),
         },
-        callchain: Words::List(ips),
+        callchain: WordList::List(ips),
         raw,
-        user: UserPart {
+        user: UserRegsAndStack {
             abi: 2,
-            registers: Words::List(&REGISTERS),
+            registers: WordList::List(&REGISTERS),
             stack: b"the stack's top.",
         },
     }
@@ -57,7 +57,7 @@ fn sample<'a>(entries: &'a [ReadEntry], ips: &'a [u64], raw: &'a [u8]) -> Sample
 /// Returns `full` restricted to the fields of `format`.
 fn projected<'a>(
     full: &Sample<'a>,
-    format: Format,
+    format: RecordFormat,
     padded_raw: &'a [u8],
     entries: &'a [ReadEntry],
 ) -> Sample<'a> {
@@ -97,7 +97,7 @@ fn projected<'a>(
         if format.read_format.contains(ReadFormat::TOTAL_TIME_RUNNING) {
             left.read.time_running_ns = full.read.time_running_ns;
         }
-        left.read.entries = Entries::List(entries);
+        left.read.entries = ReadEntries::List(entries);
     }
     if has(SampleType::CALLCHAIN) {
         left.callchain = full.callchain;
@@ -115,7 +115,7 @@ fn projected<'a>(
 }
 
 /// Checks size, header and round trip of one sample in one format.
-fn check(entries: &[ReadEntry], ips: &[u64], raw: &[u8], format: Format) {
+fn check(entries: &[ReadEntry], ips: &[u64], raw: &[u8], format: RecordFormat) {
     let full = sample(entries, ips, raw);
     let bytes = encoded(&full, format);
     assert_eq!(bytes.len(), full.size(format), "{format:?}");
@@ -179,10 +179,10 @@ fn p32_p33_every_sample_type_in_every_read_format_has_its_size_and_round_trips()
                 &entries,
                 &[0xa, 0xb],
                 b"raw",
-                Format {
+                RecordFormat {
                     sample_type,
                     read_format,
-                    ..Format::default()
+                    ..RecordFormat::default()
                 },
             );
         }
@@ -199,10 +199,10 @@ proptest! {
         raw in prop::collection::vec(any::<u8>(), 0..40),
     ) {
         let entries: Vec<_> = values.into_iter().map(|(value, id, lost)| ReadEntry { value, id, lost }).collect();
-        let format = Format {
+        let format = RecordFormat {
             sample_type: sample_type(mask),
             read_format: ReadFormat::from_bits_truncate(read),
-            ..Format::default()
+            ..RecordFormat::default()
         };
         check(&entries, &ips, &raw, format);
     }
@@ -216,13 +216,13 @@ proptest! {
         lie in prop::option::of(any::<u16>()),
         sample_id_all: bool,
     ) {
-        let format = Format {
+        let format = RecordFormat {
             sample_type: sample_type(mask),
             read_format: ReadFormat::from_bits_truncate(read),
             sample_id_all,
         };
         let mut bytes = Vec::new();
-        put_header(&mut bytes, RecordType(ty), Misc(3), lie.map_or(HEADER_SIZE + body.len(), usize::from));
+        put_header(&mut bytes, RecordType(ty), RecordMisc(3), lie.map_or(HEADER_SIZE + body.len(), usize::from));
         bytes.extend_from_slice(&body);
         match Record::decode_bytes(&bytes, format) {
             // Decoded fields lie within the input and can be iterated.
@@ -241,26 +241,26 @@ proptest! {
         name in prop::collection::vec(1u8.., 0..40),
         mask in 0u64..1 << 12, sample_id_all: bool,
     ) {
-        let format = Format { sample_type: sample_type(mask), sample_id_all, ..Format::default() };
+        let format = RecordFormat { sample_type: sample_type(mask), sample_id_all, ..RecordFormat::default() };
         let sample_id = told(format);
         let trailer = encoded_id(format).len();
-        let comm = Comm { pid, tid, name: &name, sample_id: ID };
+        let comm = CommRecord { pid, tid, name: &name, sample_id: ID };
         let bytes = encoded(&comm, format);
         prop_assert_eq!(bytes.len(), comm.size(format));
         prop_assert_eq!(bytes.len() % 8, 0);
         prop_assert_eq!(bytes[bytes.len() - trailer - 1], 0, "the name is terminated");
         prop_assert_eq!(&bytes[bytes.len() - trailer..], encoded_id(format));
-        let cut = Comm { name: &name[..name.len().min(15)], sample_id, ..comm };
+        let cut = CommRecord { name: &name[..name.len().min(15)], sample_id, ..comm };
         prop_assert_eq!(Record::decode_bytes(&bytes, format), Ok(Record::Comm(cut)));
 
-        let name = MapName::Path(&name);
-        let mmap = Mmap { misc: CpuMode::GuestKernel.into(), pid, tid, start, len, pgoff, name, sample_id: ID };
+        let name = MappingName::Path(&name);
+        let mmap = MmapRecord { misc: CpuMode::GuestKernel.into(), pid, tid, start, len, pgoff, name, sample_id: ID };
         let bytes = encoded(&mmap, format);
         prop_assert_eq!(bytes.len(), mmap.size(format));
         prop_assert_eq!(bytes.len() % 8, 0);
         prop_assert_eq!(bytes[bytes.len() - trailer - 1], 0, "the path is terminated");
         prop_assert_eq!(&bytes[bytes.len() - trailer..], encoded_id(format));
-        prop_assert_eq!(Record::decode_bytes(&bytes, format), Ok(Record::Mmap(Mmap { sample_id, ..mmap })));
+        prop_assert_eq!(Record::decode_bytes(&bytes, format), Ok(Record::Mmap(MmapRecord { sample_id, ..mmap })));
     }
 }
 
@@ -274,7 +274,7 @@ const ID: SampleId = SampleId {
 };
 
 /// Returns the trailer of [`ID`], word by word as in perf_event_open(2).
-fn encoded_id(format: Format) -> Vec<u8> {
+fn encoded_id(format: RecordFormat) -> Vec<u8> {
     let words = [
         (SampleType::TID, 21 | 22 << 32),
         (SampleType::TIME, 23),
@@ -290,7 +290,7 @@ fn encoded_id(format: Format) -> Vec<u8> {
 }
 
 /// Returns [`ID`] restricted to the fields of `format`.
-fn told(format: Format) -> SampleId {
+fn told(format: RecordFormat) -> SampleId {
     let has = |fields| format.sample_id_all && format.sample_type.intersects(fields);
     let or_0 = |fields, value| if has(fields) { value } else { 0 };
     SampleId {
@@ -304,8 +304,8 @@ fn told(format: Format) -> SampleId {
 }
 
 #[test]
-fn sample_fields_come_in_the_order_of_the_abi() {
-    let format = Format {
+fn sample_fields_are_in_abi_order() {
+    let format = RecordFormat {
         sample_type: SampleType::all(),
         read_format: ReadFormat::ID | ReadFormat::LOST,
         // Samples have no trailer.
@@ -359,23 +359,23 @@ fn sample_fields_come_in_the_order_of_the_abi() {
 
 /// A sample without a user context has no registers and an empty stack.
 #[test]
-fn a_sample_without_a_program_says_so_in_sixteen_bytes() {
-    let format = Format {
+fn sample_without_user_context_takes_sixteen_bytes() {
+    let format = RecordFormat {
         sample_type: SampleType::REGS_USER | SampleType::STACK_USER,
-        ..Format::default()
+        ..RecordFormat::default()
     };
     let bytes = encoded(&Sample::default(), format);
     assert_eq!(bytes.len(), 8 + 16);
     let Ok(Record::Sample(sample)) = Record::decode_bytes(&bytes, format) else {
         panic!("it does not decode");
     };
-    assert_eq!(sample.user, UserPart::default());
+    assert_eq!(sample.user, UserRegsAndStack::default());
     // The stack claims to be longer than its record.
     let mut long = encoded(
         &Sample {
-            user: UserPart {
+            user: UserRegsAndStack {
                 stack: &[7; 32],
-                ..UserPart::default()
+                ..UserRegsAndStack::default()
             },
             ..Sample::default()
         },
@@ -390,10 +390,10 @@ fn a_sample_without_a_program_says_so_in_sixteen_bytes() {
 
 #[test]
 fn absent_call_chain_and_raw_data_take_eight_bytes_each() {
-    let format = |sample_type| Format {
+    let format = |sample_type| RecordFormat {
         sample_type,
         read_format: ReadFormat::empty(),
-        ..Format::default()
+        ..RecordFormat::default()
     };
     let empty = Sample::default();
     assert_eq!(
@@ -407,14 +407,14 @@ fn absent_call_chain_and_raw_data_take_eight_bytes_each() {
 }
 
 #[test]
-fn group_values_lead_with_the_number_of_members_and_the_leaders_times() {
+fn group_values_start_with_member_count_and_leader_times() {
     let format = ALL_TIMES | ReadFormat::GROUP | ReadFormat::ID | ReadFormat::LOST;
     let entry = |value, id, lost| ReadEntry { value, id, lost };
     let entries = [entry(1, 2, 5), entry(3, 4, 6)];
     let values = ReadValues {
         time_enabled_ns: 10,
         time_running_ns: 9,
-        entries: Entries::List(&entries),
+        entries: ReadEntries::List(&entries),
     };
     let mut bytes = Vec::new();
     values.encode(format, &mut bytes);
@@ -429,15 +429,15 @@ fn group_values_lead_with_the_number_of_members_and_the_leaders_times() {
 }
 
 #[test]
-fn a_claimed_number_of_members_beyond_the_record_is_refused() {
-    let format = Format {
+fn member_count_beyond_record_is_rejected() {
+    let format = RecordFormat {
         sample_type: SampleType::READ,
         read_format: ReadFormat::GROUP | ReadFormat::ID,
-        ..Format::default()
+        ..RecordFormat::default()
     };
     for members in [2, u64::MAX, u64::MAX / 16 + 1, 1 << 60] {
         let mut bytes = Vec::new();
-        put_header(&mut bytes, RecordType::SAMPLE, Misc::default(), 32);
+        put_header(&mut bytes, RecordType::SAMPLE, RecordMisc::default(), 32);
         for word in [members, 1, 2] {
             put_u64(&mut bytes, word);
         }
@@ -453,12 +453,12 @@ fn a_claimed_number_of_members_beyond_the_record_is_refused() {
 
 #[test]
 fn a_sample_longer_than_its_format_is_refused() {
-    let format = Format {
+    let format = RecordFormat {
         sample_type: SampleType::IP,
         read_format: ReadFormat::empty(),
-        ..Format::default()
+        ..RecordFormat::default()
     };
-    let longer = Format {
+    let longer = RecordFormat {
         sample_type: SampleType::IP | SampleType::TIME,
         ..format
     };
@@ -470,9 +470,9 @@ fn a_sample_longer_than_its_format_is_refused() {
 }
 
 #[test]
-fn lost_task_throttle_and_read_records_are_as_long_as_the_abi_says_and_round_trip() {
+fn side_band_records_have_abi_sizes_and_round_trip() {
     for bits in 0..1 << 13 {
-        let format = Format {
+        let format = RecordFormat {
             sample_type: sample_type(bits & 0xfff),
             read_format: ALL_TIMES | ReadFormat::ID | ReadFormat::LOST,
             sample_id_all: bits >> 12 == 1,
@@ -490,7 +490,7 @@ fn lost_task_throttle_and_read_records_are_as_long_as_the_abi_says_and_round_tri
             assert_eq!(bytes[8 + len..], trailer, "{format:?}");
         };
 
-        let lost = |sample_id| Lost {
+        let lost = |sample_id| LostRecord {
             id: 1,
             lost: 2,
             sample_id,
@@ -503,7 +503,7 @@ fn lost_task_throttle_and_read_records_are_as_long_as_the_abi_says_and_round_tri
         );
 
         for fork in [true, false] {
-            let task = |sample_id| Task {
+            let task = |sample_id| TaskRecord {
                 fork,
                 pid: 1,
                 ppid: 2,
@@ -530,7 +530,7 @@ fn lost_task_throttle_and_read_records_are_as_long_as_the_abi_says_and_round_tri
         }
 
         for throttled in [true, false] {
-            let record = |sample_id| Throttle {
+            let record = |sample_id| ThrottleRecord {
                 throttled,
                 time_ns: 1,
                 id: 2,
@@ -548,7 +548,7 @@ fn lost_task_throttle_and_read_records_are_as_long_as_the_abi_says_and_round_tri
             assert_eq!(Record::decode_bytes(&bytes, format), Ok(again));
         }
 
-        let entries = Entries::One(ReadEntry {
+        let entries = ReadEntries::One(ReadEntry {
             value: 3,
             id: 6,
             lost: 7,
@@ -558,7 +558,7 @@ fn lost_task_throttle_and_read_records_are_as_long_as_the_abi_says_and_round_tri
             time_running_ns: 5,
             entries,
         };
-        let read = |sample_id| Read {
+        let read = |sample_id| ReadRecord {
             pid: 1,
             tid: 2,
             values,
@@ -575,22 +575,22 @@ fn lost_task_throttle_and_read_records_are_as_long_as_the_abi_says_and_round_tri
 
 #[test]
 fn a_record_too_short_for_its_trailer_is_refused() {
-    let format = Format {
+    let format = RecordFormat {
         sample_type: SampleType::all(),
         sample_id_all: true,
-        ..Format::default()
+        ..RecordFormat::default()
     };
     // LOST with a trailer has 8 + 16 + 48 bytes.
     for (body, field) in [(0, "trailer"), (40, "trailer"), (48, "id"), (56, "count")] {
         let mut bytes = Vec::new();
-        put_header(&mut bytes, RecordType::LOST, Misc::default(), 8 + body);
+        put_header(&mut bytes, RecordType::LOST, RecordMisc::default(), 8 + body);
         bytes.resize(8 + body, 0);
         let short = Err(DecodeError::Short { field });
         assert_eq!(Record::decode_bytes(&bytes, format), short, "{body} bytes");
     }
     // Records of unsupported types are passed through unchanged, with or without a trailer.
     let mut bytes = Vec::new();
-    put_header(&mut bytes, RecordType(10), Misc::default(), 8);
+    put_header(&mut bytes, RecordType(10), RecordMisc::default(), 8);
     assert!(matches!(
         Record::decode_bytes(&bytes, format),
         Ok(Record::Other(_))
@@ -600,33 +600,33 @@ fn a_record_too_short_for_its_trailer_is_refused() {
 #[test]
 fn names_of_mappings_fall_back() {
     let long = vec![b'x'; 4096];
-    assert_eq!(MapName::Path(&long).bytes(), b"//toolong");
-    assert_eq!(MapName::Path(&long[..4095]).bytes().len(), 4095);
-    assert_eq!(MapName::Path(b"cut\0here").bytes(), b"cut");
+    assert_eq!(MappingName::Path(&long).bytes(), b"//toolong");
+    assert_eq!(MappingName::Path(&long[..4095]).bytes().len(), 4095);
+    assert_eq!(MappingName::Path(b"cut\0here").bytes(), b"cut");
     for name in [
-        MapName::Anonymous,
-        MapName::TooLong,
-        MapName::NoMemory,
-        MapName::Vdso,
+        MappingName::Anonymous,
+        MappingName::TooLong,
+        MappingName::NoMemory,
+        MappingName::Vdso,
     ] {
-        assert_eq!(MapName::from(name.bytes()), name);
+        assert_eq!(MappingName::from(name.bytes()), name);
     }
 }
 
 #[test]
-fn a_name_of_sixteen_bytes_or_more_is_still_terminated() {
-    let comm = Comm {
+fn long_comm_name_is_truncated_and_terminated() {
+    let comm = CommRecord {
         pid: 0,
         tid: 0,
         name: b"0123456789abcdefXYZ",
         sample_id: SampleId::default(),
     };
-    let bytes = encoded(&comm, Format::default());
+    let bytes = encoded(&comm, RecordFormat::default());
     assert_eq!(&bytes[16..], b"0123456789abcde\0");
 }
 
 #[test]
-fn guest_modes_are_told_apart() {
+fn guest_cpu_modes_are_distinguished() {
     for (bits, mode) in [
         (1, CpuMode::Kernel),
         (2, CpuMode::User),
@@ -635,6 +635,6 @@ fn guest_modes_are_told_apart() {
         (5, CpuMode::GuestUser),
         (7, CpuMode::Unknown),
     ] {
-        assert_eq!(Misc(bits | Misc::EXACT_IP.0).cpu_mode(), mode);
+        assert_eq!(RecordMisc(bits | RecordMisc::EXACT_IP.0).cpu_mode(), mode);
     }
 }

@@ -12,7 +12,7 @@ pub const PAGE_SIZE: usize = 4096;
 
 /// Access modes of the control page and the data pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Access {
+pub(super) struct MappingAccess {
     pub(super) control_writable: bool,
     pub(super) data_writable: bool,
 }
@@ -113,7 +113,7 @@ pub(super) fn file_size(fd: BorrowedFd<'_>) -> Result<u64> {
 
 impl Mapping {
     /// Maps a memfd of `PAGE_SIZE + data_size` bytes with a sealed size.
-    pub(super) fn memfd(fd: BorrowedFd<'_>, data_size: usize, access: Access) -> Result<Self> {
+    pub(super) fn memfd(fd: BorrowedFd<'_>, data_size: usize, access: MappingAccess) -> Result<Self> {
         let len = PAGE_SIZE + 2 * data_size;
         // SAFETY: a new mapping at an address chosen by the kernel replaces nothing.
         let base = unsafe {
@@ -247,7 +247,7 @@ mod tests {
     /// A client may open the memory during the check for other users. This must not end the
     /// process, which may have no SIGIO handler.
     #[test]
-    fn a_client_that_opens_a_ring_while_it_is_looked_for_harms_nobody() {
+    fn client_open_during_lease_check_is_harmless() {
         let memory = sealed_memfd(PAGE_SIZE).unwrap();
         let fd = reopened(memory.as_fd()).unwrap();
         // SAFETY: F_SETLEASE takes the lease type by value.
@@ -265,7 +265,7 @@ mod tests {
     }
 
     /// Returns the number of mappings of the file in this process.
-    fn mapped(fd: &OwnedFd) -> usize {
+    fn mapping_count(fd: &OwnedFd) -> usize {
         use std::os::unix::fs::MetadataExt;
         let inode = std::fs::File::from(fd.try_clone().unwrap())
             .metadata()
@@ -280,21 +280,21 @@ mod tests {
     /// Rings are created and dropped with clients, so leaked mappings would accumulate until the VM
     /// ends.
     #[test]
-    fn nothing_stays_mapped() {
+    fn dropped_rings_are_unmapped() {
         let memory = sealed_memfd(2 * PAGE_SIZE).unwrap();
-        let access = Access {
+        let access = MappingAccess {
             control_writable: true,
             data_writable: true,
         };
         let mapping = Mapping::memfd(memory.as_fd(), PAGE_SIZE, access).unwrap();
         // The kernel lists the control page and the following data as one mapping.
-        assert!(mapped(&memory) >= 2);
+        assert!(mapping_count(&memory) >= 2);
         drop(mapping);
-        assert_eq!(mapped(&memory), 0);
+        assert_eq!(mapping_count(&memory), 0);
     }
 
     #[test]
-    fn only_who_has_the_file_open_is_elsewhere() {
+    fn own_descriptor_is_not_open_elsewhere() {
         let memory = sealed_memfd(PAGE_SIZE).unwrap();
         let fd = reopened(memory.as_fd()).unwrap();
         assert!(!is_open_elsewhere(fd.as_fd()).unwrap());

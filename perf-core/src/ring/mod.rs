@@ -50,12 +50,12 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use crate::attr::Wakeup;
-use mapping::{Access, Mapping};
-use protocol::{Claim, Protocol, Shape, Shared};
+use mapping::{Mapping, MappingAccess};
+use protocol::{Claim, Protocol, RingGeometry, SharedWords};
 
 pub use mapping::PAGE_SIZE;
-pub use page::{Control, ControlBusy, Counter};
-pub use reader::{Batch, RawRecord, ReadError, RingReader};
+pub use page::{ControlPageBusy, ControlPageWriter, PageCounter};
+pub use reader::{RawRecord, ReadError, RecordBatch, RingReader};
 pub use wake::PollState;
 pub(crate) use wake::borrowed;
 
@@ -84,12 +84,12 @@ pub enum RingMode {
 ///
 /// The ring writes LOST records itself, so each writer passes the trailer along with its record.
 #[derive(Clone, Copy, Debug)]
-pub struct Trailer {
+pub struct LostTrailer {
     bytes: [u8; TRAILER_MAX],
     len: usize,
 }
 
-impl Trailer {
+impl LostTrailer {
     /// The empty trailer.
     pub const NONE: Self = Self {
         bytes: [0; TRAILER_MAX],
@@ -163,7 +163,7 @@ pub struct Ring {
     paused: AtomicBool,
     control_busy: AtomicBool,
     control_sequence: AtomicU32,
-    wake: wake::Wake,
+    wake: wake::ReaderNotifier,
     mode: RingMode,
     memfd: OwnedFd,
     /// Account to which the memory is charged. Declared last, so that it is dropped after the
@@ -232,7 +232,7 @@ impl Ring {
                 memfd
             }
         };
-        let access = Access {
+        let access = MappingAccess {
             control_writable: true,
             data_writable: true,
         };
@@ -246,7 +246,7 @@ impl Ring {
         mapping::add_seals(&memfd, read_only | libc::F_SEAL_SEAL).map_err(os("sealing the ring"))?;
         mapping.control().init(PAGE_SIZE as u64, data_size as u64, start);
 
-        let shape = Shape {
+        let shape = RingGeometry {
             size: data_size as u64,
             overwrite: mode == RingMode::Overwrite,
         };
@@ -266,7 +266,7 @@ impl Ring {
             paused: AtomicBool::new(false),
             control_busy: AtomicBool::new(false),
             control_sequence: AtomicU32::new(0),
-            wake: wake::Wake::new().map_err(os("creating an eventfd for the ring"))?,
+            wake: wake::ReaderNotifier::new().map_err(os("creating an eventfd for the ring"))?,
             mode,
             memfd,
             charge: OnceLock::new(),
@@ -383,8 +383,8 @@ impl Ring {
     }
 
     /// Returns the owner's side of the control page.
-    pub fn control(&self) -> Control<'_> {
-        Control {
+    pub fn control(&self) -> ControlPageWriter<'_> {
+        ControlPageWriter {
             page: self.mapping.control(),
             busy: &self.control_busy,
             sequence: &self.control_sequence,
@@ -399,9 +399,9 @@ impl Ring {
     }
 
     #[inline]
-    fn shared(&self) -> Shared<'_, AtomicU64> {
+    fn shared(&self) -> SharedWords<'_, AtomicU64> {
         let page = self.mapping.control();
-        Shared {
+        SharedWords {
             data_head: &page.data_head,
             data_tail: &page.data_tail,
         }
@@ -427,7 +427,7 @@ impl Ring {
     /// if the record can never be written; such records are not counted.
     #[inline]
     pub fn begin(&self, size: usize, is_sample: bool) -> Result<Reservation<'_>, RingError> {
-        self.begin_with(size, is_sample, &Trailer::NONE)
+        self.begin_with(size, is_sample, &LostTrailer::NONE)
     }
 
     /// Reserves a record as [`begin`](Self::begin) does, for a writer whose LOST records end with
@@ -445,7 +445,7 @@ impl Ring {
         &self,
         size: usize,
         is_sample: bool,
-        trailer: &Trailer,
+        trailer: &LostTrailer,
     ) -> Result<Reservation<'_>, RingError> {
         let limit = self.record_max.saturating_sub(trailer.len);
         if size < 8 || !size.is_multiple_of(8) || size > limit {
@@ -473,28 +473,28 @@ impl Ring {
     /// Returns [`RingError::Full`] if the records do not fit together. This is *not* counted as a
     /// loss, because some may fit separately: the caller retries each with `begin`, which counts
     /// losses. Returns [`RingError::Size`], [`RingError::TooLarge`] (above
-    /// [`run_max`](Self::run_max)) and [`RingError::NoData`] as for a single record.
-    pub fn begin_run(&self, bytes: usize, samples: u64) -> Result<Run<'_>, RingError> {
-        self.begin_run_with(bytes, samples, &Trailer::NONE)
+    /// [`batch_max`](Self::batch_max)) and [`RingError::NoData`] as for a single record.
+    pub fn begin_batch(&self, bytes: usize, samples: u64) -> Result<BatchReservation<'_>, RingError> {
+        self.begin_batch_with(bytes, samples, &LostTrailer::NONE)
     }
 
-    /// Reserves several records as [`begin_run`](Self::begin_run) does, for a writer whose LOST
+    /// Reserves several records as [`begin_batch`](Self::begin_batch) does, for a writer whose LOST
     /// records end with `trailer`.
     ///
     /// # Errors
     ///
-    /// Returns the same errors as [`begin_run`](Self::begin_run).
-    pub fn begin_run_with(
+    /// Returns the same errors as [`begin_batch`](Self::begin_batch).
+    pub fn begin_batch_with(
         &self,
         bytes: usize,
         samples: u64,
-        trailer: &Trailer,
-    ) -> Result<Run<'_>, RingError> {
-        if bytes < 8 || !bytes.is_multiple_of(8) || bytes > self.run_max() {
-            return Err(self.bad_size(bytes, self.run_max()));
+        trailer: &LostTrailer,
+    ) -> Result<BatchReservation<'_>, RingError> {
+        if bytes < 8 || !bytes.is_multiple_of(8) || bytes > self.batch_max() {
+            return Err(self.bad_size(bytes, self.batch_max()));
         }
         let (claim, at) = self.claim(bytes, samples, 0, trailer)?;
-        Ok(Run {
+        Ok(BatchReservation {
             ring: self,
             claim: Some(claim),
             at,
@@ -506,7 +506,7 @@ impl Ring {
     /// Returns the maximum size of a reservation for several records, in bytes: an eighth of the
     /// data area, so that other writers' records are delayed only briefly, and at most the maximum
     /// record size.
-    pub fn run_max(&self) -> usize {
+    pub fn batch_max(&self) -> usize {
         (self.data_size() / 8).min(RECORD_SIZE_MAX)
     }
 
@@ -522,10 +522,10 @@ impl Ring {
         size: usize,
         samples: u64,
         records: u64,
-        trailer: &Trailer,
+        trailer: &LostTrailer,
     ) -> Result<(Claim, *mut u8), RingError> {
         if self.paused.load(Relaxed) {
-            return Err(self.refused(records));
+            return Err(self.count_refused(records));
         }
         let lost = self.protocol.take_lost();
         let extra = if lost == 0 { 0 } else { LOST_SIZE + trailer.len };
@@ -533,7 +533,7 @@ impl Ring {
             .protocol
             .reserve(&self.shared(), (extra + size) as u64, samples)
         else {
-            return Err(self.refused(lost + records));
+            return Err(self.count_refused(lost + records));
         };
         let offset = claim.start as usize & (self.data_size() - 1);
         // SAFETY: `offset` is below the size of the data area, which is mapped twice in a row.
@@ -571,7 +571,7 @@ impl Ring {
     /// Counts the losses of a failed reservation: those taken for a LOST record that is not
     /// written, and the new ones.
     #[cold]
-    fn refused(&self, lost: u64) -> RingError {
+    fn count_refused(&self, lost: u64) -> RingError {
         if lost != 0 {
             self.protocol.add_lost(lost);
         }
@@ -669,7 +669,7 @@ impl Drop for Reservation<'_> {
 /// Unused space becomes one record of zeros (type 0, which readers skip), so the reservation should
 /// match the records.
 #[must_use = "dropping a run ends it"]
-pub struct Run<'a> {
+pub struct BatchReservation<'a> {
     ring: &'a Ring,
     claim: Option<Claim>,
     at: *mut u8,
@@ -677,7 +677,7 @@ pub struct Run<'a> {
     _not_send: PhantomData<*mut ()>,
 }
 
-impl fmt::Debug for Run<'_> {
+impl fmt::Debug for BatchReservation<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Run")
             .field("left", &self.left)
@@ -685,7 +685,7 @@ impl fmt::Debug for Run<'_> {
     }
 }
 
-impl Run<'_> {
+impl BatchReservation<'_> {
     /// Begins the next record, of `size` bytes including its header. The record is published with
     /// the batch.
     ///
@@ -716,7 +716,7 @@ impl Run<'_> {
             claim: None,
             at,
             left: size,
-            // At most `run_max`, which fits a `u16`.
+            // At most `batch_max`, which fits a `u16`.
             size: size as u16,
             _not_send: PhantomData,
         })
@@ -728,7 +728,7 @@ impl Run<'_> {
     }
 }
 
-impl Drop for Run<'_> {
+impl Drop for BatchReservation<'_> {
     #[inline]
     fn drop(&mut self) {
         if let size @ 8.. = self.left {

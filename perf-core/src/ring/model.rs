@@ -10,7 +10,7 @@ use loom::sync::atomic::AtomicU64;
 use loom::thread;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-use super::protocol::{Claim, Protocol, Shape, Shared};
+use super::protocol::{Claim, Protocol, RingGeometry, SharedWords};
 
 /// Default size of the modelled ring, in units of 8 bytes.
 const UNITS: usize = 8;
@@ -36,7 +36,7 @@ impl Ring {
     }
 
     fn with_units(units: usize, overwrite: bool) -> Arc<Self> {
-        let shape = Shape {
+        let shape = RingGeometry {
             size: 8 * units as u64,
             overwrite,
         };
@@ -49,8 +49,8 @@ impl Ring {
         })
     }
 
-    fn shared(&self) -> Shared<'_, AtomicU64> {
-        Shared {
+    fn shared(&self) -> SharedWords<'_, AtomicU64> {
+        SharedWords {
             data_head: &self.head,
             data_tail: &self.tail,
         }
@@ -177,7 +177,7 @@ fn p28_nested_writers_are_published_whole_by_the_outermost() {
 }
 
 #[test]
-fn p28_a_run_of_records_is_published_at_once_beside_another_writer() {
+fn p28_batch_is_published_at_once_beside_another_writer() {
     check(3, || {
         let ring = Ring::new(false);
         ring.protocol.set_wakeup(1 << 20, 3);
@@ -209,7 +209,7 @@ fn p28_a_run_of_records_is_published_at_once_beside_another_writer() {
 }
 
 #[test]
-fn p29_publishers_that_take_turns_never_take_the_head_back() {
+fn p29_alternating_publishers_never_move_head_back() {
     // The second writer may publish before or after the first, or leave publication to the first; a
     // reader looks twice.
     check(3, || {
@@ -272,7 +272,7 @@ fn attempt(ring: &Ring, tag: u64) -> (u64, u64) {
 }
 
 #[test]
-fn p30_what_is_written_and_what_is_lost_add_up() {
+fn p30_written_and_lost_records_add_up() {
     check(3, || {
         let ring = Ring::new(false);
         let writer = {
@@ -313,7 +313,7 @@ fn p30_losses_are_reported_once_when_two_writers_find_them_pending() {
 }
 
 #[test]
-fn p31_the_last_record_that_is_due_wakes_the_reader_after_it_can_be_read() {
+fn p31_last_due_record_wakes_reader_after_publication() {
     check(3, || {
         let ring = Ring::new(false);
         ring.protocol.set_wakeup(1 << 20, 1);
@@ -374,7 +374,7 @@ fn p28_a_generation_that_is_closed_while_others_write_loses_nothing() {
 }
 
 #[test]
-fn p29_a_joiner_that_comes_between_publishing_and_counting_out_does_not_take_the_head_back() {
+fn p29_writer_joining_during_publication_does_not_move_head_back() {
     // Four records. The second closes the generation of the first, the third goes beyond its
     // boundary, and the fourth begins just when the first, as the only writer, has published the
     // head and is about to decrement the count. In tests the protocol asserts that no publication

@@ -41,7 +41,7 @@ pub(super) struct ControlPage {
 
 /// The counter fields of the control page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counter {
+pub struct PageCounter {
     /// Hardware counter index plus one; 0 if the counter is not active, in which case `offset` is
     /// the whole count.
     pub index: u32,
@@ -56,10 +56,10 @@ pub struct Counter {
 /// Error: another update of the control page is in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the control page is being updated by another thread or by the code this one interrupted")]
-pub struct ControlBusy;
+pub struct ControlPageBusy;
 
-/// The owner's side of the control page, which updates [`Counter`] under the page's sequence lock.
-pub struct Control<'a> {
+/// The owner's side of the control page, which updates [`PageCounter`] under the page's sequence lock.
+pub struct ControlPageWriter<'a> {
     pub(super) page: &'a ControlPage,
     pub(super) busy: &'a AtomicBool,
     pub(super) sequence: &'a AtomicU32,
@@ -80,7 +80,7 @@ impl ControlPage {
 
     /// Reads the counter fields consistently. Returns `None` if an update was in progress in all
     /// `tries` attempts, perhaps of a process that died in the middle of it.
-    pub(super) fn counter(&self, tries: usize) -> Option<Counter> {
+    pub(super) fn counter(&self, tries: usize) -> Option<PageCounter> {
         for _ in 0..tries {
             // Acquire: pairs with the Release store that ends an update, so the fields are read
             // after it.
@@ -89,7 +89,7 @@ impl ControlPage {
                 std::hint::spin_loop();
                 continue;
             }
-            let counter = Counter {
+            let counter = PageCounter {
                 index: self.index.load(Relaxed),
                 offset: self.offset.load(Relaxed),
                 time_enabled_ns: self.time_enabled.load(Relaxed),
@@ -106,18 +106,18 @@ impl ControlPage {
     }
 }
 
-impl Control<'_> {
+impl ControlPageWriter<'_> {
     /// Writes `counter` to the page. Readers see all of it or nothing.
     ///
     /// # Errors
     ///
-    /// Returns [`ControlBusy`] if an update is in progress. Updates of one event are made under its
+    /// Returns [`ControlPageBusy`] if an update is in progress. Updates of one event are made under its
     /// context's lock, so this can only happen in a signal handler that interrupted an update. The
     /// interrupted update then writes older values, and the handler must request another update.
-    pub fn update(&self, counter: Counter) -> Result<(), ControlBusy> {
+    pub fn update(&self, counter: PageCounter) -> Result<(), ControlPageBusy> {
         // Acquire: pairs with the Release store below, so updates are sequential.
         if self.busy.swap(true, Acquire) {
-            return Err(ControlBusy);
+            return Err(ControlPageBusy);
         }
         // The sequence number is kept outside the page, where another process may have written
         // anything.

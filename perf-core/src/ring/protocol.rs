@@ -47,7 +47,7 @@
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-use super::word::Word;
+use super::word::AtomicWord;
 
 /// Width of the head in the state word: 2^47 units of 8 bytes, 1 PiB. Callers see positions widened
 /// to 64 bits.
@@ -62,9 +62,9 @@ const OLD_ONE: u64 = 1 << OLD_SHIFT;
 const WRITERS_MAX: u64 = 0xff;
 
 #[derive(Clone, Copy)]
-struct State(u64);
+struct ProtocolState(u64);
 
-impl State {
+impl ProtocolState {
     fn head(self) -> u64 {
         self.0 & HEAD_MASK
     }
@@ -78,7 +78,7 @@ impl State {
         self.0 >> OLD_SHIFT
     }
     /// Returns the state with one more writer and the head advanced by `units`.
-    fn joined(self, units: u64) -> u64 {
+    fn with_writer(self, units: u64) -> u64 {
         ((self.0 & !HEAD_MASK) | ((self.head() + units) & HEAD_MASK)) + CURRENT_ONE
     }
     /// Returns the state with the current generation closed and an empty new one.
@@ -89,10 +89,10 @@ impl State {
 
 /// Alignment to a pair of cache lines, because adjacent lines are fetched in pairs.
 #[repr(align(128))]
-pub(super) struct Line<T>(pub(super) T);
+pub(super) struct CacheAligned<T>(pub(super) T);
 
 /// Words that every record writes twice.
-struct Hot<W> {
+struct HotWords<W> {
     state: W,
     /// Boundary of the old generation, written by the writer that closes it while still a member.
     boundary: W,
@@ -105,7 +105,7 @@ struct Hot<W> {
 }
 
 /// Words that are rarely written.
-struct Cold<W> {
+struct ColdWords<W> {
     /// Number of failed reservations since the last LOST record.
     lost: W,
     /// Bytes between wakeups.
@@ -117,7 +117,7 @@ struct Cold<W> {
 }
 
 /// Words written by samples if wakeups are counted, and by records that must wake the reader.
-struct Wake<W> {
+struct WakeWords<W> {
     samples: W,
     /// Highest end position of a record that must wake the reader; 0 if none.
     due: W,
@@ -125,14 +125,14 @@ struct Wake<W> {
 
 /// The geometry of a ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Shape {
+pub(super) struct RingGeometry {
     /// Size of the data area in bytes, a power of two.
     pub(super) size: u64,
     /// Set if `data_tail` is ignored.
     pub(super) overwrite: bool,
 }
 
-impl Shape {
+impl RingGeometry {
     /// Returns the maximum number of reserved but unpublished bytes.
     ///
     /// In overwrite mode a reader may trust the rest of the area, because no writer is ahead of the
@@ -160,37 +160,37 @@ pub(super) struct Claim {
 }
 
 /// The two control page words that the protocol uses.
-pub(super) struct Shared<'a, W> {
+pub(super) struct SharedWords<'a, W> {
     pub(super) data_head: &'a W,
     pub(super) data_tail: &'a W,
 }
 
 pub(super) struct Protocol<W> {
-    shape: Shape,
-    hot: Line<Hot<W>>,
-    cold: Line<Cold<W>>,
-    wake: Line<Wake<W>>,
+    shape: RingGeometry,
+    hot: CacheAligned<HotWords<W>>,
+    cold: CacheAligned<ColdWords<W>>,
+    wake: CacheAligned<WakeWords<W>>,
 }
 
-impl<W: Word> Protocol<W> {
+impl<W: AtomicWord> Protocol<W> {
     /// Creates the protocol state of a ring with its first record at `start` (a multiple of 8;
     /// nonzero only in tests of wraparound).
-    pub(super) fn new(shape: Shape, start: u64) -> Self {
+    pub(super) fn new(shape: RingGeometry, start: u64) -> Self {
         Self {
             shape,
-            hot: Line(Hot {
+            hot: CacheAligned(HotWords {
                 state: W::new((start >> 3) & HEAD_MASK),
                 boundary: W::new(0),
                 published: W::new(start),
                 tail: W::new(start),
             }),
-            cold: Line(Cold {
+            cold: CacheAligned(ColdWords {
                 lost: W::new(0),
                 watermark: W::new(shape.size),
                 wakeup_events: W::new(0),
                 last_crossing: W::new(start),
             }),
-            wake: Line(Wake {
+            wake: CacheAligned(WakeWords {
                 samples: W::new(0),
                 due: W::new(0),
             }),
@@ -232,7 +232,7 @@ impl<W: Word> Protocol<W> {
     /// Reserves `len` bytes (a multiple of 8) for records that include `samples` samples. Returns
     /// `None` if the ring is full.
     #[inline]
-    pub(super) fn reserve(&self, shared: &Shared<'_, W>, len: u64, samples: u64) -> Option<Claim> {
+    pub(super) fn reserve(&self, shared: &SharedWords<'_, W>, len: u64, samples: u64) -> Option<Claim> {
         let hot = &self.hot.0;
         let size = self.shape.size >> 3;
         let units = len >> 3;
@@ -252,7 +252,7 @@ impl<W: Word> Protocol<W> {
             // Acquire: pairs with the AcqRel of the writer that decremented the count; its bytes
             // are written before those of this writer.
             let seen = hot.state.load(Acquire);
-            let state = State(seen);
+            let state = ProtocolState(seen);
             let head = state.head();
             let ahead = (head.wrapping_sub(published >> 3)) & HEAD_MASK;
 
@@ -285,7 +285,7 @@ impl<W: Word> Protocol<W> {
                 }
                 continue;
             }
-            if hot.state.swap_if(seen, state.joined(units)).is_ok() {
+            if hot.state.swap_if(seen, state.with_writer(units)).is_ok() {
                 if fresh {
                     // Release: pairs with the Acquire load above. Another writer may restore an
                     // older value, which only makes the next read of the control page occur
@@ -327,7 +327,7 @@ impl<W: Word> Protocol<W> {
     /// Ends the record of `claim` after all its bytes are written. Returns `true` if the reader
     /// must be notified.
     #[inline]
-    pub(super) fn end(&self, shared: &Shared<'_, W>, claim: Claim) -> bool {
+    pub(super) fn end(&self, shared: &SharedWords<'_, W>, claim: Claim) -> bool {
         let hot = &self.hot.0;
         if claim.wake {
             // Before the decrement: the writer that publishes this record sees the decrement and
@@ -347,7 +347,7 @@ impl<W: Word> Protocol<W> {
         // state seen here.
         let mut seen = hot.state.load(Acquire);
         loop {
-            let state = State(seen);
+            let state = ProtocolState(seen);
             // A generation is drained before another is closed, so a generation that is not current
             // is the only old one.
             let closed = state.parity() != claim.parity;
@@ -373,7 +373,7 @@ impl<W: Word> Protocol<W> {
                     self.publish(shared, to);
                     done = Some(to);
                 }
-                None if !closed && state.old() == 0 && self.is_long(state) => {
+                None if !closed && state.old() == 0 && self.must_close_generation(state) => {
                     match hot.state.swap_if(seen, state.closed()) {
                         Ok(_) => {
                             // This writer is still counted, so the boundary is not read before this
@@ -400,7 +400,7 @@ impl<W: Word> Protocol<W> {
 
     /// Returns `true` if so many bytes are unpublished that the writer must close the generation.
     #[inline]
-    fn is_long(&self, state: State) -> bool {
+    fn must_close_generation(&self, state: ProtocolState) -> bool {
         let unpublished =
             (state.head().wrapping_sub(self.hot.0.published.load(Relaxed) >> 3) & HEAD_MASK) << 3;
         unpublished >= self.shape.close_at()
@@ -408,7 +408,7 @@ impl<W: Word> Protocol<W> {
 
     /// Makes everything below `to` visible to readers.
     #[inline]
-    fn publish(&self, shared: &Shared<'_, W>, to: u64) {
+    fn publish(&self, shared: &SharedWords<'_, W>, to: u64) {
         // A reader may miss a store between two others of the same publisher, so the check is made
         // at every store.
         #[cfg(test)]
@@ -454,12 +454,12 @@ mod tests {
 
     const SIZE: u64 = 4096;
 
-    struct Page {
+    struct TestPage {
         head: AtomicU64,
         tail: AtomicU64,
     }
 
-    impl Page {
+    impl TestPage {
         fn new() -> Self {
             Self {
                 head: AtomicU64::new(0),
@@ -467,8 +467,8 @@ mod tests {
             }
         }
 
-        fn shared(&self) -> Shared<'_, AtomicU64> {
-            Shared {
+        fn shared(&self) -> SharedWords<'_, AtomicU64> {
+            SharedWords {
                 data_head: &self.head,
                 data_tail: &self.tail,
             }
@@ -485,17 +485,17 @@ mod tests {
     }
 
     #[test]
-    fn p29_while_one_is_about_to_publish_nobody_else_does() {
+    fn p29_only_one_writer_publishes_at_a_time() {
         for overwrite in [false, true] {
             let (protocol, page) = (
                 Protocol::new(
-                    Shape {
+                    RingGeometry {
                         size: SIZE,
                         overwrite,
                     },
                     0,
                 ),
-                Page::new(),
+                TestPage::new(),
             );
             page.pass(&protocol, 64);
             // A writer is preempted before it decrements the count. Others write until the ring is
@@ -524,17 +524,17 @@ mod tests {
     }
 
     #[test]
-    fn a_head_that_another_process_has_moved_is_put_right_by_the_next_record() {
+    fn foreign_write_to_head_is_corrected_by_next_record() {
         for scribbled in [1 << 40, u64::MAX, 3, 1 << 62, 1 << 63] {
             let (protocol, page) = (
                 Protocol::new(
-                    Shape {
+                    RingGeometry {
                         size: SIZE,
                         overwrite: false,
                     },
                     0,
                 ),
-                Page::new(),
+                TestPage::new(),
             );
             page.pass(&protocol, 64);
             page.head.store(scribbled, Release);
@@ -553,13 +553,13 @@ mod tests {
         for (len, published) in [(SIZE / 8 - 64 - 8, 96), (SIZE / 8 - 64, 96 + SIZE / 8)] {
             let (protocol, page) = (
                 Protocol::new(
-                    Shape {
+                    RingGeometry {
                         size: SIZE,
                         overwrite: false,
                     },
                     0,
                 ),
-                Page::new(),
+                TestPage::new(),
             );
             page.pass(&protocol, 96);
             let first = protocol.reserve(&page.shared(), 64, 0).expect("room");
@@ -576,16 +576,16 @@ mod tests {
     }
 
     #[test]
-    fn p29_a_tail_that_runs_ahead_does_not_free_what_an_old_generation_writes() {
+    fn p29_tail_beyond_head_does_not_free_old_generation() {
         let (protocol, page) = (
             Protocol::new(
-                Shape {
+                RingGeometry {
                     size: SIZE,
                     overwrite: false,
                 },
                 0,
             ),
-            Page::new(),
+            TestPage::new(),
         );
         let first = protocol.reserve(&page.shared(), 2048, 0).expect("room");
         let second = protocol.reserve(&page.shared(), 512, 0).expect("room");
@@ -601,16 +601,16 @@ mod tests {
     }
 
     #[test]
-    fn p29_a_tail_that_runs_ahead_does_not_free_what_is_in_flight() {
+    fn p29_tail_beyond_head_does_not_free_records_in_flight() {
         let (protocol, page) = (
             Protocol::new(
-                Shape {
+                RingGeometry {
                     size: SIZE,
                     overwrite: false,
                 },
                 0,
             ),
-            Page::new(),
+            TestPage::new(),
         );
         let first = protocol.reserve(&page.shared(), 2048, 0).expect("room");
         // The reader claims to have read bytes that are still being written.
@@ -629,22 +629,22 @@ mod tests {
     }
 
     /// The action of another thread at a given access of this thread.
-    type Meanwhile = (Step, Box<dyn FnOnce()>);
+    type AccessHook = (AccessPoint, Box<dyn FnOnce()>);
 
     thread_local! {
-        static MEANWHILE: RefCell<Option<Meanwhile>> = const { RefCell::new(None) };
+        static MEANWHILE: RefCell<Option<AccessHook>> = const { RefCell::new(None) };
     }
 
     #[derive(Clone, Copy, PartialEq)]
-    enum Step {
+    enum AccessPoint {
         /// Before a compare-and-swap.
         Swap,
         /// After this number of loads.
         Loads(u32),
     }
 
-    impl Step {
-        fn comes(self) {
+    impl AccessPoint {
+        fn run_hook_at(self) {
             let due = MEANWHILE.with_borrow_mut(|meanwhile| {
                 let (at, _) = meanwhile.as_mut()?;
                 match (&mut *at, self) {
@@ -661,23 +661,23 @@ mod tests {
     }
 
     /// A word that lets a test run another thread's action between two accesses.
-    struct Stepped(AtomicU64);
+    struct SteppedWord(AtomicU64);
 
-    impl Word for Stepped {
+    impl AtomicWord for SteppedWord {
         fn new(value: u64) -> Self {
             Self(AtomicU64::new(value))
         }
         fn load(&self, order: Ordering) -> u64 {
             let value = self.0.load(order);
-            Step::Loads(1).comes();
+            AccessPoint::Loads(1).run_hook_at();
             value
         }
         fn store(&self, value: u64, order: Ordering) {
             self.0.store(value, order);
         }
         fn swap_if(&self, current: u64, new: u64) -> Result<u64, u64> {
-            Step::Swap.comes();
-            Word::swap_if(&self.0, current, new)
+            AccessPoint::Swap.run_hook_at();
+            AtomicWord::swap_if(&self.0, current, new)
         }
         fn fetch_add(&self, value: u64, order: Ordering) -> u64 {
             self.0.fetch_add(value, order)
@@ -691,27 +691,27 @@ mod tests {
     }
 
     /// A ring with static lifetime.
-    struct Steps {
-        protocol: Protocol<Stepped>,
-        head: Stepped,
-        tail: Stepped,
+    struct SteppedRing {
+        protocol: Protocol<SteppedWord>,
+        head: SteppedWord,
+        tail: SteppedWord,
     }
 
-    impl Steps {
+    impl SteppedRing {
         fn new(overwrite: bool) -> &'static Self {
-            let shape = Shape {
+            let shape = RingGeometry {
                 size: SIZE,
                 overwrite,
             };
             Box::leak(Box::new(Self {
                 protocol: Protocol::new(shape, 0),
-                head: Stepped::new(0),
-                tail: Stepped::new(0),
+                head: SteppedWord::new(0),
+                tail: SteppedWord::new(0),
             }))
         }
 
         fn begin(&self, len: u64) -> Option<Claim> {
-            let shared = Shared {
+            let shared = SharedWords {
                 data_head: &self.head,
                 data_tail: &self.tail,
             };
@@ -719,7 +719,7 @@ mod tests {
         }
 
         fn end(&self, claim: Claim) {
-            let shared = Shared {
+            let shared = SharedWords {
                 data_head: &self.head,
                 data_tail: &self.tail,
             };
@@ -731,15 +731,15 @@ mod tests {
         }
     }
 
-    fn meanwhile(at: Step, act: impl FnOnce() + 'static) {
+    fn meanwhile(at: AccessPoint, act: impl FnOnce() + 'static) {
         MEANWHILE.set(Some((at, Box::new(act))));
     }
 
     #[test]
-    fn p28_who_joins_and_ends_before_the_publisher_counts_out_is_published_by_it() {
-        let ring = Steps::new(false);
+    fn p28_writer_ending_during_publication_is_published() {
+        let ring = SteppedRing::new(false);
         let first = ring.begin(64).expect("room");
-        meanwhile(Step::Swap, || {
+        meanwhile(AccessPoint::Swap, || {
             assert_eq!(ring.published(), 64);
             let second = ring.begin(64).expect("room");
             ring.end(second);
@@ -753,9 +753,9 @@ mod tests {
     /// decrement. The writer then finds the boundary of its generation behind the published
     /// position.
     #[test]
-    fn p29_a_boundary_that_is_behind_is_not_published() {
+    fn p29_outdated_boundary_is_not_published() {
         for others in [0, 64] {
-            let ring = Steps::new(false);
+            let ring = SteppedRing::new(false);
             let first = ring.begin(64).expect("room");
             let second = ring.begin(512).expect("room");
             ring.end(second);
@@ -764,11 +764,11 @@ mod tests {
                 ring.end(third);
             }
             let all = 576 + others;
-            meanwhile(Step::Swap, move || {
+            meanwhile(AccessPoint::Swap, move || {
                 assert_eq!(ring.published(), all);
                 let joiner = ring.begin(64).expect("room");
                 // The preempted writer ends.
-                meanwhile(Step::Swap, move || {
+                meanwhile(AccessPoint::Swap, move || {
                     assert_eq!(ring.published(), all, "data_head is never taken back");
                     ring.end(joiner);
                 });
@@ -781,12 +781,12 @@ mod tests {
     /// A failed reservation is based on a single moment, not on an old published position combined
     /// with a newer head.
     #[test]
-    fn room_that_comes_between_two_looks_is_seen() {
-        let ring = Steps::new(true);
+    fn space_freed_between_two_loads_is_found() {
+        let ring = SteppedRing::new(true);
         let first = ring.begin(SIZE / 4).expect("as much as may be in flight");
         assert!(ring.begin(8).is_none());
         // The loads are the tail, the published position and the state.
-        meanwhile(Step::Loads(2), move || ring.end(first));
+        meanwhile(AccessPoint::Loads(2), move || ring.end(first));
         assert!(ring.begin(8).is_some());
         assert_eq!(ring.published(), SIZE / 4);
     }

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::fence;
 
-use super::mapping::{self, Access, Mapping, PAGE_SIZE};
-use super::page::{ControlPage, Counter};
-use super::protocol::Shape;
+use super::mapping::{self, Mapping, MappingAccess, PAGE_SIZE};
+use super::page::{ControlPage, PageCounter};
+use super::protocol::RingGeometry;
 use super::{DATA_PAGES_MAX, RECORD_SIZE_MAX, Ring, RingMode};
 
 /// Size of `struct perf_event_header`, in bytes.
@@ -94,7 +94,7 @@ impl<'a> RawRecord<'a> {
     }
 }
 
-enum Memory {
+enum RingMapping {
     Own(Mapping),
     Ring(Arc<Ring>),
 }
@@ -126,7 +126,7 @@ pub struct RingReader {
     /// Buffer for records that cannot be borrowed: all records of an overwrite ring, and wrapping
     /// records of a kernel ring.
     scratch: Box<[u8]>,
-    memory: Memory,
+    memory: RingMapping,
 }
 
 // SAFETY: `data` points into `memory`, which the reader owns or shares and which does not move;
@@ -177,7 +177,7 @@ impl RingReader {
         } else {
             RingMode::Writable
         };
-        let access = Access {
+        let access = MappingAccess {
             control_writable: mode == RingMode::Writable,
             data_writable: false,
         };
@@ -193,7 +193,7 @@ impl RingReader {
                 what: "the control page does not describe it",
             });
         }
-        Ok(Self::new(Memory::Own(mapping), mode))
+        Ok(Self::new(RingMapping::Own(mapping), mode))
     }
 
     /// Maps the ring of a kernel perf event with `data_pages` data pages, which the kernel
@@ -213,19 +213,19 @@ impl RingReader {
             what: "mapping the perf event",
             source,
         })?;
-        Ok(Self::new(Memory::Own(mapping), RingMode::Writable))
+        Ok(Self::new(RingMapping::Own(mapping), RingMode::Writable))
     }
 
     /// Creates a reader of a ring of this process, through its existing mapping.
     pub fn of(ring: Arc<Ring>) -> Self {
         let mode = ring.mode;
-        Self::new(Memory::Ring(ring), mode)
+        Self::new(RingMapping::Ring(ring), mode)
     }
 
-    fn new(memory: Memory, mode: RingMode) -> Self {
+    fn new(memory: RingMapping, mode: RingMode) -> Self {
         let mapping = match &memory {
-            Memory::Own(mapping) => mapping,
-            Memory::Ring(ring) => &ring.mapping,
+            RingMapping::Own(mapping) => mapping,
+            RingMapping::Ring(ring) => &ring.mapping,
         };
         let (data, size, mirrored) = (
             mapping.data().cast_const(),
@@ -258,7 +258,7 @@ impl RingReader {
         );
         let start = match mode {
             RingMode::Writable => tail,
-            RingMode::Overwrite if head.wrapping_sub(tail) <= reader.trusted() => tail,
+            RingMode::Overwrite if head.wrapping_sub(tail) <= reader.trusted_len() => tail,
             RingMode::Overwrite => head,
         } & !7;
         (reader.tail, reader.head, reader.released) = (start, start, start);
@@ -268,8 +268,8 @@ impl RingReader {
     #[inline]
     fn mapping(&self) -> &Mapping {
         match &self.memory {
-            Memory::Own(mapping) => mapping,
-            Memory::Ring(ring) => &ring.mapping,
+            RingMapping::Own(mapping) => mapping,
+            RingMapping::Ring(ring) => &ring.mapping,
         }
     }
 
@@ -283,8 +283,8 @@ impl RingReader {
     }
 
     /// Returns the number of bytes below the head that no writer can be overwriting.
-    fn trusted(&self) -> u64 {
-        let shape = Shape {
+    fn trusted_len(&self) -> u64 {
+        let shape = RingGeometry {
             size: self.size(),
             overwrite: self.mode == RingMode::Overwrite,
         };
@@ -302,7 +302,7 @@ impl RingReader {
 
     /// Returns the counter fields of the control page, or `None` if their owner is in the middle of
     /// an update, perhaps permanently because it has died.
-    pub fn counter(&self) -> Option<Counter> {
+    pub fn counter(&self) -> Option<PageCounter> {
         self.page().counter(1000)
     }
 
@@ -357,7 +357,7 @@ impl RingReader {
     ///
     /// Returns the errors of [`next_record`](Self::next_record) for the head. A corrupt record ends
     /// the batch, and the next call reports it.
-    pub fn batch(&mut self) -> Result<Batch<'_>, ReadError> {
+    pub fn batch(&mut self) -> Result<RecordBatch<'_>, ReadError> {
         self.release();
         if self.tail == self.head {
             self.refill()?;
@@ -365,7 +365,7 @@ impl RingReader {
             // The last batch ended early; `next_record` reports the reason.
             self.size_at(self.tail)?;
         }
-        Ok(Batch { reader: self })
+        Ok(RecordBatch { reader: self })
     }
 
     /// Checks for new records, and releases the space of the old ones if there are none.
@@ -466,21 +466,21 @@ impl RingReader {
                 // If the writer has wrapped, the record is overwritten rather than corrupt.
                 let head = self.head;
                 self.tail = position;
-                self.still_there()?;
+                self.check_not_overwritten()?;
                 self.skip_to(head);
                 return Err(corrupt);
             }
         };
         if size > self.mask + 1 {
             // The size was limited only by the distance to the head, which may be several laps.
-            self.still_there()?;
+            self.check_not_overwritten()?;
             return Err(self.corrupt(position, size));
         }
         let offset = position as usize & self.mask;
         // SAFETY: as in `next_record`; the scratch buffer holds the largest record. A writer may be
         // overwriting these bytes; they are used only if the check below proves otherwise.
         unsafe { std::ptr::copy_nonoverlapping(self.data.add(offset), self.scratch.as_mut_ptr(), size) };
-        self.still_there()?;
+        self.check_not_overwritten()?;
         self.tail = position.wrapping_add(size as u64);
         Ok(RawRecord {
             bytes: &self.scratch[..size],
@@ -489,14 +489,14 @@ impl RingReader {
 
     /// Checks that no writer can have overwritten the bytes from the tail on, including while they
     /// were read.
-    fn still_there(&mut self) -> Result<(), ReadError> {
+    fn check_not_overwritten(&mut self) -> Result<(), ReadError> {
         // Acquire: the bytes are read before the head is. A writer stores over them only after it
         // has seen a published head that makes them old (`Protocol::reserve`), which is then
         // visible here too.
         fence(Acquire);
         let head = self.page().data_head.load(Acquire) & !7;
         let behind = head.wrapping_sub(self.tail);
-        if behind <= self.trusted() {
+        if behind <= self.trusted_len() {
             return Ok(());
         }
         self.skip_to(head);
@@ -523,11 +523,11 @@ impl Drop for RingReader {
 }
 
 /// The records that were available when the batch was taken; see [`RingReader::batch`].
-pub struct Batch<'a> {
+pub struct RecordBatch<'a> {
     reader: &'a mut RingReader,
 }
 
-impl<'a> Iterator for Batch<'a> {
+impl<'a> Iterator for RecordBatch<'a> {
     type Item = RawRecord<'a>;
 
     #[inline]

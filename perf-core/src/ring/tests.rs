@@ -36,7 +36,7 @@ fn ring(pages: usize, mode: RingMode) -> Arc<Ring> {
 }
 
 #[test]
-fn records_come_out_as_they_went_in_also_where_they_wrap() {
+fn records_round_trip_across_the_wrap() {
     let ring = ring(1, RingMode::Writable);
     let mut reader = RingReader::of(Arc::clone(&ring));
     for n in 0..1000 {
@@ -51,7 +51,7 @@ fn records_come_out_as_they_went_in_also_where_they_wrap() {
 }
 
 #[test]
-fn a_head_that_outgrows_the_state_word_is_carried() {
+fn head_wider_than_state_word_is_extended() {
     // 2^47 units of 8 bytes.
     let ring = Arc::new(Ring::starting_at(1, RingMode::Writable, (1 << 50) - 4096).expect("a ring"));
     let mut reader = RingReader::of(Arc::clone(&ring));
@@ -107,12 +107,12 @@ fn a_generation_is_closed_so_that_overlapping_writers_cannot_starve_the_reader()
 }
 
 #[test]
-fn a_run_is_published_at_once_and_its_records_are_like_any_other() {
+fn batch_is_published_at_once() {
     let ring = ring(1, RingMode::Writable);
     let mut reader = RingReader::of(Arc::clone(&ring));
     // Often enough to wrap at every offset.
     for n in 0..500 {
-        let mut run = ring.begin_run(24 + 40, 2).expect("room");
+        let mut run = ring.begin_batch(24 + 40, 2).expect("room");
         let mut first = run.begin(24).expect("it is what was reserved");
         first.put_u64(9);
         first.put_u64(n);
@@ -132,14 +132,14 @@ fn a_run_is_published_at_once_and_its_records_are_like_any_other() {
 }
 
 #[test]
-fn what_a_run_leaves_unused_is_a_whole_record_of_zeros() {
+fn unused_batch_space_is_one_zero_record() {
     let ring = ring(1, RingMode::Writable);
     let mut reader = RingReader::of(Arc::clone(&ring));
     for _ in 0..100 {
         write(&ring, 400, u64::MAX).expect("room");
         drain(&mut reader);
     }
-    let mut run = ring.begin_run(400, 1).expect("room");
+    let mut run = ring.begin_batch(400, 1).expect("room");
     assert!(matches!(
         run.begin(408),
         Err(RingError::TooLarge {
@@ -167,23 +167,23 @@ fn what_a_run_leaves_unused_is_a_whole_record_of_zeros() {
 }
 
 #[test]
-fn a_run_without_room_counts_nothing_and_its_losses_stay_pending() {
+fn failed_batch_counts_no_loss_and_keeps_pending_losses() {
     let ring = ring(1, RingMode::Writable);
     let mut reader = RingReader::of(Arc::clone(&ring));
     while write(&ring, 504, 1).is_ok() {}
     assert_eq!(ring.pending_lost(), 1);
-    assert!(matches!(ring.begin_run(512, 2), Err(RingError::Full)));
+    assert!(matches!(ring.begin_batch(512, 2), Err(RingError::Full)));
     assert_eq!(ring.pending_lost(), 1, "the caller tries each record by itself");
     assert!(matches!(
-        ring.begin_run(520, 2),
+        ring.begin_batch(520, 2),
         Err(RingError::TooLarge {
             size: 520,
             limit: 512
         })
     ));
-    assert!(matches!(ring.begin_run(4, 2), Err(RingError::Size { size: 4 })));
+    assert!(matches!(ring.begin_batch(4, 2), Err(RingError::Size { size: 4 })));
     drain(&mut reader);
-    let mut run = ring.begin_run(16, 2).expect("room again");
+    let mut run = ring.begin_batch(16, 2).expect("room again");
     run.begin(16).expect("all of it").put(&[9, 0, 0, 0]);
     drop(run);
     assert_eq!(
@@ -193,7 +193,7 @@ fn a_run_without_room_counts_nothing_and_its_losses_stay_pending() {
     );
     assert_eq!(ring.pending_lost(), 0);
     let control_only = Ring::new(0, RingMode::Writable).expect("a ring");
-    assert!(matches!(control_only.begin_run(64, 2), Err(RingError::NoData)));
+    assert!(matches!(control_only.begin_batch(64, 2), Err(RingError::NoData)));
 }
 
 #[test]
@@ -214,11 +214,11 @@ fn the_largest_record_fits_an_empty_ring_after_a_loss_too() {
 /// A LOST record has the trailer of the next writer that succeeds, of up to six words, which
 /// reduces the maximum record size.
 #[test]
-fn a_lost_record_ends_with_the_trailer_of_who_finds_room_again() {
+fn lost_record_has_trailer_of_next_successful_writer() {
     for words in 0..=7 {
         let ring = Arc::new(Ring::new(1, RingMode::Writable).expect("a ring"));
         let mut reader = RingReader::of(Arc::clone(&ring));
-        let mut trailer = Trailer::NONE;
+        let mut trailer = LostTrailer::NONE;
         for word in 0..words {
             trailer.put_u64(100 + word);
         }
@@ -229,7 +229,7 @@ fn a_lost_record_ends_with_the_trailer_of_who_finds_room_again() {
         ring.pause(true);
         assert!(ring.begin_with(16, true, &trailer).is_err());
         assert!(matches!(
-            ring.begin_run_with(16, 2, &trailer),
+            ring.begin_batch_with(16, 2, &trailer),
             Err(RingError::Full)
         ));
         ring.pause(false);
@@ -255,7 +255,7 @@ fn a_lost_record_ends_with_the_trailer_of_who_finds_room_again() {
         ring.pause(true);
         assert!(ring.begin(16, true).is_err());
         ring.pause(false);
-        drop(ring.begin_run_with(64, 2, &trailer).expect("room for both"));
+        drop(ring.begin_batch_with(64, 2, &trailer).expect("room for both"));
         let lost = reader.next_record().expect("sound").expect("LOST");
         assert_eq!(lost.body()[16..], bytes);
     }
@@ -263,7 +263,7 @@ fn a_lost_record_ends_with_the_trailer_of_who_finds_room_again() {
 
 /// No seal can be added to a shared ring, and a ring in overwrite mode cannot be mapped writable.
 #[test]
-fn a_rings_seals_are_final() {
+fn ring_seals_are_final() {
     for (mode, read_only) in [(RingMode::Writable, false), (RingMode::Overwrite, true)] {
         let ring = ring(1, mode);
         let seals = mapping::seals(ring.memfd.as_fd()).expect("a memfd has seals");
@@ -274,7 +274,7 @@ fn a_rings_seals_are_final() {
 }
 
 #[test]
-fn a_ring_has_at_most_so_many_pages() {
+fn ring_page_count_is_limited() {
     assert_eq!(
         ring(DATA_PAGES_MAX, RingMode::Writable).data_size(),
         DATA_PAGES_MAX * PAGE_SIZE
@@ -315,7 +315,7 @@ fn watermarks_are_bounded_by_the_ring() {
 }
 
 #[test]
-fn the_pages_of_a_ring_are_its_data_and_one() {
+fn ring_pages_include_control_page() {
     for pages in [0, 1, 2, 16] {
         assert_eq!(ring(pages, RingMode::Writable).pages(), pages + 1);
     }
@@ -323,7 +323,7 @@ fn the_pages_of_a_ring_are_its_data_and_one() {
 
 /// The charge lives as long as the ring; only the first charge is kept.
 #[test]
-fn a_charge_goes_with_its_ring() {
+fn charge_lives_as_long_as_ring() {
     struct Charge(Arc<AtomicU64>);
     impl Drop for Charge {
         fn drop(&mut self) {
@@ -343,16 +343,16 @@ fn a_charge_goes_with_its_ring() {
 /// The size of a batch is a multiple of 8 bytes, at least 8 bytes, and at most an eighth of the
 /// ring or the largest record.
 #[test]
-fn runs_of_impossible_sizes_are_refused() {
+fn batches_of_invalid_size_are_rejected() {
     for (pages, most) in [(1, 512), (16, 8192), (1024, RECORD_SIZE_MAX)] {
         let ring = ring(pages, RingMode::Writable);
-        assert_eq!(ring.run_max(), most);
+        assert_eq!(ring.batch_max(), most);
         for bytes in [0, 4, 7, 12, most - 4, most + 8] {
-            assert!(ring.begin_run(bytes, 1).is_err(), "{bytes} of {most}");
+            assert!(ring.begin_batch(bytes, 1).is_err(), "{bytes} of {most}");
         }
         assert_eq!(ring.pending_lost(), 0, "that is no loss");
         for bytes in [8, 16, most] {
-            assert!(ring.begin_run(bytes, 1).is_ok(), "{bytes} of {most}");
+            assert!(ring.begin_batch(bytes, 1).is_ok(), "{bytes} of {most}");
         }
     }
 }
@@ -360,7 +360,7 @@ fn runs_of_impossible_sizes_are_refused() {
 /// Writing beyond a record's size panics in builds with debug assertions, and never writes past the
 /// record in any build.
 #[test]
-fn a_record_takes_no_more_than_its_size() {
+fn record_writes_never_exceed_its_size() {
     let ring = ring(1, RingMode::Writable);
     let mut reader = RingReader::of(Arc::clone(&ring));
     let mut record = ring.begin(24, true).expect("room");
@@ -381,9 +381,9 @@ fn a_record_takes_no_more_than_its_size() {
 
 /// The same applies to records of a batch.
 #[test]
-fn a_record_of_a_run_has_a_possible_size() {
+fn batch_records_of_invalid_size_are_rejected() {
     let ring = ring(1, RingMode::Writable);
-    let mut run = ring.begin_run(32, 1).expect("room");
+    let mut run = ring.begin_batch(32, 1).expect("room");
     for size in [0, 4, 7] {
         assert!(matches!(run.begin(size), Err(RingError::Size { .. })), "{size}");
     }

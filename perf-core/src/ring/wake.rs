@@ -35,12 +35,12 @@ impl PollState {
     }
 }
 
-pub(super) struct Wake {
+pub(super) struct ReaderNotifier {
     fd: EventFd,
     hung_up: AtomicBool,
 }
 
-impl Wake {
+impl ReaderNotifier {
     pub(super) fn new() -> Result<Self> {
         Ok(Self {
             fd: EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?,

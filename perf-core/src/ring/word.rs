@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A 64-bit atomic word. Implemented for [`AtomicU64`], and for loom's type under `cfg(loom)`.
-pub trait Word: Send + Sync {
+pub trait AtomicWord: Send + Sync {
     /// Creates a word with value `value`.
     fn new(value: u64) -> Self;
     /// Loads the value.
@@ -23,7 +23,7 @@ pub trait Word: Send + Sync {
 
 macro_rules! word {
     ($ty:ty) => {
-        impl Word for $ty {
+        impl AtomicWord for $ty {
             #[inline]
             fn new(value: u64) -> Self {
                 <$ty>::new(value)

@@ -52,7 +52,7 @@ pub(crate) struct CounterAssignments {
     kept: CounterMask,
     events: SmallVec<[AssignedEvent; 16]>,
     /// For each counter in use, the index into `events` of its event.
-    sits: [u8; CounterMask::MOST],
+    sits: [u8; CounterMask::MAX_COUNTERS],
 }
 
 impl CounterAssignments {
@@ -62,7 +62,7 @@ impl CounterAssignments {
             free: counters,
             kept: CounterMask::NONE,
             events: SmallVec::new(),
-            sits: [0; CounterMask::MOST],
+            sits: [0; CounterMask::MAX_COUNTERS],
         }
     }
 
@@ -186,7 +186,7 @@ impl CounterAssignments {
     #[expect(clippy::cast_possible_truncation, reason = "there are at most 64 counters")]
     fn make_room(&mut self, fits: CounterMask) -> Result<u8, CounterConflict> {
         // For each reached counter outside `fits`: the counter whose event may move there.
-        let mut from = [0u8; CounterMask::MOST];
+        let mut from = [0u8; CounterMask::MAX_COUNTERS];
         let mut reached = fits;
         let mut edge = fits;
         while !edge.is_empty() && !self.free.is_empty() {
@@ -210,7 +210,7 @@ impl CounterAssignments {
 
     /// Moves the events of an augmenting path that ends at the free counter `end`. Returns the
     /// counter that becomes free.
-    fn shift(&mut self, fits: CounterMask, from: &[u8; CounterMask::MOST], end: u8) -> u8 {
+    fn shift(&mut self, fits: CounterMask, from: &[u8; CounterMask::MAX_COUNTERS], end: u8) -> u8 {
         let mut to = end;
         self.free = self.free.without(CounterMask::one(end.into()));
         while !fits.contains(to.into()) {

@@ -12,7 +12,7 @@ use crate::model::event::Source;
 use crate::model::keys::EventKey;
 use crate::model::software::{OpenEventCounts, SoftwareEventId};
 use crate::model::wanted::RecordDemand;
-use crate::pmu::{Capacity, CounterMask, Pmu, VcpuId};
+use crate::pmu::{CounterMask, Pmu, PmuCapacity, VcpuId};
 use crate::record::SampleId;
 use crate::service::config::{CoreConfig, CoreLimits};
 use crate::service::error::OpenError;
@@ -55,7 +55,7 @@ pub(crate) struct Topology {
 
 pub(crate) struct Driver {
     pub pmu: Arc<dyn Pmu>,
-    pub capacity: Capacity,
+    pub capacity: PmuCapacity,
 }
 
 /// Requirements of an event on a hardware driver.
@@ -72,10 +72,10 @@ pub(crate) struct HardwareNeeds {
 impl HardwareNeeds {
     /// Returns the requirements of an event with `attr`, or `None` for a driver of the software
     /// class.
-    pub fn of(driver: usize, pmu: &dyn Pmu, capacity: Capacity, attr: &Attr) -> Option<Self> {
+    pub fn of(driver: usize, pmu: &dyn Pmu, capacity: PmuCapacity, attr: &Attr) -> Option<Self> {
         match capacity {
-            Capacity::Unlimited => None,
-            Capacity::Counters(counters) => Some(Self {
+            PmuCapacity::Unlimited => None,
+            PmuCapacity::Counters(counters) => Some(Self {
                 driver,
                 counters,
                 fits: pmu.constraint(attr) & counters,
@@ -147,8 +147,8 @@ impl CoreInner {
     pub fn min_slots(&self) -> usize {
         let drivers = self.drivers();
         let slots = |d: &Driver| match d.capacity {
-            Capacity::Counters(counters) => Some(counters.len()),
-            Capacity::Unlimited => None,
+            PmuCapacity::Counters(counters) => Some(counters.len()),
+            PmuCapacity::Unlimited => None,
         };
         drivers.iter().filter_map(slots).min().unwrap_or(0)
     }
@@ -164,7 +164,7 @@ impl CoreInner {
     }
 
     /// Returns the driver for `ty` with its index and capacity.
-    pub fn driver(&self, ty: EventType) -> Option<(usize, Arc<dyn Pmu>, Capacity)> {
+    pub fn driver(&self, ty: EventType) -> Option<(usize, Arc<dyn Pmu>, PmuCapacity)> {
         let drivers = self.drivers();
         let at = drivers.iter().position(|d| d.pmu.serves(ty))?;
         Some((at, Arc::clone(&drivers[at].pmu), drivers[at].capacity))

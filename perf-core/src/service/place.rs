@@ -9,7 +9,7 @@ use crate::model::event::Source;
 use crate::model::keys::EventKey;
 use crate::model::software::SoftwareEventId;
 use crate::model::state::Owner;
-use crate::pmu::{PmuError, Target, VcpuId};
+use crate::pmu::{PmuError, PmuTarget, VcpuId};
 use crate::schedule::SharePolicy;
 use crate::schedule::seats::{CounterAssignments, CounterConflict};
 use crate::service::core::{CoreInner, HardwareNeeds};
@@ -69,7 +69,7 @@ impl CoreInner {
             });
         }
         let (at, pmu, capacity) = self.driver(attr.ty).ok_or(OpenError::NoDriver(attr.ty))?;
-        let whole = match pmu.open(attr, Target::Vm) {
+        let whole = match pmu.open(attr, PmuTarget::Vm) {
             Ok(mut event) => {
                 let package = event.count().is_some();
                 (package || !leads_family.unwrap_or(attr.inherit)).then_some(event)

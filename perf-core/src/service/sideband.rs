@@ -10,12 +10,12 @@ use crate::attr::Attr;
 use crate::context::ContextCell;
 use crate::model::keys::EventKey;
 use crate::model::state::EventState;
-use crate::record::{Comm, Encode, Read, SampleId, Task};
+use crate::record::{CommRecord, EncodeRecord, ReadRecord, SampleId, TaskRecord};
 use crate::service::core::CoreInner;
 
 /// Writes a record to each event of `cell` that `wants` selects. `record` creates the record from a
 /// trailer, and `by` identifies the originating vCPU and time.
-pub(crate) fn write_to<R: Encode>(
+pub(crate) fn write_to<R: EncodeRecord>(
     cell: &ContextCell,
     by: SampleId,
     record: impl Fn(SampleId) -> R,
@@ -30,7 +30,7 @@ pub(crate) fn write_to<R: Encode>(
 }
 
 impl CoreInner {
-    fn write_all<R: Encode>(
+    fn write_all<R: EncodeRecord>(
         &self,
         cell: &ContextCell,
         by: SampleId,
@@ -48,7 +48,7 @@ impl CoreInner {
         }
         let pid = self.config.pid;
         let by = self.record_origin(cell, cell.now_ns());
-        let record = |sample_id| Task {
+        let record = |sample_id| TaskRecord {
             fork,
             pid,
             ppid: pid,
@@ -68,7 +68,7 @@ impl CoreInner {
         let by = self.record_origin(cell, cell.now_ns());
         // At most 15 bytes and a terminator, like in the kernel.
         let name = &name[..name.len().min(15)];
-        let record = |sample_id| Comm {
+        let record = |sample_id| CommRecord {
             pid: by.pid,
             tid: by.tid,
             name,
@@ -92,7 +92,7 @@ impl CoreInner {
         let values = context.read_values(key, now_ns, &mut entries);
         let by = self.record_origin(cell, now_ns);
         let event = &context.events[key];
-        event.write_record(&Read {
+        event.write_record(&ReadRecord {
             pid: by.pid,
             tid: by.tid,
             values,

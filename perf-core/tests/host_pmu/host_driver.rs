@@ -6,8 +6,8 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 
 use perf_core::pmu::host::{HostPmu, HostProbe, MIN_CLOCK_PERIOD_NS, ignore_sigio};
-use perf_core::pmu::{Capacity, PmuError, Target};
-use perf_core::record::{Format, Record};
+use perf_core::pmu::{PmuCapacity, PmuError, PmuTarget};
+use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
@@ -17,8 +17,8 @@ const TASK_CLOCK: u64 = 1;
 const PAGE_FAULTS: u64 = 2;
 const CONTEXT_SWITCHES: u64 = 3;
 
-fn here() -> Target {
-    Target::Vcpu {
+fn here() -> PmuTarget {
+    PmuTarget::Vcpu {
         vcpu: VcpuId(0),
         tid: this_tid(),
     }
@@ -83,7 +83,7 @@ fn page_faults_count_while_started_only() {
 
 /// `arm(n)` means n further counts from now, also for a running event that is already armed.
 #[test]
-fn a_new_period_takes_effect_at_once() {
+fn new_period_takes_effect_immediately() {
     let signal = catch_signals();
     let pmu = HostPmu::software(Some(signal));
     let mut ev = pmu.open(&software(PAGE_FAULTS), here()).unwrap();
@@ -168,10 +168,10 @@ fn periods_of_real_samples_add_up_to_the_count() {
     work(60);
     vcpu.sched_out();
     serve();
-    let format = Format {
+    let format = RecordFormat {
         sample_type: SampleType::PERIOD,
         read_format: ReadFormat::empty(),
-        ..Format::default()
+        ..RecordFormat::default()
     };
     let (mut reader, mut stood_for, mut samples) = (RingReader::map(ring.memfd()).unwrap(), 0, 0);
     while let Some(raw) = reader.next_record().unwrap() {
@@ -212,7 +212,7 @@ fn the_signal_goes_to_the_target_thread_only() {
     let tid = receive.recv().unwrap();
     let pmu = HostPmu::software(Some(signal));
     let mut ev = pmu
-        .open(&software(TASK_CLOCK), Target::Vcpu { vcpu: VcpuId(0), tid })
+        .open(&software(TASK_CLOCK), PmuTarget::Vcpu { vcpu: VcpuId(0), tid })
         .unwrap();
     ev.start(Some(500_000)).unwrap();
     go.send(()).unwrap();
@@ -248,10 +248,10 @@ fn the_signal_interrupts_a_blocking_call() {
 }
 
 #[test]
-fn what_a_host_event_cannot_do_is_refused() {
+fn host_driver_rejects_unsupported_events() {
     let pmu = HostPmu::software(None);
     assert!(matches!(
-        pmu.open(&software(PAGE_FAULTS), Target::Vm),
+        pmu.open(&software(PAGE_FAULTS), PmuTarget::Vm),
         Err(PmuError::Unsupported(_))
     ));
     let user_only = Attr {
@@ -285,7 +285,7 @@ fn a_count_outlives_its_thread() {
         fault(30);
     });
     let tid = receive.recv().unwrap();
-    let target = Target::Vcpu { vcpu: VcpuId(0), tid };
+    let target = PmuTarget::Vcpu { vcpu: VcpuId(0), tid };
     let pmu = HostPmu::software(None);
     let mut ev = pmu.open(&software(PAGE_FAULTS), target).unwrap();
     ev.start(None).unwrap();
@@ -308,7 +308,7 @@ fn a_count_outlives_its_thread() {
 fn hardware_events_fit_the_slots_that_were_probed() {
     let probe = HostProbe::run();
     let pmu = HostPmu::hardware(None, &probe);
-    assert_eq!(pmu.capacity(), Capacity::Counters(probe.counters.mask()));
+    assert_eq!(pmu.capacity(), PmuCapacity::Counters(probe.counters.mask()));
     if !probe.hardware_pmu {
         assert_eq!(probe.slots(), 0);
         assert!(probe.no_slots_because.is_some());
@@ -360,7 +360,7 @@ fn a_clock_with_a_short_period_leaves_its_thread_time() {
         });
         let tid = i32::try_from(receive.recv().unwrap()).unwrap();
         let pmu = HostPmu::software(Some(signal));
-        let target = Target::Vcpu { vcpu: VcpuId(0), tid };
+        let target = PmuTarget::Vcpu { vcpu: VcpuId(0), tid };
         let mut events: Vec<_> = (0..clocks)
             .map(|clock| pmu.open(&software(clock % 2), target).unwrap())
             .collect();
@@ -408,7 +408,7 @@ fn clock_samples(attr: Attr) -> (Vec<u64>, u64) {
     vcpu.service_overflows(&mut Regs, &mut |_| {});
     let (mut reader, mut periods) = (RingReader::map(ring.memfd()).unwrap(), Vec::new());
     while let Some(raw) = reader.next_record().unwrap() {
-        let Record::Sample(sample) = Record::decode(raw, Format::from(&attr)).unwrap() else {
+        let Record::Sample(sample) = Record::decode(raw, RecordFormat::from(&attr)).unwrap() else {
             panic!("only samples are expected")
         };
         periods.push(sample.period);
@@ -418,7 +418,7 @@ fn clock_samples(attr: Attr) -> (Vec<u64>, u64) {
 
 /// If the kernel uses a longer period than requested, each sample has the actual number of counts.
 #[test]
-fn samples_of_a_short_clock_stand_for_all_it_counted() {
+fn short_clock_samples_account_for_all_counts() {
     let (periods, counted) = clock_samples(Attr {
         sample_period: 1000,
         sample_type: SampleType::PERIOD,

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use perf_core::attr::{Attr, EventType};
 use perf_core::pmu::host::{HostPmu, HostProbe};
-use perf_core::pmu::{Pmu, PmuError, PmuEvent, Target};
+use perf_core::pmu::{Pmu, PmuError, PmuEvent, PmuTarget};
 use perf_core::time::Clock;
 use perf_core::*;
 
@@ -31,7 +31,7 @@ const PATIENCE_NS: u64 = 120_000 * MS;
 fn pmu() -> Option<&'static HostProbe> {
     static PROBE: OnceLock<HostProbe> = OnceLock::new();
     let probe = PROBE.get_or_init(|| {
-        log::set_logger(&Said).unwrap();
+        log::set_logger(&StderrLogger).unwrap();
         log::set_max_level(log::LevelFilter::Debug);
         let probe = HostProbe::run();
         eprintln!("{probe:?}");
@@ -53,15 +53,15 @@ fn cycles() -> Attr {
     Attr::counting(EventType::HARDWARE, CYCLES)
 }
 
-fn here() -> Target {
-    Target::Vcpu {
+fn here() -> PmuTarget {
+    PmuTarget::Vcpu {
         vcpu: VcpuId(0),
         tid: this_tid(),
     }
 }
 
 /// A core whose only vCPU is this thread, with the hardware driver.
-struct Thread {
+struct ThreadCore {
     core: Core,
     session: Session,
     vcpu: Arc<VcpuContext>,
@@ -95,9 +95,9 @@ impl Clock for CpuTime {
 }
 
 /// A logger that writes the driver's and the core's messages to the test's output.
-struct Said;
+struct StderrLogger;
 
-impl log::Log for Said {
+impl log::Log for StderrLogger {
     fn enabled(&self, metadata: &log::Metadata) -> bool {
         metadata.level() <= log::Level::Debug
     }
@@ -121,7 +121,7 @@ impl SampleRegs for NoRegs {
     }
 }
 
-impl Thread {
+impl ThreadCore {
     fn new(probe: &HostProbe) -> Self {
         Self::with(
             probe,
@@ -276,7 +276,7 @@ fn slots(probe: &HostProbe) -> usize {
 /// All probed slots can be on at once; one more event is refused, stays stopped, and starts once a
 /// slot is free.
 #[test]
-fn one_event_more_than_slots_is_refused_until_one_is_free() {
+fn event_beyond_slots_is_refused_until_one_is_free() {
     let Some(probe) = pmu() else { return };
     let driver = HostPmu::hardware(None, probe);
     let mut events: Vec<Box<dyn PmuEvent>> = Vec::new();
@@ -311,9 +311,9 @@ fn one_event_more_than_slots_is_refused_until_one_is_free() {
 /// Events of fixed-function counters take no general-purpose counters: with those full of events
 /// that fit nowhere else, each is still on, in any order of starts.
 #[test]
-fn fixed_counters_leave_the_general_ones_alone() {
+fn fixed_function_events_leave_general_counters_free() {
     let Some(probe) = pmu() else { return };
-    let t = Thread::new(probe);
+    let t = ThreadCore::new(probe);
     let pinned = |ty, config| Attr {
         pinned: true,
         ..Attr::counting(ty, config)
@@ -338,9 +338,9 @@ fn fixed_counters_leave_the_general_ones_alone() {
 }
 
 #[test]
-fn a_group_larger_than_the_counters_is_refused_whole_ones_count_together() {
+fn oversized_group_is_rejected_and_fitting_groups_count_together() {
     let Some(probe) = pmu() else { return };
-    let t = Thread::new(probe);
+    let t = ThreadCore::new(probe);
     let leader = t.open(Attr {
         disabled: true,
         ..cycles()
@@ -371,7 +371,7 @@ fn a_group_larger_than_the_counters_is_refused_whole_ones_count_together() {
 #[test]
 fn a_pinned_event_without_a_slot_is_in_error_until_it_is_enabled_again() {
     let Some(probe) = pmu() else { return };
-    let t = Thread::new(probe);
+    let t = ThreadCore::new(probe);
     let pinned = || Attr {
         pinned: true,
         ..cycles()
@@ -398,7 +398,7 @@ fn a_pinned_event_without_a_slot_is_in_error_until_it_is_enabled_again() {
 #[test]
 fn an_exclusive_group_has_the_pmu_alone_and_shares_its_time() {
     let Some(probe) = pmu() else { return };
-    let t = Thread::new(probe);
+    let t = ThreadCore::new(probe);
     let alone = t.open(Attr {
         exclusive: true,
         ..cycles()
@@ -487,7 +487,7 @@ fn agree(passed: u64, counted: u64, later: u64, period: u64) {
 fn overflows_follow_the_period_also_after_it_changed() {
     let Some(probe) = pmu() else { return };
     let period = (rate(probe) * 60.0 * MS as f64) as u64;
-    let t = Thread::new(probe);
+    let t = ThreadCore::new(probe);
     let attr = Attr::sampling(EventType::HARDWARE, CYCLES, period);
     let event = t.try_open(attr, None, Some(1)).unwrap();
     let before = signals_of_this_thread();
@@ -536,7 +536,7 @@ fn each_event_gets_its_own_overflows() {
         return;
     }
     let period = (rate(probe) * 60.0 * MS as f64) as u64;
-    let t = Thread::new(probe);
+    let t = ThreadCore::new(probe);
     let sampling = |period, cookie| {
         let attr = Attr {
             pinned: true,
@@ -561,7 +561,7 @@ fn each_event_gets_its_own_overflows() {
 /// another value, they are not used: reads go through read(2), and the process survives.
 /// `PERFVISOR_EXPECT_USER_READ` is `yes` or `no` if the result is known.
 #[test]
-fn user_space_reads_are_used_where_they_work_and_refused_cleanly_elsewhere() {
+fn user_space_reads_are_used_only_if_correct() {
     let Some(probe) = pmu() else { return };
     let driver = HostPmu::hardware(None, probe);
     let mut ev = driver.open(&cycles(), here()).unwrap();
@@ -585,14 +585,14 @@ fn user_space_reads_are_used_where_they_work_and_refused_cleanly_elsewhere() {
 /// The kernel never takes a counter away from a started event: its own enabled and running times of
 /// each event are equal.
 #[test]
-fn multiplexing_is_the_cores_and_never_the_kernels() {
+fn core_multiplexes_and_kernel_does_not() {
     let Some(probe) = pmu() else { return };
     if slots(probe) < 2 {
         skip::skipped(&format!("{} slots", slots(probe)), false);
         return;
     }
     let before = kernel_events();
-    let t = Thread::new(probe);
+    let t = ThreadCore::new(probe);
     let reference = t.open(Attr {
         pinned: true,
         ..cycles()
@@ -691,11 +691,11 @@ fn take_all_counters() -> Vec<OwnedFd> {
 /// The kernel silently takes the counter of a running event away. A check detects this and its
 /// time, no counts are lost, and the event continues when the counters are free again.
 #[test]
-fn counters_taken_by_the_kernel_are_missed_and_got_back() {
+fn counters_taken_by_kernel_are_detected_and_recovered() {
     let Some(probe) = pmu() else { return };
     // The core's clock here is the driver's clock for lost counters, because a thread's CPU time
     // excludes interrupts.
-    let t = Thread::with(probe, CoreConfig::default());
+    let t = ThreadCore::with(probe, CoreConfig::default());
     let pinned = t.open(Attr {
         pinned: true,
         ..cycles()

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use perf_core::Attr;
 use perf_core::pmu::clock::{ClockPmu, GUEST_NS, VcpuClock};
-use perf_core::pmu::{Pmu, PmuEvent, Target, VcpuId};
+use perf_core::pmu::{Pmu, PmuEvent, PmuTarget, VcpuId};
 
 use crate::common::thread::{burn, catch_signals, clock_attr, signals_of_this_thread, this_tid};
 use crate::steps;
@@ -18,12 +18,12 @@ const SET: u64 = libc::SYS_timer_settime as u64;
 const SECOND_RING: Duration = Duration::from_millis(125);
 
 /// This thread as a vCPU with one event.
-struct Scene {
+struct ClockFixture {
     clock: Arc<VcpuClock>,
     event: Box<dyn PmuEvent>,
 }
 
-impl Scene {
+impl ClockFixture {
     fn armed(overflow_in: u64) -> Self {
         Self::of(&clock_attr(GUEST_NS), Some(overflow_in))
     }
@@ -32,7 +32,7 @@ impl Scene {
         let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
         let pmu = ClockPmu::new(Some(catch_signals()));
         pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
-        let target = Target::Vcpu {
+        let target = PmuTarget::Vcpu {
             vcpu: VcpuId(0),
             tid: this_tid(),
         };
@@ -62,21 +62,21 @@ fn must(holds: bool) {
     }
 }
 
-fn calls(setup: impl FnOnce() -> Scene, work: impl FnOnce(&mut Scene)) -> Vec<u64> {
+fn calls(setup: impl FnOnce() -> ClockFixture, work: impl FnOnce(&mut ClockFixture)) -> Vec<u64> {
     let mut calls = steps::system_calls(setup, work).expect("processes may be traced, and `must` holds");
     calls.retain(|&call| call != libc::SYS_clock_gettime as u64);
     calls
 }
 
 /// Enters and exits the guest once.
-fn turn(scene: &Scene) {
+fn turn(scene: &ClockFixture) {
     scene.clock.guest_enter();
     scene.clock.guest_exit();
 }
 
 #[test]
-fn an_overflow_sets_its_timer_once() {
-    let calls = calls(Scene::overflowed, |scene| {
+fn overflow_arms_timer_once() {
+    let calls = calls(ClockFixture::overflowed, |scene| {
         let count = scene.event.overflowed();
         must(count.is_some());
         must(scene.event.rearm(count.unwrap_or(0), 1_000_000).is_ok());
@@ -89,8 +89,8 @@ fn an_overflow_sets_its_timer_once() {
 /// A guest counter continues after its overflow with the next one far away; the guest's handler
 /// stops it and starts it again, with an exit for each.
 #[test]
-fn a_guests_interrupt_sets_the_timer_once() {
-    let calls = calls(Scene::overflowed, |scene| {
+fn guest_pmi_arms_timer_once() {
+    let calls = calls(ClockFixture::overflowed, |scene| {
         let count = scene.event.overflowed();
         must(count.is_some());
         must(scene.event.rearm(count.unwrap_or(0), 1 << 47).is_ok());
@@ -105,9 +105,9 @@ fn a_guests_interrupt_sets_the_timer_once() {
 
 /// Models a guest that switches between tasks continuously.
 #[test]
-fn many_starts_set_the_timer_twice_at_most() {
+fn repeated_starts_arm_timer_at_most_twice() {
     let calls = calls(
-        || Scene::armed(1 << 40),
+        || ClockFixture::armed(1 << 40),
         |scene| {
             for _ in 0..20 {
                 turn(scene);
@@ -121,10 +121,10 @@ fn many_starts_set_the_timer_twice_at_most() {
 }
 
 #[test]
-fn a_timer_that_rang_early_is_set_once_more() {
+fn early_timer_is_armed_once_more() {
     let setup = || {
         let before = signals_of_this_thread();
-        let scene = Scene::armed(100_000);
+        let scene = ClockFixture::armed(100_000);
         turn(&scene);
         // Outside the guest.
         while signals_of_this_thread() == before {
@@ -141,9 +141,9 @@ fn a_timer_that_rang_early_is_set_once_more() {
 
 /// The signal belongs to another event.
 #[test]
-fn looking_for_an_overflow_makes_no_system_call() {
+fn overflow_check_makes_no_system_call() {
     let setup = || {
-        let scene = Scene::armed(1 << 47);
+        let scene = ClockFixture::armed(1 << 47);
         turn(&scene);
         scene
     };
@@ -160,9 +160,9 @@ fn looking_for_an_overflow_makes_no_system_call() {
 /// On a busy machine the first signal may be handled when the second is almost due. Then the timer
 /// is disarmed at once, and there is no second signal to wait for.
 #[test]
-fn a_timer_nobody_needs_is_stopped_at_its_second_ring() {
+fn unused_timer_is_disarmed_at_second_expiry() {
     let calls = calls(
-        || Scene::armed(100_000),
+        || ClockFixture::armed(100_000),
         |scene| {
             turn(scene);
             scene.event.stop();
@@ -188,7 +188,7 @@ fn an_event_of_one_level_is_stopped_and_started_with_one_call_at_most() {
     attr.exclude_kernel = true;
     let mut calls = calls(
         || {
-            let scene = Scene::of(&attr, None);
+            let scene = ClockFixture::of(&attr, None);
             turn(&scene);
             scene
         },
@@ -206,17 +206,17 @@ fn an_event_of_one_level_is_stopped_and_started_with_one_call_at_most() {
 
 /// The timer does not expire while the vCPU is paused.
 #[test]
-fn a_vcpu_that_rests_has_its_timer_stopped() {
+fn paused_vcpu_has_timer_disarmed() {
     let calls = calls(
         || {
-            let scene = Scene::armed(1 << 40);
+            let scene = ClockFixture::armed(1 << 40);
             turn(&scene);
             scene
         },
         |scene| {
             scene.event.stop();
-            scene.clock.rest();
-            scene.clock.rest();
+            scene.clock.quiesce();
+            scene.clock.quiesce();
             must(scene.event.start(Some(1 << 40)).is_ok());
             turn(scene);
         },

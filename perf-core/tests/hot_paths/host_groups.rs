@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use perf_core::pmu::host::HostPmu;
-use perf_core::record::{Format, Record};
+use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
@@ -20,7 +20,7 @@ const PAGES: usize = 20_000;
 
 /// This thread as a vCPU, with a group of `events` that count its page faults, and untouched
 /// memory.
-struct Scene {
+struct GroupFixture {
     core: Core,
     session: Session,
     vcpu: Arc<VcpuContext>,
@@ -28,7 +28,7 @@ struct Scene {
     fresh: *mut u8,
 }
 
-impl Scene {
+impl GroupFixture {
     fn new(events: usize) -> Self {
         let mut scene = Self::empty(None);
         for _ in 0..events {
@@ -100,7 +100,7 @@ impl Scene {
     }
 
     /// Returns the growth of each count over `n` faults. Other faults may add to it.
-    fn grown(&mut self, n: usize) -> Vec<u64> {
+    fn growth(&mut self, n: usize) -> Vec<u64> {
         let before = self.counts();
         self.fault(n);
         let after = self.counts();
@@ -118,10 +118,10 @@ fn must(holds: bool) {
 /// One turn disables one member and thereby the group, reads all counts, and enables the group
 /// again.
 #[test]
-fn a_turn_is_one_call_off_one_read_and_one_call_on() {
+fn turn_takes_one_disable_one_read_and_one_enable() {
     for members in [2, 4, 12] {
         let calls = steps::system_calls(
-            || Scene::new(members),
+            || GroupFixture::new(members),
             |scene| {
                 must(scene.group[0].disable(ControlScope::Event).is_ok());
                 for event in &scene.group {
@@ -144,9 +144,9 @@ fn a_turn_is_one_call_off_one_read_and_one_call_on() {
 
 /// The vCPU stops and continues, so its whole context is scheduled out and in.
 #[test]
-fn going_out_and_in_is_one_call_each() {
+fn vcpu_sched_out_and_in_take_one_call_each() {
     let calls = steps::system_calls(
-        || Scene::new(6),
+        || GroupFixture::new(6),
         |scene| {
             scene.vcpu.sched_out();
             scene.vcpu.sched_in();
@@ -160,8 +160,8 @@ fn going_out_and_in_is_one_call_each() {
 
 /// All members have equal counts after any common history.
 #[test]
-fn members_count_alike() {
-    let mut scene = Scene::new(5);
+fn group_members_have_equal_counts() {
+    let mut scene = GroupFixture::new(5);
     scene.fault(100);
     for _ in 0..10 {
         scene.group[0].disable(ControlScope::Event).unwrap();
@@ -181,7 +181,7 @@ fn members_count_alike() {
 #[test]
 fn members_do_not_drift_apart_over_random_turns() {
     let mut rng = fastrand::Rng::with_seed(11);
-    let mut scene = Scene::empty(None);
+    let mut scene = GroupFixture::empty(None);
     for config in [PAGE_FAULTS, MINOR_FAULTS, PAGE_FAULTS, MINOR_FAULTS, MINOR_FAULTS] {
         scene.join_as(Attr::counting(EventType::SOFTWARE, config));
     }
@@ -230,37 +230,37 @@ fn members_do_not_drift_apart_over_random_turns() {
 /// also after a change of its period. The kernel schedules a fault counter in a group led by a
 /// clock only when the thread is next scheduled, which may be much later.
 #[test]
-fn who_joins_a_group_that_is_on_counts_at_once() {
+fn member_joining_running_group_counts_immediately() {
     const TASK_CLOCK: u64 = 1;
     for (round, config) in [TASK_CLOCK, PAGE_FAULTS].iter().cycle().take(20).enumerate() {
-        let mut scene = Scene::empty(Some(catch_signals()));
+        let mut scene = GroupFixture::empty(Some(catch_signals()));
         scene.vcpu.sched_in();
         scene.join_as(Attr::counting(EventType::SOFTWARE, *config));
         scene.join();
         scene.join_as(Attr::sampling(EventType::SOFTWARE, PAGE_FAULTS, 1_000));
-        let grown = scene.grown(50);
+        let growth = scene.growth(50);
         assert!(
-            grown[1] >= 50 && grown[2] >= 50,
-            "round {round}, leader {config}: {grown:?}"
+            growth[1] >= 50 && growth[2] >= 50,
+            "round {round}, leader {config}: {growth:?}"
         );
         scene.group[2].set_period(2_000).unwrap();
-        let grown = scene.grown(50);
+        let growth = scene.growth(50);
         assert!(
-            grown[1] >= 50 && grown[2] >= 50,
-            "round {round}, leader {config}, after a change: {grown:?}"
+            growth[1] >= 50 && growth[2] >= 50,
+            "round {round}, leader {config}, after a change: {growth:?}"
         );
         scene.group[1].disable(ControlScope::Event).unwrap();
         scene.group[1].enable(ControlScope::Event).unwrap();
         assert!(
-            scene.grown(50)[1] >= 50,
+            scene.growth(50)[1] >= 50,
             "round {round}, leader {config}: on again"
         );
     }
 }
 
-struct Nowhere;
+struct NoRegs;
 
-impl SampleRegs for Nowhere {
+impl SampleRegs for NoRegs {
     fn mode(&mut self) -> CpuMode {
         CpuMode::Unknown
     }
@@ -275,7 +275,7 @@ impl SampleRegs for Nowhere {
 #[test]
 fn a_sampling_member_samples_and_counts_with_its_group() {
     for place in 0..3 {
-        let mut scene = Scene::empty(Some(catch_signals()));
+        let mut scene = GroupFixture::empty(Some(catch_signals()));
         let sampling = Attr {
             sample_type: SampleType::PERIOD,
             ..Attr::sampling(EventType::SOFTWARE, PAGE_FAULTS, 7)
@@ -289,8 +289,8 @@ fn a_sampling_member_samples_and_counts_with_its_group() {
         }
         let ring = scene.group[place].map(64, true).unwrap();
         scene.vcpu.sched_in();
-        let serve = |scene: &Scene| scene.vcpu.service_overflows(&mut Nowhere, &mut |_| {});
-        let rounds = |scene: &mut Scene| {
+        let serve = |scene: &GroupFixture| scene.vcpu.service_overflows(&mut NoRegs, &mut |_| {});
+        let rounds = |scene: &mut GroupFixture| {
             for round in 0..12 {
                 for _ in 0..5 {
                     scene.fault(10);
@@ -320,15 +320,15 @@ fn a_sampling_member_samples_and_counts_with_its_group() {
         scene.vcpu.sched_out();
         serve(&scene);
         let counts = scene.counts();
-        let grown: Vec<_> = counts.iter().zip(&before).map(|(a, b)| a - b).collect();
+        let growth: Vec<_> = counts.iter().zip(&before).map(|(a, b)| a - b).collect();
         assert!(
-            grown[0] >= 600 && grown.iter().all(|g| *g == grown[0]),
-            "the event at {place} samples: {grown:?}"
+            growth[0] >= 600 && growth.iter().all(|g| *g == growth[0]),
+            "the event at {place} samples: {growth:?}"
         );
 
         let (mut reader, mut samples, mut stood_for) = (RingReader::of(ring), 0, 0);
         while let Some(raw) = reader.next_record().unwrap() {
-            let Record::Sample(sample) = Record::decode(raw, Format::from(&sampling)).unwrap() else {
+            let Record::Sample(sample) = Record::decode(raw, RecordFormat::from(&sampling)).unwrap() else {
                 panic!("only samples are expected");
             };
             samples += 1;
@@ -346,28 +346,31 @@ fn a_sampling_member_samples_and_counts_with_its_group() {
 
 #[test]
 fn a_member_that_is_off_stays_off_while_the_others_take_turns() {
-    let mut scene = Scene::new(4);
+    let mut scene = GroupFixture::new(4);
     scene.group[2].disable(ControlScope::Event).unwrap();
-    let grown = scene.grown(100);
-    assert!(grown[2] == 0 && grown[3] >= 100 && grown[0] >= 100, "{grown:?}");
+    let growth = scene.growth(100);
+    assert!(
+        growth[2] == 0 && growth[3] >= 100 && growth[0] >= 100,
+        "{growth:?}"
+    );
     scene.group[0].disable(ControlScope::Event).unwrap();
-    assert_eq!(scene.grown(100), [0; 4]);
+    assert_eq!(scene.growth(100), [0; 4]);
     scene.group[0].enable(ControlScope::Event).unwrap();
-    let grown = scene.grown(100);
-    assert!(grown[2] == 0 && grown[3] >= 100, "{grown:?}");
+    let growth = scene.growth(100);
+    assert!(growth[2] == 0 && growth[3] >= 100, "{growth:?}");
     // Continue while the group is off.
     scene.group[0].disable(ControlScope::Event).unwrap();
     scene.group[2].enable(ControlScope::Event).unwrap();
-    assert_eq!(scene.grown(100), [0; 4]);
+    assert_eq!(scene.growth(100), [0; 4]);
     scene.group[0].enable(ControlScope::Event).unwrap();
-    assert!(scene.grown(100).iter().all(|g| *g >= 100));
+    assert!(scene.growth(100).iter().all(|g| *g >= 100));
 }
 
 /// The remaining siblings count separately and keep their counts.
 #[test]
 fn siblings_outlive_their_leader() {
     for running in [true, false] {
-        let mut scene = Scene::new(4);
+        let mut scene = GroupFixture::new(4);
         scene.fault(100);
         if !running {
             scene.vcpu.sched_out();
@@ -386,36 +389,39 @@ fn siblings_outlive_their_leader() {
                 .all(|(a, b)| (*b..b + 500).contains(a)),
             "{before:?} {after:?}"
         );
-        assert!(scene.grown(100).iter().all(|g| (100..500).contains(g)));
+        assert!(scene.growth(100).iter().all(|g| (100..500).contains(g)));
         // The events are no longer a group.
         scene.group[0].disable(ControlScope::Event).unwrap();
-        let grown = scene.grown(100);
-        assert!(grown[0] == 0 && grown[1] >= 100 && grown[2] >= 100, "{grown:?}");
+        let growth = scene.growth(100);
+        assert!(
+            growth[0] == 0 && growth[1] >= 100 && growth[2] >= 100,
+            "{growth:?}"
+        );
     }
 }
 
 /// The member through which the group is read may be closed like any other.
 #[test]
 fn a_group_outlives_its_siblings() {
-    let mut scene = Scene::new(4);
+    let mut scene = GroupFixture::new(4);
     while scene.group.len() > 1 {
         drop(scene.group.remove(1));
-        assert!(scene.grown(100).iter().all(|g| *g >= 100));
+        assert!(scene.growth(100).iter().all(|g| *g >= 100));
         scene.group[0].disable(ControlScope::Event).unwrap();
-        assert!(scene.grown(100).iter().all(|g| *g == 0));
+        assert!(scene.growth(100).iter().all(|g| *g == 0));
         scene.group[0].enable(ControlScope::Event).unwrap();
     }
     scene.join();
-    assert!(scene.grown(100).iter().all(|g| *g >= 100));
+    assert!(scene.growth(100).iter().all(|g| *g >= 100));
 }
 
 /// Members that do not fit in the kernel group still belong to the group.
 #[test]
-fn more_members_than_the_kernel_s_group_takes() {
-    let mut scene = Scene::new(24);
-    assert!(scene.grown(100).iter().all(|g| *g >= 100));
+fn members_beyond_kernel_group_limit_are_opened_alone() {
+    let mut scene = GroupFixture::new(24);
+    assert!(scene.growth(100).iter().all(|g| *g >= 100));
     scene.group[0].disable(ControlScope::Event).unwrap();
-    assert!(scene.grown(100).iter().all(|g| *g == 0));
+    assert!(scene.growth(100).iter().all(|g| *g == 0));
     scene.group[0].enable(ControlScope::Event).unwrap();
-    assert!(scene.grown(100).iter().all(|g| *g >= 100));
+    assert!(scene.growth(100).iter().all(|g| *g >= 100));
 }

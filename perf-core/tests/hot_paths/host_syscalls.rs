@@ -15,9 +15,9 @@ const TASK_CLOCK: u64 = 1;
 const PAGE_FAULTS: u64 = 2;
 const PAGE: usize = 4096;
 
-struct Regs;
+struct UserModeRegs;
 
-impl SampleRegs for Regs {
+impl SampleRegs for UserModeRegs {
     fn mode(&mut self) -> CpuMode {
         CpuMode::GuestUser
     }
@@ -27,7 +27,7 @@ impl SampleRegs for Regs {
 }
 
 /// This thread as a vCPU with one guest event, and untouched memory.
-struct Scene {
+struct HostFixture {
     _core: Core,
     _session: Session,
     vcpu: Arc<VcpuContext>,
@@ -35,7 +35,7 @@ struct Scene {
     fresh: *mut u8,
 }
 
-impl Scene {
+impl HostFixture {
     fn new(config: u64, period: u64) -> Self {
         let core = Core::new(CoreConfig::default());
         core.register(Arc::new(HostPmu::software(Some(catch_signals()))));
@@ -96,7 +96,8 @@ impl Scene {
 
     fn serve(&self) -> u32 {
         let mut times = 0;
-        self.vcpu.service_overflows(&mut Regs, &mut |o| times += o.times);
+        self.vcpu
+            .service_overflows(&mut UserModeRegs, &mut |o| times += o.times);
         times
     }
 }
@@ -127,7 +128,7 @@ fn the_calls_are_counted() {
 #[test]
 fn an_overflow_with_the_same_period_makes_no_system_call() {
     let calls = steps::system_calls(
-        || Scene::new(PAGE_FAULTS, 100),
+        || HostFixture::new(PAGE_FAULTS, 100),
         |scene| {
             for _ in 0..20 {
                 let before = signals_of_this_thread();
@@ -142,17 +143,20 @@ fn an_overflow_with_the_same_period_makes_no_system_call() {
 
 /// Also without an overflow, after a kick for another reason.
 #[test]
-fn looking_for_an_overflow_makes_no_system_call() {
-    let calls = steps::system_calls(|| Scene::new(PAGE_FAULTS, 100), |scene| must(scene.serve() == 0));
+fn overflow_check_makes_no_system_call() {
+    let calls = steps::system_calls(
+        || HostFixture::new(PAGE_FAULTS, 100),
+        |scene| must(scene.serve() == 0),
+    );
     assert_eq!(calls.expect("processes may be traced"), []);
 }
 
 /// A guest's PMI handler writes the counter, so the next overflow is at another distance. The count
 /// is read and the period set.
 #[test]
-fn a_clock_armed_anew_reads_once_and_sets_the_period_once() {
+fn rearmed_clock_reads_once_and_sets_period_once() {
     let calls = steps::system_calls(
-        || Scene::new(TASK_CLOCK, 1_000_000),
+        || HostFixture::new(TASK_CLOCK, 1_000_000),
         |scene| must(scene.event.arm(3_000_000).is_ok()),
     );
     assert_eq!(
@@ -164,7 +168,7 @@ fn a_clock_armed_anew_reads_once_and_sets_the_period_once() {
 #[test]
 fn a_read_makes_one_system_call() {
     let calls = steps::system_calls(
-        || Scene::new(PAGE_FAULTS, 100),
+        || HostFixture::new(PAGE_FAULTS, 100),
         |scene| must(scene.event.read().is_ok_and(|r| r.value > 0)),
     );
     assert_eq!(calls.expect("processes may be traced"), [libc::SYS_read as u64]);

@@ -5,7 +5,7 @@ use perf_core::estimate::Estimator;
 use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, SlotOffer};
 
 #[test]
-fn turns_slices_and_estimates_allocate_nothing() {
+fn turns_slices_and_estimates_do_not_allocate() {
     for policy in [MuxPolicy::Rotate, MuxPolicy::Adaptive] {
         let mut queue = MuxQueue::new(policy, 1_000);
         (0..1_000_usize).for_each(|key| queue.insert(GroupKey::from(key)));

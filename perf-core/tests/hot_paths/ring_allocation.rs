@@ -3,9 +3,12 @@
 use std::sync::Arc;
 
 use perf_core::attr::{ReadFormat, SampleType, Wakeup};
-use perf_core::record::{Comm, Encode, Entries, Format, Lost, MapName, Misc, Mmap, ReadEntry, ReadValues};
-use perf_core::record::{Record, Sample, SampleId, Words};
-use perf_core::ring::{Counter, Ring, RingMode, RingReader};
+use perf_core::record::{
+    CommRecord, EncodeRecord, LostRecord, MappingName, MmapRecord, ReadEntries, ReadEntry, ReadValues,
+    RecordFormat, RecordMisc,
+};
+use perf_core::record::{Record, Sample, SampleId, WordList};
+use perf_core::ring::{PageCounter, Ring, RingMode, RingReader};
 
 fn allocations(work: impl FnOnce()) -> u64 {
     allocation_counter::measure(work).count_total
@@ -24,7 +27,7 @@ fn no_allocation_on_write_loss_wakeup_and_read() {
         let mut own = RingReader::of(Arc::clone(&ring));
         let entry = |value, id| ReadEntry { value, id, lost: 0 };
         let entries = [entry(1, 2), entry(3, 4)];
-        let format = Format {
+        let format = RecordFormat {
             sample_type: SampleType::all(),
             read_format: ReadFormat::all(),
             sample_id_all: true,
@@ -33,9 +36,9 @@ fn no_allocation_on_write_loss_wakeup_and_read() {
             read: ReadValues {
                 time_enabled_ns: 5,
                 time_running_ns: 4,
-                entries: Entries::List(&entries),
+                entries: ReadEntries::List(&entries),
             },
-            callchain: Words::List(&[1, 2, 3]),
+            callchain: WordList::List(&[1, 2, 3]),
             raw: b"payload",
             ..Sample::default()
         };
@@ -48,36 +51,36 @@ fn no_allocation_on_write_loss_wakeup_and_read() {
                         Err(_) => refused += 1,
                     }
                 }
-                let _ = Comm {
+                let _ = CommRecord {
                     pid: 1,
                     tid: 2,
                     name: b"vcpu0",
                     sample_id: SampleId::default(),
                 }
                 .write(format, &ring);
-                let lost = |lost| Lost {
+                let lost = |lost| LostRecord {
                     id: 1,
                     lost,
                     sample_id: SampleId::default(),
                 };
                 let _ = lost(2).write(format, &ring);
                 let several = (0..3).map(lost);
-                let _ = Lost::write_all(several, format, &ring);
-                let map = Mmap {
-                    misc: Misc(4),
+                let _ = LostRecord::write_all(several, format, &ring);
+                let map = MmapRecord {
+                    misc: RecordMisc(4),
                     pid: 1,
                     tid: 1,
                     start: 0,
                     len: 1,
                     pgoff: 0,
-                    name: MapName::Anonymous,
+                    name: MappingName::Anonymous,
                     sample_id: SampleId::default(),
                 };
                 let _ = map.write(format, &ring);
                 ring.control()
-                    .update(Counter {
+                    .update(PageCounter {
                         offset: round,
-                        ..Counter::default()
+                        ..PageCounter::default()
                     })
                     .expect("the only updater");
                 let _ = ring.take_poll();

@@ -17,7 +17,7 @@ fn the_counter_counts() {
 }
 
 #[test]
-fn tick_read_overflow_and_raise_allocate_nothing() {
+fn tick_read_overflow_and_raise_do_not_allocate() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
     let wide = m.open(
@@ -78,7 +78,7 @@ fn tick_read_overflow_and_raise_allocate_nothing() {
 }
 
 #[test]
-fn a_ticks_driver_calls_do_not_grow_with_the_number_of_groups() {
+fn tick_driver_calls_are_independent_of_group_count() {
     for n in [10, 1000] {
         let m = Machine::new(4);
         let _v = m.vcpu(0);
@@ -94,7 +94,7 @@ fn a_ticks_driver_calls_do_not_grow_with_the_number_of_groups() {
 
 /// Counted instruction by instruction.
 #[test]
-fn a_ticks_instructions_do_not_grow_with_the_number_of_groups() {
+fn tick_instructions_are_independent_of_group_count() {
     let of = |n: usize| {
         let m = Machine::new(4);
         let v = m.vcpu(0);
@@ -123,7 +123,7 @@ fn a_ticks_instructions_do_not_grow_with_the_number_of_groups() {
 /// The same property for sampling events that need no slot: with a fixed period, which ticks do not
 /// process, and with a frequency, of which a tick processes only some.
 #[test]
-fn a_ticks_instructions_do_not_grow_with_the_number_of_software_events_that_sample() {
+fn tick_instructions_are_independent_of_sampling_event_count() {
     for freq in [false, true] {
         let of = |n: usize| {
             let m = Machine::new(4);

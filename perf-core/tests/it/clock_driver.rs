@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use perf_core::attr::Attr;
 use perf_core::pmu::clock::{CYCLES, ClockPmu, GUEST_NS, VcpuClock};
-use perf_core::pmu::{Pmu, PmuError, PmuEvent, Target, VcpuId};
+use perf_core::pmu::{Pmu, PmuError, PmuEvent, PmuTarget, VcpuId};
 
 use crate::common::thread::{
     burn, catch, catch_signals, clock_attr, signals_of_this_thread, this_tid, thread_cpu_ns,
@@ -27,8 +27,8 @@ fn one_vcpu(signal: Option<i32>) -> (Arc<VcpuClock>, ClockPmu) {
     (clock, pmu)
 }
 
-fn target(tid: i32) -> Target {
-    Target::Vcpu { vcpu: VcpuId(0), tid }
+fn target(tid: i32) -> PmuTarget {
+    PmuTarget::Vcpu { vcpu: VcpuId(0), tid }
 }
 
 fn open(pmu: &ClockPmu, config: u64) -> Box<dyn PmuEvent> {
@@ -85,7 +85,7 @@ fn only_time_in_the_guest_counts() {
 /// After short exits the thread's time is read at the exit only. Time between two brackets is still
 /// not counted, and all other time is.
 #[test]
-fn short_exits_do_not_count_and_what_is_between_them_does() {
+fn short_exits_are_not_counted_but_guest_time_between_is() {
     const SHORT: Duration = Duration::from_micros(4);
     let (clock, pmu) = one_vcpu(None);
     let mut ns = open(&pmu, GUEST_NS);
@@ -125,7 +125,7 @@ fn short_exits_do_not_count_and_what_is_between_them_does() {
 }
 
 #[test]
-fn a_stopped_event_stands_still_and_goes_on_where_it_was() {
+fn stopped_event_keeps_count_and_resumes() {
     let (clock, pmu) = one_vcpu(None);
     let mut ev = open(&pmu, GUEST_NS);
     clock.guest_enter();
@@ -194,7 +194,7 @@ fn another_thread_starts_and_reads_while_the_guest_runs() {
 /// Many short stays in the guest, read continuously from another thread: the readings are
 /// monotonic, and the last one equals that of the vCPU's own thread.
 #[test]
-fn readings_stay_in_order_while_the_vcpu_enters_and_leaves() {
+fn readings_are_monotonic_during_guest_entries_and_exits() {
     let (send, receive) = mpsc::channel();
     let stop = Arc::new(AtomicBool::new(false));
     let vcpu = {
@@ -236,7 +236,7 @@ fn readings_stay_in_order_while_the_vcpu_enters_and_leaves() {
 /// An overflow's signal arrives at the vCPU's thread. `take_overflows` does not report the overflow
 /// before its count is reached, although the VMM's own time makes the timer expire early each time.
 #[test]
-fn an_overflow_is_reported_once_it_is_reached_and_not_before() {
+fn overflow_is_reported_at_its_count_and_not_before() {
     let signal = catch_signals();
     let (clock, pmu) = one_vcpu(Some(signal));
     let mut ev = open(&pmu, GUEST_NS);
@@ -343,7 +343,7 @@ fn another_thread_arms_while_the_guest_runs() {
 
 /// The timer ends with the vCPU, even while events are armed. The events keep their counts.
 #[test]
-fn a_vcpu_that_goes_takes_its_timer_along() {
+fn removed_vcpu_has_timer_disarmed() {
     let signal = catch_signals();
     let (clock, pmu) = one_vcpu(Some(signal));
     let mut event = open(&pmu, GUEST_NS);
@@ -387,7 +387,7 @@ fn no_signals_without_an_armed_event() {
     assert_eq!(ev.take_overflows(), 1);
     assert_eq!(ev.take_overflows(), 0);
     // The vCPU's single timer repeats occasionally until disarmed; it is re-armed for armed events.
-    clock.rest();
+    clock.quiesce();
     let quiet = signals_of_this_thread();
     clock.guest_enter();
     burn(2_000_000);
@@ -396,7 +396,7 @@ fn no_signals_without_an_armed_event() {
 
     ev.arm(100_000).unwrap();
     ev.stop();
-    clock.rest();
+    clock.quiesce();
     let quiet = signals_of_this_thread();
     clock.guest_enter();
     burn(2_000_000);
@@ -408,7 +408,7 @@ fn no_signals_without_an_armed_event() {
 /// A VMM that needs longer to re-enter the guest than the time left until the overflow is not
 /// interrupted forever without guest progress.
 #[test]
-fn a_slow_vmm_gets_to_its_overflow() {
+fn slow_vmm_reaches_overflow() {
     let signal = catch_signals();
     let (clock, pmu) = one_vcpu(Some(signal));
     let mut ev = open(&pmu, GUEST_NS);
@@ -474,7 +474,7 @@ fn an_event_cannot_be_armed_without_a_signal() {
 }
 
 #[test]
-fn what_the_clock_cannot_count_is_refused() {
+fn clock_driver_rejects_unsupported_events() {
     let (_clock, pmu) = one_vcpu(None);
     let here = target(this_tid());
     assert!(matches!(
@@ -482,7 +482,7 @@ fn what_the_clock_cannot_count_is_refused() {
         Err(PmuError::NoSuchEvent)
     ));
     assert!(matches!(
-        pmu.open(&clock_attr(CYCLES), Target::Vm),
+        pmu.open(&clock_attr(CYCLES), PmuTarget::Vm),
         Err(PmuError::Unsupported(_))
     ));
     let host_only = Attr {
@@ -493,7 +493,7 @@ fn what_the_clock_cannot_count_is_refused() {
         pmu.open(&host_only, here),
         Err(PmuError::Unsupported(_))
     ));
-    let stranger = Target::Vcpu {
+    let stranger = PmuTarget::Vcpu {
         vcpu: VcpuId(7),
         tid: 0,
     };
@@ -506,7 +506,7 @@ fn what_the_clock_cannot_count_is_refused() {
 /// With one event per privilege level, neither count decreases, their sum never exceeds the total,
 /// and an event that excludes both counts nothing. The API reports single levels as estimates.
 #[test]
-fn one_privilege_level_is_a_part_of_the_whole() {
+fn single_level_count_is_part_of_total() {
     let signal = catch_signals();
     let (clock, pmu) = one_vcpu(Some(signal));
     let here = target(this_tid());

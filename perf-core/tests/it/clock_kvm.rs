@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use perf_core::pmu::clock::{ClockPmu, GUEST_NS, VcpuClock};
-use perf_core::pmu::{Pmu, Target, VcpuId};
+use perf_core::pmu::{Pmu, PmuTarget, VcpuId};
 
 use crate::common::guest::Guest;
 use crate::common::skip;
@@ -27,7 +27,7 @@ fn overflows_take_a_spinning_guest_out_of_kvm_run() {
     let clock = Arc::new(VcpuClock::for_current_thread(2_000_000));
     let pmu = ClockPmu::new(Some(signal));
     pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
-    let target = Target::Vcpu {
+    let target = PmuTarget::Vcpu {
         vcpu: VcpuId(0),
         tid: this_tid(),
     };
@@ -67,7 +67,7 @@ fn overflows_take_a_spinning_guest_out_of_kvm_run() {
 /// All time of a guest that never leaves level 0 is attributed to level 0, for any presentation of
 /// guest time by the host.
 #[test]
-fn time_goes_to_the_level_the_guest_is_at() {
+fn time_is_attributed_to_current_guest_level() {
     let Some(mut guest) = Guest::new(1, &JUMP_TO_SELF) else {
         skip::skipped("no usable /dev/kvm", false);
         return;
@@ -76,7 +76,7 @@ fn time_goes_to_the_level_the_guest_is_at() {
     let clock = Arc::new(VcpuClock::for_current_thread(2_000_000));
     let pmu = ClockPmu::new(Some(signal));
     pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
-    let target = Target::Vcpu {
+    let target = PmuTarget::Vcpu {
         vcpu: VcpuId(0),
         tid: this_tid(),
     };

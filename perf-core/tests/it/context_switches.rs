@@ -94,7 +94,7 @@ fn a_reset_ends_the_clone_relation() {
 }
 
 #[test]
-fn p19_pinned_and_uncloned_contexts_stay_where_they_are() {
+fn p19_pinned_and_uncloned_contexts_are_not_exchanged() {
     let m = Machine::new(4);
     let _e = m.open(
         Attr {
@@ -139,7 +139,7 @@ proptest! {
     /// records at exit show.
     #[test]
     fn p18_exchanges_keep_sums_and_per_vcpu_values(steps in prop::collection::vec((any::<bool>(), 1u64..100), 1..30)) {
-        use perf_core::record::{Format, Record};
+        use perf_core::record::{RecordFormat, Record};
         let m = Machine::new(4);
         let attr = Attr {
             inherit: true,
@@ -166,7 +166,7 @@ proptest! {
             m.core.remove_vcpu(VcpuId(n)).unwrap();
         }
         let mut reader = perf_core::ring::RingReader::map(ring.memfd()).unwrap();
-        let format = Format::from(&attr);
+        let format = RecordFormat::from(&attr);
         let mut last = Vec::new();
         while let Some(raw) = reader.next_record().unwrap() {
             if let Record::Read(r) = Record::decode(raw, format).unwrap() {

@@ -8,14 +8,14 @@ use perf_core::*;
 use proptest::prelude::*;
 
 /// A core on a simulated host, with one scheduled-in vCPU.
-struct Simulated {
+struct SimulatedCore {
     core: Core,
     pmu: SimPmu,
     vcpu: Arc<VcpuContext>,
     session: Session,
 }
 
-impl Simulated {
+impl SimulatedCore {
     fn new(config: SimConfig) -> Self {
         let core = Core::new(CoreConfig::default());
         let pmu = SimPmu::new(config);
@@ -49,14 +49,14 @@ impl Simulated {
 /// Events of fixed-function counters take no general-purpose counters, in any order of starts, and
 /// starting them does not stop running events.
 #[test]
-fn fixed_counters_leave_the_general_ones_to_others() {
+fn fixed_function_events_take_no_general_counters() {
     use perf_core::pmu::sim::SimHost;
     for (host, general) in [
         (SimHost::intel(4), 4),
-        (SimHost::intel(4).taking(1), 3),
+        (SimHost::intel(4).with_taken(1), 3),
         (SimHost::intel(8), 8),
     ] {
-        let m = Simulated::new(host.config());
+        let m = SimulatedCore::new(host.config());
         let branches = || m.pinned(SimHost::BRANCHES);
         let mut on: Vec<Handle> = (0..2).map(|_| branches()).collect();
         on.extend(
@@ -79,7 +79,7 @@ fn fixed_counters_leave_the_general_ones_to_others() {
 #[test]
 fn cycles_take_a_general_counter_while_the_watchdog_has_theirs() {
     use perf_core::pmu::sim::SimHost;
-    let m = Simulated::new(SimHost::intel(4).with_watchdog().config());
+    let m = SimulatedCore::new(SimHost::intel(4).with_watchdog().config());
     let cycles = m.pinned(SimHost::CYCLES);
     let branches: Vec<_> = (0..4).map(|_| m.pinned(SimHost::BRANCHES)).collect();
     let on = |e: &&Handle| e.state() == EventState::Active;
@@ -97,7 +97,7 @@ fn amd_hosts_have_as_many_slots_as_the_watchdog_leaves() {
         (SimHost::amd(6).with_watchdog(), 5),
         (SimHost::amd(15), 15),
     ] {
-        let m = Simulated::new(host.config());
+        let m = SimulatedCore::new(host.config());
         let events: Vec<_> = (0..=slots).map(|n| m.pinned(n)).collect();
         let on = events.iter().filter(|e| e.state() == EventState::Active);
         assert_eq!(on.count() as u64, slots);
@@ -108,9 +108,9 @@ fn amd_hosts_have_as_many_slots_as_the_watchdog_leaves() {
 /// A group that can never be on is refused at open, and so is an event without a free counter if
 /// multiplexing is off. The error contains the number of counters that could hold it.
 #[test]
-fn what_finds_no_counter_of_its_kind_is_refused_with_their_number() {
+fn open_without_suitable_counter_reports_counter_count() {
     use perf_core::pmu::sim::SimHost;
-    let m = Simulated::new(SimHost::intel(2).config());
+    let m = SimulatedCore::new(SimHost::intel(2).config());
     let branches = || Attr::counting(EventType::SIM, SimHost::BRANCHES);
     let leader = m.open(branches(), None).unwrap();
     let _second = m.open(branches(), Some(&leader)).unwrap();
@@ -141,9 +141,9 @@ fn what_finds_no_counter_of_its_kind_is_refused_with_their_number() {
 /// event of a fixed-function counter is always on beside many multiplexed events of general-purpose
 /// counters.
 #[test]
-fn an_event_with_a_counter_of_its_own_is_never_taken_off_for_others() {
+fn event_with_dedicated_counter_is_never_multiplexed() {
     use perf_core::pmu::sim::SimHost;
-    let m = Simulated::new(SimHost::intel(2).config());
+    let m = SimulatedCore::new(SimHost::intel(2).config());
     let pinned = m.pinned(SimHost::REF_CYCLES);
     let general: Vec<_> = (0..5)
         .map(|_| {
@@ -167,14 +167,14 @@ proptest! {
     /// On any host, with events of any constraints, the driver's own assignment never refuses what
     /// the core planned, and events that stay on are not stopped.
     #[test]
-    fn the_driver_takes_what_the_core_plans(
+    fn driver_accepts_planned_assignments(
         slots in 1usize..7,
         masks in prop::collection::vec(1u64..64, 1..10),
         pinned in prop::collection::vec(prop::bool::weighted(0.3), 10),
         taken in 0u64..4,
         ticks in 1usize..20,
     ) {
-        let m = Simulated::new(SimConfig {
+        let m = SimulatedCore::new(SimConfig {
             slots: Some(slots),
             allowed_slots: masks.iter().enumerate().map(|(n, mask)| (n as u64, *mask)).collect(),
             taken,

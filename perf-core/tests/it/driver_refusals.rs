@@ -37,7 +37,7 @@ fn refuse(m: &Machine, refuse: bool) {
 /// Turning overflows off and on again is a stop and a start. If the start fails, the event does not
 /// count.
 #[test]
-fn an_event_that_cannot_go_on_when_it_is_throttled_or_after_is_off() {
+fn event_is_off_if_restart_fails_around_throttling() {
     for (ty, lifting, pinned) in [
         (EventType::SIM, false, false),
         (EventType::SIM, false, true),
@@ -101,7 +101,7 @@ fn an_event_that_cannot_go_on_when_it_is_throttled_or_after_is_off() {
 
 /// Ticks retry software groups that the driver refused, a few at a time.
 #[test]
-fn a_software_group_whose_driver_refused_is_tried_again() {
+fn refused_software_group_is_retried() {
     let m = Machine::new(1);
     let v = m.vcpu(0);
     refuse(&m, true);
@@ -134,7 +134,7 @@ fn a_software_group_whose_driver_refused_is_tried_again() {
 /// A family counts nothing itself: after its leader is closed, its siblings still represent their
 /// children.
 #[test]
-fn a_familys_sibling_that_comes_to_lead_is_not_on_itself() {
+fn family_sibling_promoted_to_leader_counts_nothing_itself() {
     let m = Machine::new(4);
     let _v = m.vcpu(0);
     let wide = || Attr {

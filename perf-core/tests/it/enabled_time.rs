@@ -53,7 +53,7 @@ fn leader_enabled(events: &[Model], group: u64) -> bool {
 
 proptest! {
     #[test]
-    fn time_enabled_is_that_of_the_model(slots in 1..4usize, steps in prop::collection::vec(step(), 1..80)) {
+    fn time_enabled_matches_model(slots in 1..4usize, steps in prop::collection::vec(step(), 1..80)) {
         let m = Machine::new(slots);
         let v = m.vcpu(0);
         let (mut inside, mut events, mut groups) = (true, Vec::<Model>::new(), 0u64);

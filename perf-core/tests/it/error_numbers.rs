@@ -101,7 +101,7 @@ fn other_users_may_not_open_for_the_vm_what_they_may_not_for_a_vcpu() {
 }
 
 #[test]
-fn attributes_that_do_not_go_together() {
+fn conflicting_attributes_are_rejected() {
     let m = Machine::new(4);
     let _v = m.vcpu(0);
     let open = |attr| errno(&m, &m.admin, attr, V0, None);
@@ -156,7 +156,7 @@ fn attributes_that_do_not_go_together() {
 }
 
 #[test]
-fn groups_that_cannot_be() {
+fn invalid_groups_are_rejected() {
     let m = Machine::new(2);
     let _v = m.vcpu(0);
     let _w = m.vcpu(1);
@@ -212,7 +212,7 @@ fn groups_that_cannot_be() {
 }
 
 #[test]
-fn errors_name_what_was_wrong() {
+fn errors_describe_the_problem() {
     let m = Machine::new(1);
     let _v = m.vcpu(0);
     let error = m
@@ -274,7 +274,7 @@ fn enable_on_exec_enables_once_and_siblings_too() {
 
 /// A reset of the machine enables a VM-wide event as a whole: vCPUs that are added later count too.
 #[test]
-fn a_reset_of_the_machine_is_one_of_every_vcpu_and_of_those_to_come() {
+fn machine_reset_affects_present_and_future_vcpus() {
     let m = Machine::new(4);
     let _v = m.vcpu(0);
     let late = Attr {
@@ -360,7 +360,7 @@ fn open_flags_that_are_not_known_are_refused() {
 /// The output flag combined with joining a group. If redirection fails, the partially opened event
 /// is closed.
 #[test]
-fn the_output_flag_redirects_what_joins_and_leaves_nothing_when_it_cannot() {
+fn output_flag_redirects_group_member_or_leaves_no_event() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
     let flags = OpenFlags {

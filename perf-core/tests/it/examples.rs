@@ -14,7 +14,7 @@ use std::error::Error;
 use perf_core::Pmu;
 use perf_core::attr::{Attr, EventType};
 use perf_core::pmu::host::HostPmu;
-use perf_core::pmu::{Target, VcpuId};
+use perf_core::pmu::{PmuTarget, VcpuId};
 
 use crate::common::skip;
 
@@ -25,7 +25,7 @@ fn run(example: fn() -> Result<(), Box<dyn Error>>) {
 
 /// Returns `true` if this user may call `perf_event_open(2)`.
 fn can_count() -> bool {
-    let target = Target::Vcpu {
+    let target = PmuTarget::Vcpu {
         vcpu: VcpuId(0),
         tid: 0,
     };
@@ -39,19 +39,19 @@ fn can_count() -> bool {
 }
 
 #[test]
-fn raised_events_levels_names_and_settings_are_as_the_example_says() {
+fn raised_example_runs() {
     run(raised::main);
 }
 
 #[test]
-fn group_readings_shared_outputs_pauses_and_ends_are_as_the_example_says() {
+fn groups_example_runs() {
     if can_count() {
         run(groups::main);
     }
 }
 
 #[test]
-fn a_thread_that_runs_two_vcpus_takes_its_events_along_as_the_example_says() {
+fn exchange_example_runs() {
     if can_count() {
         run(exchange::main);
     }

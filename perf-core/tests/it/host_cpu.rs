@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use perf_core::pmu::host::HostPmu;
 use perf_core::pmu::sim::SimPmu;
-use perf_core::record::{Format, Record};
+use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
@@ -80,9 +80,9 @@ fn a_cpus_clock_is_counted_and_sampled() {
     assert!(reading.value + slack_ns >= least_ns, "{reading:?}, {least_ns} ns");
     assert!(reading.value <= most_ns + slack_ns, "{reading:?}, {most_ns} ns");
     assert_eq!(reading.time_enabled_ns, reading.time_running_ns);
-    let format = Format {
+    let format = RecordFormat {
         sample_type,
-        ..Format::default()
+        ..RecordFormat::default()
     };
     let (mut samples, mut stand_for_ns) = (0, 0);
     while let Some(raw) = ring.next_record().unwrap() {
@@ -121,7 +121,7 @@ fn vm_wide_events_do_not_count_on_a_cpu() {
 }
 
 #[test]
-fn who_may_not_and_what_is_not_there_is_refused() {
+fn missing_permission_and_nonexistent_cpu_are_rejected() {
     let core = core();
     let [operator, admin] = [Role::Operator, Role::Admin].map(|role| core.session(0, role));
     let cpu = core.add_cpu(0).unwrap();

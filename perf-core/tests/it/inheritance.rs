@@ -64,7 +64,7 @@ fn p15_times_are_summed_over_live_and_exited_children() {
 }
 
 #[test]
-fn a_child_takes_its_parents_present_state_not_the_one_it_was_opened_with() {
+fn child_inherits_current_parent_state() {
     let m = Machine::new(4);
     let e = m.open(
         Attr {
@@ -244,7 +244,7 @@ fn p40_a_package_count_is_returned_unmodified_and_never_multiplied() {
 }
 
 #[test]
-fn a_session_that_ends_closes_its_events_and_nothing_else() {
+fn closing_session_closes_only_its_events() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
     let mine = m.open_vcpu(hw(), None);
@@ -358,7 +358,7 @@ fn software_events_of_the_vmm_are_inherited_too() {
 /// Counts are reported per vCPU, and nothing is lost or counted twice when vCPUs are added and
 /// removed.
 #[test]
-fn the_parts_of_vcpus_add_up_to_the_whole() {
+fn per_vcpu_counts_add_up_to_total() {
     let m = Machine::new(4);
     let _v0 = m.vcpu(0);
     let e = m.open(wide(), OpenTarget::Vm, None);
@@ -392,7 +392,7 @@ fn the_parts_of_vcpus_add_up_to_the_whole() {
 
 /// The sum would be too low without the vCPU on which the event never ran.
 #[test]
-fn a_family_that_waits_on_a_vcpu_has_no_estimate() {
+fn family_waiting_on_one_vcpu_has_no_estimate() {
     let m = Machine::new(1);
     let (_v0, _v1) = (m.vcpu(0), m.vcpu(1));
     let pinned = Attr { pinned: true, ..hw() };
@@ -414,7 +414,7 @@ fn a_family_that_waits_on_a_vcpu_has_no_estimate() {
 
 /// A pinned family without a slot on one vCPU is in the error state, although it counts on another.
 #[test]
-fn a_family_has_failed_if_a_child_has() {
+fn family_is_in_error_if_a_child_is() {
     let m = Machine::new(1);
     let (_v0, _v1) = (m.vcpu(0), m.vcpu(1));
     let pinned = |inherit| Attr {
@@ -448,7 +448,7 @@ fn a_family_has_failed_if_a_child_has() {
 /// Hot-add refuses what opening refuses: groups that can never be on, and more events than slots if
 /// multiplexing is off.
 #[test]
-fn a_hot_add_checks_what_opening_checks() {
+fn hot_add_applies_open_checks() {
     let errno = |m: &Machine, leader: Option<&Handle>| {
         m.core
             .open(&m.admin, wide(), OpenTarget::Vm, leader, OpenFlags::default())
@@ -485,7 +485,7 @@ fn a_hot_add_checks_what_opening_checks() {
 /// Opening for the whole VM applies to all vCPUs or none: if the second refuses, nothing remains on
 /// the first.
 #[test]
-fn a_fan_out_that_fails_at_the_second_vcpu_leaves_nothing_at_the_first() {
+fn failed_fan_out_leaves_no_event() {
     let m = Machine::with(1, |c| c.share = SharePolicy::Strict);
     let (v0, v1) = (m.vcpu(0), m.vcpu(1));
     let own = m.open(hw(), OpenTarget::Vcpu(VcpuId(1)), None);

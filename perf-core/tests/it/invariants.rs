@@ -1,6 +1,6 @@
 //! Invariants for any history of control calls, mappings and redirections.
 
-use perf_core::record::{Format, Record};
+use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 use proptest::prelude::*;
@@ -27,7 +27,7 @@ proptest! {
     /// P26: the number of overflows per tick is at most the rate limit plus one, and THROTTLE and
     /// UNTHROTTLE records alternate.
     #[test]
-    fn p26_a_tick_has_at_most_its_share_of_overflows(rate in 10u64..400, period in 1u64..20, steps in prop::collection::vec((1u64..40, any::<bool>()), 1..120)) {
+    fn p26_overflows_per_tick_are_limited(rate in 10u64..400, period in 1u64..20, steps in prop::collection::vec((1u64..40, any::<bool>()), 1..120)) {
         let m = Machine::with(1, |c| { c.sample_rate_hz = rate; c.tick_hz = 10; });
         let v = m.vcpu(0);
         let e = m.core.open(&m.admin, sampling(period), OpenTarget::Vcpu(VcpuId(0)), None, cookie(1)).unwrap();
@@ -47,7 +47,7 @@ proptest! {
         let mut reader = RingReader::map(ring.memfd()).unwrap();
         let mut throttled = false;
         while let Some(raw) = reader.next_record().unwrap() {
-            let format = Format { sample_type: SampleType::IP, read_format: ReadFormat::empty(), ..Format::default() };
+            let format = RecordFormat { sample_type: SampleType::IP, read_format: ReadFormat::empty(), ..RecordFormat::default() };
             match Record::decode(raw, format).unwrap() {
                 Record::Throttle(_) => { prop_assert!(!throttled); throttled = true; }
                 Record::Unthrottle(_) => { prop_assert!(throttled); throttled = false; }
@@ -59,7 +59,7 @@ proptest! {
     /// P27: the event overflows exactly as often as its limit allows, for any steps, and is then
     /// off with HUP.
     #[test]
-    fn p27_as_many_overflows_as_were_allowed(allowed in prop::collection::vec(1u32..6, 1..4), period in 1u64..10) {
+    fn p27_event_limit_is_exact(allowed in prop::collection::vec(1u32..6, 1..4), period in 1u64..10) {
         let m = Machine::new(1);
         let v = m.vcpu(0);
         let attr = Attr { disabled: true, ..sampling(period) };
@@ -81,7 +81,7 @@ proptest! {
     /// P35: the charged memory equals the mapped memory after any sequence, including failures, and
     /// is zero at the end.
     #[test]
-    fn p35_what_is_charged_is_what_is_mapped(ops in prop::collection::vec((0usize..3, 0u8..4, 0usize..6), 1..60)) {
+    fn p35_charged_memory_equals_mapped_memory(ops in prop::collection::vec((0usize..3, 0u8..4, 0usize..6), 1..60)) {
         let m = Machine::with(1, |c| { c.mlock_kb = 32; c.host_cpus = 1; c.memlock_kb = 0; });
         let _v = m.vcpu(0);
         let user = m.core.session(0, Role::Operator);
@@ -113,7 +113,7 @@ proptest! {
     /// P36: redirections form no chains, no event with a ring of its own is redirected, and records
     /// are written to the ring that the model predicts.
     #[test]
-    fn p36_redirections_make_no_chains(ops in prop::collection::vec((0u8..4, 0usize..4, 0usize..4), 1..40)) {
+    fn p36_redirections_form_no_chains(ops in prop::collection::vec((0u8..4, 0usize..4, 0usize..4), 1..40)) {
         let m = Machine::new(8);
         let v = m.vcpu(0);
         let events: Vec<_> = (0..4).map(|_| m.open_vcpu(sampling(10), None)).collect();
@@ -154,7 +154,7 @@ proptest! {
 
     /// P40: a package count always equals the driver's value.
     #[test]
-    fn p40_a_package_count_is_what_the_driver_says(ops in prop::collection::vec((0u8..6, 0u32..3, 0u64..1000), 1..40)) {
+    fn p40_package_count_equals_driver_count(ops in prop::collection::vec((0u8..6, 0u32..3, 0u64..1000), 1..40)) {
         let m = Machine::new(2);
         let e = m.open(Attr { config: PACKAGE, inherit: true, ..hw() }, OpenTarget::Vm, None);
         let mut there = [false; 3];

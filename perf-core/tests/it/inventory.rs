@@ -133,7 +133,7 @@ fn every_test_asserts() {
 }
 
 #[test]
-fn every_number_is_accounted_for_and_every_test_it_names_exists() {
+fn inventory_covers_all_numbers_and_names_existing_tests() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let Ok(page) = fs::read_to_string(root.join("../docs/reference/perf-core.md")) else {
         skip::skipped("the crate stands alone here, without its page", false);

@@ -76,13 +76,13 @@ fn kernel_read(fd: &OwnedFd, buf: &mut [u8]) -> Result<usize, i32> {
 }
 
 /// This thread as a vCPU of the core. `None` if kernel events may not be opened.
-struct Ours {
+struct ThreadCore {
     core: Core,
     session: Session,
     _vcpu: Arc<VcpuContext>,
 }
 
-fn ours() -> Option<Ours> {
+fn ours() -> Option<ThreadCore> {
     if let Err(libc::EACCES | libc::EPERM | libc::ENOSYS) = kernel_open(&counting(DUMMY), None) {
         skip::skipped("this user may not open perf events", false);
         return None;
@@ -92,14 +92,14 @@ fn ours() -> Option<Ours> {
     let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
     vcpu.sched_in();
     let session = core.session(0, Role::Admin);
-    Some(Ours {
+    Some(ThreadCore {
         core,
         session,
         _vcpu: vcpu,
     })
 }
 
-impl Ours {
+impl ThreadCore {
     fn open(&self, attr: &Attr, group: Option<&Handle>) -> Result<Handle, i32> {
         let target = OpenTarget::Vcpu(VcpuId(0));
         // The driver counts a thread's events at every level and requires the attributes to say so.
@@ -161,7 +161,7 @@ fn no<T>(result: Result<T, i32>) -> i32 {
 }
 
 #[test]
-fn attributes_are_refused_as_the_kernel_refuses_them() {
+fn attribute_errors_match_kernel() {
     let Some(ours) = ours() else { return };
     let good = counting(DUMMY).to_bytes();
     let with = |size: u32, extra: &[(usize, u8)]| {
@@ -258,7 +258,7 @@ fn the_attribute_of_a_current_perf_is_understood() {
 }
 
 #[test]
-fn groups_and_calls_are_refused_as_the_kernel_refuses_them() {
+fn group_and_ioctl_errors_match_kernel() {
     let Some(ours) = ours() else { return };
     let plain = counting(DUMMY);
     let kernel = kernel_open(&plain, None).unwrap();
@@ -356,7 +356,7 @@ fn groups_and_calls_are_refused_as_the_kernel_refuses_them() {
 }
 
 #[test]
-fn readings_are_laid_out_as_the_kernels() {
+fn read_layouts_match_kernel() {
     let Some(ours) = ours() else { return };
     // Linux 6.0 added the last one.
     let known = (0..5).rev().map(|bit| 1 << bit).find(|bit| {
@@ -441,7 +441,7 @@ proptest! {
     /// For the same history of a group of three, counts are equal, and times advance or stop in the
     /// same steps.
     #[test]
-    fn a_group_lives_as_one_of_the_kernels(disabled: [bool; 3], pinned: bool, ops in prop::collection::vec(op(), 1..25)) {
+    fn group_history_matches_kernel(disabled: [bool; 3], pinned: bool, ops in prop::collection::vec(op(), 1..25)) {
         let Some(ours) = ours() else { return Ok(()) };
         let (mut kernel, mut handles): (Vec<OwnedFd>, Vec<Handle>) = Default::default();
         for (i, disabled) in disabled.into_iter().enumerate() {

@@ -9,7 +9,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use kvm_ioctls::VcpuFd;
 use perf_core::attr::{Attr, EventType};
 use perf_core::pmu::kvm::{KvmPmu, StatsError, StatsFile, VM_SCOPE};
-use perf_core::pmu::{Pmu, PmuError, PmuEvent, Target, VcpuId};
+use perf_core::pmu::{Pmu, PmuError, PmuEvent, PmuTarget, VcpuId};
 
 use crate::common::guest::Guest;
 use crate::common::skip;
@@ -80,14 +80,14 @@ fn attr(config: u64) -> Attr {
     }
 }
 
-fn on(vcpu: u32) -> Target {
-    Target::Vcpu {
+fn on(vcpu: u32) -> PmuTarget {
+    PmuTarget::Vcpu {
         vcpu: VcpuId(vcpu),
         tid: 0,
     }
 }
 
-fn started(pmu: &KvmPmu, config: u64, target: Target) -> Box<dyn PmuEvent> {
+fn started(pmu: &KvmPmu, config: u64, target: PmuTarget) -> Box<dyn PmuEvent> {
     let mut ev = pmu.open(&attr(config), target).unwrap();
     ev.start(None).unwrap();
     ev
@@ -123,7 +123,7 @@ fn a_vcpus_counts_are_its_own() {
 fn the_vms_total_is_a_package_count() {
     let mut g = guest_or_skip!();
     let exits = g.rising;
-    let mut total = started(&g.pmu, exits, Target::Vm);
+    let mut total = started(&g.pmu, exits, PmuTarget::Vm);
     let mut each = [0, 1].map(|v| started(&g.pmu, exits, on(v)));
     for _ in 0..3 {
         run(&mut g.guest.vcpus[0]);
@@ -149,7 +149,7 @@ fn a_statistic_of_the_vm_is_the_same_on_every_target() {
     };
     assert!(event.name.starts_with("vm:"));
     assert_eq!(g.pmu.config(&event.name), Some(event.config));
-    let mut all: Vec<_> = [Target::Vm, on(0), on(1)]
+    let mut all: Vec<_> = [PmuTarget::Vm, on(0), on(1)]
         .into_iter()
         .map(|t| started(&g.pmu, event.config, t))
         .collect();
@@ -159,7 +159,7 @@ fn a_statistic_of_the_vm_is_the_same_on_every_target() {
 }
 
 #[test]
-fn what_kvm_does_not_count_is_refused() {
+fn kvm_driver_rejects_unsupported_events() {
     let g = guest_or_skip!();
     let exits = g.rising;
     assert_eq!(g.pmu.config("no_such_statistic"), None);
@@ -197,7 +197,7 @@ fn what_kvm_does_not_count_is_refused() {
 
 /// Statistics that are not counts are listed but cannot be opened.
 #[test]
-fn a_momentary_value_is_no_event() {
+fn instantaneous_statistic_is_not_an_event() {
     let g = guest_or_skip!();
     let stats = stats_of(&g.guest.vcpus[0]).unwrap();
     let Some(index) = stats.descriptors().iter().position(|d| !d.countable()) else {
@@ -212,7 +212,7 @@ fn a_momentary_value_is_no_event() {
 
 /// An unrelated or empty file causes an error and no panic.
 #[test]
-fn a_foreign_descriptor_is_refused() {
+fn foreign_descriptor_is_rejected() {
     // SAFETY: memfd_create takes a NUL-terminated name and returns a new file descriptor.
     let memfd = |bytes: &[u8]| unsafe {
         let fd = libc::memfd_create(c"stats".as_ptr(), libc::MFD_CLOEXEC);

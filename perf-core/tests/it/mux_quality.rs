@@ -12,7 +12,7 @@ mod measure;
 #[path = "../../examples/mux_quality/traces.rs"]
 mod traces;
 
-use measure::{Bars, Comparison, runs};
+use measure::{Comparison, ErrorBars, runs};
 use perf_core::mux::MuxPolicy;
 use traces::{SEEDS, TICK_NS, Trace};
 
@@ -58,15 +58,15 @@ fn a_third_of_the_error_on_random_traces() {
 }
 
 /// Returns the error bars that a core reports on traces of `kind` under `policy`.
-fn said(kind: &str, policy: MuxPolicy, traces: usize) -> Bars {
-    let mut said = Bars::default();
+fn error_bars(kind: &str, policy: MuxPolicy, traces: usize) -> ErrorBars {
+    let mut error_bars = ErrorBars::default();
     for seed in family::HOLD_OUT.take(traces) {
         let trace = family::of_kind(kind, seed);
-        said.merge(&measure::bars(
+        error_bars.merge(&measure::bars(
             &measure::run_core(&trace, policy, TICK_NS, SEEDS[0]).0,
         ));
     }
-    said
+    error_bars
 }
 
 const POLICIES: [MuxPolicy; 2] = [MuxPolicy::Rotate, MuxPolicy::Adaptive];
@@ -75,24 +75,24 @@ const POLICIES: [MuxPolicy; 2] = [MuxPolicy::Rotate, MuxPolicy::Adaptive];
 /// every kind of trace with informative slices and under both policies. The share per kind is known
 /// to about three percent.
 #[test]
-fn two_standard_errors_cover_what_they_should() {
+fn two_standard_errors_have_nominal_coverage() {
     for policy in POLICIES {
-        let mut all = Bars::default();
+        let mut all = ErrorBars::default();
         for kind in [
             "steady", "bursts", "spikes", "drift", "phases", "common", "mixture", "ramp",
         ] {
-            let said = said(kind, policy, 24);
+            let error_bars = error_bars(kind, policy, 24);
             assert!(
-                said.known >= 0.5 * said.events,
-                "{kind}, {policy:?}: {said:?} have a standard error"
+                error_bars.known >= 0.5 * error_bars.events,
+                "{kind}, {policy:?}: {error_bars:?} have a standard error"
             );
-            let within = said.within_two();
+            let within = error_bars.within_two();
             assert!(
                 (0.90..=0.99).contains(&within),
                 "{kind}, {policy:?}: {:.1} % within two",
                 100.0 * within
             );
-            all.merge(&said);
+            all.merge(&error_bars);
         }
         let within = all.within_two();
         assert!(
@@ -106,7 +106,7 @@ fn two_standard_errors_cover_what_they_should() {
 /// A rhythm in step with the turns looks constant. Few estimates of such rhythms get a standard
 /// error, and those are correct: either the policy detected the rhythm, or the error is unknown.
 #[test]
-fn rhythms_in_step_have_no_error_bar_or_a_right_one() {
+fn aliased_rhythms_have_no_error_bar_or_a_correct_one() {
     for policy in POLICIES {
         for kind in [
             "rhythm",
@@ -116,12 +116,12 @@ fn rhythms_in_step_have_no_error_bar_or_a_right_one() {
             family::IN_STEP,
             family::IN_STEP_ROTATE,
         ] {
-            let said = said(kind, policy, 24);
-            let wrong = said.known - said.covered + said.bounded - said.held;
+            let error_bars = error_bars(kind, policy, 24);
+            let wrong = error_bars.known - error_bars.covered + error_bars.bounded - error_bars.held;
             assert!(
-                wrong <= 0.05 * said.events,
+                wrong <= 0.05 * error_bars.events,
                 "{kind}, {policy:?}: {wrong} of {} are wrong",
-                said.events
+                error_bars.events
             );
         }
     }
@@ -132,10 +132,10 @@ fn rhythms_in_step_have_no_error_bar_or_a_right_one() {
 fn long_tails_have_bounds_that_hold() {
     for policy in POLICIES {
         for kind in ["long-tail", "phases", "spikes"] {
-            let said = said(kind, policy, 24);
+            let error_bars = error_bars(kind, policy, 24);
             assert!(
-                said.bounded == 0.0 || said.within_bound() >= 0.95,
-                "{kind}, {policy:?}: {said:?}"
+                error_bars.bounded == 0.0 || error_bars.within_bound() >= 0.95,
+                "{kind}, {policy:?}: {error_bars:?}"
             );
         }
     }
@@ -144,19 +144,19 @@ fn long_tails_have_bounds_that_hold() {
 /// The same on the fixed traces, which include a rhythm that plain rotation misjudges by more than
 /// half.
 #[test]
-fn nothing_is_said_of_the_rhythm_that_rotation_does_not_see() {
+fn rhythm_hidden_from_rotation_has_no_error_bar() {
     for trace in traces::all() {
         for policy in POLICIES {
-            let said = measure::all_bars(&runs(&trace, policy, TICK_NS, 1, SEEDS.len()));
+            let error_bars = measure::all_bars(&runs(&trace, policy, TICK_NS, 1, SEEDS.len()));
             if trace.name == "near-rotation" && policy == MuxPolicy::Rotate {
-                assert_eq!(said.known, 0.0, "{said:?}");
+                assert_eq!(error_bars.known, 0.0, "{error_bars:?}");
             }
-            let wrong = said.known - said.covered + said.bounded - said.held;
+            let wrong = error_bars.known - error_bars.covered + error_bars.bounded - error_bars.held;
             assert!(
-                wrong <= 0.16 * said.events,
+                wrong <= 0.16 * error_bars.events,
                 "{}, {policy:?}: {wrong} of {} are wrong",
                 trace.name,
-                said.events
+                error_bars.events
             );
         }
     }
@@ -166,16 +166,16 @@ fn nothing_is_said_of_the_rhythm_that_rotation_does_not_see() {
 /// always in the same part of their slices. The others never are, and their slices look constant:
 /// the variation seen by the first makes all errors unknown.
 #[test]
-fn a_rhythm_that_one_event_sees_makes_the_others_unknown() {
+fn rhythm_detected_by_one_event_makes_other_errors_unknown() {
     let steps = TICK_NS * 4 / traces::STEP_NS;
     let moment = |step: u64| if step % steps < steps / 8 { 4.0 } else { 0.5 };
     let rates: Vec<f64> = (0..500 * steps).map(moment).collect();
     let trace = Trace::from_rates("moments".into(), vec![rates; 4], 2);
     for seed in SEEDS {
         let estimates = measure::run_core(&trace, MuxPolicy::Rotate, TICK_NS, seed).0;
-        let said = measure::bars(&estimates);
+        let error_bars = measure::bars(&estimates);
         assert_eq!(
-            (said.known, said.bounded),
+            (error_bars.known, error_bars.bounded),
             (0.0, 0.0),
             "seed {seed:#x}: {estimates:?}"
         );
@@ -186,7 +186,7 @@ fn a_rhythm_that_one_event_sees_makes_the_others_unknown() {
 /// receives a slice when it ends rather than a rotation later, when its test for constant rates has
 /// moved on.
 #[test]
-fn through_a_core_estimates_are_as_good() {
+fn core_estimates_match_estimator_accuracy() {
     let (mut alone, mut through) = (0.0, 0.0);
     for trace in family::HOLD_OUT.step_by(4).map(family::in_step) {
         for &seed in &SEEDS[..2] {

@@ -15,11 +15,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use driver::{Bench, Driver, Fault, SOFT, rate};
+use driver::{Driver, DriverFault, DriverPair, SOFT, rate};
 use model::{
     CONTEXT_SWITCHES, EventState as Expected, Kind, Model, Reports, RingRecord, Setup, Spec, Totals, VM,
 };
-use perf_core::record::{Format, Record};
+use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
@@ -49,7 +49,7 @@ enum Step {
     Exec(u32),
     ContextPin(u32),
     Unpin,
-    Open {
+    TrackedEvent {
         spec: Spec,
         leader: Option<usize>,
     },
@@ -129,7 +129,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => vcpu().prop_map(Step::Remove),
         1 => vcpu().prop_map(Step::Exec),
         1 => prop_oneof![vcpu().prop_map(Step::ContextPin), Just(Step::Unpin)],
-        8 => (spec(), prop::option::of(n())).prop_map(|(spec, leader)| Step::Open { spec, leader }),
+        8 => (spec(), prop::option::of(n())).prop_map(|(spec, leader)| Step::TrackedEvent { spec, leader }),
         2 => n().prop_map(Step::Close),
         3 => (n(), scope()).prop_map(|(n, scope)| Step::Enable(n, scope)),
         2 => (n(), scope()).prop_map(|(n, scope)| Step::Disable(n, scope)),
@@ -166,7 +166,7 @@ impl SampleRegs for Regs {
 }
 
 /// An event of the core, and the state of reading its ring.
-struct Open {
+struct TrackedEvent {
     name: u64,
     config: u64,
     handle: Handle,
@@ -174,14 +174,14 @@ struct Open {
 }
 
 /// The core and the model, driven by the same operations.
-struct Pair {
+struct CoreAndModel {
     core: Core,
     clock: Arc<ManualClock>,
-    bench: Arc<Bench>,
+    bench: Arc<DriverPair>,
     admin: Session,
     guest: Session,
     model: Model,
-    open: Vec<Open>,
+    open: Vec<TrackedEvent>,
     pin: Option<(usize, ContextPin)>,
     names: u64,
 }
@@ -190,8 +190,8 @@ fn config_of(name: u64, rate: u64) -> u64 {
     4 * name + rate - 1
 }
 
-impl Pair {
-    fn new(setup: Setup, fault: Fault) -> Self {
+impl CoreAndModel {
+    fn new(setup: Setup, fault: DriverFault) -> Self {
         let clock = Arc::new(ManualClock::new());
         let tick_hz = 1_000_000_000 / setup.tick_ns;
         let core = Core::new(CoreConfig {
@@ -201,7 +201,7 @@ impl Pair {
             reserved_slots: setup.reserved,
             ..CoreConfig::default()
         });
-        let bench = Bench::new(fault);
+        let bench = DriverPair::new(fault);
         for slots in [setup.slots, 0] {
             core.register(Arc::new(Driver {
                 bench: Arc::clone(&bench),
@@ -256,7 +256,7 @@ impl Pair {
                     self.model.contexts[ctx].pins -= 1;
                 }
             }
-            Step::Open { spec, leader } => return self.open(spec, leader),
+            Step::TrackedEvent { spec, leader } => return self.open(spec, leader),
             Step::Refuse(on) => {
                 let sampled = |e: &model::Event| e.spec.kind == Kind::Soft && e.spec.period > 0;
                 let mixed = |e: &model::Event| {
@@ -488,7 +488,7 @@ impl Pair {
         let bench = &self.bench;
         self.model
             .open(name, spec, leader, &|vcpu| bench.claim(vcpu, config));
-        self.open.push(Open {
+        self.open.push(TrackedEvent {
             name,
             config,
             handle,
@@ -573,7 +573,7 @@ impl Pair {
     }
 
     fn event(&self, n: usize) -> Result<(), String> {
-        let Open { name, handle, .. } = &self.open[n];
+        let TrackedEvent { name, handle, .. } = &self.open[n];
         let event = &self.model.events[name];
         let parts = self.model.parts_of(*name);
         let mut totals = event.gone;
@@ -647,16 +647,16 @@ impl Pair {
     }
 }
 
-fn format() -> Format {
-    Format {
+fn format() -> RecordFormat {
+    RecordFormat {
         sample_type: SampleType::PERIOD,
         read_format: ReadFormat::TOTAL_TIME_ENABLED | ReadFormat::TOTAL_TIME_RUNNING | ReadFormat::ID,
-        ..Format::default()
+        ..RecordFormat::default()
     }
 }
 
-fn history(setup: Setup, steps: Vec<Step>, fault: Fault) -> Result<(), TestCaseError> {
-    let mut pair = Pair::new(setup, fault);
+fn history(setup: Setup, steps: Vec<Step>, fault: DriverFault) -> Result<(), TestCaseError> {
+    let mut pair = CoreAndModel::new(setup, fault);
     for (at, step) in steps.into_iter().enumerate() {
         let what = format!("{step:?}");
         pair.step(step)
@@ -680,15 +680,15 @@ fn config(cases: u32) -> Config {
     }
 }
 
-fn judge(mut runner: TestRunner, fault: Fault) -> Result<(), TestError<(Setup, Vec<Step>)>> {
+fn judge(mut runner: TestRunner, fault: DriverFault) -> Result<(), TestError<(Setup, Vec<Step>)>> {
     let histories = (setup(), prop::collection::vec(step(), 1..60));
     runner.run(&histories, |(setup, steps)| history(setup, steps, fault))
 }
 
 /// For any sequence of operations, the core's observable state equals the model's.
 #[test]
-fn any_history_is_as_the_model_says() {
-    let judged = judge(TestRunner::new(config(cases())), Fault::None);
+fn any_history_matches_model() {
+    let judged = judge(TestRunner::new(config(cases())), DriverFault::None);
     assert!(judged.is_ok(), "{}", judged.unwrap_err());
 }
 
@@ -696,8 +696,8 @@ fn any_history_is_as_the_model_says() {
 /// fixed, because the result of shrinking depends on the starting point and no search is intended
 /// here.
 #[test]
-fn the_oracle_notices_what_is_wrong() {
-    for fault in [Fault::LosesACount, Fault::SaysNothing] {
+fn oracle_detects_driver_faults() {
+    for fault in [DriverFault::LosesCount, DriverFault::DropsOverflows] {
         let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
         match judge(TestRunner::new_with_rng(config(500), rng), fault) {
             Err(TestError::Fail(_, (_, steps))) => assert!(steps.len() <= 8, "{fault:?}: {steps:?}"),

@@ -3,7 +3,7 @@
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
-use perf_core::record::{Format, MapName, Record};
+use perf_core::record::{MappingName, Record, RecordFormat};
 use perf_core::ring::{Ring, RingReader};
 use perf_core::*;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
@@ -33,7 +33,7 @@ impl SampleRegs for Regs {
 
 /// Returns the unread records of `ring` as text.
 fn records(ring: &Ring, attr: &Attr) -> Vec<String> {
-    let format = Format::from(attr);
+    let format = RecordFormat::from(attr);
     let mut reader = RingReader::map(ring.memfd()).unwrap();
     let mut out = Vec::new();
     while let Some(raw) = reader.next_record().unwrap() {
@@ -188,7 +188,7 @@ fn children_write_to_their_parents_ring() {
     overflow(&m, &v0, 5);
     overflow(&m, &v1, 5);
     let mut reader = RingReader::map(ring.memfd()).unwrap();
-    let format = Format::from(&attr);
+    let format = RecordFormat::from(&attr);
     let (mut tids, mut own_ids) = (Vec::new(), Vec::new());
     while let Some(raw) = reader.next_record().unwrap() {
         let Record::Sample(s) = Record::decode(raw, format).unwrap() else {
@@ -223,7 +223,7 @@ fn p39_exit_comes_after_the_last_sample_and_reads_follow_it() {
         start: 0x1000,
         len: 0x2000,
         pgoff: 0,
-        name: MapName::Path(b"/boot/vmlinux"),
+        name: MappingName::Path(b"/boot/vmlinux"),
         kernel: true,
     });
     assert!(m.core.name_vcpu(VcpuId(0), "a name that is longer than fifteen"));
@@ -268,7 +268,7 @@ fn p39_an_overflow_not_served_when_a_vcpu_is_removed_is_lost() {
 }
 
 #[test]
-fn p36_outputs_make_no_chains_and_can_be_taken_back() {
+fn p36_redirections_form_no_chains_and_can_be_undone() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
     let target = m.open_vcpu(sampling(1000), None);
@@ -337,7 +337,7 @@ fn p36_outputs_make_no_chains_and_can_be_taken_back() {
 /// other event can be redirected to it, because its records would be lost, and it gets no ring of
 /// its own.
 #[test]
-fn p36_an_event_goes_on_in_the_ring_of_a_closed_one() {
+fn p36_event_keeps_writing_to_ring_of_closed_event() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
     let target = m.open_vcpu(sampling(1000), None);
@@ -437,7 +437,7 @@ fn p35_ring_memory_is_charged_and_refunded_exactly() {
 /// With a limit of 8 pages, a second ring of 5 pages is refused while the first is in use by this
 /// process, by a client's copy of the file descriptor, or by a mapping that outlives it.
 #[test]
-fn ring_memory_is_charged_until_nobody_has_it() {
+fn ring_memory_is_charged_until_last_user_releases_it() {
     let m = Machine::with(4, |c| {
         c.mlock_kb = 32;
         c.host_cpus = 1;
@@ -505,7 +505,7 @@ fn a_ring_of_the_control_page_alone_shows_count_and_times() {
 }
 
 #[test]
-fn poll_says_hup_without_a_ring_and_in_with_samples() {
+fn poll_reports_hup_without_ring_and_in_with_samples() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
     let attr = Attr {
@@ -533,7 +533,7 @@ fn is_readable(fd: &OwnedFd) -> bool {
 /// The file descriptor to poll is the ring's, or the event's own without a ring. The caller's copy
 /// stays valid after the event and the ring are closed.
 #[test]
-fn the_descriptor_to_wait_for_is_the_callers_own() {
+fn poll_descriptor_belongs_to_caller() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
     let attr = Attr {
@@ -562,7 +562,7 @@ fn the_descriptor_to_wait_for_is_the_callers_own() {
 /// An event at its limit writes no more records. If other events write to the ring, more records
 /// may follow.
 #[test]
-fn an_event_at_its_limit_hangs_its_own_ring_up_and_no_others() {
+fn event_at_limit_hangs_up_only_its_own_ring() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
     let limited = Attr {
@@ -588,7 +588,7 @@ fn an_event_at_its_limit_hangs_its_own_ring_up_and_no_others() {
 /// While its ring is paused, an event continues to count, the content of the ring stays, and new
 /// records are reported as lost.
 #[test]
-fn a_paused_ring_takes_nothing_and_tells_what_was_lost() {
+fn paused_ring_reports_lost_records() {
     for writable in [true, false] {
         let m = Machine::new(4);
         let v = m.vcpu(0);
@@ -622,7 +622,7 @@ fn a_paused_ring_takes_nothing_and_tells_what_was_lost() {
 
 /// Registers with only the mandatory values yield samples with empty fields.
 #[test]
-fn what_the_registers_do_not_know_is_empty() {
+fn unknown_registers_yield_empty_fields() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
     let attr = Attr {
@@ -633,7 +633,7 @@ fn what_the_registers_do_not_know_is_empty() {
     let mut reader = perf_core::ring::RingReader::of(event.map(1, true).unwrap());
     m.run(0, 10);
     v.service_overflows(&mut NoRegs, &mut |_| {});
-    let format = perf_core::record::Format::from(&attr);
+    let format = perf_core::record::RecordFormat::from(&attr);
     let raw = reader.next_record().unwrap().expect("a sample");
     let perf_core::record::Record::Sample(sample) = perf_core::record::Record::decode(raw, format).unwrap()
     else {
@@ -645,7 +645,7 @@ fn what_the_registers_do_not_know_is_empty() {
 }
 
 /// An event of a random history, and its expected records.
-struct Traced {
+struct TracedEvent {
     event: Handle,
     redirect: Option<usize>,
     /// Ring and number of its mappings. The ring is kept here when the event is closed.
@@ -659,23 +659,23 @@ struct Traced {
 /// sample in the right ring, or is reported as lost there and by its event; an event without a ring
 /// loses nothing.
 #[test]
-fn p36_no_record_is_lost_untold_however_events_are_redirected() {
+fn p36_every_lost_record_is_reported_under_redirection() {
     let sampling = Attr {
         sample_type: SampleType::IP | SampleType::STREAM_ID | SampleType::CALLCHAIN | SampleType::RAW,
         ..Attr::sampling(EventType::SIM, 1, 5)
     };
-    let format = Format::from(&sampling);
+    let format = RecordFormat::from(&sampling);
     let (mut lost_at_all, mut to_closed) = (0, 0);
     for seed in 0..200 {
         let mut random = fastrand::Rng::with_seed(seed);
         let m = Machine::with(64, |c| c.sample_rate_hz = u64::from(u32::MAX));
         let v = m.vcpu(0);
-        let mut events: Vec<Traced> = Vec::new();
+        let mut events: Vec<TracedEvent> = Vec::new();
         // The ring, its reader, and the number of records due: written but unread, or lost but
         // unreported.
         let mut rings: Vec<(std::sync::Arc<Ring>, RingReader, u64)> = Vec::new();
-        let written_to = |events: &[Traced], at: usize| {
-            let event: &Traced = &events[at];
+        let written_to = |events: &[TracedEvent], at: usize| {
+            let event: &TracedEvent = &events[at];
             let owner = event.redirect.map_or(event, |to| &events[to]);
             owner.ring.map(|(ring, _)| ring)
         };
@@ -695,7 +695,7 @@ fn p36_no_record_is_lost_untold_however_events_are_redirected() {
                     let opened = m.core.open(&m.admin, sampling.clone(), place, other, flags);
                     let may = to.is_none_or(|to| !events[to].closed && events[to].redirect.is_none());
                     assert_eq!(opened.is_ok(), may);
-                    events.extend(opened.ok().map(|event| Traced {
+                    events.extend(opened.ok().map(|event| TracedEvent {
                         event,
                         redirect: to,
                         ring: None,

@@ -1,7 +1,7 @@
 //! Periods of samples: each is the number of counts since the previous sample for any changes in
 //! between, so that the periods add up to the count.
 
-use perf_core::record::{Format, Record};
+use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::{Ring, RingReader};
 use perf_core::*;
 use proptest::prelude::*;
@@ -41,10 +41,10 @@ fn raise(v: &VcpuContext, n: u64) {
 
 /// Returns the vCPU and the period of each unread sample.
 fn samples(ring: &Ring) -> Vec<(u32, u64)> {
-    let format = Format {
+    let format = RecordFormat {
         sample_type: SampleType::CPU | SampleType::PERIOD,
         read_format: ReadFormat::empty(),
-        ..Format::default()
+        ..RecordFormat::default()
     };
     let mut reader = RingReader::map(ring.memfd()).unwrap();
     let mut out = Vec::new();
@@ -229,7 +229,7 @@ fn by_frequency_each_sample_has_the_period_of_its_own_interval() {
 }
 
 #[test]
-fn what_has_no_registers_is_counted_by_the_next_sample_but_brings_it_no_nearer() {
+fn counts_without_registers_are_included_in_next_sample() {
     let m = Machine::new(1);
     let v = m.vcpu(0);
     let e = m.open_vcpu(raised(10), None);

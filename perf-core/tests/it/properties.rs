@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use perf_core::record::{Format, Record};
+use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::{Ring, RingReader};
 use perf_core::*;
 use proptest::prelude::*;
@@ -32,20 +32,20 @@ fn is_on(e: &Handle) -> bool {
 }
 
 /// Registers whose evaluation raises an event of the next vCPU at the next level.
-struct Nest<'a> {
+struct NestedRegs<'a> {
     vcpus: &'a [Arc<VcpuContext>],
     levels: &'a [RaiseLevel],
     delivered: &'a mut Vec<bool>,
 }
 
-impl Nest<'_> {
+impl NestedRegs<'_> {
     fn raise(&mut self) {
         let ([vcpu, vcpus @ ..], [level, levels @ ..]) = (self.vcpus, self.levels) else {
             return;
         };
         let at = self.delivered.len();
         self.delivered.push(false);
-        let mut inner = Nest {
+        let mut inner = NestedRegs {
             vcpus,
             levels,
             delivered: self.delivered,
@@ -56,7 +56,7 @@ impl Nest<'_> {
     }
 }
 
-impl SampleRegs for Nest<'_> {
+impl SampleRegs for NestedRegs<'_> {
     fn mode(&mut self) -> CpuMode {
         CpuMode::GuestKernel
     }
@@ -68,10 +68,10 @@ impl SampleRegs for Nest<'_> {
 
 /// Returns the type and thread of every record of `ring`.
 fn records(ring: &Ring) -> Vec<(&'static str, u32)> {
-    let format = Format {
+    let format = RecordFormat {
         sample_type: SampleType::TID,
         read_format: ReadFormat::empty(),
-        ..Format::default()
+        ..RecordFormat::default()
     };
     let mut reader = RingReader::map(ring.memfd()).unwrap();
     let mut out = Vec::new();
@@ -112,7 +112,7 @@ proptest! {
 
     /// P10: after as many turns as there are groups, the same groups are on.
     #[test]
-    fn p10_a_round_brings_back_what_was_on(slots in 1usize..6, more in 1usize..8, start in 0usize..20) {
+    fn p10_full_rotation_restores_active_groups(slots in 1usize..6, more in 1usize..8, start in 0usize..20) {
         let n = slots + more;
         let m = Machine::new(slots);
         let _v = m.vcpu(0);
@@ -128,7 +128,7 @@ proptest! {
 
     /// P12: a leader stops its running siblings and restarts exactly those that are not off.
     #[test]
-    fn p12_a_leader_brings_back_what_is_not_off(members in prop::collection::vec((any::<bool>(), any::<bool>()), 0..6), pinned: bool, inside: bool) {
+    fn p12_leader_restarts_enabled_siblings(members in prop::collection::vec((any::<bool>(), any::<bool>()), 0..6), pinned: bool, inside: bool) {
         let m = Machine::new(8);
         let v = m.vcpu(0);
         let leader = m.open_vcpu(Attr { pinned, ..hw() }, None);
@@ -154,7 +154,7 @@ proptest! {
     /// P13: after their leader is closed, siblings lead groups of one, keep their counts and times,
     /// and continue.
     #[test]
-    fn p13_siblings_without_their_leader_stand_alone(members in prop::collection::vec((any::<bool>(), any::<bool>()), 0..6), leader_off: bool, work in 1u64..100) {
+    fn p13_siblings_of_closed_leader_run_alone(members in prop::collection::vec((any::<bool>(), any::<bool>()), 0..6), leader_off: bool, work in 1u64..100) {
         let m = Machine::new(8);
         let v = m.vcpu(0);
         let leader = m.open_vcpu(hw(), None);
@@ -282,7 +282,7 @@ proptest! {
     /// P24: an event raised inside its own level is dropped, an event of another level is not, and
     /// all levels are free afterwards.
     #[test]
-    fn p24_only_what_is_inside_its_own_level_is_dropped(nest in prop::collection::vec(0usize..4, 1..7)) {
+    fn p24_only_events_nested_in_own_level_are_dropped(nest in prop::collection::vec(0usize..4, 1..7)) {
         const LEVELS: [RaiseLevel; 4] = [RaiseLevel::Thread, RaiseLevel::Deferred, RaiseLevel::Signal, RaiseLevel::Nmi];
         let m = Machine::new(1);
         let vcpus: Vec<_> = (0..nest.len() as u32).map(|n| m.vcpu(n)).collect();
@@ -294,7 +294,7 @@ proptest! {
         }).collect();
         let levels: Vec<_> = nest.iter().map(|n| LEVELS[*n]).collect();
         let mut delivered = Vec::new();
-        Nest { vcpus: &vcpus, levels: &levels, delivered: &mut delivered }.raise();
+        NestedRegs { vcpus: &vcpus, levels: &levels, delivered: &mut delivered }.raise();
         // Up to the first level that repeats.
         let depth = (0..levels.len()).take_while(|n| !levels[..*n].contains(&levels[*n])).count();
         let expected: Vec<_> = (0..levels.len().min(depth + 1)).map(|n| n < depth).collect();
@@ -308,7 +308,7 @@ proptest! {
 
     /// P38: a context without running events or pending overflows claims no signal.
     #[test]
-    fn p38_with_nothing_on_no_signal_is_claimed(period in 1u64..20, ops in prop::collection::vec((0u8..6, 1u64..50), 1..60)) {
+    fn p38_inactive_context_claims_no_signal(period in 1u64..20, ops in prop::collection::vec((0u8..6, 1u64..50), 1..60)) {
         let m = Machine::new(2);
         let v = m.vcpu(0);
         let events = [m.open_vcpu(sampling(EventType::SIM, 1, period), None), m.open_vcpu(sampling(SOFT, 1, period), None)];
@@ -374,7 +374,7 @@ proptest! {
 
 /// The leader's flag decides: siblings with `inherit` are not inherited if their leader is not.
 #[test]
-fn a_group_whose_leader_is_not_marked_is_not_inherited() {
+fn group_without_inherit_on_leader_is_not_inherited() {
     let m = Machine::new(4);
     let _v0 = m.vcpu(0);
     let leader = m.open(hw(), OpenTarget::Vm, None);

@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use perf_core::record::{Format, Record};
+use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::time::Clock;
 use perf_core::*;
@@ -22,7 +22,7 @@ fn raised(vm: bool) -> Attr {
 
 /// Passes the records of a ring to `each` after decoding.
 fn for_each(reader: &mut RingReader, attr: &Attr, mut each: impl FnMut(&Record<'_>)) {
-    let format = Format::from(attr);
+    let format = RecordFormat::from(attr);
     while let Some(raw) = reader.next_record().unwrap() {
         each(&Record::decode(raw, format).unwrap());
     }
@@ -92,9 +92,9 @@ type Hook = Box<dyn FnOnce() + Send>;
 
 /// A clock that runs a hook the next time it is read.
 #[derive(Default)]
-struct Interrupted(Mutex<Option<Hook>>);
+struct HookedClock(Mutex<Option<Hook>>);
 
-impl Clock for Interrupted {
+impl Clock for HookedClock {
     fn now_ns(&self) -> u64 {
         let hook = self.0.lock().unwrap().take();
         if let Some(hook) = hook {
@@ -107,7 +107,7 @@ impl Clock for Interrupted {
 /// A vCPU is removed while an event is raised on it: EXIT is its last record in a VM-wide ring.
 #[test]
 fn no_sample_of_a_vcpu_follows_its_exit() {
-    let clock = Arc::new(Interrupted::default());
+    let clock = Arc::new(HookedClock::default());
     let m = Arc::new(Machine::with(1, |c| c.clock = clock.clone()));
     let v = m.vcpu(0);
     let attr = Attr {

@@ -42,7 +42,7 @@ proptest! {
 }
 
 #[test]
-fn group_times_belong_to_the_values_they_come_with() {
+fn group_times_match_their_values() {
     let m = Machine::new(4);
     let _v = m.vcpu(0);
     let leader = m.open_vcpu(hw(), None);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use linux_perf_data::linux_perf_event_reader::RecordType;
 use linux_perf_data::{PerfFileReader, PerfFileRecord};
 use perf_core::attr::ATTR_SIZE_VER1;
-use perf_core::record::{Format, MapName, Record};
+use perf_core::record::{MappingName, Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
@@ -88,7 +88,7 @@ fn a_reader_of_perf_files_finds_event_vcpu_and_time_of_every_record() {
         start: 0x1000,
         len: 0x2000,
         pgoff: 0,
-        name: MapName::Path(b"/boot/vmlinux"),
+        name: MappingName::Path(b"/boot/vmlinux"),
         kernel: true,
     });
     for _ in 0..3 {
@@ -165,7 +165,7 @@ fn words(event: &Handle) -> Vec<u64> {
 /// Each event of a group has its own lost count, in readings and in samples, although they share a
 /// ring.
 #[test]
-fn what_each_event_lost_is_in_its_reading() {
+fn lost_count_is_reported_per_event() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
     let attr = |period| Attr {
@@ -199,7 +199,7 @@ fn what_each_event_lost_is_in_its_reading() {
         event.reset(ControlScope::Event).unwrap();
     }
     overflow(&m, &v, 10);
-    let format = Format::from(leader.attr());
+    let format = RecordFormat::from(leader.attr());
     let Record::Lost(lost) = Record::decode(reader.next_record().unwrap().unwrap(), format).unwrap() else {
         panic!("what was lost is told first");
     };
@@ -213,7 +213,7 @@ fn what_each_event_lost_is_in_its_reading() {
 }
 
 #[test]
-fn what_children_lose_their_family_has_lost() {
+fn family_lost_count_includes_children() {
     let m = Machine::new(4);
     let (v0, v1) = (m.vcpu(0), m.vcpu(1));
     let attr = Attr {
@@ -236,7 +236,7 @@ fn what_children_lose_their_family_has_lost() {
 
 /// The largest record fits an empty ring after the largest LOST record.
 #[test]
-fn the_largest_record_fits_behind_a_lost_record_with_a_trailer() {
+fn largest_record_fits_after_lost_record_with_trailer() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
     /// Raw data of a given length.

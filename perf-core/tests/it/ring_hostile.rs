@@ -56,7 +56,7 @@ const BAD: [(u64, u64, &str); 6] = [
 ];
 
 #[test]
-fn each_bad_record_is_named_and_skipped() {
+fn corrupt_records_are_reported_and_skipped() {
     for (size, there, what) in BAD {
         let (ring, memory) = one_good_one_bad(size, there);
         let mut reader = RingReader::map(ring.memfd()).expect("maps");
@@ -77,7 +77,7 @@ fn each_bad_record_is_named_and_skipped() {
 }
 
 #[test]
-fn a_batch_ends_before_a_bad_record_and_the_next_names_it() {
+fn batch_ends_before_corrupt_record() {
     for (size, there, what) in BAD {
         let (ring, memory) = one_good_one_bad(size, there);
         let mut reader = RingReader::map(ring.memfd()).expect("maps");
@@ -92,7 +92,7 @@ fn a_batch_ends_before_a_bad_record_and_the_next_names_it() {
 
 /// The smallest record and a record that ends exactly at the head are valid.
 #[test]
-fn records_at_the_bounds_are_sound() {
+fn records_of_limit_sizes_are_valid() {
     for (size, there) in [(8, 8), (24, 24), (PAGE - 16, PAGE - 16)] {
         let (ring, _) = one_good_one_bad(size, there);
         let mut reader = RingReader::map(ring.memfd()).expect("maps");
@@ -116,7 +116,7 @@ fn records_at_the_bounds_are_sound() {
 }
 
 #[test]
-fn a_head_beyond_the_ring_or_behind_the_tail_is_named() {
+fn invalid_head_is_reported() {
     for (tail, head, sound) in [
         (0, PAGE, true),
         (0, PAGE + 8, false),
@@ -158,7 +158,7 @@ fn a_ring_without_data_has_no_head() {
 /// A reader that maps an overwrite ring late can read from its start for as long as an early reader
 /// can continue from there.
 #[test]
-fn a_late_observer_trusts_as_much_as_an_early_one() {
+fn late_and_early_overwrite_readers_trust_equal_ranges() {
     let mut early_least = None;
     for records in 1..=PAGE / 24 + 1 {
         let ring = Arc::new(Ring::new(1, RingMode::Overwrite).expect("a ring"));
@@ -194,7 +194,7 @@ fn a_late_observer_trusts_as_much_as_an_early_one() {
 
 /// Records of an overwrite ring can only be trusted one at a time.
 #[test]
-fn an_overwrite_ring_gives_no_batch() {
+fn overwrite_ring_yields_no_batch() {
     let ring = Arc::new(Ring::new(1, RingMode::Overwrite).expect("a ring"));
     let mut reader = RingReader::of(Arc::clone(&ring));
     write(&ring, 24, 0, 0).expect("room");
@@ -204,7 +204,7 @@ fn an_overwrite_ring_gives_no_batch() {
 
 /// A head that moves backwards is not an overrun, even in an overwrite ring.
 #[test]
-fn a_head_behind_the_tail_of_an_overwrite_ring_is_named() {
+fn backward_head_of_overwrite_ring_is_reported() {
     let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_FUTURE_WRITE;
     for (back, sound) in [(0, true), (8, false), (PAGE, false)] {
         // All zeros; an existing mapping may still write.
@@ -251,7 +251,7 @@ fn shared(file: &File) -> *mut u64 {
 
 /// Space is released per quarter of the ring, and when the ring is empty.
 #[test]
-fn space_goes_back_by_the_quarter() {
+fn space_is_released_per_quarter() {
     let ring = Arc::new(Ring::new(1, RingMode::Writable).expect("a ring"));
     let memory = foreign(&ring);
     let mut reader = RingReader::of(Arc::clone(&ring));
@@ -292,7 +292,7 @@ fn memfd(len: u64, seals: libc::c_int, data_offset: u64, data_size: u64) -> File
 }
 
 #[test]
-fn what_is_no_ring_is_refused_with_the_reason() {
+fn non_ring_is_rejected_with_reason() {
     let sealed = libc::F_SEAL_SHRINK;
     for (len, seals, data_offset, data_size, why) in [
         (2 * PAGE, libc::F_SEAL_GROW, PAGE, PAGE, "not sealed"),
@@ -320,7 +320,7 @@ fn what_is_no_ring_is_refused_with_the_reason() {
 /// The control page for readers of kernel rings: the supported fields, and bit 0 of the
 /// capabilities, which older kernels used for two purposes, cleared.
 #[test]
-fn the_control_page_says_what_it_has() {
+fn control_page_reports_supported_fields() {
     let ring = Ring::new(1, RingMode::Writable).expect("a ring");
     let memory = foreign(&ring);
     let (version, capabilities, size) = (peek(&memory, 0), peek(&memory, 40), peek(&memory, 72));
@@ -333,7 +333,7 @@ fn the_control_page_says_what_it_has() {
 
 /// The largest kernel ring is mapped; larger sizes and sizes that are no power of two are rejected.
 #[test]
-fn a_kernels_ring_has_at_most_so_many_pages() {
+fn kernel_ring_page_count_is_limited() {
     let no_event = File::open("/dev/null").expect("there is one");
     for (pages, asked) in [
         (0, false),
@@ -354,7 +354,7 @@ fn a_kernels_ring_has_at_most_so_many_pages() {
 /// A process that may not write the data may not write the tail either, so such a ring is in
 /// overwrite mode.
 #[test]
-fn seals_say_which_kind_of_ring_it_is() {
+fn ring_mode_is_derived_from_seals() {
     let size = libc::F_SEAL_SHRINK;
     for (seals, data_size, mode) in [
         (size, PAGE, RingMode::Writable),

@@ -4,11 +4,13 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use perf_core::attr::Wakeup;
-use perf_core::record::{Encode, Format, Lost, Written};
+use perf_core::record::{EncodeRecord, LostRecord, RecordFormat, WriteOutcome};
 use perf_core::ring::{PAGE_SIZE, Reservation, Ring, RingError, RingMode, RingReader};
 use proptest::prelude::*;
 
-use crate::common::ring::{DATA_HEAD, DATA_TAIL, Numbered, Seen, TAGGED, check, foreign, peek, poke, write};
+use crate::common::ring::{
+    CheckedRecord, DATA_HEAD, DATA_TAIL, NumberedRecord, TAGGED, check, foreign, peek, poke, write,
+};
 
 #[derive(Clone, Debug)]
 enum Step {
@@ -64,10 +66,10 @@ impl Model {
         }
     }
 
-    fn saw(&mut self, seen: Seen) {
+    fn saw(&mut self, seen: CheckedRecord) {
         match seen {
-            Seen::Lost(n) => self.reported += n,
-            Seen::Tagged(_, number) => {
+            CheckedRecord::Lost(n) => self.reported += n,
+            CheckedRecord::Tagged(_, number) => {
                 assert_eq!(
                     Some(number),
                     self.accepted.pop_front(),
@@ -89,7 +91,7 @@ impl Model {
     }
 
     fn batch(&mut self) {
-        let seen: Vec<Seen> = self
+        let seen: Vec<CheckedRecord> = self
             .reader
             .batch()
             .expect("p28: sound at every moment")
@@ -167,14 +169,14 @@ proptest! {
     ) {
         let rings = [(); 2].map(|()| Arc::new(Ring::new(1, RingMode::Writable).expect("a ring")));
         let mut readers = rings.each_ref().map(|ring| RingReader::of(Arc::clone(ring)));
-        let (mut number, mut seen) = (0, Written::default());
+        let (mut number, mut seen) = (0, WriteOutcome::default());
         for (sizes, reads) in steps {
-            let records: Vec<_> = sizes.into_iter().zip(number..).map(|(words, n)| Numbered::new(words, 1, n)).collect();
+            let records: Vec<_> = sizes.into_iter().zip(number..).map(|(words, n)| NumberedRecord::new(words, 1, n)).collect();
             number += records.len() as u64;
-            let written = Numbered::write_all(records.iter().copied(), Format::default(), &rings[0]);
-            let mut apart = Written::default();
+            let written = NumberedRecord::write_all(records.iter().copied(), RecordFormat::default(), &rings[0]);
+            let mut apart = WriteOutcome::default();
             for record in records {
-                match record.write(Format::default(), &rings[1]) {
+                match record.write(RecordFormat::default(), &rings[1]) {
                     Ok(()) => apart.written += 1,
                     Err(RingError::Full) => apart.lost += 1,
                     Err(_) => apart.unfit += 1,
@@ -212,14 +214,14 @@ proptest! {
     }
 
     #[test]
-    fn p31_wakeups_are_exactly_the_samples_by_their_number(n in 1u32..20, samples in 0u64..200) {
+    fn p31_wakeup_count_is_samples_divided_by_wakeup_events(n in 1u32..20, samples in 0u64..200) {
         let ring = Ring::new(16, RingMode::Writable).expect("a ring");
         ring.set_wakeup(Wakeup::Events(n));
         let mut wakeups = 0;
         for number in 0..samples {
             write(&ring, 24, 0, number).expect("room");
             // Only samples count.
-            Lost { lost: 1, ..Lost::default() }.write(Format::default(), &ring).expect("room");
+            LostRecord { lost: 1, ..LostRecord::default() }.write(RecordFormat::default(), &ring).expect("room");
             wakeups += u64::from(ring.take_poll().readable);
         }
         prop_assert_eq!(wakeups, samples / u64::from(n));
@@ -234,8 +236,8 @@ proptest! {
         let mut samples = 0;
         for some in together {
             let before = samples / u64::from(n);
-            let written = Numbered::write_all((0..some).map(|number| Numbered::new(3, 1, number)), Format::default(), &ring);
-            prop_assert_eq!(written, Written { written: some, ..Written::default() });
+            let written = NumberedRecord::write_all((0..some).map(|number| NumberedRecord::new(3, 1, number)), RecordFormat::default(), &ring);
+            prop_assert_eq!(written, WriteOutcome { written: some, ..WriteOutcome::default() });
             samples += some;
             prop_assert_eq!(ring.take_poll().readable, samples / u64::from(n) != before);
         }
@@ -351,14 +353,14 @@ fn p29_a_full_ring_refuses_and_reports_the_loss_first() {
     // Space for the record but not for the LOST record too, so it is refused as well.
     assert_eq!(
         check(reader.next_record().expect("sound").expect("one")),
-        Seen::Tagged(0, 0)
+        CheckedRecord::Tagged(0, 0)
     );
     reader.release();
     assert!(matches!(write(&ring, 40, 0, 0), Err(RingError::Full)));
     assert_eq!(ring.pending_lost(), 11);
     assert_eq!(
         check(reader.next_record().expect("sound").expect("one")),
-        Seen::Tagged(0, 1)
+        CheckedRecord::Tagged(0, 1)
     );
     reader.release();
     ring.set_lost_id(42);
@@ -367,7 +369,7 @@ fn p29_a_full_ring_refuses_and_reports_the_loss_first() {
     for n in 2..written {
         assert_eq!(
             check(reader.next_record().expect("sound").expect("one")),
-            Seen::Tagged(0, n)
+            CheckedRecord::Tagged(0, n)
         );
     }
     let lost = reader
@@ -376,10 +378,10 @@ fn p29_a_full_ring_refuses_and_reports_the_loss_first() {
         .expect("the report precedes the record");
     assert_eq!(lost.bytes().len(), 24);
     assert_eq!(lost.body()[..8], 42u64.to_ne_bytes());
-    assert_eq!(check(lost), Seen::Lost(11));
+    assert_eq!(check(lost), CheckedRecord::Lost(11));
     assert_eq!(
         check(reader.next_record().expect("sound").expect("one")),
-        Seen::Tagged(1, 99)
+        CheckedRecord::Tagged(1, 99)
     );
 }
 
@@ -472,7 +474,7 @@ fn the_default_watermark_wakes_before_a_ring_of_one_page_is_full() {
 }
 
 #[test]
-fn an_overwrite_ring_keeps_the_newest_and_says_what_went_by() {
+fn overwrite_ring_keeps_newest_and_reports_overrun() {
     let ring = Arc::new(Ring::new(1, RingMode::Overwrite).expect("a ring"));
     let mut slow = RingReader::of(Arc::clone(&ring));
     let mut fast = RingReader::of(Arc::clone(&ring));
@@ -480,7 +482,7 @@ fn an_overwrite_ring_keeps_the_newest_and_says_what_went_by() {
         write(&ring, 40, 0, n).expect("always room");
         assert_eq!(
             check(fast.next_record().expect("in time").expect("one")),
-            Seen::Tagged(0, n)
+            CheckedRecord::Tagged(0, n)
         );
     }
     assert_eq!(ring.pending_lost(), 0);
@@ -496,7 +498,7 @@ fn an_overwrite_ring_keeps_the_newest_and_says_what_went_by() {
     for n in 0..3072 / 40 {
         assert_eq!(
             check(slow.next_record().expect("still there").expect("one")),
-            Seen::Tagged(1, n)
+            CheckedRecord::Tagged(1, n)
         );
     }
     // Records in flight do not reach the range that a reader may trust.
@@ -526,7 +528,7 @@ fn too_many_writers_at_once_are_refused() {
 }
 
 #[test]
-fn another_reader_goes_on_where_the_last_one_stopped() {
+fn new_reader_continues_at_last_tail() {
     let ring = Arc::new(Ring::new(1, RingMode::Writable).expect("a ring"));
     for n in 0..10 {
         write(&ring, 40, 0, n).expect("room");
@@ -535,7 +537,7 @@ fn another_reader_goes_on_where_the_last_one_stopped() {
     for n in 0..4 {
         assert_eq!(
             check(first.next_record().expect("sound").expect("one")),
-            Seen::Tagged(0, n)
+            CheckedRecord::Tagged(0, n)
         );
     }
     drop(first);
@@ -543,14 +545,14 @@ fn another_reader_goes_on_where_the_last_one_stopped() {
     for n in 4..10 {
         assert_eq!(
             check(second.next_record().expect("sound").expect("one")),
-            Seen::Tagged(0, n)
+            CheckedRecord::Tagged(0, n)
         );
     }
     assert!(second.next_record().expect("sound").is_none());
 }
 
 #[test]
-fn descriptors_that_are_no_rings_are_refused() {
+fn non_ring_descriptors_are_rejected() {
     use std::os::fd::AsFd;
     let null = std::fs::File::open("/dev/null").expect("exists");
     assert!(

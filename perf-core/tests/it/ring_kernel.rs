@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
 use perf_core::attr::{Attr, EventType, ReadFormat, SampleType};
-use perf_core::record::{Encode, Format, Record};
+use perf_core::record::{EncodeRecord, Record, RecordFormat};
 use perf_core::ring::{Ring, RingMode, RingReader};
 use perf_event::events::Software;
 use perf_event::{Builder, SampleFlag};
@@ -43,15 +43,15 @@ fn fault(pages: usize) {
 }
 
 #[test]
-fn samples_that_the_kernel_wrote_are_read_in_place_and_over_the_wrap() {
-    let format = Format {
+fn kernel_samples_are_read_in_place_and_across_wrap() {
+    let format = RecordFormat {
         sample_type: SampleType::IP
             | SampleType::TID
             | SampleType::TIME
             | SampleType::ADDR
             | SampleType::PERIOD,
         read_format: ReadFormat::empty(),
-        ..Format::default()
+        ..RecordFormat::default()
     };
     let flags = SampleFlag::IP | SampleFlag::TID | SampleFlag::TIME | SampleFlag::ADDR | SampleFlag::PERIOD;
     let mut counter = match Builder::new(Software::PAGE_FAULTS)
@@ -148,7 +148,7 @@ fn kernel_event_on(attr: &Attr, cpu: i32, group: i32) -> Option<OwnedFd> {
 
 /// Reads every record in the kernel's ring, decodes it, encodes it into a ring of this crate and
 /// compares the bytes. Returns the number of records by type.
-fn same_when_written_anew(reader: &mut RingReader, format: Format) -> BTreeMap<u32, u32> {
+fn check_reencoded_records(reader: &mut RingReader, format: RecordFormat) -> BTreeMap<u32, u32> {
     let ring = Arc::new(Ring::new(4, RingMode::Writable).unwrap());
     let mut ours = RingReader::of(Arc::clone(&ring));
     let mut types = BTreeMap::new();
@@ -215,7 +215,7 @@ fn enable(fd: &OwnedFd, on: bool) {
 
 /// Each field alone, all together, and random subsets; single and group readings in every format.
 #[test]
-fn samples_are_what_the_kernel_would_write() {
+fn samples_match_kernel_encoding() {
     let mut rng = fastrand::Rng::with_seed(7);
     let all = ALL.bits();
     let masks = (0..11).chain([16]).map(|bit| 1 << bit).chain([0, all]);
@@ -238,18 +238,18 @@ fn samples_are_what_the_kernel_would_write() {
         enable(&leader, true);
         fault(20);
         enable(&leader, false);
-        let format = Format {
+        let format = RecordFormat {
             sample_type: attr.sample_type,
             read_format,
-            ..Format::default()
+            ..RecordFormat::default()
         };
-        let types = same_when_written_anew(&mut reader, format);
+        let types = check_reencoded_records(&mut reader, format);
         assert!(types[&SAMPLE] >= 20, "{types:?}");
     }
 }
 
 #[test]
-fn side_band_records_are_what_the_kernel_would_write() {
+fn side_band_records_match_kernel_encoding() {
     // A few samples fill the ring, fewer than the kernel would throttle.
     let all = ALL - SampleType::CALLCHAIN - SampleType::READ;
     for (sample_type, sample_id_all) in [
@@ -270,7 +270,7 @@ fn side_band_records_are_what_the_kernel_would_write() {
             return;
         };
         let mut reader = RingReader::map_perf(event.as_fd(), 1).expect("a ring");
-        let format = Format::from(&attr);
+        let format = RecordFormat::from(&attr);
         enable(&event, true);
         std::thread::spawn(|| ()).join().unwrap();
         for name in [c"a", c"seven b", c"eight by", c"fifteen letters"] {
@@ -290,10 +290,10 @@ fn side_band_records_are_what_the_kernel_would_write() {
         // More samples than fit the ring, so the next record that fits is preceded by a LOST
         // record.
         fault(200);
-        let mut types = same_when_written_anew(&mut reader, format);
+        let mut types = check_reencoded_records(&mut reader, format);
         fault(4);
         enable(&event, false);
-        for (ty, n) in same_when_written_anew(&mut reader, format) {
+        for (ty, n) in check_reencoded_records(&mut reader, format) {
             *types.entry(ty).or_insert(0) += n;
         }
         for (ty, least) in [(FORK, 1), (COMM, 4), (MMAP, 1), (LOST, 1), (SAMPLE, 30)] {
@@ -308,7 +308,7 @@ fn side_band_records_are_what_the_kernel_would_write() {
 /// An event that threads inherit, and its records when one of them ends. Linux no longer writes
 /// READ records: by then the thread has no context left.
 #[test]
-fn what_is_written_of_threads_that_end_is_what_the_kernel_would_write() {
+fn thread_exit_records_match_kernel_encoding() {
     // SAFETY: sched_getcpu takes no arguments.
     let cpu = unsafe { libc::sched_getcpu() };
     // SAFETY: an empty set is valid, and the CPU belongs to this machine.
@@ -333,7 +333,7 @@ fn what_is_written_of_threads_that_end_is_what_the_kernel_would_write() {
             return;
         };
         let mut reader = RingReader::map_perf(event.as_fd(), 64).expect("a ring");
-        let format = Format::from(&attr);
+        let format = RecordFormat::from(&attr);
         enable(&event, true);
         let task = std::thread::spawn(|| {
             fault(3);
@@ -347,7 +347,7 @@ fn what_is_written_of_threads_that_end_is_what_the_kernel_would_write() {
             std::thread::yield_now();
         }
         enable(&event, false);
-        let types = same_when_written_anew(&mut reader, format);
+        let types = check_reencoded_records(&mut reader, format);
         for (ty, least) in [(FORK, 1), (EXIT, 1), (SAMPLE, 3)] {
             assert!(
                 types.get(&ty).is_some_and(|n| *n >= least),

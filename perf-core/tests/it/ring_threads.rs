@@ -5,10 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use perf_core::attr::Wakeup;
-use perf_core::record::{Encode, Format};
-use perf_core::ring::{Counter, Ring, RingError, RingMode, RingReader};
+use perf_core::record::{EncodeRecord, RecordFormat};
+use perf_core::ring::{PageCounter, Ring, RingError, RingMode, RingReader};
 
-use crate::common::ring::{DATA_HEAD, DATA_TAIL, Numbered, Seen, check, foreign, peek, wait, write};
+use crate::common::ring::{
+    CheckedRecord, DATA_HEAD, DATA_TAIL, NumberedRecord, check, foreign, peek, wait, write,
+};
 
 const WRITERS: u64 = 3;
 const EACH: u64 = if cfg!(debug_assertions) { 20_000 } else { 100_000 };
@@ -19,11 +21,11 @@ fn drain(reader: &mut RingReader, last: &mut [u64]) -> (u64, u64) {
     let (mut records, mut lost) = (0, 0);
     while let Some(record) = reader.next_record().expect("the ring is sound") {
         match check(record) {
-            Seen::Lost(n) => {
+            CheckedRecord::Lost(n) => {
                 assert!(n > 0, "no report of nothing");
                 lost += n;
             }
-            Seen::Tagged(writer, number) => {
+            CheckedRecord::Tagged(writer, number) => {
                 assert!(number > last[writer as usize], "order of writer {writer}");
                 last[writer as usize] = number;
                 records += 1;
@@ -48,9 +50,9 @@ fn p28_p29_p30_threads_write_whole_records_in_order_and_losses_add_up() {
                 // The last writer writes several records together.
                 if writer == WRITERS - 1 {
                     for first in (1..=EACH).step_by(5) {
-                        let records =
-                            (first..first + 5).map(|n| Numbered::new(3 + (n * 7 % 15) as usize, writer, n));
-                        let written = Numbered::write_all(records, Format::default(), ring);
+                        let records = (first..first + 5)
+                            .map(|n| NumberedRecord::new(3 + (n * 7 % 15) as usize, writer, n));
+                        let written = NumberedRecord::write_all(records, RecordFormat::default(), ring);
                         assert_eq!((written.written + written.lost, written.unfit), (5, 0));
                         refused.fetch_add(written.lost, Ordering::Relaxed);
                     }
@@ -102,7 +104,7 @@ fn p28_p29_p30_threads_write_whole_records_in_order_and_losses_add_up() {
 }
 
 #[test]
-fn p31_a_reader_that_sleeps_on_the_eventfd_misses_nothing() {
+fn p31_reader_sleeping_on_eventfd_misses_no_record() {
     let ring = Arc::new(Ring::new(16, RingMode::Writable).expect("a ring"));
     ring.set_wakeup(Wakeup::Events(1));
     let mut reader = RingReader::of(Arc::clone(&ring));
@@ -133,7 +135,7 @@ fn p34_the_counter_on_the_control_page_is_never_torn() {
     let ring = Arc::new(Ring::new(0, RingMode::Writable).expect("a control page"));
     let reader = RingReader::map(ring.memfd()).expect("maps");
     let stop = AtomicBool::new(false);
-    let counter = |n: u64| Counter {
+    let counter = |n: u64| PageCounter {
         index: n as u32 % 8,
         offset: n as i64 * -3,
         time_enabled_ns: n * 5,

@@ -4,31 +4,31 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use perf_core::record::{Format, Record};
+use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::{Ring, RingReader};
 use perf_core::*;
 
 use crate::common::machine::*;
 
 /// Returns the sample types that depend on registers, and the period.
-fn wants() -> SampleType {
+fn regs_sample_type() -> SampleType {
     SampleType::IP | SampleType::ADDR | SampleType::CALLCHAIN | SampleType::RAW | SampleType::PERIOD
 }
 
 fn sampling(ty: EventType, config: u64, period: u64) -> Attr {
     Attr {
-        sample_type: wants(),
+        sample_type: regs_sample_type(),
         ..Attr::sampling(ty, config, period)
     }
 }
 
 /// Slow registers: `during` runs while they are read, and reads are counted.
-struct Slow<'a> {
+struct SlowRegs<'a> {
     during: &'a mut dyn FnMut(),
     looks: [u32; 4],
 }
 
-impl<'a> Slow<'a> {
+impl<'a> SlowRegs<'a> {
     fn new(during: &'a mut dyn FnMut()) -> Self {
         Self {
             during,
@@ -37,7 +37,7 @@ impl<'a> Slow<'a> {
     }
 }
 
-impl SampleRegs for Slow<'_> {
+impl SampleRegs for SlowRegs<'_> {
     fn mode(&mut self) -> CpuMode {
         self.looks[0] += 1;
         (self.during)();
@@ -66,13 +66,13 @@ impl SampleRegs for Slow<'_> {
 }
 
 /// Instruction pointer, address, call chain, raw data and period of a sample.
-type Told = (u64, u64, Vec<u64>, Vec<u8>, u64);
+type SampleFields = (u64, u64, Vec<u64>, Vec<u8>, u64);
 
-fn samples(ring: &Arc<Ring>) -> Vec<Told> {
+fn samples(ring: &Arc<Ring>) -> Vec<SampleFields> {
     let mut reader = RingReader::of(Arc::clone(ring));
-    let format = Format {
-        sample_type: wants(),
-        ..Format::default()
+    let format = RecordFormat {
+        sample_type: regs_sample_type(),
+        ..RecordFormat::default()
     };
     let mut out = Vec::new();
     while let Some(raw) = reader.next_record().unwrap() {
@@ -89,14 +89,14 @@ fn samples(ring: &Arc<Ring>) -> Vec<Told> {
     out
 }
 
-fn sample(period: u64) -> Told {
+fn sample(period: u64) -> SampleFields {
     (0x1234, 0x5678, vec![1, 2, 3], b"raw!".to_vec(), period)
 }
 
 /// While the registers are read, another thread reads the event, enables it, and ticks, without
 /// waiting for the stack walk.
 #[test]
-fn the_contexts_lock_is_free_while_a_stack_is_walked() {
+fn context_lock_is_free_during_stack_unwinding() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
     let driven = m.open_vcpu(sampling(EventType::SIM, 1, 10), None);
@@ -127,9 +127,12 @@ fn the_contexts_lock_is_free_while_a_stack_is_walked() {
             assert_eq!(looks, free, "a lock is held while registers are read");
         };
         m.run(0, 10);
-        assert_eq!(v.service_overflows(&mut Slow::new(&mut during), &mut |_| {}), 1);
+        assert_eq!(
+            v.service_overflows(&mut SlowRegs::new(&mut during), &mut |_| {}),
+            1
+        );
         for id in [SoftwareEventId::Exits, SoftwareEventId::Halts] {
-            v.software_event(id, 5, Some(&mut Slow::new(&mut during)), &mut |_| {});
+            v.software_event(id, 5, Some(&mut SlowRegs::new(&mut during)), &mut |_| {});
         }
         drop(ask);
     });
@@ -143,7 +146,7 @@ fn the_contexts_lock_is_free_while_a_stack_is_walked() {
 /// Several events overflow at the same moment: each has a sample, the stack is unwound once, and
 /// unrequested registers are not read.
 #[test]
-fn a_moments_registers_are_read_once_and_as_far_as_wanted() {
+fn registers_are_read_once_per_moment_and_on_request_only() {
     let m = Machine::new(8);
     let v = m.vcpu(0);
     // More events than are handled in one pass.
@@ -153,7 +156,7 @@ fn a_moments_registers_are_read_once_and_as_far_as_wanted() {
     let rings: Vec<_> = events.iter().map(|e| e.map(1, true).unwrap()).collect();
     m.run(0, 30);
     let mut nothing = || {};
-    let mut regs = Slow::new(&mut nothing);
+    let mut regs = SlowRegs::new(&mut nothing);
     assert_eq!(v.service_overflows(&mut regs, &mut |_| {}), 20);
     assert_eq!(regs.looks, [1, 1, 1, 1]);
     for ring in &rings {
@@ -173,7 +176,7 @@ fn a_moments_registers_are_read_once_and_as_far_as_wanted() {
         .open(&m.guest, guests, OpenTarget::Vcpu(VcpuId(0)), None, flags)
         .unwrap();
     m.run(0, 10);
-    let mut regs = Slow::new(&mut nothing);
+    let mut regs = SlowRegs::new(&mut nothing);
     let mut seen = 0;
     assert_eq!(v.service_overflows(&mut regs, &mut |o| seen += o.times), 1);
     assert_eq!(
@@ -186,7 +189,7 @@ fn a_moments_registers_are_read_once_and_as_far_as_wanted() {
 /// Changes to an event while its registers are read take effect: a closed event has no sample, a
 /// disabled event has the sample of earlier counts, and there is none after EXIT.
 #[test]
-fn what_happens_meanwhile_counts() {
+fn event_changes_during_register_reads_take_effect() {
     for what in ["close", "disable", "remove"] {
         let m = Machine::new(4);
         let v = m.vcpu(0);
@@ -198,7 +201,7 @@ fn what_happens_meanwhile_counts() {
             "disable" => event.disable(ControlScope::Event).unwrap(),
             _ => drop(m.core.remove_vcpu(VcpuId(0))),
         };
-        let served = v.service_overflows(&mut Slow::new(&mut during), &mut |_| {});
+        let served = v.service_overflows(&mut SlowRegs::new(&mut during), &mut |_| {});
         let expected = if what == "disable" {
             vec![sample(10)]
         } else {

@@ -26,7 +26,7 @@ fn counter(m: &Machine, period: u64, cookie: u64) -> Handle {
 }
 
 #[test]
-fn an_armed_counter_overflows_exactly_there_and_then_at_its_period() {
+fn armed_counter_overflows_at_armed_count_then_at_period() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
     let c = counter(&m, 1 << 20, 7);
@@ -43,7 +43,7 @@ fn an_armed_counter_overflows_exactly_there_and_then_at_its_period() {
 }
 
 #[test]
-fn arming_again_while_it_runs_takes_effect_at_once_and_loses_nothing() {
+fn rearming_running_event_takes_effect_immediately() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
     let c = counter(&m, 1 << 40, 1);
@@ -61,7 +61,7 @@ fn arming_again_while_it_runs_takes_effect_at_once_and_loses_nothing() {
 }
 
 #[test]
-fn an_overflow_survives_being_taken_off_before_it_is_served() {
+fn pending_overflow_survives_sched_out() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
     let c = counter(&m, 100, 1);
@@ -79,7 +79,7 @@ fn an_overflow_survives_being_taken_off_before_it_is_served() {
 /// The limit of a leader stops its whole group while others have pending overflows: all of them are
 /// handled without another signal.
 #[test]
-fn a_group_that_goes_off_while_it_is_served_leaves_nothing_unserved() {
+fn group_stopped_during_handling_has_no_pending_overflow() {
     let m = Machine::new(8);
     let v = m.vcpu(0);
     let open = |cookie, leader: Option<&Handle>| {
@@ -224,7 +224,7 @@ fn the_guests_counters_are_never_throttled() {
 }
 
 #[test]
-fn a_frequency_finds_its_period() {
+fn frequency_converges_to_period() {
     let m = Machine::with(4, |c| c.tick_hz = 1000);
     let v = m.vcpu(0);
     let attr = Attr {
@@ -303,7 +303,7 @@ proptest! {
 }
 
 #[test]
-fn p38_no_overflow_is_claimed_while_nothing_is_on() {
+fn p38_no_overflow_reported_without_active_event() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
     assert_eq!(v.service_overflows(&mut NoRegs, &mut |_| {}), 0);
@@ -344,7 +344,7 @@ fn the_last_sample_before_the_limit_is_written() {
 /// With a frequency below the tick rate, several ticks form one window; otherwise each tick without
 /// an overflow would shorten the period.
 #[test]
-fn a_frequency_below_the_tick_finds_its_period() {
+fn frequency_below_tick_rate_converges_to_period() {
     let m = Machine::with(4, |c| c.tick_hz = 100);
     let v = m.vcpu(0);
     let attr = Attr {
@@ -383,7 +383,7 @@ fn a_frequency_below_the_tick_finds_its_period() {
 /// A guest becomes a thousand times slower: its current period would take minutes, so it is
 /// shortened before it ends.
 #[test]
-fn a_period_that_became_too_long_is_not_waited_for() {
+fn excessive_period_is_shortened_early() {
     let m = Machine::with(4, |c| c.tick_hz = 1000);
     let v = m.vcpu(0);
     let attr = Attr {
@@ -418,7 +418,7 @@ fn a_period_that_became_too_long_is_not_waited_for() {
 /// On a host with an overflow latency as long as the requested interval, the period grows until
 /// each notification covers one overflow.
 #[test]
-fn a_frequency_finds_its_period_also_where_overflows_are_noticed_late() {
+fn frequency_converges_with_late_overflow_notification() {
     let m = Machine::with(4, |c| c.tick_hz = 250);
     let v = m.vcpu(0);
     let attr = Attr {
@@ -503,7 +503,7 @@ fn p26_a_fixed_period_needs_ticks_and_a_guests_counter_does_not() {
 /// A tick without a handled overflow starts a new period, so that an excessive period does not
 /// stall the event. Pending overflows must survive this.
 #[test]
-fn a_tick_keeps_an_overflow_that_passed_and_was_not_served() {
+fn tick_keeps_pending_overflow() {
     let m = Machine::with(4, |c| c.tick_hz = 1000);
     let v = m.vcpu(0);
     let attr = Attr {
@@ -525,9 +525,9 @@ fn a_tick_keeps_an_overflow_that_passed_and_was_not_served() {
 }
 
 /// Registers whose reading raises an event at the thread's own level.
-struct Raising<'a>(&'a VcpuContext, Option<bool>);
+struct RaisingRegs<'a>(&'a VcpuContext, Option<bool>);
 
-impl SampleRegs for Raising<'_> {
+impl SampleRegs for RaisingRegs<'_> {
     fn mode(&mut self) -> CpuMode {
         CpuMode::GuestKernel
     }
@@ -543,7 +543,7 @@ impl SampleRegs for Raising<'_> {
 /// Handling overflows is work at the thread's level: events that its registers raise are dropped as
 /// documented, without waiting for the lock that the handler holds.
 #[test]
-fn p24_registers_that_raise_an_event_while_overflows_are_served_do_not_wait_for_their_own_lock() {
+fn p24_event_raised_by_register_read_during_handling_does_not_deadlock() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
     let attr = Attr {
@@ -557,7 +557,7 @@ fn p24_registers_that_raise_an_event_while_overflows_are_served_do_not_wait_for_
         None,
     );
     m.run(0, 10);
-    let mut regs = Raising(&v, None);
+    let mut regs = RaisingRegs(&v, None);
     assert_eq!(v.service_overflows(&mut regs, &mut |_| {}), 1);
     assert_eq!(regs.1, Some(false), "dropped, and it says so");
     assert_eq!(halts.read().unwrap().value, 0);
@@ -566,7 +566,7 @@ fn p24_registers_that_raise_an_event_while_overflows_are_served_do_not_wait_for_
 }
 
 #[test]
-fn a_vm_wide_event_without_a_ring_notifies_whoever_opened_it() {
+fn vm_wide_event_without_ring_notifies_opener() {
     let m = Machine::new(4);
     let v = m.vcpu(0);
     let attr = Attr {
@@ -584,7 +584,7 @@ fn a_vm_wide_event_without_a_ring_notifies_whoever_opened_it() {
 /// An overflow less than a tick after the previous one adjusts the period; after a longer interval
 /// ticks do, because they measure its length.
 #[test]
-fn overflows_move_a_frequencys_period_if_they_come_within_a_tick() {
+fn overflows_within_a_tick_adjust_frequency_period() {
     // A tick is 10 ms.
     let m = Machine::with(4, |c| c.tick_hz = 100);
     let v = m.vcpu(0);

@@ -55,7 +55,7 @@ fn a_tick_stops_one_and_starts_one() {
 }
 
 #[test]
-fn the_timer_is_needed_only_while_someone_waits() {
+fn timer_is_needed_only_while_groups_wait() {
     let m = Machine::new(2);
     let v = m.vcpu(0);
     let _a = m.open_vcpu(hw(), None);
@@ -71,7 +71,7 @@ fn the_timer_is_needed_only_while_someone_waits() {
 }
 
 #[test]
-fn all_pinned_go_before_any_flexible() {
+fn pinned_groups_precede_flexible_groups() {
     let m = Machine::new(4);
     let _v = m.vcpu(0);
     let vm = |attr| {
@@ -122,7 +122,7 @@ fn a_pinned_event_without_a_slot_is_in_error_until_enabled() {
 }
 
 #[test]
-fn guest_counters_have_the_first_claim_and_operator_first_turns_it_round() {
+fn guest_counters_take_precedence_unless_operator_first() {
     for (share, guest_state) in [
         (SharePolicy::GuestFirst, EventState::Active),
         (SharePolicy::OperatorFirst, EventState::Error),
@@ -170,7 +170,7 @@ fn the_policy_can_change_while_events_are_open() {
 }
 
 #[test]
-fn strict_sharing_refuses_what_does_not_fit() {
+fn strict_sharing_rejects_events_that_do_not_fit() {
     let m = Machine::with(2, |c| c.share = SharePolicy::Strict);
     let _v = m.vcpu(0);
     let _a = m.open_vcpu(hw(), None);
@@ -259,7 +259,7 @@ fn p5_an_exclusive_group_is_alone_on_the_pmu() {
 }
 
 #[test]
-fn p12_a_leader_takes_its_group_along() {
+fn p12_leader_schedules_its_group() {
     let m = Machine::new(4);
     let _v = m.vcpu(0);
     let leader = m.open_vcpu(hw(), None);
@@ -340,7 +340,7 @@ fn a_driver_that_refuses_leaves_a_flexible_group_waiting_and_a_pinned_one_in_err
 
 /// The second member gets no slot, so the first one is stopped again, and others get its slot.
 #[test]
-fn a_group_that_fits_only_in_part_is_off_as_a_whole() {
+fn partially_fitting_group_is_off_as_a_whole() {
     use perf_core::pmu::sim::{SimConfig, SimPmu};
     let core = Core::new(CoreConfig::default());
     let pmu = SimPmu::new(SimConfig {
@@ -563,7 +563,7 @@ fn p10_a_round_of_turns_is_the_identity() {
 /// A ramp: the rate increases continuously, so the mean of the slices differs from the overall
 /// mean.
 #[test]
-fn an_estimate_follows_the_course_of_the_rate_and_knows_when_it_is_exact() {
+fn estimate_follows_rate_and_reports_exactness() {
     let m = Machine::new(1);
     let v = m.vcpu(0);
     let events: Vec<_> = (0..4).map(|_| m.open_vcpu(hw(), None)).collect();
@@ -611,7 +611,7 @@ fn an_estimate_follows_the_course_of_the_rate_and_knows_when_it_is_exact() {
 }
 
 #[test]
-fn adaptive_turns_are_short_put_calm_to_the_test_and_starve_nobody() {
+fn adaptive_turns_are_short_probe_steady_rates_and_starve_no_group() {
     let m = Machine::with(1, |c| c.mux = perf_core::mux::MuxPolicy::Adaptive);
     let _v = m.vcpu(0);
     let events: Vec<_> = (0..5).map(|_| m.open_vcpu(hw(), None)).collect();
@@ -639,7 +639,7 @@ fn adaptive_turns_are_short_put_calm_to_the_test_and_starve_nobody() {
 
 /// A group that does not fit beside the pinned events would stay first in the queue forever.
 #[test]
-fn groups_that_cannot_go_on_now_hold_nobody_up_and_go_on_when_they_can() {
+fn unschedulable_groups_do_not_block_others() {
     let m = Machine::new(2);
     let v = m.vcpu(0);
     let p = m.open_vcpu(pinned(), None);

@@ -11,7 +11,7 @@ const VCPU: VcpuId = VcpuId(0);
 /// Longer than the interval of slot checks by ticks.
 const WHILE_NS: u64 = 50_000_000;
 
-struct Rig {
+struct SlotLossFixture {
     core: Core,
     clock: Arc<ManualClock>,
     pmu: SimPmu,
@@ -19,7 +19,7 @@ struct Rig {
     session: Session,
 }
 
-impl Rig {
+impl SlotLossFixture {
     fn new(config: SimConfig) -> Self {
         let clock = Arc::new(ManualClock::new());
         let core = Core::new(CoreConfig {
@@ -68,7 +68,7 @@ impl Rig {
 /// Without reads, a tick detects the loss.
 #[test]
 fn a_pinned_event_whose_slot_is_taken_is_in_error_after_a_tick_and_goes_on_when_enabled() {
-    let rig = Rig::slots(2);
+    let rig = SlotLossFixture::slots(2);
     let events = [rig.open(true), rig.open(true)];
     rig.run(1000);
     let errors = rig.vcpu.errors();
@@ -104,9 +104,9 @@ fn a_pinned_event_whose_slot_is_taken_is_in_error_after_a_tick_and_goes_on_when_
 
 /// The running time ends when the slot was taken, not when this was detected.
 #[test]
-fn times_end_when_the_slot_was_taken() {
+fn running_time_ends_when_slot_is_lost() {
     let late_ns = 300;
-    let rig = Rig::new(SimConfig {
+    let rig = SlotLossFixture::new(SimConfig {
         slots: Some(1),
         late_ns,
         ..SimConfig::default()
@@ -136,7 +136,7 @@ fn times_end_when_the_slot_was_taken() {
 /// again.
 #[test]
 fn a_flexible_event_waits_for_its_slot_to_come_back() {
-    let rig = Rig::slots(1);
+    let rig = SlotLossFixture::slots(1);
     let event = rig.open(false);
     rig.run(1000);
     rig.pmu.take_slots(1);
@@ -162,8 +162,8 @@ fn a_flexible_event_waits_for_its_slot_to_come_back() {
 
 /// Each check takes a system call; ticks in quick succession skip it.
 #[test]
-fn a_slot_is_missed_by_a_read_at_once_and_by_ticks_now_and_then() {
-    let rig = Rig::slots(1);
+fn lost_slot_is_detected_by_reads_and_periodic_ticks() {
+    let rig = SlotLossFixture::slots(1);
     let event = rig.open(true);
     rig.run(WHILE_NS);
     rig.core.tick();

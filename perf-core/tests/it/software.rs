@@ -1,6 +1,6 @@
 //! Events that the VMM raises.
 
-use perf_core::record::{Format, Record};
+use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 use proptest::prelude::*;
@@ -67,9 +67,9 @@ fn a_vcpu_that_is_out_still_counts_what_happens_to_it() {
 /// An event raised while its thread handles an earlier one is dropped and reported as such. Without
 /// a counting event there is nothing to drop.
 #[test]
-fn what_nobody_counts_is_not_dropped() {
-    struct Nested(std::sync::Arc<VcpuContext>, Vec<bool>);
-    impl SampleRegs for Nested {
+fn event_without_counter_is_not_dropped() {
+    struct NestedRaise(std::sync::Arc<VcpuContext>, Vec<bool>);
+    impl SampleRegs for NestedRaise {
         fn mode(&mut self) -> CpuMode {
             let raised =
                 self.0
@@ -85,7 +85,7 @@ fn what_nobody_counts_is_not_dropped() {
     let v = m.vcpu(0);
     let _exits = m.open_vcpu(exits(), None);
     let nested = |v| {
-        let mut regs = Nested(std::sync::Arc::clone(v), Vec::new());
+        let mut regs = NestedRaise(std::sync::Arc::clone(v), Vec::new());
         v.software_event(SoftwareEventId::Exits, 1, Some(&mut regs), &mut |_| {});
         regs.1
     };
@@ -99,7 +99,7 @@ fn what_nobody_counts_is_not_dropped() {
 }
 
 #[test]
-fn the_vm_context_hears_of_every_vcpu() {
+fn vm_context_counts_events_of_every_vcpu() {
     let m = Machine::new(1);
     let e = m.open(exits(), OpenTarget::Vm, None);
     let (v0, v1) = (m.vcpu(0), m.vcpu(1));
@@ -109,7 +109,7 @@ fn the_vm_context_hears_of_every_vcpu() {
 }
 
 #[test]
-fn the_vm_context_hears_first() {
+fn vm_context_counts_before_vcpu_context() {
     let m = Machine::new(1);
     let v = m.vcpu(0);
     let open = |target, cookie| {
@@ -153,13 +153,13 @@ fn an_unknown_event_is_refused() {
 }
 
 /// Registers whose evaluation raises events.
-struct Nested<'a> {
+struct NestedRaise<'a> {
     v: &'a VcpuContext,
     level: RaiseLevel,
     delivered: Option<bool>,
 }
 
-impl SampleRegs for Nested<'_> {
+impl SampleRegs for NestedRaise<'_> {
     fn mode(&mut self) -> CpuMode {
         CpuMode::GuestKernel
     }
@@ -192,7 +192,7 @@ fn p24_an_event_inside_its_own_level_is_dropped_and_others_nest() {
         (RaiseLevel::Signal, true, 1),
         (RaiseLevel::Nmi, true, 2),
     ] {
-        let mut regs = Nested {
+        let mut regs = NestedRaise {
             v: &v,
             level,
             delivered: None,
@@ -248,7 +248,7 @@ proptest! {
         }
         // Events without registers count but never sample.
         v.software_event(SoftwareEventId::Exits, 1000, None, &mut |_| {});
-        let format = Format::from(&attr);
+        let format = RecordFormat::from(&attr);
         let (mut reader, mut samples) = (RingReader::map(ring.memfd()).unwrap(), 0);
         while let Some(raw) = reader.next_record().unwrap() {
             let sample = matches!(Record::decode(raw, format).unwrap(), Record::Sample(_));
@@ -288,7 +288,7 @@ fn kinds(ring: &perf_core::ring::Ring, attr: &Attr) -> Vec<String> {
     let mut reader = RingReader::map(ring.memfd()).unwrap();
     let mut kinds = Vec::new();
     while let Some(raw) = reader.next_record().unwrap() {
-        kinds.push(match Record::decode(raw, Format::from(attr)).unwrap() {
+        kinds.push(match Record::decode(raw, RecordFormat::from(attr)).unwrap() {
             Record::Sample(sample) => format!("sample of {}", sample.period),
             Record::Throttle(_) => "throttle".into(),
             Record::Unthrottle(_) => "unthrottle".into(),

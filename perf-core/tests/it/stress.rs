@@ -21,7 +21,7 @@ impl Rng {
 }
 
 #[test]
-fn all_calls_from_all_threads_at_once() {
+fn concurrent_calls_from_all_threads() {
     const ROUNDS: u64 = 2000;
     let m = Machine::new(2);
     let exits = Attr::counting(EventType::VMM, SoftwareEventId::Exits as u64);

@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use perf_core::attr::Wakeup;
 use perf_core::ring::{PAGE_SIZE, PollState, ReadError, Ring, RingMode, RingReader};
 
-use crate::common::ring::{DATA_HEAD, DATA_TAIL, Seen, check, foreign, poke, write};
+use crate::common::ring::{CheckedRecord, DATA_HEAD, DATA_TAIL, check, foreign, poke, write};
 
 /// Fixed file descriptors of the child.
 const MEMFD: i32 = 100;
@@ -86,8 +86,8 @@ fn other_process() {
                 assert_eq!(read, 8);
                 while let Some(record) = reader.next_record().expect("sound") {
                     match check(record) {
-                        Seen::Lost(n) => lost += n,
-                        Seen::Tagged(writer, number) => {
+                        CheckedRecord::Lost(n) => lost += n,
+                        CheckedRecord::Tagged(writer, number) => {
                             assert_eq!((writer, number), (7, records));
                             records += 1;
                         }
@@ -148,7 +148,7 @@ fn other_process() {
                 .next_record()
                 .expect("nothing is overwritten yet")
                 .expect("the parent's first");
-            assert_eq!(check(first), Seen::Tagged(7, 0));
+            assert_eq!(check(first), CheckedRecord::Tagged(7, 0));
             say("ready: ");
             let (mut records, mut overruns, mut last) = (1u64, 0u64, Some(0));
             // Runs until the parent stops writing and closes the pipe.
@@ -156,7 +156,7 @@ fn other_process() {
             while !stop.is_finished() {
                 match reader.next_record() {
                     Ok(Some(record)) => {
-                        let Seen::Tagged(7, number) = check(record) else {
+                        let CheckedRecord::Tagged(7, number) = check(record) else {
                             panic!("not the parent's")
                         };
                         assert!(last.is_none_or(|last| number > last), "in order");
@@ -177,7 +177,7 @@ fn other_process() {
 }
 
 #[test]
-fn another_process_reads_everything_and_is_told_the_end() {
+fn other_process_reads_all_records_and_hang_up() {
     let ring = Ring::new(4, RingMode::Writable).expect("a ring");
     ring.set_wakeup(Wakeup::Events(16));
     let mut child = start("reader", &ring);
@@ -199,7 +199,7 @@ fn another_process_reads_everything_and_is_told_the_end() {
 }
 
 #[test]
-fn a_reader_that_is_killed_costs_records_but_nothing_else() {
+fn killed_reader_loses_only_records() {
     let ring = Ring::new(1, RingMode::Writable).expect("a ring");
     for number in 0..10 {
         write(&ring, 40, 7, number).expect("room");
@@ -217,12 +217,12 @@ fn a_reader_that_is_killed_costs_records_but_nothing_else() {
     let mut reader = RingReader::map(ring.memfd()).expect("maps");
     assert_eq!(
         check(reader.next_record().expect("sound").expect("one")),
-        Seen::Tagged(7, 0)
+        CheckedRecord::Tagged(7, 0)
     );
 }
 
 #[test]
-fn a_process_that_scribbles_over_the_ring_cannot_harm_the_writer() {
+fn corrupting_process_cannot_harm_writer() {
     let ring = Ring::new(1, RingMode::Writable).expect("a ring");
     let mut child = start("vandal", &ring);
     expect(&mut child, "ready:");
@@ -254,7 +254,7 @@ fn a_process_that_scribbles_over_the_ring_cannot_harm_the_writer() {
     while let Some(record) = reader.next_record().expect("sound again") {
         seen.push(check(record));
     }
-    assert_eq!(seen.last(), Some(&Seen::Tagged(7, 1)));
+    assert_eq!(seen.last(), Some(&CheckedRecord::Tagged(7, 1)));
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 
 use perf_core::ring::{Reservation, Ring, RingMode, RingReader};
 
-use crate::common::ring::{Seen, TAGGED, check, write};
+use crate::common::ring::{CheckedRecord, TAGGED, check, write};
 
 static RING: OnceLock<Arc<Ring>> = OnceLock::new();
 static ATTEMPTS: AtomicU64 = AtomicU64::new(0);
@@ -36,7 +36,7 @@ fn fill(mut record: Reservation<'_>, level: usize, number: u64, in_between: impl
 /// Writes two records in one reservation, interrupted in the first, between them and after the
 /// second.
 fn attempt_together(ring: &Ring) {
-    let Ok(mut run) = ring.begin_run(64, 2) else {
+    let Ok(mut run) = ring.begin_batch(64, 2) else {
         return;
     };
     ATTEMPTS.fetch_add(2, Relaxed);
@@ -96,8 +96,8 @@ fn p28_overflow_inside_overflow_writes_whole_records_and_counts_every_loss() {
         if round % 500 < 400 {
             while let Some(record) = reader.next_record().expect("sound at every moment") {
                 match check(record) {
-                    Seen::Lost(n) => lost += n,
-                    Seen::Tagged(level, number) => {
+                    CheckedRecord::Lost(n) => lost += n,
+                    CheckedRecord::Tagged(level, number) => {
                         assert!(number > last[level as usize], "in order");
                         last[level as usize] = number;
                         records += 1;
@@ -108,8 +108,8 @@ fn p28_overflow_inside_overflow_writes_whole_records_and_counts_every_loss() {
     }
     while let Some(record) = reader.next_record().expect("sound") {
         match check(record) {
-            Seen::Lost(n) => lost += n,
-            Seen::Tagged(..) => records += 1,
+            CheckedRecord::Lost(n) => lost += n,
+            CheckedRecord::Tagged(..) => records += 1,
         }
     }
     assert!(lost > 0, "the ring did run full");

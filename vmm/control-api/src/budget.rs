@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_budget_and_its_parent_bound_what_is_held() {
+    fn reply_budget_and_parent_limit_held_bytes() {
         let all = Arc::new(ReplyBudget::new(10, None));
         let [one, two] = [(); 2].map(|()| Arc::new(ReplyBudget::new(7, Some(all.clone()))));
         let (mut first, mut second) = (HeldBytes::none_of(&one), HeldBytes::none_of(&two));

@@ -15,7 +15,7 @@ use serde::de::{DeserializeOwned, IgnoredAny};
 use crate::budget::{HeldBytes, ReplyLimits};
 use crate::nearest::did_you_mean;
 use crate::peer;
-use crate::place::{self, PlaceError};
+use crate::place::{self, SocketError};
 use crate::protocol::{
     Failure, MAX_PROCESS_MEMORY, MAX_REPLY, PROTOCOL, ProcessMemory, RequestLine, SymbolsInfo, VmInfo,
 };
@@ -24,7 +24,7 @@ use crate::request::{self, Request};
 /// Default timeout of a reply.
 pub const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time without a reply after which the client checks whether the VM's process is stopped.
-const SILENCE: Duration = Duration::from_millis(500);
+const SILENCE_CHECK: Duration = Duration::from_millis(500);
 /// Minimum average length of the objects and arrays in a reply, in bytes. A client with
 /// [`ReplyLimits`] rejects a reply below it, because `{}` may expand to a structure of hundreds of
 /// bytes.
@@ -41,7 +41,7 @@ const MAX_SYMBOLS: u64 = 512 << 20;
 pub enum ClientError {
     /// The VM name is invalid, or the socket directory cannot be read.
     #[error(transparent)]
-    Place(#[from] PlaceError),
+    Place(#[from] SocketError),
     /// No VM has this name.
     #[error("no VM named '{name}' is running{}", running(name, .others))]
     NoSuchVm {
@@ -112,13 +112,13 @@ impl ClientError {
 /// A connection to the control socket of a VM.
 #[derive(Debug)]
 pub struct Client {
-    line: Line,
+    line: Connection,
     info: VmInfo,
 }
 
 /// A connection, before and after the handshake.
 #[derive(Debug)]
-struct Line {
+struct Connection {
     stream: UnixStream,
     next: u64,
     incoming: Vec<u8>,
@@ -176,7 +176,7 @@ impl Client {
         limits: &ReplyLimits,
         deadline: Instant,
     ) -> Result<Self, ClientError> {
-        let mut line = Line::new(stream_at(path, Some(owner))?, limits.timeout)?;
+        let mut line = Connection::new(stream_at(path, Some(owner))?, limits.timeout)?;
         line.deadline = Some(deadline);
         line.max_reply = limits.max_bytes;
         line.held = Some(HeldBytes::none_of(&limits.budget));
@@ -224,7 +224,9 @@ impl Client {
                 return Err(ClientError::NoSuchVm { name, others });
             }
             // The listener's backlog is full, so the VM does not accept connections.
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Err(ClientError::Silent(SILENCE)),
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                return Err(ClientError::Silent(SILENCE_CHECK));
+            }
             Err(e) => return Err(e.into()),
         };
         Self::over_within(stream, patience)
@@ -239,7 +241,7 @@ impl Client {
     }
 
     fn over_within(stream: UnixStream, patience: Duration) -> Result<Self, ClientError> {
-        Line::new(stream, patience)?.greet()
+        Connection::new(stream, patience)?.greet()
     }
 
     /// Sets the deadline of all later requests.
@@ -318,7 +320,7 @@ fn stream_at(path: &Path, owner: Option<u32>) -> Result<UnixStream, ClientError>
     match place::connect_at(path, owner) {
         Ok(stream) => Ok(stream),
         // The listener's backlog is full, so the VM does not accept connections.
-        Err(e) if e.kind() == io::ErrorKind::WouldBlock => Err(ClientError::Silent(SILENCE)),
+        Err(e) if e.kind() == io::ErrorKind::WouldBlock => Err(ClientError::Silent(SILENCE_CHECK)),
         Err(source) => Err(ClientError::Socket {
             path: path.to_owned(),
             source,
@@ -332,9 +334,9 @@ fn is_dense(reply: &[u8]) -> bool {
     opened <= FREE_OBJECTS + reply.len() / MIN_OBJECT_BYTES
 }
 
-impl Line {
+impl Connection {
     fn new(stream: UnixStream, patience: Duration) -> io::Result<Self> {
-        stream.set_read_timeout(Some(SILENCE))?;
+        stream.set_read_timeout(Some(SILENCE_CHECK))?;
         stream.set_write_timeout(Some(patience))?;
         Ok(Self {
             stream,
@@ -365,7 +367,7 @@ impl Line {
 
     /// Returns an error if the VM's process is stopped or the request sent at `asked` has timed
     /// out.
-    fn may_be_silent(&self, asked: Instant) -> Result<(), ClientError> {
+    fn check_alive(&self, asked: Instant) -> Result<(), ClientError> {
         if let Some(pid) = peer::stopped(&self.stream) {
             return Err(ClientError::Stopped(pid));
         }
@@ -412,7 +414,7 @@ impl Line {
             let (n, file) = match received.map_err(|e| io::Error::from_raw_os_error(e.errno())) {
                 Ok(received) => received,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                    self.may_be_silent(asked)?;
+                    self.check_alive(asked)?;
                     continue;
                 }
                 Err(e) => return Err(e.into()),
@@ -529,7 +531,7 @@ mod tests {
     /// A message that the VM sent before closing the connection is reported, even if the request
     /// could not be sent.
     #[test]
-    fn who_is_turned_away_hears_why() {
+    fn rejected_connection_reports_reason() {
         let said = b"{\"id\":0,\"error\":{\"kind\":\"limit\",\"message\":\"32 connections are open\"}}\n";
         for hears_first in [false, true] {
             let (ours, theirs) = UnixStream::pair().unwrap();
@@ -550,7 +552,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reply_may_come_in_pieces_and_two_at_once() {
+    fn replies_may_be_split_or_coalesced() {
         let mut client = client(|mut stream| {
             let id = heard(&stream);
             for byte in ok(id, &info("first")) {
@@ -568,7 +570,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_reply_is_refused() {
+    fn malformed_reply_is_rejected() {
         for (reply, why) in [
             (&b"hello\n"[..], "not JSON"),
             (b"\xff\n", "not JSON"),
@@ -590,7 +592,7 @@ mod tests {
     }
 
     #[test]
-    fn the_vms_refusal_is_passed_on_as_it_is() {
+    fn vm_refusal_is_returned_unchanged() {
         let error = made_of(
             b"{\"id\":2,\"error\":{\"kind\":\"protocol\",\"message\":\"the guest does not listen\"}}\n",
         );
@@ -604,7 +606,7 @@ mod tests {
 
     /// A VM cannot make its client allocate memory without bound.
     #[test]
-    fn a_reply_without_an_end_is_given_up() {
+    fn endless_reply_is_rejected() {
         let mut client = client(|mut stream| {
             heard(&stream);
             while stream.write_all(&[b' '; 64 << 10]).is_ok() {}
@@ -615,7 +617,7 @@ mod tests {
 
     /// A descriptor is only returned with the reply that it was sent with.
     #[test]
-    fn a_descriptor_is_that_of_its_own_reply() {
+    fn descriptor_belongs_to_its_reply() {
         let mut client = client(|stream| {
             let symbols = SymbolsInfo {
                 bytes: 3,
@@ -650,21 +652,21 @@ mod tests {
 
     /// The request fails after the timeout and not earlier, with a message that the VM exists.
     #[test]
-    fn a_vm_that_says_nothing_is_given_up() {
+    fn silent_vm_times_out() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
         let asked = Instant::now();
-        let error = Client::over_within(ours, 2 * SILENCE).unwrap_err();
+        let error = Client::over_within(ours, 2 * SILENCE_CHECK).unwrap_err();
         assert!(
             error.is_silence() && !error.is_gone(),
             "{error:?}, not one that is gone"
         );
-        assert!(asked.elapsed() >= 2 * SILENCE);
+        assert!(asked.elapsed() >= 2 * SILENCE_CHECK);
         assert!(error.to_string().contains("not responding"), "{error}");
     }
 
     /// A VM that trickles bytes does not extend the timeout.
     #[test]
-    fn a_vm_that_drips_is_given_up() {
+    fn trickling_vm_times_out() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let drips = thread::spawn(move || {
             while theirs.write_all(b" ").is_ok() {
@@ -680,7 +682,9 @@ mod tests {
     fn a_vm_is_reached_by_its_socket() {
         let temp = tempfile::tempdir().unwrap();
         let path = temp.path().join("gone.sock");
-        let error = Client::connect_at(&path, None, SILENCE).unwrap_err().to_string();
+        let error = Client::connect_at(&path, None, SILENCE_CHECK)
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("gone.sock"), "{error}");
         let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
         thread::spawn(move || {
@@ -694,7 +698,7 @@ mod tests {
 
     /// Connecting to a listener with a full backlog times out.
     #[test]
-    fn a_vm_that_takes_nobody_in_is_given_up() {
+    fn full_backlog_times_out() {
         let temp = tempfile::tempdir().unwrap();
         let dir = temp.path().join("sockets");
         let _socket = Socket::bind(&dir, "a").unwrap();
@@ -713,7 +717,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_is_found_by_its_name_or_because_it_is_the_only_one() {
+    fn client_finds_vm_by_name_or_only_vm() {
         let temp = tempfile::tempdir().unwrap();
         let dir = temp.path().join("sockets");
         crate::place::make_directory(&dir).unwrap();

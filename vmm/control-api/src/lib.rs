@@ -39,6 +39,7 @@ pub mod nearest;
 pub mod peer;
 pub mod place;
 pub mod protocol;
+mod reading;
 pub mod request;
 mod schema;
 

@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slips_are_seen_and_other_words_are_not() {
+    fn nearest_finds_typing_errors_only() {
         const KNOWN: [&str; 4] = ["cycles", "instructions", "vm-exits", "cs"];
         for (word, meant) in [
             ("cylces", Some("cycles")),

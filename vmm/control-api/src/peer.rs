@@ -125,7 +125,7 @@ pub fn sealed_text(name: &str, text: &[u8]) -> io::Result<File> {
 ///
 /// # Errors
 /// Returns the error of `open(2)`.
-pub fn opened_again(file: &File) -> io::Result<File> {
+pub fn reopen_read_only(file: &File) -> io::Result<File> {
     File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
@@ -137,9 +137,9 @@ mod tests {
 
     /// Clients that share a text can neither change it nor move each other's file offset.
     #[test]
-    fn a_sealed_text_is_shared_without_harm() {
+    fn sealed_text_is_immutable_and_has_separate_offsets() {
         let file = sealed_text("t", b"abc").unwrap();
-        let (mut a, mut b) = (opened_again(&file).unwrap(), opened_again(&file).unwrap());
+        let (mut a, mut b) = (reopen_read_only(&file).unwrap(), reopen_read_only(&file).unwrap());
         let mut text = String::new();
         a.read_to_string(&mut text).unwrap();
         b.read_to_string(&mut text).unwrap();
@@ -154,7 +154,7 @@ mod tests {
 
     /// Both ends of a local socket pair belong to this user.
     #[test]
-    fn a_peer_is_known_by_its_user() {
+    fn peer_uid_is_reported() {
         let (a, b) = UnixStream::pair().unwrap();
         assert_eq!(peer_uid(&a).unwrap(), own_uid());
         assert_eq!(peer_uid(&b).unwrap(), own_uid());

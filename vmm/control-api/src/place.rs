@@ -18,11 +18,11 @@ pub const MAX_NAME: usize = 64;
 const SUFFIX: &str = ".sock";
 /// Maximum time to wait for space in a listener's backlog. A stopped VM does not accept
 /// connections.
-const ROOM: Duration = Duration::from_millis(500);
+const BACKLOG_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Why a control socket is unavailable.
 #[derive(Debug, thiserror::Error)]
-pub enum PlaceError {
+pub enum SocketError {
     /// The name is not a valid VM name.
     #[error(
         "'{0}' is no name for a VM: use 1 to {MAX_NAME} letters, digits, dots, dashes and underscores, a dot not first"
@@ -60,9 +60,9 @@ pub enum PlaceError {
     },
 }
 
-fn os(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> PlaceError {
+fn os(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> SocketError {
     let path = path.to_owned();
-    move |source| PlaceError::Os { what, path, source }
+    move |source| SocketError::Os { what, path, source }
 }
 
 /// Returns the origin of the directory name and a remedy, as part of an error message.
@@ -75,11 +75,11 @@ fn named(parent: &Path) -> &'static str {
 }
 
 /// Maximum number of alternative directories in /tmp.
-const PLACES_IN_TMP: u32 = 16;
+const MAX_TMP_DIRS: u32 = 16;
 /// Maximum number of directory entries searched, because anybody can fill /tmp.
-const MOST_ENTRIES: usize = 1 << 16;
+const MAX_ENTRIES: usize = 1 << 16;
 /// Maximum number of VMs in one directory.
-const MOST_VMS: usize = 4096;
+const MAX_VMS: usize = 4096;
 
 /// Returns the directory for control sockets: `$XDG_RUNTIME_DIR/perfvisor`, or `/run/perfvisor` for
 /// root, or `/tmp/perfvisor-UID`.
@@ -112,7 +112,7 @@ fn directory_for(runtime: Option<PathBuf>, uid: u32) -> PathBuf {
 /// the first of all, for the error message.
 fn in_tmp(tmp: &Path, uid: u32) -> PathBuf {
     let first = tmp.join(format!("perfvisor-{uid}"));
-    let others = (1..PLACES_IN_TMP).map(|n| tmp.join(format!("perfvisor-{uid}.{n}")));
+    let others = (1..MAX_TMP_DIRS).map(|n| tmp.join(format!("perfvisor-{uid}.{n}")));
     let can_be = |dir: &PathBuf| match fs::symlink_metadata(dir) {
         Ok(meta) => is_private(&meta, uid),
         Err(e) => e.kind() == io::ErrorKind::NotFound,
@@ -123,19 +123,19 @@ fn in_tmp(tmp: &Path, uid: u32) -> PathBuf {
 
 /// A directory of control sockets and its owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct SocketDir {
     /// Path of the directory.
     pub dir: PathBuf,
     /// User ID of the owner, which must also be the user ID of the listeners.
     pub owner: u32,
 }
 
-impl Place {
+impl SocketDir {
     /// Returns the names and socket paths in the directory, sorted, without checking for listeners.
     ///
     /// # Errors
-    /// Returns [`PlaceError::Os`] if the directory cannot be read.
-    pub fn listed(&self) -> Result<Vec<(String, PathBuf)>, PlaceError> {
+    /// Returns [`SocketError::Os`] if the directory cannot be read.
+    pub fn listed(&self) -> Result<Vec<(String, PathBuf)>, SocketError> {
         let mut names = listed(&self.dir)?;
         names.sort();
         let path = |name: &str| socket_path(&self.dir, name);
@@ -148,8 +148,8 @@ impl Place {
     /// Returns the names and socket paths of the running VMs in the directory, sorted.
     ///
     /// # Errors
-    /// Returns [`PlaceError::Os`] if the directory cannot be read.
-    pub fn sockets(&self) -> Result<Vec<(String, PathBuf)>, PlaceError> {
+    /// Returns [`SocketError::Os`] if the directory cannot be read.
+    pub fn sockets(&self) -> Result<Vec<(String, PathBuf)>, SocketError> {
         let names = names_in(&self.dir, self.owner == peer::own_uid())?;
         let path = |name: &str| socket_path(&self.dir, name);
         Ok(names
@@ -161,9 +161,9 @@ impl Place {
 
 /// The socket directories of this host.
 #[derive(Debug, Default)]
-pub struct Places {
+pub struct SocketDirs {
     /// Valid socket directories without duplicates, this user's first, then sorted by path.
-    pub found: Vec<Place>,
+    pub found: Vec<SocketDir>,
     /// Directories that this user may not read and that may contain VMs.
     pub closed: Vec<PathBuf>,
     /// Directories that have the name of a socket directory, but belong to another user or are
@@ -171,7 +171,7 @@ pub struct Places {
     pub squatted: Vec<PathBuf>,
 }
 
-impl Places {
+impl SocketDirs {
     /// Finds the directories of all users, regardless of the environment: `/run/perfvisor`,
     /// `/run/perfvisor-NAME/perfvisor` of services, `/run/user/UID/perfvisor`,
     /// `/tmp/perfvisor-UID`, and this user's [`directory`].
@@ -184,7 +184,7 @@ impl Places {
         {
             places.look(&usual, Some(meta.uid()));
         }
-        places.look_below(Path::new("/run"), Path::new("/tmp"));
+        places.find_all(Path::new("/run"), Path::new("/tmp"));
         places.found.sort_by_key(|place| place.owner != own);
         places
     }
@@ -196,7 +196,7 @@ impl Places {
         places
     }
 
-    fn look_below(&mut self, run: &Path, tmp: &Path) {
+    fn find_all(&mut self, run: &Path, tmp: &Path) {
         self.look(&run.join("perfvisor"), Some(0));
         for (name, dir) in entries(run) {
             if name.starts_with("perfvisor-") {
@@ -242,7 +242,7 @@ impl Places {
         } else if fs::read_dir(dir).is_err() {
             self.closed.push(dir.to_owned());
         } else {
-            self.found.push(Place {
+            self.found.push(SocketDir {
                 dir: dir.to_owned(),
                 owner: meta.uid(),
             });
@@ -252,7 +252,7 @@ impl Places {
 
 /// An observer socket (`--observers`) in a directory shared by several users.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Observed {
+pub struct ObserverSocket {
     /// File name without its extension.
     pub name: String,
     /// Path of the socket.
@@ -265,8 +265,8 @@ pub struct Observed {
 /// without duplicates, and at most `most` per owner. Symbolic links are not followed.
 ///
 /// # Errors
-/// Returns [`PlaceError::Os`] if the directory cannot be read.
-pub fn observed_in(dir: &Path, most: usize) -> Result<Vec<Observed>, PlaceError> {
+/// Returns [`SocketError::Os`] if the directory cannot be read.
+pub fn observed_in(dir: &Path, most: usize) -> Result<Vec<ObserverSocket>, SocketError> {
     let seen = |entry: fs::DirEntry| {
         let path = entry.path();
         let name = path.file_stem()?.to_str()?.to_owned();
@@ -275,10 +275,10 @@ pub fn observed_in(dir: &Path, most: usize) -> Result<Vec<Observed>, PlaceError>
         let owner = meta.uid();
         meta.file_type()
             .is_socket()
-            .then_some(Observed { name, path, owner })
+            .then_some(ObserverSocket { name, path, owner })
     };
     let entries = fs::read_dir(dir).map_err(os("cannot read", dir))?;
-    let mut found: Vec<_> = entries.take(MOST_ENTRIES).flatten().filter_map(seen).collect();
+    let mut found: Vec<_> = entries.take(MAX_ENTRIES).flatten().filter_map(seen).collect();
     found.sort_by(|a, b| (a.owner, &a.path).cmp(&(b.owner, &b.path)));
     found.dedup_by(|b, a| (a.owner, &a.name) == (b.owner, &b.name));
     let mut of_owner = (None, 0);
@@ -297,7 +297,7 @@ fn entries(dir: &Path) -> Vec<(String, PathBuf)> {
     let mut entries: Vec<_> = fs::read_dir(dir)
         .into_iter()
         .flatten()
-        .take(MOST_ENTRIES)
+        .take(MAX_ENTRIES)
         .flatten()
         .filter_map(|entry| Some((entry.file_name().into_string().ok()?, entry.path())))
         .collect();
@@ -309,11 +309,11 @@ fn entries(dir: &Path) -> Vec<(String, PathBuf)> {
 /// this user contains a running VM of that name.
 pub fn directory_of(name: &str) -> PathBuf {
     let usual = directory();
-    let lives = |dir: &Path| peer::connect_within(&socket_path(dir, name), ROOM).is_ok();
+    let lives = |dir: &Path| peer::connect_within(&socket_path(dir, name), BACKLOG_TIMEOUT).is_ok();
     if check_name(name).is_err() || socket_path(&usual, name).exists() {
         return usual;
     }
-    let places = Places::of_this_user().found;
+    let places = SocketDirs::of_this_user().found;
     let found = places.into_iter().map(|place| place.dir).find(|dir| lives(dir));
     found.unwrap_or(usual)
 }
@@ -335,22 +335,22 @@ pub fn vsock_path(dir: &Path, name: &str) -> PathBuf {
 /// Checks that a VM name is valid.
 ///
 /// # Errors
-/// Returns [`PlaceError::Name`] if it is not.
-pub fn check_name(name: &str) -> Result<(), PlaceError> {
+/// Returns [`SocketError::Name`] if it is not.
+pub fn check_name(name: &str) -> Result<(), SocketError> {
     let good = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
     if (1..=MAX_NAME).contains(&name.len()) && !name.starts_with(['.', '-']) && name.bytes().all(good) {
         Ok(())
     } else {
-        Err(PlaceError::Name(name.to_owned()))
+        Err(SocketError::Name(name.to_owned()))
     }
 }
 
 /// Creates the directory if it does not exist.
 ///
 /// # Errors
-/// Returns [`PlaceError::NotPrivate`] if others have access to the directory, or another
-/// [`PlaceError`] if it cannot be created.
-pub fn make_directory(dir: &Path) -> Result<(), PlaceError> {
+/// Returns [`SocketError::NotPrivate`] if others have access to the directory, or another
+/// [`SocketError`] if it cannot be created.
+pub fn make_directory(dir: &Path) -> Result<(), SocketError> {
     let (inside, created) = match Directory::of(dir) {
         Ok((parent, name)) => {
             let inside = parent.path(&name);
@@ -366,7 +366,7 @@ pub fn make_directory(dir: &Path) -> Result<(), PlaceError> {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
         Err(e) => {
             return Err(match dir.parent() {
-                Some(parent) if e.kind() == io::ErrorKind::NotFound => PlaceError::NoParent {
+                Some(parent) if e.kind() == io::ErrorKind::NotFound => SocketError::NoParent {
                     dir: dir.to_owned(),
                     parent: parent.to_owned(),
                 },
@@ -379,7 +379,7 @@ pub fn make_directory(dir: &Path) -> Result<(), PlaceError> {
     let meta = fs::symlink_metadata(path).map_err(os("cannot look at", dir))?;
     let owner = peer::own_uid();
     if !is_private(&meta, owner) {
-        return Err(PlaceError::NotPrivate {
+        return Err(SocketError::NotPrivate {
             dir: dir.to_owned(),
             owner,
         });
@@ -399,9 +399,9 @@ impl Socket {
     /// Listens on the socket of VM `name` in `dir`. Replaces the socket of a dead VM of that name.
     ///
     /// # Errors
-    /// Returns [`PlaceError::Taken`] if a running VM has this name, or another [`PlaceError`] if
+    /// Returns [`SocketError::Taken`] if a running VM has this name, or another [`SocketError`] if
     /// the socket cannot be created.
-    pub fn bind(dir: &Path, name: &str) -> Result<Self, PlaceError> {
+    pub fn bind(dir: &Path, name: &str) -> Result<Self, SocketError> {
         check_name(name)?;
         make_directory(dir)?;
         let path = socket_path(dir, name);
@@ -436,8 +436,8 @@ impl Socket {
     /// process, but no other file.
     ///
     /// # Errors
-    /// Returns [`PlaceError::Os`] if the socket cannot be created.
-    pub fn bind_at(path: &Path, mode: u32) -> Result<Self, PlaceError> {
+    /// Returns [`SocketError::Os`] if the socket cannot be created.
+    pub fn bind_at(path: &Path, mode: u32) -> Result<Self, SocketError> {
         let socket = Self {
             listener: paths::bind(path, Some(mode)).map_err(os("cannot listen at", path))?,
             path: path.to_owned(),
@@ -456,7 +456,7 @@ impl Socket {
 }
 
 /// Links `from` to `to`. Errors refer to `path`.
-fn link(from: &Path, to: &Path, path: &Path, name: &str) -> Result<(), PlaceError> {
+fn link(from: &Path, to: &Path, path: &Path, name: &str) -> Result<(), SocketError> {
     for _ in 0..2 {
         match fs::hard_link(from, to) {
             Ok(()) => return Ok(()),
@@ -467,7 +467,7 @@ fn link(from: &Path, to: &Path, path: &Path, name: &str) -> Result<(), PlaceErro
             Err(_) => break,
         }
     }
-    Err(PlaceError::Taken(name.to_owned()))
+    Err(SocketError::Taken(name.to_owned()))
 }
 
 impl Drop for Socket {
@@ -478,20 +478,20 @@ impl Drop for Socket {
 
 /// Returns whether the socket has no listener because its VM was killed.
 fn is_dead(path: &Path) -> bool {
-    matches!(peer::connect_within(path, ROOM), Err(e) if e.kind() == io::ErrorKind::ConnectionRefused)
+    matches!(peer::connect_within(path, BACKLOG_TIMEOUT), Err(e) if e.kind() == io::ErrorKind::ConnectionRefused)
 }
 
 /// Returns the names of the VMs in `dir`, sorted, and removes the sockets of dead ones. A missing
 /// directory contains none.
 ///
 /// # Errors
-/// Returns [`PlaceError::Os`] if the directory cannot be read.
-pub fn names(dir: &Path) -> Result<Vec<String>, PlaceError> {
+/// Returns [`SocketError::Os`] if the directory cannot be read.
+pub fn names(dir: &Path) -> Result<Vec<String>, SocketError> {
     names_in(dir, true)
 }
 
 /// Returns the names of the sockets in `dir`.
-fn listed(dir: &Path) -> Result<Vec<String>, PlaceError> {
+fn listed(dir: &Path) -> Result<Vec<String>, SocketError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -502,12 +502,12 @@ fn listed(dir: &Path) -> Result<Vec<String>, PlaceError> {
         check_name(name).ok().map(|()| name.to_owned())
     };
     let names = entries.flatten().filter_map(|entry| name_of(entry.file_name()));
-    Ok(names.take(MOST_VMS).collect())
+    Ok(names.take(MAX_VMS).collect())
 }
 
 /// Returns the names of the running VMs in `dir`, sorted. If `tidy` is set, removes the sockets of
 /// dead ones.
-fn names_in(dir: &Path, tidy: bool) -> Result<Vec<String>, PlaceError> {
+fn names_in(dir: &Path, tidy: bool) -> Result<Vec<String>, SocketError> {
     let mut names = listed(dir)?;
     names.retain(|name| {
         let path = socket_path(dir, name);
@@ -527,7 +527,7 @@ fn names_in(dir: &Path, tidy: bool) -> Result<Vec<String>, PlaceError> {
 /// Returns the error of `connect(2)`.
 pub fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
     let path = socket_path(dir, name);
-    peer::connect_within(&path, ROOM).inspect_err(|e| {
+    peer::connect_within(&path, BACKLOG_TIMEOUT).inspect_err(|e| {
         if e.kind() == io::ErrorKind::ConnectionRefused {
             let _ = fs::remove_file(&path);
         }
@@ -541,7 +541,7 @@ pub fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
 /// Returns the error of `connect(2)`, or [`io::ErrorKind::PermissionDenied`] if another user
 /// listens.
 pub fn connect_at(path: &Path, owner: Option<u32>) -> io::Result<UnixStream> {
-    let stream = peer::connect_within(path, ROOM)?;
+    let stream = peer::connect_within(path, BACKLOG_TIMEOUT)?;
     let uid = peer::peer_uid(&stream)?;
     match owner {
         Some(owner) if owner != uid => Err(io::Error::new(
@@ -589,7 +589,7 @@ mod tests {
 
     /// VMs started by root run as different users, all with root's environment.
     #[test]
-    fn a_user_whom_root_becomes_passes_by_what_another_has_there() {
+    fn dropped_privileges_skip_foreign_socket_directory() {
         let runtime = tempfile::tempdir().unwrap();
         let (own, other) = (peer::own_uid().max(1), peer::own_uid() + 7);
         let place = |uid| directory_for(Some(runtime.path().to_owned()), uid);
@@ -605,7 +605,7 @@ mod tests {
     /// Anybody can create a directory or a link in /tmp. Both the creator and the search for VMs
     /// skip it and use the next directory.
     #[test]
-    fn a_directory_that_is_not_ours_is_passed_by() {
+    fn foreign_socket_directory_is_skipped() {
         let tmp = tempfile::tempdir().unwrap();
         let uid = peer::own_uid();
         let place = |ending: &str| tmp.path().join(format!("perfvisor-{uid}{ending}"));
@@ -620,7 +620,7 @@ mod tests {
         let _socket = Socket::bind(&found, "a").unwrap();
         assert_eq!(in_tmp(tmp.path(), uid), found, "it stays there");
         // If no directory is usable, the error names the first one.
-        for n in 3..PLACES_IN_TMP {
+        for n in 3..MAX_TMP_DIRS {
             let _ = fs::remove_dir_all(place(&format!(".{n}")));
             fs::write(place(&format!(".{n}")), "").unwrap();
         }
@@ -628,14 +628,14 @@ mod tests {
         assert_eq!(none, place(""));
         assert!(matches!(
             make_directory(&none),
-            Err(PlaceError::NotPrivate { .. })
+            Err(SocketError::NotPrivate { .. })
         ));
     }
 
     /// In a shared directory, the owner of the file identifies the VM, not its name. Links and
     /// other non-sockets are skipped, and no user can fill the list.
     #[test]
-    fn sockets_of_observers_are_told_apart_by_their_owners() {
+    fn observer_sockets_are_distinguished_by_owner() {
         let temp = tempfile::tempdir().unwrap();
         let at = |name: &str| temp.path().join(name);
         let listening: Vec<_> = ["web.look", "web.sock", "db", "a.look", "b.look", ".x", "a b"]
@@ -658,7 +658,7 @@ mod tests {
     /// The directories of all users are found. Directories created by another user are reported
     /// separately and not accessed.
     #[test]
-    fn places_are_found_and_squatted_ones_passed_by() {
+    fn socket_directories_are_found_and_squatted_ones_reported() {
         let temp = tempfile::tempdir().unwrap();
         let (run, tmp) = (temp.path().join("run"), temp.path().join("tmp"));
         let uid = peer::own_uid();
@@ -675,8 +675,8 @@ mod tests {
         let link = tmp.join(format!("perfvisor-{uid}.2"));
         std::os::unix::fs::symlink(&mine, &link).unwrap();
         make(tmp.join("perfvisor-x"), 0o700);
-        let mut places = Places::default();
-        places.look_below(&run, &tmp);
+        let mut places = SocketDirs::default();
+        places.find_all(&run, &tmp);
         let found: Vec<&PathBuf> = places.found.iter().map(|place| &place.dir).collect();
         assert_eq!(found, [&service, &mine, &in_tmp]);
         assert!(places.found.iter().all(|place| place.owner == uid));
@@ -686,12 +686,12 @@ mod tests {
 
     /// A dead VM's socket in another user's directory is not removed.
     #[test]
-    fn only_the_owner_removes_the_sockets_of_dead_vms() {
+    fn only_owner_removes_dead_sockets() {
         let temp = tempfile::tempdir().unwrap();
         let _alive = UnixListener::bind(temp.path().join("a.sock")).unwrap();
         let dead = temp.path().join("b.sock");
         drop(UnixListener::bind(&dead).unwrap());
-        let place = |owner| Place {
+        let place = |owner| SocketDir {
             dir: temp.path().to_owned(),
             owner,
         };
@@ -705,7 +705,7 @@ mod tests {
 
     /// A user could link to root's socket in their own directory, so that root stops the wrong VM.
     #[test]
-    fn who_listens_must_be_the_directory_s_owner() {
+    fn listener_must_own_socket_directory() {
         let temp = tempfile::tempdir().unwrap();
         let path = temp.path().join("a.sock");
         let _listener = UnixListener::bind(&path).unwrap();
@@ -716,7 +716,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_are_no_file_names_are_refused() {
+    fn invalid_vm_names_are_rejected() {
         for bad in [
             "",
             ".",
@@ -739,12 +739,12 @@ mod tests {
     /// The socket of a running VM keeps its name; the socket of a dead one is replaced and not
     /// listed.
     #[test]
-    fn a_name_belongs_to_who_listens() {
+    fn live_socket_keeps_its_name() {
         let temp = tempfile::tempdir().unwrap();
         let dir = temp.path().join("perfvisor");
         let first = Socket::bind(&dir, "a").unwrap();
         assert_eq!(fs::metadata(&dir).unwrap().permissions().mode() & 0o777, 0o700);
-        assert!(matches!(Socket::bind(&dir, "a"), Err(PlaceError::Taken(_))));
+        assert!(matches!(Socket::bind(&dir, "a"), Err(SocketError::Taken(_))));
         assert_eq!(names(&dir).unwrap(), ["a"]);
         // Killing a VM closes its listener and leaves the file.
         let dead = UnixListener::bind(dir.join("b.sock")).unwrap();
@@ -760,14 +760,14 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_open_to_others_is_refused() {
+    fn socket_directory_open_to_others_is_rejected() {
         let temp = tempfile::tempdir().unwrap();
         let dir = temp.path().join("perfvisor");
         fs::create_dir(&dir).unwrap();
         fs::set_permissions(&dir, fs::Permissions::from_mode(0o755)).unwrap();
         assert!(matches!(
             Socket::bind(&dir, "a"),
-            Err(PlaceError::NotPrivate { .. })
+            Err(SocketError::NotPrivate { .. })
         ));
     }
 }

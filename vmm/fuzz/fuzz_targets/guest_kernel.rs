@@ -6,7 +6,7 @@
 #![no_main]
 
 use guest_profile::GuestRegs;
-use guest_profile::locate::{Anchors, read_kernel};
+use guest_profile::locate::{KernelAnchors, read_kernel};
 use guest_profile::task::TaskLayout;
 use guest_profile::task::areas::KernelTables;
 use libfuzzer_sys::fuzz_target;
@@ -41,7 +41,7 @@ fuzz_target!(|data: &[u8]| {
         return;
     };
     let (ram, cr3, anchors) = if how & 1 == 0 {
-        let anchors = Anchors {
+        let anchors = KernelAnchors {
             lstar: START + 0x40,
             idt_base: START,
         };
@@ -51,7 +51,7 @@ fuzz_target!(|data: &[u8]| {
             return;
         };
         let word = |n: usize| u64::from_le_bytes(words[8 * n..8 * n + 8].try_into().expect("eight bytes"));
-        let anchors = Anchors {
+        let anchors = KernelAnchors {
             lstar: word(1),
             idt_base: word(2),
         };

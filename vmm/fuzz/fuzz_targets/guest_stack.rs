@@ -7,7 +7,7 @@
 use libfuzzer_sys::fuzz_target;
 use guest_profile::GuestRegs;
 use kernel_images::orc::OrcTable;
-use guest_profile::unwind::{KernelUnwind, Limits, walk};
+use guest_profile::unwind::{KernelUnwind, UnwindLimits, walk};
 
 const REGISTERS: usize = 11;
 
@@ -57,7 +57,7 @@ fuzz_target!(|data: &[u8]| {
         idt_base: word(2),
         ..GuestRegs::default()
     };
-    let limits = Limits {
+    let limits = UnwindLimits {
         max_frames: 64,
         max_reads: 600,
         max_time: None,

@@ -6,10 +6,10 @@
 //! with holes.
 #![no_main]
 
-use guest_profile::mappings::{Listeners, MAX_PATH, TellOnce, name_of};
-use guest_profile::task::areas::{KernelTables, Process};
+use guest_profile::mappings::{MappingListeners, MAX_PATH, MappingReporter, name_of};
+use guest_profile::task::areas::{KernelTables, GuestProcess};
 use guest_profile::task::{TaskLayout, TaskReader};
-use guest_profile::{Budget, GuestRegs};
+use guest_profile::{WalkBudget, GuestRegs};
 use libfuzzer_sys::fuzz_target;
 use serde_json::json;
 
@@ -82,7 +82,7 @@ fuzz_target!(|data: &[u8]| {
         efer: 1 << 10 | 1 << 8,
         ..GuestRegs::default()
     };
-    let budget = || Budget::new(READS, None);
+    let budget = || WalkBudget::new(READS, None);
 
     // Reads performed for a sample.
     let mut reader = TaskReader::new(&layout, ram, &regs).expect("four levels");
@@ -92,7 +92,7 @@ fuzz_target!(|data: &[u8]| {
         let _ = reader.vdso(task.mm, &mut samples);
         let mut told = [0; 1 << 16];
         let addresses = [address, address ^ 0x5000];
-        let bytes = TellOnce::new().tell(&mut reader, (task.pid, task.mm), &addresses, &Listeners::default(), &mut told);
+        let bytes = MappingReporter::new().report(&mut reader, (task.pid, task.mm), &addresses, &MappingListeners::default(), &mut told);
         for mapping in guest_profile::mappings::read(&told[..bytes]) {
             assert!(mapping.path.len() <= MAX_PATH);
         }
@@ -101,7 +101,7 @@ fuzz_target!(|data: &[u8]| {
     // Reads performed for an operator request.
     let tables: KernelTables = serde_json::from_value(json!({"root": 0, "la57": false})).expect("tables");
     let mut asked = budget();
-    let Some(process) = Process::find(&layout, ram, tables, address as u32, &mut asked) else {
+    let Some(process) = GuestProcess::find(&layout, ram, tables, address as u32, &mut asked) else {
         return;
     };
     let _ = process.again(&layout, ram, tables, &mut asked);

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use guest_profile::cfi::{CodeMap, Mapped, REGISTERS, Unwinder, UserState};
+use guest_profile::cfi::{CodeMap, MappedCode, REGISTERS, Unwinder, UserThreadState};
 use guest_profile::modules::Module;
 use libfuzzer_sys::fuzz_target;
 
@@ -34,7 +34,7 @@ fuzz_target!(|data: &[u8]| {
     };
     assert!(reads < 400 && bytes < 128 << 20);
     let module = Arc::new(module);
-    let code = CodeMap::new(vec![Mapped {
+    let code = CodeMap::new(vec![MappedCode {
         start: BASE,
         end: BASE + (1 << 20),
         code: Some((module.bias(BASE), module)),
@@ -46,7 +46,7 @@ fuzz_target!(|data: &[u8]| {
     }
     registers[7] = Some(STACK);
     registers[REGISTERS - 1] = Some(BASE + word(0) % (1 << 20));
-    let state = UserState {
+    let state = UserThreadState {
         registers,
         exact_ip: true,
         stack,

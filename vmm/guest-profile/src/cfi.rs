@@ -25,7 +25,7 @@ use gimli::{
 };
 
 use crate::debug_frame::DebugFrames;
-use crate::modules::{Module, Tables};
+use crate::modules::{Module, UnwindTables};
 use crate::unwind::End;
 
 /// Maximum number of operations evaluated per expression.
@@ -39,7 +39,7 @@ const RSP: usize = 7;
 const RBP: usize = 6;
 const RA: usize = 16;
 /// Callee-saved registers (System V ABI: rbx, rbp, r12 to r15).
-const KEPT: [usize; 6] = [3, 6, 12, 13, 14, 15];
+const CALLEE_SAVED: [usize; 6] = [3, 6, 12, 13, 14, 15];
 /// First address beyond the user address space.
 const USER_END: u64 = 1 << 56;
 
@@ -47,7 +47,7 @@ type Slice<'t> = EndianSlice<'t, LittleEndian>;
 
 /// An executable mapping of a process.
 #[derive(Debug, Clone)]
-pub struct Mapped {
+pub struct MappedCode {
     /// First address of the mapping.
     pub start: u64,
     /// Exclusive end address of the mapping.
@@ -59,17 +59,17 @@ pub struct Mapped {
 
 /// The executable mappings of one process, sorted by address.
 #[derive(Debug, Clone, Default)]
-pub struct CodeMap(Vec<Mapped>);
+pub struct CodeMap(Vec<MappedCode>);
 
 impl CodeMap {
     /// Creates a map from mappings in any order.
-    pub fn new(mut mappings: Vec<Mapped>) -> Self {
+    pub fn new(mut mappings: Vec<MappedCode>) -> Self {
         mappings.sort_by_key(|mapped| mapped.start);
         Self(mappings)
     }
 
     /// Returns the mapping that contains `address`.
-    pub fn find(&self, address: u64) -> Option<&Mapped> {
+    pub fn find(&self, address: u64) -> Option<&MappedCode> {
         let after = self.0.partition_point(|mapped| mapped.start <= address);
         self.0[..after].last().filter(|mapped| address < mapped.end)
     }
@@ -85,7 +85,7 @@ impl CodeMap {
 
 /// User-mode state of a sampled thread: its registers and a copy of the top of its stack.
 #[derive(Debug, Clone, Copy)]
-pub struct UserState<'s> {
+pub struct UserThreadState<'s> {
     /// Registers by DWARF number; the last one is the instruction pointer. `None` for an unknown
     /// register.
     pub registers: [Option<u64>; REGISTERS],
@@ -98,7 +98,7 @@ pub struct UserState<'s> {
     pub cut: bool,
 }
 
-impl UserState<'_> {
+impl UserThreadState<'_> {
     /// Reads the 8 bytes at `address`.
     fn word(&self, address: u64) -> Result<u64, End> {
         let base = self.registers[RSP].ok_or(End::BadFrame)?;
@@ -127,7 +127,7 @@ impl std::fmt::Debug for Unwinder {
 
 /// The result of unwinding one stack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Unwound {
+pub struct UnwindResult {
     /// Why unwinding ended.
     pub end: End,
     /// `true` if at least one frame was found by its frame pointer instead of a table.
@@ -136,17 +136,17 @@ pub struct Unwound {
 
 /// A frame whose caller is to be computed.
 #[derive(Clone, Copy)]
-struct At<'s> {
+struct FrameLookup<'s> {
     /// Linked address to look up in the unwind tables.
     probe: u64,
     /// Load bias: run-time minus linked address.
     bias: u64,
-    state: &'s UserState<'s>,
-    frame: &'s Frame,
+    state: &'s UserThreadState<'s>,
+    frame: &'s FrameRegs,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Frame {
+struct FrameRegs {
     registers: [Option<u64>; REGISTERS],
     exact_ip: bool,
 }
@@ -157,61 +157,61 @@ impl Unwinder {
     pub fn unwind(
         &mut self,
         code: &CodeMap,
-        state: &UserState<'_>,
+        state: &UserThreadState<'_>,
         max_frames: usize,
         out: &mut Vec<u64>,
-    ) -> Unwound {
-        let mut frame = Frame {
+    ) -> UnwindResult {
+        let mut frame = FrameRegs {
             registers: state.registers,
             exact_ip: state.exact_ip,
         };
         let mut guessed = false;
         for _ in 0..max_frames {
             let Some(ip) = frame.registers[RA] else {
-                return Unwound {
+                return UnwindResult {
                     end: End::BadFrame,
                     guessed,
                 };
             };
             out.push(ip);
-            match self.above(code, state, &frame, &mut guessed) {
+            match self.caller_of(code, state, &frame, &mut guessed) {
                 Ok(Some(next)) => frame = next,
                 Ok(None) => {
                     let end = End::Complete;
-                    return Unwound { end, guessed };
+                    return UnwindResult { end, guessed };
                 }
-                Err(end) => return Unwound { end, guessed },
+                Err(end) => return UnwindResult { end, guessed },
             }
         }
         let end = End::Full;
-        Unwound { end, guessed }
+        UnwindResult { end, guessed }
     }
 
     /// Returns the caller's frame, or `None` if `frame` is the outermost one.
-    fn above(
+    fn caller_of(
         &mut self,
         code: &CodeMap,
-        state: &UserState<'_>,
-        frame: &Frame,
+        state: &UserThreadState<'_>,
+        frame: &FrameRegs,
         guessed: &mut bool,
-    ) -> Result<Option<Frame>, End> {
+    ) -> Result<Option<FrameRegs>, End> {
         let ip = frame.registers[RA].ok_or(End::BadFrame)?;
         // If the call was the last instruction of a function, its return address belongs to the
         // next function. Look up the byte before.
         let probe = ip.wrapping_sub(u64::from(!frame.exact_ip));
         let mapped = code.find(probe).and_then(|mapped| mapped.code.as_ref());
-        let by_tables = mapped.and_then(|(bias, module)| {
+        let by_eh_frame = mapped.and_then(|(bias, module)| {
             let probe = probe.wrapping_sub(*bias);
-            let at = At {
+            let at = FrameLookup {
                 probe,
                 bias: *bias,
                 state,
                 frame,
             };
-            let loaded = module.tables().and_then(|tables| self.by_tables(tables, &at));
+            let loaded = module.tables().and_then(|tables| self.by_eh_frame(tables, &at));
             loaded.or_else(|| self.by_debug_frames(module.debug_frames()?, &at))
         });
-        let next = match by_tables {
+        let next = match by_eh_frame {
             Some(found) => match found? {
                 Some(next) => next,
                 None => return Ok(None),
@@ -238,7 +238,11 @@ impl Unwinder {
     }
 
     /// Computes the caller's frame from `.eh_frame`. Returns `None` if no entry covers the address.
-    fn by_tables(&mut self, tables: &Tables, at: &At<'_>) -> Option<Result<Option<Frame>, End>> {
+    fn by_eh_frame(
+        &mut self,
+        tables: &UnwindTables,
+        at: &FrameLookup<'_>,
+    ) -> Option<Result<Option<FrameRegs>, End>> {
         let bases = BaseAddresses::default()
             .set_eh_frame_hdr(tables.index_at)
             .set_eh_frame(tables.frames_at);
@@ -249,12 +253,16 @@ impl Unwinder {
 
     /// Computes the caller's frame from `.debug_frame`. Returns `None` if no entry covers the
     /// address.
-    fn by_debug_frames(&mut self, frames: &DebugFrames, at: &At<'_>) -> Option<Result<Option<Frame>, End>> {
+    fn by_debug_frames(
+        &mut self,
+        frames: &DebugFrames,
+        at: &FrameLookup<'_>,
+    ) -> Option<Result<Option<FrameRegs>, End>> {
         let (section, bases) = (frames.section(), BaseAddresses::default());
         let entry = section
             .fde_from_offset(&bases, frames.find(at.probe)?, DebugFrame::cie_from_offset)
             .ok()?;
-        self.by_entry(&section, &bases, fits(&entry, at.probe)?, at)
+        self.by_entry(&section, &bases, if_covering(&entry, at.probe)?, at)
     }
 
     /// Computes the caller's frame from the given unwind entry.
@@ -263,9 +271,9 @@ impl Unwinder {
         frames: &S,
         bases: &BaseAddresses,
         entry: &FrameDescriptionEntry<Slice<'t>>,
-        at: &At<'_>,
-    ) -> Option<Result<Option<Frame>, End>> {
-        let At {
+        at: &FrameLookup<'_>,
+    ) -> Option<Result<Option<FrameRegs>, End>> {
+        let FrameLookup {
             probe,
             bias,
             state,
@@ -296,7 +304,7 @@ impl Unwinder {
             return Some(Ok(None));
         }
         let mut registers = [None; REGISTERS];
-        for kept in KEPT {
+        for kept in CALLEE_SAVED {
             registers[kept] = frame.registers[kept];
         }
         registers[RSP] = Some(cfa);
@@ -323,17 +331,17 @@ impl Unwinder {
                 // Unwinding can continue without the other registers, but not without these.
                 Err(end) if matches!(number, RA | RSP) => return Some(Err(end)),
                 // The slot of a register that has already been popped is below the stack pointer.
-                Err(_) => own.filter(|_| KEPT.contains(&number)),
+                Err(_) => own.filter(|_| CALLEE_SAVED.contains(&number)),
             };
         }
-        Some(Ok(Some(Frame {
+        Some(Ok(Some(FrameRegs {
             registers,
             exact_ip: entry.is_signal_trampoline(),
         })))
     }
 }
 
-impl Frame {
+impl FrameRegs {
     fn register(&self, register: Register) -> Option<u64> {
         self.registers.get(usize::from(register.0)).copied().flatten()
     }
@@ -345,7 +353,7 @@ fn address(cfa: u64, offset: i64) -> Result<u64, End> {
 
 /// Returns the unwind entry that covers linked address `probe`.
 fn entry<'t>(
-    tables: &'t Tables,
+    tables: &'t UnwindTables,
     frames: &EhFrame<Slice<'t>>,
     bases: &BaseAddresses,
     probe: u64,
@@ -363,12 +371,12 @@ fn entry<'t>(
     let entry = frames
         .fde_from_offset(bases, EhFrameOffset(offset), EhFrame::cie_from_offset)
         .ok()?;
-    fits(&entry, probe)?;
+    if_covering(&entry, probe)?;
     Some(entry)
 }
 
 /// Returns the entry if it covers linked address `probe` and does not exceed [`MAX_ENTRY`].
-fn fits<'e, 't>(
+fn if_covering<'e, 't>(
     entry: &'e FrameDescriptionEntry<Slice<'t>>,
     probe: u64,
 ) -> Option<&'e FrameDescriptionEntry<Slice<'t>>> {
@@ -377,7 +385,7 @@ fn fits<'e, 't>(
 }
 
 /// Computes the caller's frame from the frame pointer, for code that no unwind table covers.
-fn by_frame_pointer(state: &UserState<'_>, frame: &Frame) -> Result<Frame, End> {
+fn by_frame_pointer(state: &UserThreadState<'_>, frame: &FrameRegs) -> Result<FrameRegs, End> {
     let (Some(bp), Some(sp)) = (frame.registers[RBP], frame.registers[RSP]) else {
         return Err(End::NoTable);
     };
@@ -388,7 +396,7 @@ fn by_frame_pointer(state: &UserState<'_>, frame: &Frame) -> Result<Frame, End> 
     registers[RBP] = Some(state.word(bp)?);
     registers[RA] = Some(state.word(bp.checked_add(8).ok_or(End::NoTable)?)?);
     registers[RSP] = bp.checked_add(16);
-    Ok(Frame {
+    Ok(FrameRegs {
         registers,
         exact_ip: false,
     })
@@ -398,8 +406,8 @@ fn by_frame_pointer(state: &UserState<'_>, frame: &Frame) -> Result<Frame, End> 
 struct Evaluator<'e, 't, S> {
     frames: &'e S,
     entry: &'e FrameDescriptionEntry<Slice<'t>>,
-    state: &'e UserState<'e>,
-    frame: &'e Frame,
+    state: &'e UserThreadState<'e>,
+    frame: &'e FrameRegs,
     bias: u64,
 }
 

@@ -19,7 +19,7 @@ pub fn readable(name: &str) -> String {
 }
 
 fn rust(name: &str) -> Option<String> {
-    let mut out = Bounded::default();
+    let mut out = BoundedString::default();
     let demangled = rustc_demangle::try_demangle(name).ok()?;
     // The alternate form omits the hash.
     write!(out, "{demangled:#}").ok().map(|()| out.0)
@@ -30,7 +30,7 @@ fn cpp(name: &str) -> Option<String> {
         return None;
     }
     let symbol = BorrowedSymbol::new(name.as_bytes()).ok()?;
-    let mut out = Bounded::default();
+    let mut out = BoundedString::default();
     symbol
         .structured_demangle(&mut out, &DemangleOptions::default())
         .ok()
@@ -39,9 +39,9 @@ fn cpp(name: &str) -> Option<String> {
 
 /// A string of at most [`MAX_NAME`] bytes. Writing more returns an error.
 #[derive(Default)]
-struct Bounded(String);
+struct BoundedString(String);
 
-impl Write for Bounded {
+impl Write for BoundedString {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         if self.0.len() + text.len() > MAX_NAME {
             return Err(fmt::Error);
@@ -70,7 +70,7 @@ mod tests {
     /// Each component repeats the previous one twice. Fully expanded, the name would have 2^60
     /// times `a`.
     #[test]
-    fn a_name_that_stands_for_an_endless_one_stays_as_it_is() {
+    fn exponential_mangled_name_is_kept() {
         let mut name = "_Z1fI1aE".to_owned();
         // Each component adds two substitutions; the second one is the component itself.
         for n in 0..17 {
@@ -82,7 +82,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_name_makes_it_panic(name in "(_Z|_R)?[A-Za-z0-9_$.]{0,300}") {
+        fn demangler_never_panics(name in "(_Z|_R)?[A-Za-z0-9_$.]{0,300}") {
             prop_assert!(readable(&name).len() <= MAX_NAME);
         }
     }

@@ -4,7 +4,7 @@
 //! contains no `unsafe` code. The guest controls the contents of the disk and may try to exhaust
 //! CPU time or memory. Therefore:
 //!
-//! - a separate thread reads the disk, and a request that takes longer than [`PATIENCE`] fails;
+//! - a separate thread reads the disk, and a request that takes longer than [`REQUEST_TIMEOUT`] fails;
 //!   after that, or after five minutes for all requests together, further requests fail at once
 //! - the number of bytes read to open a file system or to read a file is bounded
 //! - this module follows symbolic links itself, because the crate allocates as much memory for the
@@ -28,25 +28,25 @@ use ext4_view::{Ext4, Ext4Error, Ext4Read, PathBuf as Ext4Path};
 use kernel_images::le::{u16_at, u32_at, u64_at};
 
 /// Timeout of one request.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 /// Timeout of all requests to one disk together. Without it, a guest could delay every request by
-/// almost [`PATIENCE`].
-const PATIENCE_FOR_ALL: Duration = Duration::from_secs(300);
+/// almost [`REQUEST_TIMEOUT`].
+const TOTAL_TIMEOUT: Duration = Duration::from_secs(300);
 /// Maximum number of bytes read to open a file system: group descriptors and the journal entries
 /// not yet checkpointed.
-const MOST_TO_OPEN: u64 = 256 << 20;
+const MAX_OPEN_BYTES: u64 = 256 << 20;
 /// Maximum number of metadata bytes read for one file.
-const MOST_BESIDES: u64 = 64 << 20;
+const MAX_METADATA_BYTES: u64 = 64 << 20;
 /// Maximum number of partitions considered.
-const MOST_PARTITIONS: u32 = 128;
+const MAX_PARTITIONS: u32 = 128;
 /// Maximum number of block groups, which corresponds to 128 TiB.
-const MOST_GROUPS: u64 = 1 << 20;
+const MAX_GROUPS: u64 = 1 << 20;
 /// Maximum number of symbolic links followed for one path, and maximum path length, as in Linux
 /// (path_resolution(7)).
-const MOST_LINKS: u32 = 40;
+const MAX_LINKS: u32 = 40;
 const LONGEST_PATH: usize = 4096;
 /// Maximum number of path components resolved, including those of symbolic links.
-const MOST_LOOKS: u32 = 1000;
+const MAX_COMPONENTS: u32 = 1000;
 /// Size of a sector, the unit of partition tables, in bytes.
 const SECTOR: u64 = SECTOR_BYTES as u64;
 const SECTOR_BYTES: usize = 512;
@@ -92,20 +92,20 @@ pub enum DiskError {
     /// This request or an earlier one timed out.
     #[error(
         "reading the disk took longer than {} s, or {} s in all; it is not read any more",
-        PATIENCE.as_secs(),
-        PATIENCE_FOR_ALL.as_secs()
+        REQUEST_TIMEOUT.as_secs(),
+        TOTAL_TIMEOUT.as_secs()
     )]
-    Slow,
+    TimedOut,
     /// The reader thread panicked on the contents of the disk.
     #[error("what is on the disk made its reader fail; it is not read any more")]
-    Stumbled,
+    ReaderPanicked,
     /// The reader thread could not be started.
     #[error("no thread to read the disk")]
     Thread(#[source] io::Error),
 }
 
 /// A request to the reader thread.
-enum Ask {
+enum DiskRequest {
     Read { path: String, most: u64 },
     LookAgain,
 }
@@ -113,7 +113,7 @@ enum Ask {
 /// A disk of the guest and the thread that reads it. The thread ends when this value is dropped.
 #[derive(Debug)]
 pub struct GuestDisk {
-    ask: SyncSender<Ask>,
+    ask: SyncSender<DiskRequest>,
     answers: Receiver<Result<Vec<u8>, DiskError>>,
     /// Total time spent waiting for answers.
     waited: Duration,
@@ -127,7 +127,7 @@ impl GuestDisk {
     /// # Errors
     /// Returns a [`DiskError`] if the disk has no readable file system or the reader thread fails.
     pub fn open(bytes: Box<dyn DiskBytes + Send>) -> Result<Self, DiskError> {
-        let (ask, asked) = sync_channel::<Ask>(1);
+        let (ask, asked) = sync_channel::<DiskRequest>(1);
         let (answer, answers) = sync_channel(1);
         let serve = move || {
             let bytes: Rc<dyn DiskBytes> = Rc::from(bytes as Box<dyn DiskBytes>);
@@ -141,15 +141,15 @@ impl GuestDisk {
             }
             for ask in asked {
                 let result = match (ask, &open) {
-                    (Ask::LookAgain, _) => {
+                    (DiskRequest::LookAgain, _) => {
                         // If the refresh fails, continue with the previous view of the disk.
                         let seen = bytes.reload();
                         open = FileSystems::open(&bytes);
                         seen.map(|()| Vec::new())
                             .map_err(|e| DiskError::File(perf_core::error_line(&e)))
                     }
-                    (Ask::Read { path, most }, Ok(systems)) => systems.read(&path, most),
-                    (Ask::Read { .. }, Err(e)) => Err(DiskError::File(e.to_string())),
+                    (DiskRequest::Read { path, most }, Ok(systems)) => systems.read(&path, most),
+                    (DiskRequest::Read { .. }, Err(e)) => Err(DiskError::File(e.to_string())),
                 };
                 if answer.send(result).is_err() {
                     return;
@@ -170,24 +170,24 @@ impl GuestDisk {
 
     fn answer(&mut self) -> Result<Vec<u8>, DiskError> {
         let asked = Instant::now();
-        let answer = self.answers.recv_timeout(PATIENCE);
+        let answer = self.answers.recv_timeout(REQUEST_TIMEOUT);
         self.waited = self.waited.saturating_add(asked.elapsed());
-        self.over |= answer.is_err() || self.waited > PATIENCE_FOR_ALL;
+        self.over |= answer.is_err() || self.waited > TOTAL_TIMEOUT;
         answer.unwrap_or_else(|e| {
             Err(match e {
-                RecvTimeoutError::Timeout => DiskError::Slow,
-                RecvTimeoutError::Disconnected => DiskError::Stumbled,
+                RecvTimeoutError::Timeout => DiskError::TimedOut,
+                RecvTimeoutError::Disconnected => DiskError::ReaderPanicked,
             })
         })
     }
 
-    fn asked(&mut self, ask: Ask) -> Result<Vec<u8>, DiskError> {
+    fn asked(&mut self, ask: DiskRequest) -> Result<Vec<u8>, DiskError> {
         if self.over {
-            return Err(DiskError::Slow);
+            return Err(DiskError::TimedOut);
         }
         if self.ask.send(ask).is_err() {
             self.over = true;
-            return Err(DiskError::Stumbled);
+            return Err(DiskError::ReaderPanicked);
         }
         self.answer()
     }
@@ -200,7 +200,7 @@ impl GuestDisk {
     /// times out.
     pub fn read(&mut self, path: &str, most: u64) -> Result<Vec<u8>, DiskError> {
         let path = path.to_owned();
-        self.asked(Ask::Read { path, most })
+        self.asked(DiskRequest::Read { path, most })
     }
 
     /// Refreshes the view of the disk, so that recent writes of the guest are visible.
@@ -208,23 +208,23 @@ impl GuestDisk {
     /// # Errors
     /// Returns a [`DiskError`] if the disk cannot be read or the request times out.
     pub fn reload(&mut self) -> Result<(), DiskError> {
-        self.asked(Ask::LookAgain).map(|_| ())
+        self.asked(DiskRequest::LookAgain).map(|_| ())
     }
 }
 
 /// The number of bytes that may still be read from a disk.
 #[derive(Clone, Default)]
-struct Budget(Rc<RefCell<State>>);
+struct ReadBudget(Rc<RefCell<ReadState>>);
 
 #[derive(Default)]
-struct State {
+struct ReadState {
     left: u64,
     /// First contents read of each sector, if repeated reads must return the same data. Otherwise a
     /// concurrent write of the guest could invalidate checks that were already made.
     kept: Option<HashMap<u64, [u8; SECTOR_BYTES]>>,
 }
 
-impl Budget {
+impl ReadBudget {
     fn allow(&self, bytes: u64) {
         self.0.borrow_mut().left = bytes;
     }
@@ -243,7 +243,7 @@ impl Budget {
 
     /// Replaces sectors in `bytes`, read at offset `at`, with their cached contents. Path lookups
     /// read whole file system blocks, so all sectors are complete.
-    fn settle(&self, at: u64, bytes: &mut [u8]) {
+    fn apply_cached_sectors(&self, at: u64, bytes: &mut [u8]) {
         let Some(kept) = &mut self.0.borrow_mut().kept else {
             return;
         };
@@ -254,14 +254,14 @@ impl Budget {
 }
 
 /// A contiguous range of a disk.
-struct Part {
+struct DiskRange {
     disk: Rc<dyn DiskBytes>,
     start: u64,
     len: u64,
-    budget: Budget,
+    budget: ReadBudget,
 }
 
-impl Ext4Read for Part {
+impl Ext4Read for DiskRange {
     fn read(&mut self, at: u64, to: &mut [u8]) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
         let count = to.len() as u64;
         let inside = at.checked_add(count).is_some_and(|end| end <= self.len);
@@ -270,7 +270,7 @@ impl Ext4Read for Part {
         }
         self.budget.take(count)?;
         self.disk.read(self.start + at, to)?;
-        self.budget.settle(self.start + at, to);
+        self.budget.apply_cached_sectors(self.start + at, to);
         Ok(())
     }
 }
@@ -279,16 +279,16 @@ impl Ext4Read for Part {
 struct FileSystems {
     /// The file systems; the one that looks like the guest's root comes first.
     systems: Vec<Ext4>,
-    budget: Budget,
+    budget: ReadBudget,
 }
 
 impl FileSystems {
     fn open(disk: &Rc<dyn DiskBytes>) -> Result<Self, DiskError> {
-        let budget = Budget::default();
+        let budget = ReadBudget::default();
         let mut why = None;
         let mut systems = Vec::new();
         for (start, len) in partitions(&**disk) {
-            let part = |disk: &Rc<dyn DiskBytes>| Part {
+            let part = |disk: &Rc<dyn DiskBytes>| DiskRange {
                 disk: disk.clone(),
                 start,
                 len,
@@ -302,16 +302,16 @@ impl FileSystems {
                     continue;
                 }
             }
-            budget.allow(MOST_TO_OPEN);
+            budget.allow(MAX_OPEN_BYTES);
             match Ext4::load(Box::new(part(disk))) {
                 Ok(system) => systems.push(system),
-                Err(e) => why = Some(said(&e)),
+                Err(e) => why = Some(error_text(&e)),
             }
         }
         if systems.is_empty() {
             return Err(DiskError::NoFileSystem(why));
         }
-        budget.allow(MOST_BESIDES);
+        budget.allow(MAX_METADATA_BYTES);
         // The type of `/etc` does not matter, so symbolic links are not followed.
         systems.sort_by_key(|system| system.symlink_metadata("/etc").is_err());
         Ok(Self { systems, budget })
@@ -321,11 +321,11 @@ impl FileSystems {
     fn read(&self, path: &str, most: u64) -> Result<Vec<u8>, DiskError> {
         let mut missing = None;
         for system in &self.systems {
-            self.budget.allow(MOST_BESIDES);
+            self.budget.allow(MAX_METADATA_BYTES);
             self.budget.keep(true);
-            let opened = plain(system, path).and_then(|path| system.open(&path).map_err(failed));
+            let opened = resolve_links(system, path).and_then(|path| system.open(&path).map_err(failed));
             self.budget.keep(false);
-            self.budget.allow(most.saturating_add(MOST_BESIDES));
+            self.budget.allow(most.saturating_add(MAX_METADATA_BYTES));
             match opened.and_then(|file| read_file(file, most)) {
                 Ok(bytes) => return Ok(bytes),
                 Err(e @ DiskError::TooLarge(_)) => return Err(e),
@@ -337,16 +337,16 @@ impl FileSystems {
 }
 
 /// Formats an error and its sources on one line.
-fn said(error: &Ext4Error) -> String {
+fn error_text(error: &Ext4Error) -> String {
     perf_core::error_line(error)
 }
 
 fn failed(error: Ext4Error) -> DiskError {
-    DiskError::File(said(&error))
+    DiskError::File(error_text(&error))
 }
 
 /// Resolves all symbolic links of `path`.
-fn plain(system: &Ext4, path: &str) -> Result<Ext4Path, DiskError> {
+fn resolve_links(system: &Ext4, path: &str) -> Result<Ext4Path, DiskError> {
     let not = |why: &str| DiskError::File(why.into());
     let no_path = |_| not("it is no path");
     let given = Ext4Path::try_from(path).map_err(no_path)?;
@@ -365,7 +365,7 @@ fn plain(system: &Ext4, path: &str) -> Result<Ext4Path, DiskError> {
     let (mut done, mut links, mut looks) = (vec![b'/'], 0, 0);
     while let Some(part) = todo.pop() {
         looks += 1;
-        if looks > MOST_LOOKS || done.len() + part.len() >= LONGEST_PATH {
+        if looks > MAX_COMPONENTS || done.len() + part.len() >= LONGEST_PATH {
             return Err(not("its path is too long"));
         }
         if part == b".." {
@@ -389,7 +389,7 @@ fn plain(system: &Ext4, path: &str) -> Result<Ext4Path, DiskError> {
             continue;
         }
         links += 1;
-        if links > MOST_LINKS || meta.len() > LONGEST_PATH as u64 {
+        if links > MAX_LINKS || meta.len() > LONGEST_PATH as u64 {
             return Err(not(
                 "it leads over more links, or a longer one, than Linux follows",
             ));
@@ -452,7 +452,7 @@ fn is_ext4(disk: &dyn DiskBytes, start: u64, len: u64) -> Result<bool, Impossibl
     if blocks.checked_mul(block_bytes).is_none_or(|bytes| bytes > len) {
         return Err(ImpossibleSize::System);
     }
-    if blocks / in_group > MOST_GROUPS {
+    if blocks / in_group > MAX_GROUPS {
         return Err(ImpossibleSize::Groups);
     }
     Ok(true)
@@ -503,7 +503,7 @@ fn partitions(disk: &dyn DiskBytes) -> Vec<(u64, u64)> {
     let Some(table) = table.checked_mul(SECTOR).filter(|_| (128..=4096).contains(&size)) else {
         return found;
     };
-    for n in 0..count.min(MOST_PARTITIONS) {
+    for n in 0..count.min(MAX_PARTITIONS) {
         let mut entry = [0; 128];
         let at = table.checked_add(u64::from(n) * u64::from(size));
         let Some(at) = at.filter(|at| *at < disk.len()) else {

@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn functions_are_found_and_later_ones_go_before() {
+    fn jit_map_prefers_later_functions() {
         let map = JitMap::parse(
             b"7f00 10 LazyCompile:*add /x.js:1\n7f10 20 old\n0x7f10 8 new\nnonsense\n7f00\n7f40 0 empty\n\xff\xff\n\
               ffffffffffffffff 2 beyond\n7f50 10 not compl",

@@ -31,7 +31,7 @@
 //! Start with [`unwind::walk`] for call chains and with [`export::Profile`] for the output formats.
 //!
 //! **A guest is hostile.** It controls its page tables, stacks and kernel data. Every walk is
-//! therefore bounded in memory reads and in time ([`Budget`]), every address is checked before use,
+//! therefore bounded in memory reads and in time ([`WalkBudget`]), every address is checked before use,
 //! and walks made per sample do not allocate. A `perf.data` file is hostile, too. Fuzz targets:
 //! `guest_stack`, `user_stack`, `perf_data`.
 //!
@@ -73,4 +73,4 @@ pub mod task;
 pub(crate) mod testing;
 pub mod unwind;
 
-pub use memory::{Budget, GuestPage, GuestPhys, GuestRegs};
+pub use memory::{GuestPage, GuestPhys, GuestRegs, WalkBudget};

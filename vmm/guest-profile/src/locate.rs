@@ -5,15 +5,15 @@
 //! The slide is the difference between such an address and the image's symbol. Comparing the
 //! kernel's version string in guest memory verifies it.
 
-use super::paging::{AddressSpace, Hole, Unsupported};
-use super::{Budget, GuestPhys, GuestRegs};
+use super::paging::{AddressSpace, TranslationFault, UnsupportedPaging};
+use super::{GuestPhys, GuestRegs, WalkBudget};
 use kernel_images::image::KernelImage;
 use kernel_images::kallsyms::KallsymsError;
 use serde::{Deserialize, Serialize};
 
 /// The registers that point into the kernel; 0 for an unknown register.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
-pub struct Anchors {
+pub struct KernelAnchors {
     /// IA32_LSTAR (MSR 0xC0000082).
     pub lstar: u64,
     /// Base of the IDT (`sregs.idt.base`).
@@ -22,7 +22,7 @@ pub struct Anchors {
 
 /// The location of a running kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
+pub struct KernelLocation {
     /// Run-time address minus the address in the image, wrapping.
     pub slide: u64,
     /// `true` if the version string in guest memory matches the image. `false` if the image has no
@@ -35,7 +35,7 @@ pub struct Place {
 pub enum LocateError {
     /// The paging mode of the vCPU is unsupported.
     #[error("the guest's page tables are not walked")]
-    Mode(#[from] Unsupported),
+    Mode(#[from] UnsupportedPaging),
     /// No register points into a kernel yet.
     #[error("the guest has not set up its kernel yet, or it is no 64-bit Linux")]
     NoAnchor,
@@ -71,10 +71,10 @@ pub fn place<M: GuestPhys + ?Sized>(
     mem: &M,
     regs: &GuestRegs,
     image: &KernelImage,
-    anchors: &Anchors,
-) -> Result<Place, LocateError> {
+    anchors: &KernelAnchors,
+) -> Result<KernelLocation, LocateError> {
     let mut space = AddressSpace::of(mem, regs)?;
-    let mut budget = Budget::new(PLACE_READS, None);
+    let mut budget = WalkBudget::new(PLACE_READS, None);
     let symbols = image.symbols().ok_or(LocateError::NoSymbols)?;
     let divide_error = idt_gate(&mut space, anchors.idt_base, &mut budget).unwrap_or(0);
     let known = [
@@ -96,7 +96,7 @@ pub fn place<M: GuestPhys + ?Sized>(
                 LocateError::OtherKernel
             })?;
     let (Some(banner), Some(at)) = (image.banner(), symbols.by_name("linux_banner")) else {
-        return Ok(Place {
+        return Ok(KernelLocation {
             slide,
             verified: false,
         });
@@ -109,12 +109,12 @@ pub fn place<M: GuestPhys + ?Sized>(
         read = space.kernel_sibling().read(at, &mut found, &mut budget);
     }
     match read {
-        Ok(()) if found == banner.as_bytes() => Ok(Place {
+        Ok(()) if found == banner.as_bytes() => Ok(KernelLocation {
             slide,
             verified: true,
         }),
         Ok(()) => Err(LocateError::OtherKernel),
-        Err(_) => Ok(Place {
+        Err(_) => Ok(KernelLocation {
             slide,
             verified: false,
         }),
@@ -125,7 +125,7 @@ pub fn place<M: GuestPhys + ?Sized>(
 fn idt_gate<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     idt_base: u64,
-    budget: &mut Budget,
+    budget: &mut WalkBudget,
 ) -> Option<u64> {
     let mut gate = [0; 16];
     space.read(idt_base, &mut gate, budget).ok()?;
@@ -140,12 +140,12 @@ fn idt_gate<M: GuestPhys + ?Sized>(
 pub fn read_kernel<M: GuestPhys + ?Sized>(
     mem: &M,
     regs: &GuestRegs,
-    anchors: &Anchors,
+    anchors: &KernelAnchors,
 ) -> Result<KernelImage, LocateError> {
     let first = AddressSpace::of(mem, regs)?;
     let mut result = Err(LocateError::NoAnchor);
     for mut space in [first.kernel_sibling(), first] {
-        let mut budget = Budget::new(u32::MAX, None);
+        let mut budget = WalkBudget::new(u32::MAX, None);
         let gate = idt_gate(&mut space, anchors.idt_base, &mut budget).unwrap_or(0);
         for anchor in [anchors.lstar, gate] {
             if anchor < KERNEL_MAP {
@@ -179,7 +179,7 @@ pub fn memory_around<M: GuestPhys + ?Sized>(
 /// The copy ends with the last mapped page.
 fn mapped_around<M: GuestPhys + ?Sized>(space: &mut AddressSpace<'_, M>, anchor: u64) -> (u64, Vec<u8>) {
     const CHUNK: u64 = 4096;
-    let mut budget = Budget::new(u32::MAX, None);
+    let mut budget = WalkBudget::new(u32::MAX, None);
     let mut start = anchor & !(SLIDE_ALIGN - 1);
     while start > KERNEL_MAP
         && anchor - start < MAX_KERNEL
@@ -196,7 +196,7 @@ fn mapped_around<M: GuestPhys + ?Sized>(space: &mut AddressSpace<'_, M>, anchor:
                 Some(t.gpa),
             ),
             // A missing table leaves its whole range unmapped.
-            Err(Hole::NotPresent(level)) => {
+            Err(TranslationFault::NotPresent(level)) => {
                 let covers = 1u64 << (12 + 9 * u32::from(level - 1));
                 (covers - at % covers, None)
             }
@@ -233,7 +233,7 @@ mod tests {
     /// Holes inside a kernel read as zeros, and the hole after its end takes no memory. Formerly 32
     /// MiB of trailing zeros were searched for kernel tables.
     #[test]
-    fn a_kernel_s_memory_has_its_holes_and_ends_with_it() {
+    fn kernel_memory_has_holes_and_ends_at_last_page() {
         let mut guest = TestGuest::new(64 << 12, false);
         let start = 0xffff_ffff_8100_0000;
         for (page, gpa) in [(0, 0x1000), (3, 0x2000)] {

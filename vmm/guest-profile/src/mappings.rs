@@ -15,7 +15,7 @@ use zerocopy::little_endian::{U16, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::task::{Mapping, TaskReader};
-use crate::{Budget, GuestPhys};
+use crate::{GuestPhys, WalkBudget};
 use kernel_images::build_id::{self, BuildId};
 
 /// Number of reported mappings that a vCPU remembers.
@@ -35,7 +35,7 @@ const TIME: Duration = Duration::from_micros(500);
 /// defines the layout: docs/reference/control.md.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-struct Head {
+struct MappingHeader {
     start: U64,
     len: U64,
     file_offset: U64,
@@ -44,7 +44,7 @@ struct Head {
 }
 
 /// Size of the header, in bytes.
-const HEAD: usize = size_of::<Head>();
+const HEAD: usize = size_of::<MappingHeader>();
 const _: () = assert!(HEAD == 32);
 /// Maximum size of the mappings of one sample, in bytes.
 pub const MAX_BYTES: usize = PER_SAMPLE * (2 * HEAD + MAX_PATH + build_id::MAX_BYTES.next_multiple_of(8));
@@ -52,9 +52,9 @@ pub const MAX_BYTES: usize = PER_SAMPLE * (2 * HEAD + MAX_PATH + build_id::MAX_B
 /// A generation counter that increments when a client starts to listen, so that all mappings are
 /// reported again.
 #[derive(Debug, Default)]
-pub struct Listeners(AtomicU64);
+pub struct MappingListeners(AtomicU64);
 
-impl Listeners {
+impl MappingListeners {
     /// Registers a new listener.
     pub fn add(&self) {
         self.0.fetch_add(1, Ordering::Relaxed);
@@ -67,7 +67,7 @@ impl Listeners {
 
 /// A mapping reported with a sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ToldMapping<'a> {
+pub struct ReportedMapping<'a> {
     /// Start address of the mapping.
     pub start: u64,
     /// Length of the mapping, in bytes.
@@ -80,11 +80,11 @@ pub struct ToldMapping<'a> {
 
 /// An address space: process ID and address of the memory descriptor. The descriptor changes on
 /// exec and may be reused by another process.
-pub type Memory = (u32, u64);
+pub type AddressSpaceId = (u32, u64);
 
 #[derive(Clone, Copy, Debug)]
-struct Told {
-    whose: Memory,
+struct ReportedRange {
+    whose: AddressSpaceId,
     start: u64,
     end: u64,
     at: Instant,
@@ -92,13 +92,13 @@ struct Told {
 
 /// The mappings that a vCPU has reported recently.
 #[derive(Debug, Default)]
-pub struct TellOnce {
-    told: Vec<Told>,
+pub struct MappingReporter {
+    told: Vec<ReportedRange>,
     next: usize,
     generation: u64,
 }
 
-impl TellOnce {
+impl MappingReporter {
     /// Creates an empty set and allocates all memory that it will need.
     pub fn new() -> Self {
         Self {
@@ -110,12 +110,12 @@ impl TellOnce {
 
     /// Writes to `out` the mappings of process `whose` that contain `addresses`, except those
     /// reported recently. Returns the number of bytes written. Does not allocate.
-    pub fn tell<M: GuestPhys + ?Sized>(
+    pub fn report<M: GuestPhys + ?Sized>(
         &mut self,
         reader: &mut TaskReader<'_, '_, M>,
-        whose: Memory,
+        whose: AddressSpaceId,
         addresses: &[u64],
-        listeners: &Listeners,
+        listeners: &MappingListeners,
         out: &mut [u8],
     ) -> usize {
         let generation = listeners.generation();
@@ -124,11 +124,11 @@ impl TellOnce {
             self.told.clear();
         }
         let now = Instant::now();
-        let mut budget = Budget::new(READS, Some(TIME));
+        let mut budget = WalkBudget::new(READS, Some(TIME));
         let (mut at, mut count) = (0, 0);
         let mut ids = [None; PER_SAMPLE];
         for &address in addresses {
-            if count == PER_SAMPLE || self.knows(whose, address, now) {
+            if count == PER_SAMPLE || self.was_reported(whose, address, now) {
                 continue;
             }
             let Some(mapping) = reader.mapping(whose.1, address, &mut budget) else {
@@ -166,14 +166,14 @@ impl TellOnce {
         at
     }
 
-    fn knows(&self, whose: Memory, address: u64, now: Instant) -> bool {
+    fn was_reported(&self, whose: AddressSpaceId, address: u64, now: Instant) -> bool {
         self.told.iter().any(|t| {
             t.whose == whose && (t.start..t.end).contains(&address) && now.duration_since(t.at) < MEMORY
         })
     }
 
-    fn remember(&mut self, whose: Memory, start: u64, end: u64, at: Instant) {
-        let told = Told {
+    fn remember(&mut self, whose: AddressSpaceId, start: u64, end: u64, at: Instant) {
+        let told = ReportedRange {
             whose,
             start,
             end,
@@ -206,7 +206,7 @@ pub fn name_of<'b, M: GuestPhys + ?Sized>(
     mm: u64,
     mapping: &Mapping,
     buf: &'b mut [u8],
-    budget: &mut Budget,
+    budget: &mut WalkBudget,
 ) -> Option<&'b str> {
     match mapping.file {
         0 if reader.vdso(mm, budget) == Some(mapping.start) => Some(VDSO),
@@ -224,7 +224,7 @@ fn put(out: &mut [u8], mapping: &Mapping, path: &[u8]) -> usize {
     let len = HEAD + path.len().next_multiple_of(8);
     let Some(out) = out.get_mut(..len) else { return 0 };
     out.fill(0);
-    let head = Head {
+    let head = MappingHeader {
         start: mapping.start.into(),
         len: (mapping.end - mapping.start).into(),
         file_offset: mapping.file_offset.into(),
@@ -236,10 +236,10 @@ fn put(out: &mut [u8], mapping: &Mapping, path: &[u8]) -> usize {
     len
 }
 
-/// Parses the entries written by [`TellOnce::tell`].
-fn entries(mut bytes: &[u8]) -> impl Iterator<Item = (Head, &[u8])> {
+/// Parses the entries written by [`MappingReporter::report`].
+fn entries(mut bytes: &[u8]) -> impl Iterator<Item = (MappingHeader, &[u8])> {
     std::iter::from_fn(move || {
-        let (head, rest) = Head::ref_from_prefix(bytes).ok()?;
+        let (head, rest) = MappingHeader::ref_from_prefix(bytes).ok()?;
         let len = usize::from(head.path_len.get());
         let entry = rest.get(..len).filter(|entry| !entry.is_empty())?;
         bytes = rest.get(len.next_multiple_of(8)..).unwrap_or(&[]);
@@ -247,13 +247,13 @@ fn entries(mut bytes: &[u8]) -> impl Iterator<Item = (Head, &[u8])> {
     })
 }
 
-/// Parses the mappings written by [`TellOnce::tell`]. Stops at the first malformed entry.
-pub fn read(bytes: &[u8]) -> impl Iterator<Item = ToldMapping<'_>> {
+/// Parses the mappings written by [`MappingReporter::report`]. Stops at the first malformed entry.
+pub fn read(bytes: &[u8]) -> impl Iterator<Item = ReportedMapping<'_>> {
     entries(bytes).map_while(|(head, path)| {
         let len = head.len.get();
         let path = std::str::from_utf8(path).ok().filter(|_| len > 0)?;
         let (start, file_offset) = (head.start.get(), head.file_offset.get());
-        Some(ToldMapping {
+        Some(ReportedMapping {
             start,
             len,
             file_offset,
@@ -276,7 +276,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn what_is_told_reads_back() {
+    fn reported_mappings_round_trip() {
         let mapping = |start| Mapping {
             start,
             end: start + 0x5000,
@@ -298,7 +298,7 @@ mod tests {
         assert_eq!(told.len(), 2);
         assert_eq!(
             told[0],
-            ToldMapping {
+            ReportedMapping {
                 start: 0x40_0000,
                 len: 0x5000,
                 file_offset: 0x2000,
@@ -313,19 +313,19 @@ mod tests {
     }
 
     #[test]
-    fn what_was_told_is_told_again_only_later() {
-        let mut once = TellOnce::new();
+    fn mapping_is_reported_again_after_timeout() {
+        let mut once = MappingReporter::new();
         let now = Instant::now();
         once.remember((7, 1), 0x1000, 0x2000, now);
-        assert!(once.knows((7, 1), 0x1fff, now));
-        assert!(!once.knows((7, 1), 0x2000, now) && !once.knows((7, 2), 0x1fff, now));
+        assert!(once.was_reported((7, 1), 0x1fff, now));
+        assert!(!once.was_reported((7, 1), 0x2000, now) && !once.was_reported((7, 2), 0x1fff, now));
         // The memory descriptor is reused by another process.
-        assert!(!once.knows((8, 1), 0x1fff, now));
-        assert!(!once.knows((7, 1), 0x1fff, now + MEMORY));
+        assert!(!once.was_reported((8, 1), 0x1fff, now));
+        assert!(!once.was_reported((7, 1), 0x1fff, now + MEMORY));
         for i in 0..200 {
             once.remember((7, i), 0x1000, 0x2000, now);
         }
-        assert!(once.told.len() == REMEMBERED && once.knows((7, 199), 0x1000, now));
+        assert!(once.told.len() == REMEMBERED && once.was_reported((7, 199), 0x1000, now));
     }
 
     proptest! {

@@ -197,7 +197,7 @@ impl GuestRegs {
 /// reads slow (for example by pages that the host must fault in) exhausts the budget after four
 /// such intervals.
 #[derive(Debug, Clone)]
-pub struct Budget {
+pub struct WalkBudget {
     reads_left: u32,
     reads_used: u32,
     time: Option<TimeLeft>,
@@ -222,7 +222,7 @@ impl TimeLeft {
     }
 }
 
-impl Budget {
+impl WalkBudget {
     /// Number of memory reads between two clock checks.
     const CLOCK_EVERY: u32 = 16;
 
@@ -277,7 +277,7 @@ mod tests {
 
     /// With RAM of two regions, the second of one and a half pages, all reads agree with vm-memory.
     #[test]
-    fn guest_memory_is_read_across_pages_and_not_beyond_ram() {
+    fn guest_memory_reads_cross_pages_and_stop_at_end_of_ram() {
         let memory =
             GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x2000), (GuestAddress(0x5000), 0x1800)])
                 .unwrap();
@@ -306,7 +306,7 @@ mod tests {
     /// A thread that is preempted once still gets its call chain; repeated slow reads exhaust the
     /// budget.
     #[test]
-    fn one_long_wait_does_not_spend_the_time_and_many_do() {
+    fn single_preemption_does_not_exhaust_budget() {
         const TIME: Duration = Duration::from_micros(500);
         let start = Instant::now();
         let mut time = TimeLeft {
@@ -328,8 +328,8 @@ mod tests {
     }
 
     #[test]
-    fn no_time_at_all_allows_no_read() {
-        assert!(!Budget::new(10, Some(Duration::ZERO)).take());
-        assert!(Budget::new(10, None).take());
+    fn zero_time_budget_allows_no_read() {
+        assert!(!WalkBudget::new(10, Some(Duration::ZERO)).take());
+        assert!(WalkBudget::new(10, None).take());
     }
 }

@@ -13,7 +13,7 @@
 //! - A light sample has no task. It is assigned the task of the full sample of the same vCPU that
 //!   is nearest in time. A user address is never assigned to a kernel thread but to the nearest
 //!   sample of a user task.
-//! - If the light samples do not show the guest ([`Side::HostKernel`]), the VM is asked to take
+//! - If the light samples do not show the guest ([`SampleOrigin::HostKernel`]), the VM is asked to take
 //!   every sample, and only full ones are used until the guest is visible again. The same applies
 //!   if KVM's own work is so large that a few full samples would represent most of the count.
 //! - Unless the user sets the ratio of full samples, it decreases if each one stops the vCPU for
@@ -21,7 +21,7 @@
 
 use std::collections::VecDeque;
 
-use perf_core::pmu::host::{GuestSample, Side};
+use perf_core::pmu::host::{GuestSample, SampleOrigin};
 
 /// Number of light samples between two decisions.
 const WINDOW: u64 = 40;
@@ -42,19 +42,19 @@ const KERNEL_LIMIT: f64 = 0.15;
 /// code.
 const MARGIN: f64 = 0.05;
 /// Maximum time that a light sample waits for the next full one, in nanoseconds.
-const PATIENCE_NS: u64 = 500_000_000;
+const MAX_WAIT_NS: u64 = 500_000_000;
 /// Maximum share of time that a vCPU may be stopped for full samples: in light mode, and in full
 /// mode.
-const MOST_HELD: f64 = 0.005;
-const MOST_HELD_INSTEAD: f64 = 0.03;
+const MAX_STOPPED_SHARE: f64 = 0.005;
+const MAX_STOPPED_SHARE_FULL: f64 = 0.03;
 /// Number of full samples whose median determines the cost of one.
 const COSTS: usize = 15;
 /// Maximum number of pending light samples.
-const MOST_PENDING: usize = 1 << 16;
+const MAX_PENDING: usize = 1 << 16;
 
 /// A sample of the guest taken by the host's kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Light {
+pub struct LightSample {
     /// Time on the clock of the VM's own samples, in nanoseconds.
     pub time_ns: u64,
     /// Instruction pointer.
@@ -67,7 +67,7 @@ pub struct Light {
 
 /// The task that a full sample belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Whose {
+pub struct SampleTask {
     /// Time of the sample, in nanoseconds.
     pub time_ns: u64,
     /// Guest process ID.
@@ -94,16 +94,16 @@ pub struct Totals {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Mode {
+enum MergeMode {
     /// Mostly light samples, with occasional full ones.
-    Light,
+    LightSample,
     /// Full samples only.
     Full,
 }
 
 /// Parameters for interpreting the host's sample ring.
 #[derive(Clone, Copy, Debug)]
-pub struct RingTerms {
+pub struct HostRingParams {
     /// Number of events per light sample; `None` to use the period in the sample.
     pub period: Option<u64>,
     /// Offset to subtract from the time of a light sample, in nanoseconds.
@@ -119,27 +119,27 @@ pub struct RingTerms {
 
 /// Merges the two streams of one event on one vCPU.
 #[derive(Debug)]
-pub struct Merge {
-    terms: RingTerms,
-    mode: Mode,
+pub struct SampleMerger {
+    terms: HostRingParams,
+    mode: MergeMode,
     /// Number of sample periods per full sample, as last decided.
     every: u32,
     /// Times for which the last full samples stopped the vCPU, in nanoseconds.
     costs: VecDeque<u32>,
     /// Start of the current mode, on the clock of the samples.
     since_ns: u64,
-    pending: VecDeque<Light>,
-    whose: VecDeque<Whose>,
+    pending: VecDeque<LightSample>,
+    whose: VecDeque<SampleTask>,
     /// Latest user-task sample before the first entry of `whose`.
-    program: Option<Whose>,
+    program: Option<SampleTask>,
     /// Number of events in unseen time, to be assigned to the next full sample in the guest's
     /// kernel. Used only if KVM emulates that kernel.
     unseen: u64,
     /// Number of events that the VM counted and that no sample represents yet. Negative if samples
     /// represent more events than counted so far.
-    owed: i64,
-    /// Time up to which light samples have been subtracted from `owed`.
-    paid_to_ns: u64,
+    uncovered: i64,
+    /// Time up to which light samples have been subtracted from `uncovered`.
+    covered_until_ns: u64,
     /// `true` until the first full sample after the switch to full mode.
     first: bool,
     /// Sample counts since the last decision.
@@ -155,12 +155,12 @@ pub struct Merge {
     totals: Totals,
 }
 
-impl Merge {
+impl SampleMerger {
     /// Creates a merge without samples.
-    pub fn new(terms: RingTerms) -> Self {
+    pub fn new(terms: HostRingParams) -> Self {
         Self {
             terms,
-            mode: Mode::Light,
+            mode: MergeMode::LightSample,
             every: terms.chain_every,
             costs: VecDeque::with_capacity(COSTS),
             since_ns: 0,
@@ -168,8 +168,8 @@ impl Merge {
             whose: VecDeque::new(),
             program: None,
             unseen: 0,
-            owed: 0,
-            paid_to_ns: 0,
+            uncovered: 0,
+            covered_until_ns: 0,
             first: false,
             guest: 0,
             host: 0,
@@ -189,14 +189,14 @@ impl Merge {
 
     /// Returns whether the host's ring has never shown the guest.
     pub fn is_blind(&self) -> bool {
-        !self.terms.interpreted && !self.ever_seen && self.mode == Mode::Full
+        !self.terms.interpreted && !self.ever_seen && self.mode == MergeMode::Full
     }
 
-    fn mode_at(&self, time_ns: u64) -> Mode {
+    fn mode_at(&self, time_ns: u64) -> MergeMode {
         match (self.mode, time_ns >= self.since_ns) {
             (mode, true) => mode,
-            (Mode::Light, false) => Mode::Full,
-            (Mode::Full, false) => Mode::Light,
+            (MergeMode::LightSample, false) => MergeMode::Full,
+            (MergeMode::Full, false) => MergeMode::LightSample,
         }
     }
 
@@ -206,38 +206,40 @@ impl Merge {
         let time_ns = sample.time_ns.saturating_sub(self.terms.clock_offset_ns);
         let period = self.terms.period.unwrap_or(sample.period);
         match sample.side {
-            Side::GuestUser | Side::GuestKernel => {
+            SampleOrigin::GuestUser | SampleOrigin::GuestKernel => {
                 self.guest += 1;
                 self.ever_seen = true;
-                if self.mode_at(time_ns) == Mode::Light && self.pending.len() < MOST_PENDING {
-                    if time_ns <= self.paid_to_ns {
+                if self.mode_at(time_ns) == MergeMode::LightSample && self.pending.len() < MAX_PENDING {
+                    if time_ns <= self.covered_until_ns {
                         // The sample arrived after a later full sample.
-                        self.owed = self.owed.saturating_sub_unsigned(period);
+                        self.uncovered = self.uncovered.saturating_sub_unsigned(period);
                     }
-                    self.pending.push_back(Light {
+                    self.pending.push_back(LightSample {
                         time_ns,
                         ip: sample.ip,
-                        user: sample.side == Side::GuestUser,
+                        user: sample.side == SampleOrigin::GuestUser,
                         period,
                     });
                 }
             }
-            Side::HostKernel => {
+            SampleOrigin::HostKernel => {
                 self.host += 1;
-                if self.mode_at(time_ns) == Mode::Light {
+                if self.mode_at(time_ns) == MergeMode::LightSample {
                     if self.terms.interpreted {
                         self.unseen = self.unseen.saturating_add(period);
                     }
                     self.totals.host += 1;
                 }
             }
-            Side::HostUser => self.totals.host += u64::from(self.mode_at(time_ns) == Mode::Light),
+            SampleOrigin::HostUser => {
+                self.totals.host += u64::from(self.mode_at(time_ns) == MergeMode::LightSample)
+            }
         }
     }
 
     /// Adds a full sample at privilege level `cpl` with a period of `period` events. Returns its
     /// weight in the profile.
-    pub fn full(&mut self, whose: Whose, cpl: u8, period: u64) -> u64 {
+    pub fn full(&mut self, whose: SampleTask, cpl: u8, period: u64) -> u64 {
         self.full = self.full.saturating_add(1);
         self.full_kernel = self.full_kernel.saturating_add(u32::from(cpl != 3));
         // Rings are ordered by time. Ignore samples that violate the order, for example because of
@@ -247,7 +249,7 @@ impl Merge {
         }
         self.totals.full += 1;
         let hidden = self.terms.interpreted && cpl != 3;
-        if self.mode_at(whose.time_ns) == Mode::Full {
+        if self.mode_at(whose.time_ns) == MergeMode::Full {
             self.totals.instead += 1;
             // The switch started a new period. The first sample also includes the rest of the long
             // period, which light samples already represent.
@@ -266,40 +268,42 @@ impl Merge {
             let light = self.terms.period.unwrap_or(period);
             return std::mem::take(&mut self.unseen).max(light);
         }
-        self.pay_to(whose.time_ns);
+        self.cover_until(whose.time_ns);
         let replaced = self.take_nearest(whose.time_ns);
         if self.terms.interpreted {
             // Unseen time belongs to the kernel, and this sample does not.
             return replaced.map(|l| l.period).or(self.terms.period).unwrap_or(period);
         }
-        self.owed = self.owed.saturating_add_unsigned(period);
+        self.uncovered = self.uncovered.saturating_add_unsigned(period);
         if let Some(light) = replaced
-            && light.time_ns <= self.paid_to_ns
+            && light.time_ns <= self.covered_until_ns
         {
-            self.owed = self.owed.saturating_add_unsigned(light.period);
+            self.uncovered = self.uncovered.saturating_add_unsigned(light.period);
         }
         // The streams have independent timers, so the number of light samples between two full ones
         // varies by one.
         let share = replaced.map(|l| l.period).or(self.terms.period).unwrap_or(period);
-        let weight = u64::try_from(self.owed).unwrap_or(0).max(share / 2).max(1);
+        let weight = u64::try_from(self.uncovered).unwrap_or(0).max(share / 2).max(1);
         // Bound the debt, so that full samples lost in a full ring do not reduce the weight of all
         // later ones.
         let least = 0i64.saturating_sub_unsigned(period.saturating_mul(2));
-        self.owed = self.owed.saturating_sub_unsigned(weight).max(least);
+        self.uncovered = self.uncovered.saturating_sub_unsigned(weight).max(least);
         weight
     }
 
-    /// Subtracts the light samples up to `time_ns` from `owed`.
-    fn pay_to(&mut self, time_ns: u64) {
-        let from = self.pending.partition_point(|l| l.time_ns <= self.paid_to_ns);
+    /// Subtracts the light samples up to `time_ns` from `uncovered`.
+    fn cover_until(&mut self, time_ns: u64) {
+        let from = self
+            .pending
+            .partition_point(|l| l.time_ns <= self.covered_until_ns);
         let to = self.pending.partition_point(|l| l.time_ns <= time_ns);
         for light in self.pending.range(from..to.max(from)) {
-            self.owed = self.owed.saturating_sub_unsigned(light.period);
+            self.uncovered = self.uncovered.saturating_sub_unsigned(light.period);
         }
-        self.paid_to_ns = self.paid_to_ns.max(time_ns);
+        self.covered_until_ns = self.covered_until_ns.max(time_ns);
     }
 
-    fn take_nearest(&mut self, time_ns: u64) -> Option<Light> {
+    fn take_nearest(&mut self, time_ns: u64) -> Option<LightSample> {
         let after = self.pending.partition_point(|l| l.time_ns < time_ns);
         let distance = |at: usize| self.pending.get(at).map(|l| l.time_ns.abs_diff(time_ns));
         let before = after.checked_sub(1);
@@ -312,12 +316,12 @@ impl Merge {
     }
 
     /// Emits the light samples whose task is known by now, with that task.
-    pub fn settle(&mut self, now_ns: u64, mut emit: impl FnMut(Light, Option<Whose>)) {
+    pub fn settle(&mut self, now_ns: u64, mut emit: impl FnMut(LightSample, Option<SampleTask>)) {
         let newest_ns = self.whose.back().map_or(0, |w| w.time_ns);
-        let due = newest_ns.max(now_ns.saturating_sub(PATIENCE_NS));
+        let due = newest_ns.max(now_ns.saturating_sub(MAX_WAIT_NS));
         let passed_on = self.pending.partition_point(|l| l.time_ns <= due);
         if let Some(last) = passed_on.checked_sub(1).and_then(|at| self.pending.get(at)) {
-            self.pay_to(last.time_ns);
+            self.cover_until(last.time_ns);
         }
         while let Some(light) = self.pending.front().copied()
             && light.time_ns <= due
@@ -325,14 +329,14 @@ impl Merge {
             self.pending.pop_front();
             // Keep only the last full sample before the light one, and its successors.
             while self.whose.len() > 1 && self.whose[1].time_ns <= light.time_ns {
-                self.forget_first();
+                self.drop_first_task();
             }
             let mut before = self.whose.front().copied();
             let mut after = self.whose.get(1).copied();
             if light.ip >> 63 == 0 {
                 // A user address (lower half) belongs to a user task, unless only kernel threads
                 // are known.
-                let program = |w: &Whose| !w.kernel_thread;
+                let program = |w: &SampleTask| !w.kernel_thread;
                 let earlier = before.filter(program).or(self.program);
                 let later = self.whose.iter().skip(1).copied().find(program);
                 if earlier.or(later).is_some() {
@@ -351,12 +355,12 @@ impl Merge {
         }
         if self.pending.is_empty() {
             while self.whose.len() > 1 {
-                self.forget_first();
+                self.drop_first_task();
             }
         }
     }
 
-    fn forget_first(&mut self) {
+    fn drop_first_task(&mut self) {
         if let Some(first) = self.whose.pop_front()
             && !first.kernel_thread
         {
@@ -383,8 +387,8 @@ impl Merge {
     )]
     fn affordable(&self) -> u32 {
         let (least, most_held) = match self.mode {
-            Mode::Light => (self.terms.chain_every, MOST_HELD),
-            Mode::Full => (1, MOST_HELD_INSTEAD),
+            MergeMode::LightSample => (self.terms.chain_every, MAX_STOPPED_SHARE),
+            MergeMode::Full => (1, MAX_STOPPED_SHARE_FULL),
         };
         let Some(period_ns) = self.terms.adapt_to_ns else {
             return least;
@@ -401,15 +405,19 @@ impl Merge {
     /// `None` if unchanged.
     pub fn decide(&mut self, now_ns: u64) -> Option<u32> {
         let to = match self.mode {
-            Mode::Light => self.shows_too_little().map(|little| little.then_some(Mode::Full)),
-            Mode::Full => self.shows_enough().map(|enough| enough.then_some(Mode::Light)),
+            MergeMode::LightSample => self
+                .shows_too_little()
+                .map(|little| little.then_some(MergeMode::Full)),
+            MergeMode::Full => self
+                .shows_enough()
+                .map(|enough| enough.then_some(MergeMode::LightSample)),
         };
         if to.is_some() {
             (self.guest, self.host, self.full, self.full_kernel) = (0, 0, 0, 0);
         }
         if let Some(mode) = to.flatten() {
             self.mode = mode;
-            self.first = mode == Mode::Full;
+            self.first = mode == MergeMode::Full;
             self.since_ns = now_ns;
             self.every = self.affordable();
             return Some(self.every);
@@ -470,8 +478,8 @@ mod tests {
 
     const PERIOD: u64 = 1000;
 
-    fn merge(interpreted: bool) -> Merge {
-        Merge::new(RingTerms {
+    fn merge(interpreted: bool) -> SampleMerger {
+        SampleMerger::new(HostRingParams {
             period: Some(PERIOD),
             clock_offset_ns: 0,
             interpreted,
@@ -480,7 +488,7 @@ mod tests {
         })
     }
 
-    fn sample(time_ns: u64, side: Side) -> GuestSample {
+    fn sample(time_ns: u64, side: SampleOrigin) -> GuestSample {
         GuestSample {
             time_ns,
             side,
@@ -489,8 +497,8 @@ mod tests {
         }
     }
 
-    fn whose(time_ns: u64, pid: u32) -> Whose {
-        Whose {
+    fn whose(time_ns: u64, pid: u32) -> SampleTask {
+        SampleTask {
             time_ns,
             pid,
             tid: pid,
@@ -499,7 +507,7 @@ mod tests {
         }
     }
 
-    fn settled(merge: &mut Merge, now_ns: u64) -> Vec<(u64, Option<u32>)> {
+    fn settled(merge: &mut SampleMerger, now_ns: u64) -> Vec<(u64, Option<u32>)> {
         let mut out = Vec::new();
         merge.settle(now_ns, |light, whose| {
             out.push((light.time_ns, whose.map(|w| w.pid)))
@@ -508,10 +516,10 @@ mod tests {
     }
 
     #[test]
-    fn light_samples_get_the_task_that_is_nearest_in_time() {
+    fn light_sample_gets_nearest_task() {
         let mut m = merge(false);
         for t in [10, 40, 60, 90, 130] {
-            m.light(sample(t, Side::GuestUser));
+            m.light(sample(t, SampleOrigin::GuestUser));
         }
         // Each full sample replaces one light sample and represents the remaining events before it.
         assert_eq!(m.full(whose(39, 1), 3, 20 * PERIOD), 19 * PERIOD);
@@ -520,15 +528,15 @@ mod tests {
         // The last light sample waits for the next full one.
         assert_eq!(m.full(whose(140, 3), 3, 20 * PERIOD), 20 * PERIOD);
         assert_eq!(settled(&mut m, 141), []);
-        m.light(sample(150, Side::GuestUser));
-        assert_eq!(settled(&mut m, 150 + PATIENCE_NS), [(150, Some(3))]);
+        m.light(sample(150, SampleOrigin::GuestUser));
+        assert_eq!(settled(&mut m, 150 + MAX_WAIT_NS), [(150, Some(3))]);
     }
 
     /// The nearest full samples belong to a kernel thread, but user addresses are assigned to a
     /// user task.
     #[test]
-    fn programs_code_is_not_charged_to_a_thread_of_the_kernel() {
-        let thread = |time_ns| Whose {
+    fn user_address_is_not_assigned_to_kernel_thread() {
+        let thread = |time_ns| SampleTask {
             kernel_thread: true,
             ..whose(time_ns, 9)
         };
@@ -539,10 +547,10 @@ mod tests {
         m.full(whose(200, 2), 3, PERIOD);
         let kernel = |time_ns| GuestSample {
             ip: u64::MAX,
-            ..sample(time_ns, Side::GuestKernel)
+            ..sample(time_ns, SampleOrigin::GuestKernel)
         };
         for t in [22, 90, 110] {
-            m.light(sample(t, Side::GuestUser));
+            m.light(sample(t, SampleOrigin::GuestUser));
             m.light(kernel(t + 1));
         }
         let expected = [(22, 1), (23, 9), (90, 1), (91, 9), (110, 2), (111, 9)];
@@ -550,24 +558,24 @@ mod tests {
         // Only a kernel thread is known.
         let mut m = merge(false);
         m.full(thread(5), 0, PERIOD);
-        m.light(sample(10, Side::GuestUser));
+        m.light(sample(10, SampleOrigin::GuestUser));
         assert_eq!(settled(&mut m, u64::MAX), [(10, Some(9))]);
     }
 
     #[test]
-    fn without_any_full_sample_there_is_no_task() {
+    fn light_sample_without_full_sample_has_no_task() {
         let mut m = merge(false);
-        m.light(sample(10, Side::GuestKernel));
+        m.light(sample(10, SampleOrigin::GuestKernel));
         assert_eq!(settled(&mut m, 20), []);
         assert_eq!(settled(&mut m, u64::MAX), [(10, None)]);
     }
 
     /// On a host that never shows the guest, every sample is taken full and keeps its own period.
     #[test]
-    fn a_blind_ring_is_noticed_and_a_seeing_one_is_not() {
+    fn blind_ring_switches_to_full_mode() {
         let mut m = merge(false);
         for t in 0..WINDOW {
-            m.light(sample(t, Side::HostKernel));
+            m.light(sample(t, SampleOrigin::HostKernel));
         }
         assert_eq!(m.decide(100), Some(1));
         assert!(m.is_blind());
@@ -577,29 +585,36 @@ mod tests {
         assert_eq!(m.full(whose(102, 1), 0, 2 * PERIOD), 2 * PERIOD);
         assert_eq!(m.decide(102), None);
         // The guest becomes visible after all.
-        m.light(sample(200, Side::GuestUser));
+        m.light(sample(200, SampleOrigin::GuestUser));
         assert_eq!(m.decide(201), Some(20));
         assert!(!m.is_blind());
         // Occasional KVM work is no reason to switch.
         for t in 300..300 + WORK_WINDOW {
             let work = t % 8 == 0;
-            m.light(sample(t, if work { Side::HostKernel } else { Side::GuestUser }));
+            m.light(sample(
+                t,
+                if work {
+                    SampleOrigin::HostKernel
+                } else {
+                    SampleOrigin::GuestUser
+                },
+            ));
         }
         assert_eq!(m.decide(1000), None);
     }
 
     /// If KVM's work dominates, all samples are taken full until its share decreases.
     #[test]
-    fn much_work_of_kvm_has_all_samples_taken_full() {
+    fn dominant_kvm_work_switches_to_full_mode() {
         let mut m = merge(false);
         let mut now = 0;
-        let mut pass = |m: &mut Merge, one_in: u64| {
+        let mut pass = |m: &mut SampleMerger, one_in: u64| {
             for _ in 0..WORK_WINDOW {
                 now += 1;
                 let side = if now % one_in == 0 {
-                    Side::HostKernel
+                    SampleOrigin::HostKernel
                 } else {
-                    Side::GuestUser
+                    SampleOrigin::GuestUser
                 };
                 m.light(sample(now, side));
             }
@@ -616,13 +631,13 @@ mod tests {
 
     /// Full samples are taken less often while they are expensive, and more often afterwards.
     #[test]
-    fn dear_full_samples_become_rare() {
-        let terms = RingTerms {
+    fn expensive_full_samples_are_taken_less_often() {
+        let terms = HostRingParams {
             adapt_to_ns: Some(1_000_000),
             ..merge(false).terms
         };
-        let mut m = Merge::new(terms);
-        m.light(sample(1, Side::GuestUser));
+        let mut m = SampleMerger::new(terms);
+        m.light(sample(1, SampleOrigin::GuestUser));
         let mut pass = |costs: [u32; COSTS]| {
             costs.into_iter().for_each(|ns| m.cost(ns));
             m.decide(2)
@@ -637,9 +652,9 @@ mod tests {
         assert_eq!(pass([10_000; COSTS]), Some(20));
         assert_eq!(pass([u32::MAX; COSTS]), Some(2000));
         // In full mode, the rate is limited to 3 % of stopped time.
-        let mut m = Merge::new(terms);
+        let mut m = SampleMerger::new(terms);
         (0..COSTS).for_each(|_| m.cost(250_000));
-        (0..WINDOW).for_each(|t| m.light(sample(t, Side::HostKernel)));
+        (0..WINDOW).for_each(|t| m.light(sample(t, SampleOrigin::HostKernel)));
         assert_eq!(m.decide(100), Some(9));
         // The user has set the ratio.
         let mut m = merge(false);
@@ -649,13 +664,13 @@ mod tests {
 
     /// If KVM emulates the guest's kernel, unseen time belongs to that kernel.
     #[test]
-    fn hidden_kernel_time_is_kept_and_then_sampled() {
+    fn unseen_time_is_assigned_to_next_kernel_sample() {
         let mut m = merge(true);
         for t in 0..WINDOW {
             let side = if t % 2 == 0 {
-                Side::HostKernel
+                SampleOrigin::HostKernel
             } else {
-                Side::GuestUser
+                SampleOrigin::GuestUser
             };
             m.light(sample(t, side));
         }
@@ -675,10 +690,10 @@ mod tests {
     /// With one full sample per 20 periods and light samples for the rest, all samples have the
     /// same weight.
     #[test]
-    fn samples_weigh_the_same_where_all_is_seen() {
+    fn samples_have_equal_weight_without_loss() {
         let mut m = merge(false);
         for t in 1..=2000u64 {
-            m.light(sample(10 * t, Side::GuestUser));
+            m.light(sample(10 * t, SampleOrigin::GuestUser));
             if t % 20 == 0 {
                 assert_eq!(m.full(whose(10 * t + 1, 1), 3, 20 * PERIOD), PERIOD);
             }
@@ -689,14 +704,14 @@ mod tests {
         /// The weights add up to the VM's count regardless of lost samples, host-kernel samples and
         /// the order in which rings are drained.
         #[test]
-        fn weights_add_up_to_the_count(seen in prop::collection::vec(prop::bool::weighted(0.6), 400..2000), drain in 1usize..100) {
+        fn sample_weights_add_up_to_count(seen in prop::collection::vec(prop::bool::weighted(0.6), 400..2000), drain in 1usize..100) {
             let mut m = merge(false);
             let (mut count, mut weights) = (0u64, 0u64);
             for (at, batch) in seen.chunks(drain).enumerate() {
                 let first = at * drain + 1;
                 let times = first..first + batch.len();
                 for (t, &guest) in times.clone().zip(batch) {
-                    m.light(sample(10 * t as u64, if guest { Side::GuestKernel } else { Side::HostKernel }));
+                    m.light(sample(10 * t as u64, if guest { SampleOrigin::GuestKernel } else { SampleOrigin::HostKernel }));
                 }
                 for t in times.filter(|t| t % 20 == 0) {
                     count += 20 * PERIOD;
@@ -711,15 +726,15 @@ mod tests {
         /// For any input, every light guest sample is emitted once or replaced by a full one, in
         /// order.
         #[test]
-        fn nothing_is_lost_or_doubled(steps in prop::collection::vec((0u64..2000, 0u8..6), 0..300)) {
+        fn light_samples_are_emitted_or_replaced_once(steps in prop::collection::vec((0u64..2000, 0u8..6), 0..300)) {
             let mut m = merge(false);
             m.ever_seen = true;
             let (mut now, mut guest, mut full, mut out) = (0, 0u64, 0u64, Vec::new());
             for (step, what) in steps {
                 now += step;
                 match what {
-                    0..=2 => { m.light(sample(now, Side::GuestUser)); guest += 1; }
-                    3 => m.light(sample(now, Side::HostKernel)),
+                    0..=2 => { m.light(sample(now, SampleOrigin::GuestUser)); guest += 1; }
+                    3 => m.light(sample(now, SampleOrigin::HostKernel)),
                     4 => {
                         full += u64::from(!m.pending.is_empty());
                         m.full(whose(now, 1), 3, 1);

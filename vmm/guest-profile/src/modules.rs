@@ -35,7 +35,7 @@ const SYMBOL: u64 = 24;
 
 /// A loadable segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Load {
+struct ModuleSegment {
     offset: u64,
     address: u64,
     file_len: u64,
@@ -43,8 +43,8 @@ struct Load {
 
 /// Locations of the tables of an ELF file, at linked addresses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Layout {
-    loads: Vec<Load>,
+pub struct ModuleLayout {
+    loads: Vec<ModuleSegment>,
     /// Linked address and length of the dynamic section.
     dynamic: Option<(u64, u64)>,
     eh_frame_hdr: Option<(u64, u64)>,
@@ -52,7 +52,7 @@ pub struct Layout {
     first: u64,
 }
 
-impl Layout {
+impl ModuleLayout {
     /// Parses the headers at the start of a file. Returns `None` unless it is a 64-bit ELF file for
     /// x86-64.
     pub fn parse(beginning: &[u8]) -> Option<Self> {
@@ -76,7 +76,7 @@ impl Layout {
             let (kind, offset, address) = (u32_at(header, 0)?, u64_at(header, 8)?, u64_at(header, 16)?);
             let (file_len, len) = (u64_at(header, 32)?, u64_at(header, 40)?);
             match kind {
-                PT_LOAD => layout.loads.push(Load {
+                PT_LOAD => layout.loads.push(ModuleSegment {
                     offset,
                     address,
                     file_len,
@@ -140,7 +140,7 @@ impl Layout {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Function {
+struct ModuleFunction {
     start: u64,
     end: u64,
     name: String,
@@ -148,7 +148,7 @@ struct Function {
 
 /// An exported function.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Exported<'m> {
+pub struct ExportedFunction<'m> {
     /// Demangled, printable name.
     pub name: &'m str,
     /// Linked start address.
@@ -159,7 +159,7 @@ pub struct Exported<'m> {
 
 /// The sections `.eh_frame_hdr` and `.eh_frame` with their linked addresses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Tables {
+pub struct UnwindTables {
     /// Contents of `.eh_frame_hdr`, the sorted index.
     pub index: Vec<u8>,
     /// Linked address of the index.
@@ -173,17 +173,17 @@ pub struct Tables {
 /// A program or library with its symbols and unwind tables.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Module {
-    functions: Vec<Function>,
-    tables: Option<Tables>,
+    functions: Vec<ModuleFunction>,
+    tables: Option<UnwindTables>,
     debug_frames: Option<DebugFrames>,
-    layout: Layout,
+    layout: ModuleLayout,
 }
 
 impl Module {
     /// Reads the exported symbols of the file mapped at `base` and, if `unwinds` is set, its unwind
     /// tables. Returns `None` if it is not a 64-bit ELF file or its headers cannot be read.
     pub fn read(read: &mut Read<'_>, base: u64, unwinds: bool) -> Option<Self> {
-        let layout = Layout::parse(&read(base, MAX_HEADERS)?)?;
+        let layout = ModuleLayout::parse(&read(base, MAX_HEADERS)?)?;
         let bias = layout.bias(base);
         let functions = functions(read, &layout, bias).unwrap_or_default();
         let tables = if unwinds {
@@ -203,7 +203,7 @@ impl Module {
     /// touched and `.debug_frame`, which is never loaded.
     pub fn of_file(bytes: &[u8], unwinds: bool) -> Option<Self> {
         let beginning = &bytes[..bytes.len().min(usize::try_from(MAX_HEADERS).ok()?)];
-        let layout = Layout::parse(beginning)?;
+        let layout = ModuleLayout::parse(beginning)?;
         let base = layout.first;
         let mut read = |at: u64, len: u64| layout.in_file(bytes, at, len);
         let mut module = Self::read(&mut read, base, unwinds)?;
@@ -215,7 +215,7 @@ impl Module {
 
     /// Creates a module that has only these unwind tables.
     #[cfg(test)]
-    pub(crate) fn of_tables(tables: Tables) -> Self {
+    pub(crate) fn of_tables(tables: UnwindTables) -> Self {
         Self {
             tables: Some(tables),
             ..Self::default()
@@ -231,18 +231,18 @@ impl Module {
         }
     }
 
-    /// Returns the load bias ([`Layout::bias`]).
+    /// Returns the load bias ([`ModuleLayout::bias`]).
     pub fn bias(&self, base: u64) -> u64 {
         self.layout.bias(base)
     }
 
     /// Returns the exported function that contains linked address `address`.
-    pub fn function(&self, address: u64) -> Option<Exported<'_>> {
+    pub fn function(&self, address: u64) -> Option<ExportedFunction<'_>> {
         let after = self.functions.partition_point(|f| f.start <= address);
         // Prefer the innermost of nested functions.
         let near = self.functions[..after].iter().rev().take(8);
         let function = near.into_iter().find(|f| address < f.end)?;
-        Some(Exported {
+        Some(ExportedFunction {
             name: &function.name,
             start: function.start,
             end: function.end,
@@ -260,7 +260,7 @@ impl Module {
     }
 
     /// Returns the unwind tables, if they were read.
-    pub fn tables(&self) -> Option<&Tables> {
+    pub fn tables(&self) -> Option<&UnwindTables> {
         self.tables.as_ref()
     }
 
@@ -274,7 +274,7 @@ impl Module {
         let names: usize = self
             .functions
             .iter()
-            .map(|f| f.name.len() + size_of::<Function>())
+            .map(|f| f.name.len() + size_of::<ModuleFunction>())
             .sum();
         let tables = self.tables.as_ref().map_or(0, |t| t.index.len() + t.frames.len());
         names + tables + self.debug_frames.as_ref().map_or(0, DebugFrames::size)
@@ -292,7 +292,7 @@ struct Dynamic {
 }
 
 impl Dynamic {
-    fn parse(section: &[u8], layout: &Layout, bias: u64) -> Self {
+    fn parse(section: &[u8], layout: &ModuleLayout, bias: u64) -> Self {
         const DT_NULL: u64 = 0;
         const DT_HASH: u64 = 4;
         const DT_STRTAB: u64 = 5;
@@ -364,7 +364,7 @@ fn gnu_count(read: &mut Read<'_>, at: u64) -> Option<u64> {
     None
 }
 
-fn functions(read: &mut Read<'_>, layout: &Layout, bias: u64) -> Option<Vec<Function>> {
+fn functions(read: &mut Read<'_>, layout: &ModuleLayout, bias: u64) -> Option<Vec<ModuleFunction>> {
     let (at, len) = layout.dynamic?;
     let section = read(at.wrapping_add(bias), len.min(MAX_DYNAMIC))?;
     let dynamic = Dynamic::parse(&section, layout, bias);
@@ -375,7 +375,7 @@ fn functions(read: &mut Read<'_>, layout: &Layout, bias: u64) -> Option<Vec<Func
         strings_at.wrapping_add(bias),
         dynamic.strings_len.min(MAX_STRINGS),
     )?;
-    let mut functions: Vec<Function> = Vec::new();
+    let mut functions: Vec<ModuleFunction> = Vec::new();
     let mut names_left = usize::try_from(MAX_STRINGS).ok()?;
     for symbol in symbols.as_chunks::<24>().0 {
         let Some(function) = function(symbol, &strings, layout) else {
@@ -406,7 +406,7 @@ fn rank(name: &str) -> (usize, usize) {
     (name.bytes().take_while(|&b| b == b'_').count(), name.len())
 }
 
-fn function(symbol: &[u8; 24], strings: &[u8], layout: &Layout) -> Option<Function> {
+fn function(symbol: &[u8; 24], strings: &[u8], layout: &ModuleLayout) -> Option<ModuleFunction> {
     const FUNC: u8 = 2;
     const GNU_IFUNC: u8 = 10;
     let kind = symbol[4] & 15;
@@ -420,20 +420,20 @@ fn function(symbol: &[u8; 24], strings: &[u8], layout: &Layout) -> Option<Functi
     let name = strings.get(usize::try_from(u32_at(symbol, 0)?).ok()?..)?;
     let name = &name[..name.iter().take(demangle::MAX_NAME).position(|&b| b == 0)?];
     let name = std::str::from_utf8(name).ok().filter(|name| !name.is_empty())?;
-    Some(Function {
+    Some(ModuleFunction {
         start,
         end,
         name: readable(name),
     })
 }
 
-fn tables(read: &mut Read<'_>, layout: &Layout, bias: u64) -> Option<Tables> {
+fn tables(read: &mut Read<'_>, layout: &ModuleLayout, bias: u64) -> Option<UnwindTables> {
     let (index_at, len) = layout.eh_frame_hdr?;
     let index = read(index_at.wrapping_add(bias), len.min(MAX_INDEX))?;
     let frames_at = frames_address(&index, index_at)?;
     let len = layout.end_of_segment(frames_at)?.checked_sub(frames_at)?;
     let frames = read(frames_at.wrapping_add(bias), len.min(MAX_TABLES))?;
-    Some(Tables {
+    Some(UnwindTables {
         index,
         index_at,
         frames,
@@ -512,7 +512,7 @@ pub(crate) mod tests {
 
     /// Functions exported by the C library of a process are found in its memory, without the file.
     #[test]
-    fn exported_functions_are_named_out_of_memory() {
+    fn exported_functions_are_found_in_memory() {
         let (base, path) = libc_of_process();
         let module = Module::read(&mut process_memory(), base, true).unwrap();
         assert!(module.len() > 1500, "{}", module.len());
@@ -532,7 +532,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_is_no_program_has_no_names() {
+    fn module_rejects_non_elf_memory() {
         assert_eq!(Module::read(&mut |_, _| None, 0, true), None);
         assert_eq!(
             Module::read(&mut |_, len| Some(vec![0; len as usize]), 0, true),
@@ -543,7 +543,7 @@ pub(crate) mod tests {
         file[..6].copy_from_slice(b"\x7fELF\x02\x01");
         file[18..20].copy_from_slice(&62u16.to_le_bytes());
         file[54..56].copy_from_slice(&56u16.to_le_bytes());
-        assert_eq!(Layout::parse(&file), None);
+        assert_eq!(ModuleLayout::parse(&file), None);
     }
 
     proptest! {
@@ -552,7 +552,7 @@ pub(crate) mod tests {
         /// With corrupted headers, dynamic section and tables of the C library, reads stay within
         /// the limits.
         #[test]
-        fn a_hostile_program_is_read_within_bounds(
+        fn hostile_module_reads_stay_bounded(
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u64>(), 0u8..4), 1..12),
         ) {
             let (base, _) = libc_of_process();

@@ -3,13 +3,13 @@
 //! Supports the 4-level and 5-level (CR4.LA57) tables of long mode (Intel SDM vol. 3 ch. "Paging",
 //! AMD APM vol. 2 ch. 5). 32-bit and PAE paging are unsupported. A walk makes at most five reads
 //! regardless of the tables, so cycles are harmless; each read counts against the caller's
-//! [`Budget`].
+//! [`WalkBudget`].
 //!
 //! Access rights are not checked, because the walk acts as a debugger and not as the CPU. The
 //! present bit, the page-size bit and reserved bits that change the meaning of an entry are
 //! checked.
 
-use super::{Budget, GuestPage, GuestPhys, GuestRegs};
+use super::{GuestPage, GuestPhys, GuestRegs, WalkBudget};
 
 const PRESENT: u64 = 1 << 0;
 const PAGE_SIZE_BIT: u64 = 1 << 7;
@@ -23,7 +23,7 @@ const PAGE: u64 = 4096;
 
 /// A paging mode of a vCPU that the walk does not support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Unsupported {
+pub enum UnsupportedPaging {
     /// CR0.PG is clear: addresses are physical.
     #[error("paging is off")]
     PagingOff,
@@ -37,7 +37,7 @@ pub enum Unsupported {
 
 /// Why an address has no translation. The guest causes all of these; none is an internal error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Hole {
+pub enum TranslationFault {
     /// The address is not canonical.
     NonCanonical,
     /// An entry is not present. The level is 5 (PML5) or 4 (PML4) down to 1 (page table).
@@ -62,7 +62,7 @@ pub struct Translation {
 }
 
 /// A cached translation.
-struct Cached<P> {
+struct CachedPage<P> {
     /// Page number: the virtual address divided by the page size.
     number: u64,
     /// Guest-physical address of the page.
@@ -100,19 +100,19 @@ pub struct AddressSpace<'m, M: GuestPhys + ?Sized> {
     phys: &'m M,
     root: u64,
     levels: u8,
-    cache: [Option<Cached<M::Page<'m>>>; CACHE_SLOTS],
+    cache: [Option<CachedPage<M::Page<'m>>>; CACHE_SLOTS],
     last_table: LastTable,
 }
 
 impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
     /// Returns the current address space of the vCPU.
-    pub fn of(phys: &'m M, regs: &GuestRegs) -> Result<Self, Unsupported> {
+    pub fn of(phys: &'m M, regs: &GuestRegs) -> Result<Self, UnsupportedPaging> {
         if regs.cr0 & CR0_PG == 0 {
-            Err(Unsupported::PagingOff)
+            Err(UnsupportedPaging::PagingOff)
         } else if regs.cr4 & CR4_PAE == 0 {
-            Err(Unsupported::Legacy)
+            Err(UnsupportedPaging::Legacy)
         } else if regs.efer & EFER_LMA == 0 {
-            Err(Unsupported::Pae)
+            Err(UnsupportedPaging::Pae)
         } else {
             Ok(Self::with_root(phys, regs.cr3, has_five_levels(regs)))
         }
@@ -172,9 +172,9 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
 
     /// Translates `gva`. Reuses the last-level table of the previous walk if possible, otherwise
     /// walks all levels.
-    pub fn translate(&mut self, gva: u64, budget: &mut Budget) -> Result<Translation, Hole> {
+    pub fn translate(&mut self, gva: u64, budget: &mut WalkBudget) -> Result<Translation, TranslationFault> {
         if !self.is_canonical(gva) {
-            return Err(Hole::NonCanonical);
+            return Err(TranslationFault::NonCanonical);
         }
         let last = self.last_table;
         let (top, mut table, mut user) = if gva >> last.prefix_shift == last.prefix {
@@ -186,11 +186,14 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
             let shift = 12 + 9 * u32::from(level - 1);
             let index = (gva >> shift) & 0x1FF;
             if !budget.take() {
-                return Err(Hole::Spent);
+                return Err(TranslationFault::Spent);
             }
-            let entry = self.phys.read_u64(table + 8 * index).ok_or(Hole::OutsideMemory)?;
+            let entry = self
+                .phys
+                .read_u64(table + 8 * index)
+                .ok_or(TranslationFault::OutsideMemory)?;
             if entry & PRESENT == 0 {
-                return Err(Hole::NotPresent(level));
+                return Err(TranslationFault::NotPresent(level));
             }
             let above = user;
             user &= entry & 4 != 0;
@@ -202,12 +205,12 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
             }
             if level > 3 {
                 // PS is reserved in PML4 and PML5 entries.
-                return Err(Hole::Reserved(level));
+                return Err(TranslationFault::Reserved(level));
             }
             // In the entry of a large page, the address bits between PAT (bit 12) and the page size
             // are reserved.
             if level > 1 && entry & (size - 1) & ADDRESS & !PAGE != 0 {
-                return Err(Hole::Reserved(level));
+                return Err(TranslationFault::Reserved(level));
             }
             self.last_table = LastTable {
                 prefix: gva >> (shift + 9),
@@ -228,7 +231,12 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
 
     /// Fills `buf` from `gva`, page by page.
     #[expect(clippy::cast_possible_truncation, reason = "a page's size")]
-    pub fn read(&mut self, gva: u64, buf: &mut [u8], budget: &mut Budget) -> Result<(), Hole> {
+    pub fn read(
+        &mut self,
+        gva: u64,
+        buf: &mut [u8],
+        budget: &mut WalkBudget,
+    ) -> Result<(), TranslationFault> {
         let mut at = gva;
         let mut rest = buf;
         while !rest.is_empty() {
@@ -236,16 +244,16 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
             let (now, later) = rest.split_at_mut((PAGE as usize - offset).min(rest.len()));
             let page = self.page(at, budget)?;
             if !budget.take() {
-                return Err(Hole::Spent);
+                return Err(TranslationFault::Spent);
             }
             if !page.ram.as_ref().is_some_and(|ram| ram.read(offset, now)) {
-                return Err(Hole::OutsideMemory);
+                return Err(TranslationFault::OutsideMemory);
             }
             // Do not wrap around at the top of the address space.
             match at.checked_add(now.len() as u64) {
                 Some(next) => at = next,
                 None if later.is_empty() => break,
-                None => return Err(Hole::NonCanonical),
+                None => return Err(TranslationFault::NonCanonical),
             }
             rest = later;
         }
@@ -253,42 +261,46 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
     }
 
     /// Returns the guest-physical address of `gva`, from the cache if possible.
-    pub fn physical(&mut self, gva: u64, budget: &mut Budget) -> Result<u64, Hole> {
+    pub fn physical(&mut self, gva: u64, budget: &mut WalkBudget) -> Result<u64, TranslationFault> {
         Ok(self.page(gva, budget)?.base + gva % PAGE)
     }
 
     /// Returns the page that contains `gva`.
     #[inline]
-    fn page(&mut self, gva: u64, budget: &mut Budget) -> Result<&Cached<M::Page<'m>>, Hole> {
+    fn page(
+        &mut self,
+        gva: u64,
+        budget: &mut WalkBudget,
+    ) -> Result<&CachedPage<M::Page<'m>>, TranslationFault> {
         let number = gva / PAGE;
         let slot = number as usize % CACHE_SLOTS;
         if !matches!(&self.cache[slot], Some(cached) if cached.number == number) {
             let base = self.translate(gva & !(PAGE - 1), budget)?.gpa;
-            self.cache[slot] = Some(Cached {
+            self.cache[slot] = Some(CachedPage {
                 number,
                 base,
                 ram: self.phys.page(base),
             });
         }
         // The slot has been filled above.
-        self.cache[slot].as_ref().ok_or(Hole::OutsideMemory)
+        self.cache[slot].as_ref().ok_or(TranslationFault::OutsideMemory)
     }
 
     /// Reads the 8 bytes at `gva` in little-endian order.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "a page's size")]
-    pub fn read_u64(&mut self, gva: u64, budget: &mut Budget) -> Result<u64, Hole> {
+    pub fn read_u64(&mut self, gva: u64, budget: &mut WalkBudget) -> Result<u64, TranslationFault> {
         let offset = (gva % PAGE) as usize;
         if offset <= PAGE as usize - 8 {
             let page = self.page(gva, budget)?;
             if !budget.take() {
-                return Err(Hole::Spent);
+                return Err(TranslationFault::Spent);
             }
             return page
                 .ram
                 .as_ref()
                 .and_then(|ram| ram.read_u64(offset))
-                .ok_or(Hole::OutsideMemory);
+                .ok_or(TranslationFault::OutsideMemory);
         }
         let mut raw = [0; 8];
         self.read(gva, &mut raw, budget)?;
@@ -298,27 +310,31 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
     /// Reads the 8-byte words at `gva` and at the following address.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "a page's size")]
-    pub fn read_pair(&mut self, gva: u64, budget: &mut Budget) -> Result<(u64, u64), Hole> {
+    pub fn read_pair(&mut self, gva: u64, budget: &mut WalkBudget) -> Result<(u64, u64), TranslationFault> {
         let offset = (gva % PAGE) as usize;
         if offset <= PAGE as usize - 16 {
             let page = self.page(gva, budget)?;
             if !budget.take() || !budget.take() {
-                return Err(Hole::Spent);
+                return Err(TranslationFault::Spent);
             }
-            let ram = page.ram.as_ref().ok_or(Hole::OutsideMemory)?;
-            let first = ram.read_u64(offset).ok_or(Hole::OutsideMemory)?;
-            let second = ram.read_u64(offset + 8).ok_or(Hole::OutsideMemory)?;
+            let ram = page.ram.as_ref().ok_or(TranslationFault::OutsideMemory)?;
+            let first = ram.read_u64(offset).ok_or(TranslationFault::OutsideMemory)?;
+            let second = ram.read_u64(offset + 8).ok_or(TranslationFault::OutsideMemory)?;
             return Ok((first, second));
         }
         let first = self.read_u64(gva, budget)?;
-        let second = gva.checked_add(8).ok_or(Hole::NonCanonical)?;
+        let second = gva.checked_add(8).ok_or(TranslationFault::NonCanonical)?;
         Ok((first, self.read_u64(second, budget)?))
     }
 
     /// Reads the `N` bytes (at most 8) at `gva`.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "a page's size")]
-    pub fn read_few<const N: usize>(&mut self, gva: u64, budget: &mut Budget) -> Result<[u8; N], Hole> {
+    pub fn read_few<const N: usize>(
+        &mut self,
+        gva: u64,
+        budget: &mut WalkBudget,
+    ) -> Result<[u8; N], TranslationFault> {
         let mut few = [0; N];
         if N <= 8 && (gva % PAGE) as usize <= PAGE as usize - 8 {
             let word = self.read_u64(gva, budget)?.to_le_bytes();
@@ -330,7 +346,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
     }
 
     /// Reads the 4 bytes at `gva` in little-endian order.
-    pub fn read_u32(&mut self, gva: u64, budget: &mut Budget) -> Result<u32, Hole> {
+    pub fn read_u32(&mut self, gva: u64, budget: &mut WalkBudget) -> Result<u32, TranslationFault> {
         self.read_few(gva, budget).map(u32::from_le_bytes)
     }
 }
@@ -341,8 +357,8 @@ mod tests {
     use crate::testing::TestGuest;
     use proptest::prelude::*;
 
-    fn budget() -> Budget {
-        Budget::new(100, None)
+    fn budget() -> WalkBudget {
+        WalkBudget::new(100, None)
     }
 
     #[test]
@@ -360,12 +376,15 @@ mod tests {
             assert_eq!((t.gpa, t.page_size), (0x12345, 2 << 20));
             let t = space.translate(0xffff_8000_4000_0000 + 0x54321, &mut b).unwrap();
             assert_eq!((t.gpa, t.page_size), (0x54321, 1 << 30));
-            assert_eq!(space.translate(0x40_1000, &mut b), Err(Hole::NotPresent(1)));
+            assert_eq!(
+                space.translate(0x40_1000, &mut b),
+                Err(TranslationFault::NotPresent(1))
+            );
         }
     }
 
     #[test]
-    fn pages_of_one_table_are_found_without_walking_to_it_again() {
+    fn walk_reuses_last_level_table() {
         for la57 in [false, true] {
             let mut g = TestGuest::new(1 << 20, la57);
             g.map(0x40_0000, 0x5000, 1);
@@ -378,7 +397,7 @@ mod tests {
             for (gva, found, reads) in [
                 (0x40_0010, Ok(0x5010), levels),
                 (0x41_0020, Ok(0x7020), 1),
-                (0x42_0000, Err(Hole::NotPresent(1)), 1),
+                (0x42_0000, Err(TranslationFault::NotPresent(1)), 1),
                 (0x60_0030, Ok(0x6030), levels),
                 (0x40_0040, Ok(0x5040), levels),
                 (0xffff_8000_0040_0050, Ok(0x8050), levels),
@@ -391,19 +410,22 @@ mod tests {
     }
 
     #[test]
-    fn an_address_between_the_halves_is_not_translated() {
+    fn non_canonical_address_is_not_translated() {
         let g = TestGuest::new(1 << 16, false);
         let mut space = AddressSpace::with_root(&g.ram[..], g.root, false);
         assert_eq!(
             space.translate(0x8000_0000_0000, &mut budget()),
-            Err(Hole::NonCanonical)
+            Err(TranslationFault::NonCanonical)
         );
         let mut deep = AddressSpace::with_root(&g.ram[..], g.root, true);
         assert_ne!(
             deep.translate(0x8000_0000_0000, &mut budget()),
-            Err(Hole::NonCanonical)
+            Err(TranslationFault::NonCanonical)
         );
-        assert_eq!(deep.translate(1 << 56, &mut budget()), Err(Hole::NonCanonical));
+        assert_eq!(
+            deep.translate(1 << 56, &mut budget()),
+            Err(TranslationFault::NonCanonical)
+        );
     }
 
     #[test]
@@ -412,15 +434,21 @@ mod tests {
         g.map(0x40_0000, 0x5000, 1);
         g.ram[g.root as usize] |= 0x80; // PS in a PML4 entry
         let mut space = AddressSpace::with_root(&g.ram[..], g.root, false);
-        assert_eq!(space.translate(0x40_0000, &mut budget()), Err(Hole::Reserved(4)));
+        assert_eq!(
+            space.translate(0x40_0000, &mut budget()),
+            Err(TranslationFault::Reserved(4))
+        );
         let mut g = TestGuest::new(1 << 16, false);
         g.map(0x20_0000, 0x4000, 2); // a 2 MiB page at an address that is no multiple of 2 MiB
         let mut space = AddressSpace::with_root(&g.ram[..], g.root, false);
-        assert_eq!(space.translate(0x20_0000, &mut budget()), Err(Hole::Reserved(2)));
+        assert_eq!(
+            space.translate(0x20_0000, &mut budget()),
+            Err(TranslationFault::Reserved(2))
+        );
     }
 
     #[test]
-    fn tables_that_point_at_themselves_take_no_more_reads_than_levels() {
+    fn recursive_page_tables_need_one_read_per_level() {
         let mut ram = vec![0u8; 4096];
         for entry in ram.chunks_exact_mut(8) {
             entry.copy_from_slice(&3u64.to_le_bytes()); // present, table at 0: itself
@@ -432,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn modes_without_long_mode_tables_are_declined() {
+    fn paging_modes_outside_long_mode_are_rejected() {
         let ram = [0u8; 16];
         let long = GuestRegs {
             cr0: CR0_PG,
@@ -442,9 +470,9 @@ mod tests {
         };
         let of = |regs: GuestRegs| AddressSpace::of(&ram[..], &regs).map(|_| ()).unwrap_err();
         assert!(AddressSpace::of(&ram[..], &long).is_ok());
-        assert_eq!(of(GuestRegs { cr0: 0, ..long }), Unsupported::PagingOff);
-        assert_eq!(of(GuestRegs { cr4: 0, ..long }), Unsupported::Legacy);
-        assert_eq!(of(GuestRegs { efer: 0, ..long }), Unsupported::Pae);
+        assert_eq!(of(GuestRegs { cr0: 0, ..long }), UnsupportedPaging::PagingOff);
+        assert_eq!(of(GuestRegs { cr4: 0, ..long }), UnsupportedPaging::Legacy);
+        assert_eq!(of(GuestRegs { efer: 0, ..long }), UnsupportedPaging::Pae);
     }
 
     #[test]
@@ -463,7 +491,7 @@ mod tests {
         assert!(space.read_u64(u64::MAX - 7, &mut budget()).is_ok());
         assert_eq!(
             space.read_u64(u64::MAX - 3, &mut budget()),
-            Err(Hole::NonCanonical)
+            Err(TranslationFault::NonCanonical)
         );
     }
 
@@ -481,7 +509,7 @@ mod tests {
         for gva in (0x1fe0..0x2010).chain(0x2fe0..0x3010).chain(0x4000..0x4020) {
             // The last bytes of RAM are readable byte by byte.
             let mut space = AddressSpace::with_root(&g.ram[..], g.root, false);
-            let mut b = Budget::new(1000, None);
+            let mut b = WalkBudget::new(1000, None);
             let mut word = |at| space.read_u64(at, &mut b);
             let single = word(gva).and_then(|first| Ok((first, word(gva + 8)?)));
             assert_eq!(space.read_pair(gva, &mut b), single, "{gva:#x}");
@@ -490,29 +518,29 @@ mod tests {
             let few = space.read_few::<5>(gva, &mut b);
             // A word that extends past RAM may contain five readable bytes.
             assert!(
-                few == read.map(|()| bytes) || few == Err(Hole::OutsideMemory),
+                few == read.map(|()| bytes) || few == Err(TranslationFault::OutsideMemory),
                 "{gva:#x}"
             );
         }
     }
 
     #[test]
-    fn a_spent_budget_stops_a_read() {
+    fn exhausted_budget_stops_read() {
         let mut g = TestGuest::new(1 << 16, false);
         g.map(0x1000, 0x6000, 1);
         let mut space = AddressSpace::with_root(&g.ram[..], g.root, false);
-        let mut b = Budget::new(3, None);
-        assert_eq!(space.read_u64(0x1000, &mut b), Err(Hole::Spent));
+        let mut b = WalkBudget::new(3, None);
+        assert_eq!(space.read_u64(0x1000, &mut b), Err(TranslationFault::Spent));
         assert!(b.is_spent());
     }
 
     proptest! {
         #[test]
-        fn any_tables_any_address_neither_panic_nor_overrun(
+        fn arbitrary_page_tables_are_bounded(
             ram in proptest::collection::vec(any::<u8>(), 0..16384), cr3: u64, gva: u64, la57: bool, len in 0usize..9000,
         ) {
             let mut space = AddressSpace::with_root(&ram[..], cr3, la57);
-            let mut b = Budget::new(40, None);
+            let mut b = WalkBudget::new(40, None);
             let mut buf = vec![0; len];
             let _ = space.read(gva, &mut buf, &mut b);
             prop_assert!(b.reads_used() <= 40);

@@ -56,8 +56,8 @@ pub enum GuestFileError {
         source: DiskError,
     },
     /// Symbols of other files have exhausted the memory limit.
-    #[error("{path} is not read: there is room for {} MiB of names", MOST_KEPT >> 20)]
-    NoRoom {
+    #[error("{path} is not read: there is room for {} MiB of names", MAX_TOTAL_MEMORY >> 20)]
+    MemoryLimit {
         /// Path of the file in the guest.
         path: String,
     },
@@ -74,13 +74,13 @@ pub enum GuestFileError {
 
 const MAX_FILE: u64 = 1 << 30;
 /// Maximum memory for the functions of one file, in bytes. All symbols may have the same long name.
-const MOST_OF_FILE: u64 = 512 << 20;
+const MAX_FILE_MEMORY: u64 = 512 << 20;
 /// Maximum memory for the functions of all files of a guest, in bytes.
-const MOST_KEPT: u64 = 2 << 30;
+const MAX_TOTAL_MEMORY: u64 = 2 << 30;
 /// Maximum number of lookups of a path whose directories are moved concurrently.
-const MOST_LOOKS: u32 = 16;
+const MAX_LOOKUPS: u32 = 16;
 
-struct Function {
+struct UserFunction {
     start: u64,
     end: u64,
     name: String,
@@ -88,7 +88,7 @@ struct Function {
 
 /// The functions of one user program or library.
 pub struct UserObject {
-    functions: Vec<Function>,
+    functions: Vec<UserFunction>,
     /// File offset, size and address of the loadable segments.
     segments: Vec<(u64, u64, u64)>,
     build_id: Option<BuildId>,
@@ -123,13 +123,13 @@ impl UserObject {
             .filter(|s| s.kind() == object::SymbolKind::Text && s.is_definition())
             .filter_map(|s| {
                 let name = readable(s.name().ok()?);
-                (!name.is_empty()).then(|| Function {
+                (!name.is_empty()).then(|| UserFunction {
                     start: s.address(),
                     end: s.address().saturating_add(s.size().max(1)),
                     name,
                 })
             });
-        let mut functions: Vec<Function> = bounded(found, MOST_OF_FILE, |f| &f.name).collect();
+        let mut functions: Vec<UserFunction> = bounded(found, MAX_FILE_MEMORY, |f| &f.name).collect();
         functions.sort_by_key(|f| (f.start, f.end));
         functions.dedup_by(|a, b| a.start == b.start && a.end == b.end);
         let segments = file
@@ -139,7 +139,7 @@ impl UserObject {
         let has_lines = file.section_by_name(".debug_info").is_some();
         let names: usize = functions
             .iter()
-            .map(|f| size_of::<Function>() + f.name.len())
+            .map(|f| size_of::<UserFunction>() + f.name.len())
             .sum();
         // The line tables refer to copies of the file's contents.
         let tables = if has_lines { data.len() } else { 0 };
@@ -263,7 +263,7 @@ impl GuestFiles {
 }
 
 /// Symbolizes user addresses with the guest's files, and caches the parsed files.
-pub struct GuestMount {
+pub struct GuestSymbols {
     files: GuestFiles,
     jit: HashMap<u32, JitMap>,
     objects: HashMap<String, Option<UserObject>>,
@@ -272,7 +272,7 @@ pub struct GuestMount {
     problems: Vec<String>,
 }
 
-impl GuestMount {
+impl GuestSymbols {
     /// Uses the files below `root`, the guest's `/`.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self::of(GuestFiles::Directory(root.into()))
@@ -284,7 +284,7 @@ impl GuestMount {
             files,
             jit: HashMap::new(),
             objects: HashMap::new(),
-            left: MOST_KEPT,
+            left: MAX_TOTAL_MEMORY,
             problems: Vec::new(),
         }
     }
@@ -321,7 +321,7 @@ impl GuestMount {
     }
 
     fn load(&mut self, guest_path: &str) -> Result<UserObject, GuestFileError> {
-        let no_room = || GuestFileError::NoRoom {
+        let no_room = || GuestFileError::MemoryLimit {
             path: guest_path.escape_debug().to_string(),
         };
         if self.left == 0 {
@@ -431,7 +431,7 @@ fn plain_file(root: &Path, guest_path: &str) -> io::Result<File> {
         OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
         Mode::empty(),
     )?;
-    let found = look_up(&root, guest_path).map_err(|e| match e {
+    let found = resolve_path(&root, guest_path).map_err(|e| match e {
         Errno::NOSYS => {
             io::Error::other("this kernel cannot open files below a directory (openat2, Linux 5.6)")
         }
@@ -445,7 +445,7 @@ fn plain_file(root: &Path, guest_path: &str) -> io::Result<File> {
 }
 
 /// Resolves the path to an `O_PATH` descriptor, without opening the file.
-fn look_up(root: &OwnedFd, guest_path: &str) -> Result<OwnedFd, Errno> {
+fn resolve_path(root: &OwnedFd, guest_path: &str) -> Result<OwnedFd, Errno> {
     let how = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
     let look = || {
         openat2(
@@ -460,7 +460,7 @@ fn look_up(root: &OwnedFd, guest_path: &str) -> Result<OwnedFd, Errno> {
     loop {
         match look() {
             // A concurrent rename prevents the kernel from proving that ".." stayed inside.
-            Err(Errno::AGAIN | Errno::INTR) if looks < MOST_LOOKS => looks += 1,
+            Err(Errno::AGAIN | Errno::INTR) if looks < MAX_LOOKUPS => looks += 1,
             found => return found,
         }
     }
@@ -471,7 +471,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_guest_path_cannot_leave_the_mount() {
+    fn guest_path_cannot_leave_mount() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("root");
         std::fs::create_dir_all(root.join("etc")).unwrap();
@@ -518,7 +518,7 @@ mod tests {
 
     /// A guest concurrently replaces a directory by a symbolic link that points outside.
     #[test]
-    fn no_path_leaves_the_mount_while_it_changes() {
+    fn concurrent_rename_cannot_leave_mount() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("root");
         for (at, text) in [
@@ -566,7 +566,7 @@ mod tests {
 
     /// Opening a device can have side effects.
     #[test]
-    fn a_device_is_not_opened() {
+    fn guest_mount_does_not_open_devices() {
         let dir = tempfile::tempdir().unwrap();
         let pid = std::process::id();
         // A device without a driver: opening it returns ENXIO or ENODEV.
@@ -585,7 +585,7 @@ mod tests {
 
     /// A FIFO in place of a program does not block the reader, and a device is not read.
     #[test]
-    fn nothing_but_plain_files_is_read() {
+    fn guest_mount_reads_regular_files_only() {
         let dir = tempfile::tempdir().unwrap();
         let fifo = dir.path().join("fifo");
         let made = std::process::Command::new("mkfifo").arg(&fifo).status();
@@ -607,7 +607,7 @@ mod tests {
 
     /// The memory for all files is bounded, regardless of the number of processes and programs.
     #[test]
-    fn what_is_kept_of_all_files_is_bounded() {
+    fn guest_symbol_memory_is_bounded() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::create_dir(dir.path().join("tmp")).unwrap();
         let map: String = (1..100).map(|n| format!("{n:x}000 10 made\n")).collect();
@@ -615,7 +615,7 @@ mod tests {
             std::fs::write(dir.path().join(JitMap::path(pid).trim_start_matches('/')), &map).unwrap();
         }
         std::fs::copy(std::env::current_exe().unwrap(), dir.path().join("program")).unwrap();
-        let mut mount = GuestMount::new(dir.path());
+        let mut mount = GuestSymbols::new(dir.path());
         mount.left = JitMap::parse(map.as_bytes(), u64::MAX).bytes() * 3 / 2;
         assert!(mount.jit(1, 0x63000).is_some());
         assert!(mount.jit(2, 0x1000).is_some());
@@ -627,7 +627,7 @@ mod tests {
     }
 
     #[test]
-    fn functions_pass_until_they_take_too_much() {
+    fn function_memory_is_bounded() {
         let names = ["aaaa", "bbbb", "cccc"].map(str::to_owned);
         let one = (size_of::<String>() + 4) as u64;
         let passed = |most| bounded(names.clone().into_iter(), most, |name| name).count();

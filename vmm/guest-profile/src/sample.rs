@@ -1,14 +1,14 @@
 //! Raw data of a sample: guest state that a perf event cannot express.
 //!
-//! The vCPU thread writes [`RingHead`] to a ring, where a client reads it
+//! The vCPU thread writes [`RingSampleHeader`] to a ring, where a client reads it
 //! (docs/reference/control.md documents the layout, which is part of the control protocol).
-//! [`FileRaw`] is the part that a `perf.data` file stores. This module is the only place that reads
+//! [`FileSampleData`] is the part that a `perf.data` file stores. This module is the only place that reads
 //! and writes both. Fields are little-endian and unaligned.
 
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::mappings::{self, ToldMapping};
+use crate::mappings::{self, ReportedMapping};
 use crate::task::COMM_LEN;
 use crate::unwind::Ends;
 use kernel_images::build_id::BuildId;
@@ -16,7 +16,7 @@ use kernel_images::build_id::BuildId;
 /// Header of the raw data in a ring. Mappings ([`mappings`]) may follow.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-pub struct RingHead {
+pub struct RingSampleHeader {
     cr3: U64,
     cpl: u8,
     /// Combination of [`TASK_KNOWN`] and [`KERNEL_THREAD`].
@@ -37,13 +37,13 @@ const KERNEL_THREAD: u8 = 2;
 
 /// Size of a sample's raw data before its mappings, in bytes; a multiple of 8 together with the
 /// length word.
-pub const RAW_BYTES: usize = size_of::<RingHead>();
+pub const RAW_BYTES: usize = size_of::<RingSampleHeader>();
 const _: () = assert!(RAW_BYTES == 44);
 
 /// Raw data of a `PERF_RECORD_SAMPLE` in a file.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-pub struct FileRaw {
+pub struct FileSampleData {
     magic: [u8; 4],
     cr3: U64,
     cpl: u8,
@@ -52,10 +52,10 @@ pub struct FileRaw {
     zero: [u8; 5],
 }
 
-/// Magic number of [`FileRaw`].
+/// Magic number of [`FileSampleData`].
 const FILE_MAGIC: [u8; 4] = *b"PVS1";
 
-impl FileRaw {
+impl FileSampleData {
     /// Creates the raw data of a sample.
     pub fn new(cr3: u64, cpl: u8, ends: Ends) -> Self {
         Self {
@@ -77,7 +77,7 @@ impl FileRaw {
 
 /// The decoded raw data of a sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RawSample {
+pub struct SampleData {
     /// CR3.
     pub cr3: u64,
     /// Privilege level, 0 to 3.
@@ -93,17 +93,17 @@ pub struct RawSample {
     pub kernel_thread: bool,
 }
 
-impl RawSample {
+impl SampleData {
     /// Encodes the data for a ring.
     #[inline]
-    pub fn head(&self) -> RingHead {
+    pub fn head(&self) -> RingSampleHeader {
         let (pid, tid, comm) = self.task.unwrap_or_default();
         let flags = match (self.task, self.kernel_thread) {
             (None, _) => 0,
             (Some(_), false) => TASK_KNOWN,
             (Some(_), true) => TASK_KNOWN | KERNEL_THREAD,
         };
-        RingHead {
+        RingSampleHeader {
             cr3: self.cr3.into(),
             cpl: self.cpl,
             flags,
@@ -118,7 +118,7 @@ impl RawSample {
 
     /// Decodes raw data from a ring. Returns `None` if it has another format.
     pub fn decode(raw: &[u8]) -> Option<Self> {
-        let (head, _) = RingHead::ref_from_prefix(raw).ok()?;
+        let (head, _) = RingSampleHeader::ref_from_prefix(raw).ok()?;
         let known = head.flags & TASK_KNOWN != 0;
         Some(Self {
             cr3: head.cr3.get(),
@@ -131,7 +131,7 @@ impl RawSample {
     }
 
     /// Returns the task's mappings that were reported with the sample.
-    pub fn mappings(raw: &[u8]) -> impl Iterator<Item = ToldMapping<'_>> {
+    pub fn mappings(raw: &[u8]) -> impl Iterator<Item = ReportedMapping<'_>> {
         mappings::read(raw.get(RAW_BYTES..).unwrap_or(&[]))
     }
 
@@ -148,8 +148,8 @@ mod tests {
 
     /// The protocol defines the layout: docs/reference/control.md.
     #[test]
-    fn the_ring_s_layout_is_what_the_protocol_says() {
-        let raw = RawSample {
+    fn ring_layout_matches_protocol() {
+        let raw = SampleData {
             cr3: 0x1122_3344_5566_7788,
             cpl: 3,
             ends: Ends::default(),
@@ -166,26 +166,26 @@ mod tests {
     }
 
     #[test]
-    fn a_file_keeps_address_space_level_and_ends() {
+    fn file_raw_data_round_trips() {
         let ends = Ends {
             kernel: Some(unwind::End::Complete),
             user: None,
             guessed: true,
         };
-        let file = FileRaw::new(0x1234_5678_9abc_def0, 3, ends);
+        let file = FileSampleData::new(0x1234_5678_9abc_def0, 3, ends);
         assert_eq!(file.as_bytes().len(), 20);
         assert_eq!(
-            FileRaw::read(file.as_bytes()),
+            FileSampleData::read(file.as_bytes()),
             Some((0x1234_5678_9abc_def0, 3, ends))
         );
-        assert_eq!(FileRaw::read(&file.as_bytes()[..19]), None);
-        assert_eq!(FileRaw::read(&[0; 20]), None);
+        assert_eq!(FileSampleData::read(&file.as_bytes()[..19]), None);
+        assert_eq!(FileSampleData::read(&[0; 20]), None);
     }
 
     #[test]
-    fn raw_data_reads_back_what_was_written() {
+    fn ring_raw_data_round_trips() {
         for task in [None, Some((7, 8, *b"0123456789abcdef"))] {
-            let raw = RawSample {
+            let raw = SampleData {
                 cr3: 0x1234_5678_9abc_def0,
                 cpl: 3,
                 ends: Ends {
@@ -197,8 +197,8 @@ mod tests {
                 held_ns: 123_456,
                 kernel_thread: task.is_some(),
             };
-            assert_eq!(RawSample::decode(raw.head().as_bytes()), Some(raw));
+            assert_eq!(SampleData::decode(raw.head().as_bytes()), Some(raw));
         }
-        assert_eq!(RawSample::decode(&[0; RAW_BYTES - 1]), None);
+        assert_eq!(SampleData::decode(&[0; RAW_BYTES - 1]), None);
     }
 }

@@ -16,8 +16,8 @@ mod found;
 mod reader;
 mod wire;
 
-pub use asker::{AskError, ask};
-pub use found::{FoundKernel, Unread};
+pub use asker::{SearchError, ask};
+pub use found::{FoundKernel, UnreadPart};
 pub use reader::serve;
 
 #[cfg(test)]

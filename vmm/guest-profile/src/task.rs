@@ -10,7 +10,7 @@ pub mod areas;
 mod cache;
 
 use super::paging::AddressSpace;
-use super::{Budget, GuestPhys, GuestRegs};
+use super::{GuestPhys, GuestRegs, WalkBudget};
 use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -49,7 +49,7 @@ struct ListLayout {
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct MapsLayout {
-    areas: Areas,
+    areas: AreaLayout,
     vm_start: u64,
     vm_end: u64,
     vm_pgoff: u64,
@@ -62,7 +62,7 @@ struct MapsLayout {
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
-enum Areas {
+enum AreaLayout {
     Maple {
         root: u64,
         #[serde(deserialize_with = "offset")]
@@ -169,7 +169,7 @@ impl MapsLayout {
     fn new(btf: &Btf, vmemmap_base: Option<u64>) -> Option<Self> {
         let vma = |m| btf.offset_of("vm_area_struct", m);
         let maple = || {
-            Some(Areas::Maple {
+            Some(AreaLayout::Maple {
                 root: btf.offset_of("mm_struct", "mm_mt.ma_root")?,
                 range_pivot: btf.offset_of("maple_range_64", "pivot")?,
                 range_slot: btf.offset_of("maple_range_64", "slot")?,
@@ -178,7 +178,7 @@ impl MapsLayout {
             })
         };
         let list = || {
-            Some(Areas::List {
+            Some(AreaLayout::List {
                 first: btf.offset_of("mm_struct", "mmap")?,
                 next: vma("vm_next")?,
             })
@@ -314,7 +314,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
 
     /// Returns the current task of the CPU with the given per-CPU base
     /// ([`GuestRegs::kernel_per_cpu_base`]).
-    pub fn current(&mut self, per_cpu_base: u64, budget: &mut Budget) -> Option<Task> {
+    pub fn current(&mut self, per_cpu_base: u64, budget: &mut WalkBudget) -> Option<Task> {
         let slot = per_cpu_base.wrapping_add(self.layout.current);
         let task = match self.space.read_u64(slot, budget) {
             Ok(task) => task,
@@ -336,16 +336,16 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     }
 
     /// Returns the address of the vDSO in process memory `mm`.
-    pub fn vdso(&mut self, mm: u64, budget: &mut Budget) -> Option<u64> {
+    pub fn vdso(&mut self, mm: u64, budget: &mut WalkBudget) -> Option<u64> {
         let at = self.layout.maps.as_ref()?.vdso?;
         self.kernel_u64(mm.wrapping_add(at), budget)
     }
 
     /// Returns the mapping of process memory `mm` that contains `address`.
-    pub fn mapping(&mut self, mm: u64, address: u64, budget: &mut Budget) -> Option<Mapping> {
+    pub fn mapping(&mut self, mm: u64, address: u64, budget: &mut WalkBudget) -> Option<Mapping> {
         let maps = self.layout.maps.as_ref()?;
         let area = match maps.areas {
-            Areas::List { first, next } => {
+            AreaLayout::List { first, next } => {
                 let mut area = self.kernel_u64(mm.wrapping_add(first), budget)?;
                 let mut left = MAX_AREAS;
                 while self.kernel_u64(area.wrapping_add(maps.vm_end), budget)? <= address {
@@ -354,7 +354,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
                 }
                 area
             }
-            Areas::Maple { root, .. } => {
+            AreaLayout::Maple { root, .. } => {
                 let root = self.kernel_u64(mm.wrapping_add(root), budget)?;
                 self.maple_lookup(&maps.areas, root, address, budget)?.0?
             }
@@ -364,7 +364,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     }
 
     /// Reads the `vm_area_struct` at `area`.
-    fn area(&mut self, area: u64, budget: &mut Budget) -> Option<Mapping> {
+    fn area(&mut self, area: u64, budget: &mut WalkBudget) -> Option<Mapping> {
         let maps = self.layout.maps.as_ref()?;
         let start = self.kernel_u64(area.wrapping_add(maps.vm_start), budget)?;
         let end = self.kernel_u64(area.wrapping_add(maps.vm_end), budget)?;
@@ -386,12 +386,12 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     /// type; bit 1 of the root tells whether it is a node.
     fn maple_lookup(
         &mut self,
-        areas: &Areas,
+        areas: &AreaLayout,
         root: u64,
         address: u64,
-        budget: &mut Budget,
+        budget: &mut WalkBudget,
     ) -> Option<(Option<u64>, u64)> {
-        let &Areas::Maple {
+        let &AreaLayout::Maple {
             range_pivot,
             range_slot,
             arange_pivot,
@@ -440,7 +440,12 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     /// Writes the path of a mapping's file to the end of `buf` and returns it, with `?` for bytes
     /// that are not printable ASCII. A path that is too long loses its beginning. Returns `None` if
     /// the path cannot be read.
-    pub fn file_path<'b>(&mut self, file: u64, buf: &'b mut [u8], budget: &mut Budget) -> Option<&'b str> {
+    pub fn file_path<'b>(
+        &mut self,
+        file: u64,
+        buf: &'b mut [u8],
+        budget: &mut WalkBudget,
+    ) -> Option<&'b str> {
         let f = self.layout.maps.as_ref()?.files.as_ref()?;
         let mut dentry = self.kernel_u64(file.wrapping_add(f.dentry), budget)?;
         let mut mount = self
@@ -487,7 +492,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     /// Returns the build ID of the file of `mapping`, read from its headers, which are mapped below
     /// its code. Returns `None` if the file has no build ID, is a 32-bit program, or its headers
     /// are not in memory.
-    pub fn build_id(&mut self, mm: u64, mapping: &Mapping, budget: &mut Budget) -> Option<BuildId> {
+    pub fn build_id(&mut self, mm: u64, mapping: &Mapping, budget: &mut WalkBudget) -> Option<BuildId> {
         let first = self.first_part(mm, mapping, budget)?;
         let mut header = [0; 64];
         self.file_bytes(&first, 0, &mut header, budget)?;
@@ -514,7 +519,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     }
 
     /// Returns the mapping, below `mapping`, of the first page of the same file.
-    fn first_part(&mut self, mm: u64, mapping: &Mapping, budget: &mut Budget) -> Option<Mapping> {
+    fn first_part(&mut self, mm: u64, mapping: &Mapping, budget: &mut WalkBudget) -> Option<Mapping> {
         let mut first = *mapping;
         let mut left = MAX_PARTS;
         while first.file_offset != 0 {
@@ -533,7 +538,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         first: &Mapping,
         offset: u64,
         bytes: &mut [u8],
-        budget: &mut Budget,
+        budget: &mut WalkBudget,
     ) -> Option<()> {
         let mapped = first.end.checked_sub(first.start)?;
         let inside = offset.checked_add(bytes.len() as u64)? <= mapped;
@@ -541,20 +546,20 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         self.space.read(at, bytes, budget).ok()
     }
 
-    fn kernel_bytes(&mut self, at: u64, buf: &mut [u8], budget: &mut Budget) -> Option<()> {
+    fn kernel_bytes(&mut self, at: u64, buf: &mut [u8], budget: &mut WalkBudget) -> Option<()> {
         if !self.space.is_kernel_half(at) {
             return None;
         }
         self.space.read(at, buf, budget).ok()
     }
 
-    fn kernel_u64(&mut self, at: u64, budget: &mut Budget) -> Option<u64> {
+    fn kernel_u64(&mut self, at: u64, budget: &mut WalkBudget) -> Option<u64> {
         let mut raw = [0; 8];
         self.kernel_bytes(at, &mut raw, budget)?;
         Some(u64::from_le_bytes(raw))
     }
 
-    fn kernel_u32(&mut self, at: u64, budget: &mut Budget) -> Option<u32> {
+    fn kernel_u32(&mut self, at: u64, budget: &mut WalkBudget) -> Option<u32> {
         let mut raw = [0; 4];
         self.kernel_bytes(at, &mut raw, budget)?;
         Some(u32::from_le_bytes(raw))

@@ -17,7 +17,7 @@
 //!   plausibility check, and marks the chain as guessed. In the entry code, where no `pt_regs` is
 //!   complete, it uses the registers saved by SYSCALL and the entry code (see `entry`).
 //!
-//! A walk is bounded by the output slice, by [`Limits`], and by the rule that stack addresses must
+//! A walk is bounded by the output slice, by [`UnwindLimits`], and by the rule that stack addresses must
 //! ascend.
 
 pub mod context;
@@ -28,10 +28,10 @@ mod user;
 use std::time::Duration;
 
 use super::paging::AddressSpace;
-use super::{Budget, GuestPhys, GuestRegs};
+use super::{GuestPhys, GuestRegs, WalkBudget};
 use kernel_images::orc::{OrcEntry, OrcFrameKind, OrcRegister, OrcTable};
+use parts::{ChainBuffer, OtherRegs, USER32_CS, UserRegs, end_of, plausible_user};
 pub use parts::{End, KernelUnwind};
-use parts::{Others, Out, USER32_CS, UserRegs, end_of, plausible_user};
 
 /// `PERF_CONTEXT_GUEST_KERNEL`: marks the following frames as guest kernel frames.
 pub const CONTEXT_GUEST_KERNEL: u64 = (-2176i64).cast_unsigned();
@@ -56,7 +56,7 @@ const MAX_STACK_SWITCHES: u32 = 9;
 
 /// The limits of one call chain.
 #[derive(Debug, Clone, Copy)]
-pub struct Limits {
+pub struct UnwindLimits {
     /// Maximum number of kernel and user frames, without context markers.
     pub max_frames: usize,
     /// Maximum number of guest memory reads.
@@ -65,7 +65,7 @@ pub struct Limits {
     pub max_time: Option<Duration>,
 }
 
-impl Default for Limits {
+impl Default for UnwindLimits {
     /// Returns perf's default depth, and four times the reads that such a chain takes.
     fn default() -> Self {
         Self {
@@ -114,7 +114,7 @@ impl Ends {
 
 /// The result of a walk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Chain {
+pub struct CallChain {
     /// Number of slice entries filled, including context markers.
     pub len: usize,
     /// Number of kernel frames.
@@ -133,7 +133,7 @@ pub struct Chain {
     user: Option<UserRegs>,
 }
 
-impl Chain {
+impl CallChain {
     /// Returns why the parts of the chain ended.
     pub fn ends(&self) -> Ends {
         Ends {
@@ -152,16 +152,16 @@ pub fn walk<M: GuestPhys + ?Sized>(
     mem: &M,
     regs: &GuestRegs,
     kernel: Option<KernelUnwind<'_>>,
-    limits: &Limits,
+    limits: &UnwindLimits,
     out: &mut [u64],
-) -> Chain {
-    let mut budget = Budget::new(limits.max_reads, limits.max_time);
-    let mut out = Out {
+) -> CallChain {
+    let mut budget = WalkBudget::new(limits.max_reads, limits.max_time);
+    let mut out = ChainBuffer {
         slots: out,
         len: 0,
         frames_left: limits.max_frames,
     };
-    let mut chain = Chain {
+    let mut chain = CallChain {
         len: 0,
         kernel_frames: 0,
         user_frames: 0,
@@ -177,7 +177,7 @@ pub fn walk<M: GuestPhys + ?Sized>(
         bp: regs.rbp,
         wide: regs.code64,
         exact_ip: true,
-        others: Others::InVcpu,
+        others: OtherRegs::InVcpu,
     });
     if in_user.is_none() && (!out.marker(CONTEXT_GUEST_KERNEL) || out.frame(regs.rip).is_err()) {
         chain.kernel_end = Some(End::Full);
@@ -204,7 +204,7 @@ pub fn walk<M: GuestPhys + ?Sized>(
 }
 
 /// Without page tables, the chain consists of the interrupted address only.
-fn without_tables(user: Option<UserRegs>, chain: &mut Chain, out: &mut Out<'_>) {
+fn without_tables(user: Option<UserRegs>, chain: &mut CallChain, out: &mut ChainBuffer<'_>) {
     match user {
         None => {
             chain.kernel_frames = 1;
@@ -226,9 +226,9 @@ fn walk_kernel<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     regs: &GuestRegs,
     kernel: Option<KernelUnwind<'_>>,
-    budget: &mut Budget,
-    chain: &mut Chain,
-    out: &mut Out<'_>,
+    budget: &mut WalkBudget,
+    chain: &mut CallChain,
+    out: &mut ChainBuffer<'_>,
 ) -> Option<UserRegs> {
     if kernel.is_some_and(|k| entry::without_regs(&k, regs))
         && let Some(user) = entry::user_regs(space, regs, budget)
@@ -242,7 +242,7 @@ fn walk_kernel<M: GuestPhys + ?Sized>(
         space,
         budget,
         out,
-        state: State::from_regs(regs),
+        state: WalkState::from_regs(regs),
         guessed: false,
         user: None,
     };
@@ -266,7 +266,7 @@ fn walk_kernel<M: GuestPhys + ?Sized>(
 }
 
 #[derive(Clone, Copy)]
-struct State {
+struct WalkState {
     ip: u64,
     sp: u64,
     bp: u64,
@@ -279,7 +279,7 @@ struct State {
     exact_ip: bool,
 }
 
-impl State {
+impl WalkState {
     fn from_regs(r: &GuestRegs) -> Self {
         Self {
             ip: r.rip,
@@ -296,15 +296,15 @@ impl State {
 
 struct KernelWalk<'w, 'm, 'o, M: GuestPhys + ?Sized> {
     space: &'w mut AddressSpace<'m, M>,
-    budget: &'w mut Budget,
-    out: &'w mut Out<'o>,
-    state: State,
+    budget: &'w mut WalkBudget,
+    out: &'w mut ChainBuffer<'o>,
+    state: WalkState,
     guessed: bool,
     user: Option<UserRegs>,
 }
 
 /// The result of one step of kernel unwinding.
-enum Step {
+enum WalkStep {
     Frame,
     Boundary,
 }
@@ -334,8 +334,8 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
             };
             match step {
                 Err(end) => return end,
-                Ok(Step::Boundary) => return End::Complete,
-                Ok(Step::Frame) => {}
+                Ok(WalkStep::Boundary) => return End::Complete,
+                Ok(WalkStep::Frame) => {}
             }
             let same_stack = before & !(THREAD_SIZE - 1) == self.state.sp & !(THREAD_SIZE - 1);
             if self.state.sp <= before {
@@ -353,7 +353,7 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         }
     }
 
-    fn orc_step(&mut self, e: &OrcEntry) -> Result<Step, End> {
+    fn orc_step(&mut self, e: &OrcEntry) -> Result<WalkStep, End> {
         let s = self.state;
         let base = match e.sp_reg {
             OrcRegister::Sp | OrcRegister::SpIndirect => Some(s.sp),
@@ -371,7 +371,7 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
             OrcRegister::BpIndirect => self.word(base.wrapping_add_signed(offset))?,
             _ => base.wrapping_add_signed(offset),
         };
-        let mut next = State {
+        let mut next = WalkState {
             dx: None,
             di: None,
             r10: None,
@@ -386,16 +386,16 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
             }
             OrcFrameKind::Regs => {
                 if self.take_regs(sp, None)? {
-                    return Ok(Step::Boundary);
+                    return Ok(WalkStep::Boundary);
                 }
-                return Ok(Step::Frame);
+                return Ok(WalkStep::Frame);
             }
             OrcFrameKind::RegsPartial => {
                 let at = sp.wrapping_sub(pt_regs::IP);
                 if self.take_regs(at, Some(s.bp))? {
-                    return Ok(Step::Boundary);
+                    return Ok(WalkStep::Boundary);
                 }
-                return Ok(Step::Frame);
+                return Ok(WalkStep::Frame);
             }
             OrcFrameKind::End | OrcFrameKind::Undefined => return Err(End::NoTable),
         }
@@ -406,7 +406,7 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
             _ => return Err(End::NoTable),
         }
         self.state = next;
-        Ok(Step::Frame)
+        Ok(WalkStep::Frame)
     }
 
     /// Continues from the `pt_regs` at `at`. If `bp` is given, only the last five words are valid.
@@ -433,11 +433,15 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
                 exact_ip: false,
                 // On entry to and exit from the kernel, an unknown subset of the registers is still
                 // in the vCPU.
-                others: if partial { Others::Lost } else { Others::At(at) },
+                others: if partial {
+                    OtherRegs::Lost
+                } else {
+                    OtherRegs::At(at)
+                },
             });
             return Ok(true);
         }
-        let mut next = State {
+        let mut next = WalkState {
             ip,
             sp,
             bp,
@@ -459,8 +463,8 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
 
     /// Guesses the caller of an address without a table entry (a module or generated code): the
     /// frame pointer must point into this stack, and to a kernel address.
-    fn guess_by_frame_pointer(&mut self) -> Result<Step, End> {
-        let State { sp, bp, .. } = self.state;
+    fn guess_by_frame_pointer(&mut self) -> Result<WalkStep, End> {
+        let WalkState { sp, bp, .. } = self.state;
         if bp < sp || bp - sp > THREAD_SIZE || bp % 8 != 0 {
             return Err(End::NoTable);
         }
@@ -468,14 +472,14 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         self.frame_pointer_step()
     }
 
-    fn frame_pointer_step(&mut self) -> Result<Step, End> {
+    fn frame_pointer_step(&mut self) -> Result<WalkStep, End> {
         let bp = self.state.bp;
         let ip = self.word(bp.wrapping_add(8))?;
         let next = self.word(bp)?;
         if !self.space.is_kernel_half(ip) {
             return Err(End::NoTable);
         }
-        self.state = State {
+        self.state = WalkState {
             ip,
             sp: bp.wrapping_add(16),
             bp: next,
@@ -485,7 +489,7 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
             r13: None,
             exact_ip: false,
         };
-        Ok(Step::Frame)
+        Ok(WalkStep::Frame)
     }
 
     /// Unwinds kernels built with frame pointers. On exception entry, the kernel sets rbp to the
@@ -493,21 +497,21 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
     fn by_frame_pointers(&mut self) -> End {
         let mut switches = 0;
         loop {
-            let State { bp, sp: before, .. } = self.state;
+            let WalkState { bp, sp: before, .. } = self.state;
             if bp == 0 {
                 return End::Complete;
             }
             let step = if bp & 1 == 1 {
                 self.take_regs(bp & !1, None)
-                    .map(|user| if user { Step::Boundary } else { Step::Frame })
+                    .map(|user| if user { WalkStep::Boundary } else { WalkStep::Frame })
             } else {
                 self.frame_pointer_step()
             };
             match step {
                 Err(End::NoTable) => return End::BadFrame,
                 Err(end) => return end,
-                Ok(Step::Boundary) => return End::Complete,
-                Ok(Step::Frame) => {}
+                Ok(WalkStep::Boundary) => return End::Complete,
+                Ok(WalkStep::Frame) => {}
             }
             if self.state.sp <= before {
                 switches += 1;
@@ -546,7 +550,7 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         })() else {
             return;
         };
-        if let Some(user) = plausible_user(self.space, [ip, cs, flags, sp, ss], bp, Others::At(at)) {
+        if let Some(user) = plausible_user(self.space, [ip, cs, flags, sp, ss], bp, OtherRegs::At(at)) {
             self.guessed |= end != End::Complete;
             self.user = Some(user);
         }

@@ -3,8 +3,8 @@
 //! A separate test binary, because `allocation-counter` replaces the global allocator.
 
 use allocation_counter::measure;
-use guest_profile::unwind::{KernelUnwind, Limits, walk};
-use guest_profile::{Budget, GuestRegs};
+use guest_profile::unwind::{KernelUnwind, UnwindLimits, walk};
+use guest_profile::{GuestRegs, WalkBudget};
 use kernel_images::orc::OrcTable;
 
 /// The lower and the upper half both map guest-physical address 0 with one 1-GiB page.
@@ -49,7 +49,7 @@ fn orc() -> OrcTable {
 }
 
 #[test]
-fn a_whole_chain_is_walked_without_allocating() {
+fn chain_walk_does_not_allocate() {
     let (ram, orc) = (guest(), orc());
     let regs = GuestRegs {
         rip: UPPER + 0x9010,
@@ -72,10 +72,10 @@ fn a_whole_chain_is_walked_without_allocating() {
                 slide: 0,
                 entry_text: (0, 0),
             }),
-            &Limits::default(),
+            &UnwindLimits::default(),
             &mut out,
         ));
-        budget = Some(Budget::new(10, None));
+        budget = Some(WalkBudget::new(10, None));
     });
     let (chain, budget) = (chain.unwrap(), budget.unwrap());
     assert_eq!(made.count_total, 0);

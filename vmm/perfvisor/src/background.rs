@@ -14,7 +14,7 @@ use std::path::Path;
 use crate::exit::ExitStatus;
 
 /// Byte that the daemon writes to its parent once the VM runs.
-const RUNS: u8 = b'R';
+const VM_RUNNING: u8 = b'R';
 
 /// Failure to start the daemon: the operation, and the operating system's error.
 #[derive(Debug, thiserror::Error)]
@@ -36,7 +36,7 @@ pub fn survive_job_control() {
 }
 
 /// A daemon process whose VM does not run yet.
-pub struct Starting {
+pub struct DaemonStartup {
     tell: PipeWriter,
     /// `/dev/null`, opened early because landlock denies it once the VM runs.
     null: File,
@@ -50,7 +50,7 @@ pub struct Starting {
 ///
 /// # Errors
 /// Returns [`DaemonError`] if a system call fails.
-pub fn daemonize() -> Result<Starting, DaemonError> {
+pub fn daemonize() -> Result<DaemonStartup, DaemonError> {
     let failed = |what| move |e| DaemonError(what, e);
     let (hear, tell) = io::pipe().map_err(failed("pipe"))?;
     // SAFETY: the process has one thread, so the child inherits no lock that another thread holds.
@@ -64,19 +64,19 @@ pub fn daemonize() -> Result<Starting, DaemonError> {
             let null = File::options().read(true).write(true).open("/dev/null");
             let null = null.map_err(failed("opening /dev/null"))?;
             replace(libc::STDIN_FILENO, &null).map_err(failed("dup2"))?;
-            Ok(Starting { tell, null })
+            Ok(DaemonStartup { tell, null })
         }
         child => {
             drop(tell);
-            std::process::exit(wait_for(child, hear))
+            std::process::exit(wait_for_child(child, hear))
         }
     }
 }
 
 /// Waits until the VM runs or the child ends, and returns the exit status of the parent.
-fn wait_for(child: libc::pid_t, mut hear: PipeReader) -> i32 {
+fn wait_for_child(child: libc::pid_t, mut hear: PipeReader) -> i32 {
     let mut word = [0];
-    if matches!(hear.read(&mut word), Ok(1)) && word[0] == RUNS {
+    if matches!(hear.read(&mut word), Ok(1)) && word[0] == VM_RUNNING {
         return 0;
     }
     let mut status = 0;
@@ -97,7 +97,7 @@ fn replace(stream: i32, null: &File) -> io::Result<()> {
     Ok(())
 }
 
-impl Starting {
+impl DaemonStartup {
     /// Returns `/dev/null`, to which the daemon's standard streams are redirected.
     pub fn null(&self) -> &File {
         &self.null
@@ -113,7 +113,7 @@ impl Starting {
             replace(stream, &self.null).map_err(|e| DaemonError("dup2", e))?;
         }
         // The write fails if the parent was killed. The VM continues in that case.
-        let _ = self.tell.write_all(&[RUNS]);
+        let _ = self.tell.write_all(&[VM_RUNNING]);
         Ok(())
     }
 }

@@ -25,18 +25,18 @@ use virtio_devices::net::vhost::{VhostError, VhostNetBackend};
 
 /// The complete report of `perfvisor check`.
 #[derive(Debug, Serialize)]
-struct Report {
+struct HostReport {
     perfvisor: &'static str,
     kernel: String,
-    #[serde(serialize_with = "or_line")]
+    #[serde(serialize_with = "serialize_result")]
     kvm: Result<KvmCapabilities, HostError>,
     /// KVM's own vPMU, or the reason why it is unavailable.
-    #[serde(serialize_with = "or_line")]
+    #[serde(serialize_with = "serialize_result")]
     own_pmu: Result<KvmPmuOffer, CheckError>,
     /// Single-stepping capabilities for the exact backing.
     stepping: Option<Stepping>,
     /// Whether vhost-net is available, or the reason why not.
-    #[serde(serialize_with = "or_line")]
+    #[serde(serialize_with = "serialize_result")]
     vhost_net: Result<bool, VhostError>,
     perf: HostProbe,
     /// Whether the limits of perf_event_paranoid apply to this process.
@@ -51,22 +51,22 @@ struct Report {
     own_pmu_auto: Option<String>,
     /// Description of the model given by `--pmu` with `--backing kvm`, or the reason why KVM cannot
     /// provide it.
-    #[serde(serialize_with = "or_line_if_asked")]
+    #[serde(serialize_with = "serialize_optional_result")]
     own_pmu_asked: Option<Result<String, KvmVpmuModelError>>,
     /// One-line summary of how the counters of KVM's vPMU compete for the host's counters.
     own_pmu_competition: Option<String>,
     /// Cost of one multiplexing rotation for a guest; `None` without hardware counters.
-    #[serde(serialize_with = "or_line_if_asked")]
+    #[serde(serialize_with = "serialize_optional_result")]
     turns: Option<Result<RotationCost, HostError>>,
     /// Default operator limits of `perfvisor run`.
-    limits: Limits,
+    limits: DefaultLimits,
     /// Backing of each guest event under `--backing auto`.
     events: Vec<EventBacking>,
 }
 
 /// Default limits for operators.
 #[derive(Debug, Serialize)]
-struct Limits {
+struct DefaultLimits {
     samples_per_second: u64,
     /// Default of `--ring-memory` for a user other than root, in bytes.
     ring_bytes: u64,
@@ -76,7 +76,7 @@ struct Limits {
     reservable_counters: usize,
 }
 
-impl Limits {
+impl DefaultLimits {
     fn of(perf: &HostProbe) -> Self {
         let core = CoreConfig::default();
         let cpus = u64::try_from(core.host_cpus).unwrap_or(u64::MAX);
@@ -114,12 +114,15 @@ pub enum CheckError {
 }
 
 /// Serializes a result, with the error as a one-line string.
-fn or_line<T: Serialize, E: Error, S: Serializer>(result: &Result<T, E>, to: S) -> Result<S::Ok, S::Error> {
+fn serialize_result<T: Serialize, E: Error, S: Serializer>(
+    result: &Result<T, E>,
+    to: S,
+) -> Result<S::Ok, S::Error> {
     result.as_ref().map_err(|e| error_line(e)).serialize(to)
 }
 
-/// Serializes an optional result like [`or_line`].
-fn or_line_if_asked<T: Serialize, E: Error, S: Serializer>(
+/// Serializes an optional result like [`serialize_result`].
+fn serialize_optional_result<T: Serialize, E: Error, S: Serializer>(
     result: &Option<Result<T, E>>,
     to: S,
 ) -> Result<S::Ok, S::Error> {
@@ -134,7 +137,7 @@ fn or_line_if_asked<T: Serialize, E: Error, S: Serializer>(
 /// # Errors
 /// Returns [`CheckError`] if the host cannot run any guest or the output is incomplete.
 pub fn check(args: &CheckArgs) -> Result<ExitStatus, CheckError> {
-    let report = Report::collect(args)?;
+    let report = HostReport::collect(args)?;
     if args.json {
         let text = serde_json::to_string_pretty(&report).map_err(OutputError::from)?;
         print(&(text + "\n"))?;
@@ -147,7 +150,7 @@ pub fn check(args: &CheckArgs) -> Result<ExitStatus, CheckError> {
     }
 }
 
-impl Report {
+impl HostReport {
     fn collect(args: &CheckArgs) -> Result<Self, ModelError> {
         let perf = HostProbe::run();
         let opened = host::open();
@@ -201,14 +204,14 @@ impl Report {
                 _ => None,
             },
             own_pmu_asked: own_asked.map(|model| model.map(|fitted| fitted.model.to_string())),
-            limits: Limits::of(&perf),
-            events: backings(&perf, HostPmu::vendor(&mut cpuid::read_host)),
+            limits: DefaultLimits::of(&perf),
+            events: event_backings(&perf, HostPmu::vendor(&mut cpuid::read_host)),
             perf,
         })
     }
 
     /// Adds the capabilities of KVM to the report.
-    fn about_kvm(&self, kvm: &KvmCapabilities, line: &mut dyn FnMut(&str, &str)) {
+    fn report_kvm(&self, kvm: &KvmCapabilities, line: &mut dyn FnMut(&str, &str)) {
         line("KVM", &kvm.flavour.to_string());
         line(
             "  Linux guests",
@@ -270,7 +273,7 @@ impl Report {
         line("perfvisor", self.perfvisor);
         line("host kernel", &self.kernel);
         match &self.kvm {
-            Ok(kvm) => self.about_kvm(kvm, &mut line),
+            Ok(kvm) => self.report_kvm(kvm, &mut line),
             Err(e) => line("KVM", &format!("unusable: {}", error_line(e))),
         }
         line(
@@ -377,7 +380,7 @@ fn yes(value: bool) -> &'static str {
 }
 
 /// Returns the backing of each event under `--backing auto` on a host of this vendor.
-fn backings(perf: &HostProbe, vendor: Vendor) -> Vec<EventBacking> {
+fn event_backings(perf: &HostProbe, vendor: Vendor) -> Vec<EventBacking> {
     let (other, refused) = match vendor {
         Vendor::Intel => (
             Vendor::Amd,
@@ -448,7 +451,7 @@ mod tests {
             ..HostProbe::run()
         };
         for (vendor, other) in [(Vendor::Intel, "--pmu amd "), (Vendor::Amd, "--pmu intel ")] {
-            let rows = backings(&perf, vendor);
+            let rows = event_backings(&perf, vendor);
             let row = |event: ArchEvent| rows.iter().find(|row| row.event == event.name()).unwrap();
             for event in [ArchEvent::CacheReferences, ArchEvent::CacheMisses] {
                 assert!(

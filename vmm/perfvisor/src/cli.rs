@@ -4,7 +4,7 @@
 //! values, and exit status 2. A new option needs a field with a doc comment (its help text), and a
 //! value parser with a test in `values`.
 
-mod other_words;
+mod foreign_commands;
 mod perf_options;
 
 use std::ffi::OsString;
@@ -15,7 +15,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::commands::one_line;
-use crate::config::{self, Expanded};
+use crate::config::{self, ExpandedArgs};
 use crate::exporter::ExporterArgs;
 use crate::jail::JailConfig;
 use perf_core::SharePolicy;
@@ -37,8 +37,9 @@ use crate::commands::stat::StatArgs;
 use crate::commands::top::TopArgs;
 use crate::commands::validate::ValidateArgs;
 use crate::values::{
-    ObserversAt, Profile, large, parse_builtin, parse_gdb, parse_memory, parse_on_off, parse_pmi_limit,
-    parse_ring_memory, parse_sample_limit, parse_share, parse_stop_timeout, parse_turn, parse_width,
+    ObserversAt, SecurityProfile, format_limit, parse_builtin, parse_gdb, parse_memory, parse_on_off,
+    parse_pmi_limit, parse_ring_memory, parse_sample_limit, parse_share, parse_stop_timeout, parse_turn,
+    parse_width,
 };
 use control_api::nearest::did_you_mean;
 use perf_core::error_line;
@@ -151,7 +152,7 @@ pub struct KeepShareArgs {
 
 /// Returns the clap command with the settings that derive attributes cannot express.
 pub fn command() -> clap::Command {
-    with_negative_numbers(perf_options::taken(Cli::command()))
+    with_negative_numbers(perf_options::add_accepted_options(Cli::command()))
 }
 
 /// Treats `-1` after an option as its value, so that the error message is about the value.
@@ -169,7 +170,7 @@ fn with_negative_numbers(command: clap::Command) -> clap::Command {
 }
 
 /// Returns the names of the subcommands of `path`, such as `perfvisor ctl`.
-fn commands_of(path: &str) -> String {
+fn subcommand_names(path: &str) -> String {
     let mut command = command();
     for name in path.split(' ').skip(1) {
         match command.find_subcommand(name) {
@@ -263,7 +264,7 @@ pub struct RunArgs {
     /// Whom the guest is for: own (it may count what can be counted), or tenant (of a host that others share:
     /// architectural events only, no paravirtual events, no debug-exit port, no metrics of what it counts).
     #[arg(long, value_name = "WHOM", default_value = "own")]
-    pub profile: Profile,
+    pub profile: SecurityProfile,
     /// Most PMIs per second and vCPU; 0 is no limit [default: 50000]
     #[arg(long, value_name = "N", value_parser = parse_pmi_limit)]
     pub pmi_limit: Option<u32>,
@@ -420,7 +421,7 @@ fn parse_run(args: &[OsString]) -> Option<Cli> {
     }
     let command = Global::augment_args(clap::Command::new("perfvisor").disable_help_subcommand(true))
         .subcommand(RunArgs::augment_args(clap::Command::new("run")));
-    let command = with_negative_numbers(perf_options::taken(command));
+    let command = with_negative_numbers(perf_options::add_accepted_options(command));
     let matches = command.try_get_matches_from(args).ok()?;
     Cli::from_arg_matches(&matches).ok()
 }
@@ -434,13 +435,13 @@ fn parse_any(args: Vec<OsString>) -> Result<Cli, CliExit> {
         args.remove(1);
         args.push("--help".into());
     }
-    let ctl_order = ctl_order(&command, &args);
-    let Expanded { args, from_file } = config::expand(&command, args).map_err(wrong)?;
-    let explained = |e: clap::Error| match (explain(&e), &from_file) {
-        (CliExit::Error(_), _) if ctl_order.is_some() => {
-            CliExit::Error(ctl_order.clone().unwrap_or_default())
+    let explain_ctl_order = explain_ctl_order(&command, &args);
+    let ExpandedArgs { args, from_file } = config::expand(&command, args).map_err(wrong)?;
+    let explained = |e: clap::Error| match (condense_error(&e), &from_file) {
+        (CliExit::Error(_), _) if explain_ctl_order.is_some() => {
+            CliExit::Error(explain_ctl_order.clone().unwrap_or_default())
         }
-        (CliExit::Error(line), Some((path, keys))) if names_one_of(&e, keys) => {
+        (CliExit::Error(line), Some((path, keys))) if mentions_any_option(&e, keys) => {
             CliExit::Error(format!("{}: {line}", path.display()))
         }
         (other, _) => other,
@@ -458,7 +459,7 @@ fn parse_any(args: Vec<OsString>) -> Result<Cli, CliExit> {
 
 /// Returns the error message for `ctl status one`, where the action precedes the VM's name; `None`
 /// for any other error.
-fn ctl_order(command: &clap::Command, args: &[OsString]) -> Option<String> {
+fn explain_ctl_order(command: &clap::Command, args: &[OsString]) -> Option<String> {
     let ctl = command.find_subcommand("ctl")?;
     let is_action = |word: &str| ctl.find_subcommand(word).is_some();
     let words = args.iter().skip(1).filter_map(|arg| arg.to_str());
@@ -486,7 +487,7 @@ fn ctl_order(command: &clap::Command, args: &[OsString]) -> Option<String> {
 }
 
 /// Returns whether the error is about one of these options or about a conflict with one.
-fn names_one_of(error: &clap::Error, options: &[String]) -> bool {
+fn mentions_any_option(error: &clap::Error, options: &[String]) -> bool {
     if matches!(
         error.kind(),
         ErrorKind::MissingRequiredArgument | ErrorKind::ArgumentConflict
@@ -505,13 +506,13 @@ fn names_one_of(error: &clap::Error, options: &[String]) -> bool {
 }
 
 /// Condenses clap's multi-line error into one line.
-fn explain(error: &clap::Error) -> CliExit {
+fn condense_error(error: &clap::Error) -> CliExit {
     let context = |kind| match error.get(kind) {
         Some(ContextValue::String(s)) => s.clone(),
         Some(ContextValue::Strings(s)) => s.join(", "),
         _ => String::new(),
     };
-    let path = command_of(error);
+    let path = parsed_command(error);
     let see = format!("see `{path} --help`");
     // clap's suggestion.
     let meant = |kind| match context(kind) {
@@ -523,7 +524,7 @@ fn explain(error: &clap::Error) -> CliExit {
             return CliExit::Text(error.render().to_string());
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            format!("a command is missing: {}; {see}", commands_of(&path))
+            format!("a command is missing: {}; {see}", subcommand_names(&path))
         }
         ErrorKind::MissingSubcommand => {
             let known = context(ContextKind::ValidSubcommand);
@@ -531,9 +532,9 @@ fn explain(error: &clap::Error) -> CliExit {
         }
         ErrorKind::UnknownArgument => {
             let typed = context(ContextKind::InvalidArg);
-            perf_options::said_of(&path, &typed).unwrap_or_else(|| {
+            perf_options::rejection_message(&path, &typed).unwrap_or_else(|| {
                 let ours = (path == "perfvisor run")
-                    .then(|| other_words::option_of_run(&typed))
+                    .then(|| foreign_commands::run_option_for(&typed))
                     .flatten();
                 let meant = match ours {
                     Some(ours) => format!("; did you mean '{ours}'?"),
@@ -542,15 +543,15 @@ fn explain(error: &clap::Error) -> CliExit {
                 let option = if typed.starts_with('-') {
                     ""
                 } else {
-                    named_by_option(&path)
+                    suggest_option(&path)
                 };
                 format!("unknown argument '{typed}'{meant}{option}; {see}")
             })
         }
         ErrorKind::InvalidSubcommand => {
-            let (wrong, known) = (context(ContextKind::InvalidSubcommand), commands_of(&path));
+            let (wrong, known) = (context(ContextKind::InvalidSubcommand), subcommand_names(&path));
             let known_words = known.split(", ").flat_map(|known| known.split(" or "));
-            let elsewhere = (path == "perfvisor").then(|| other_command(&wrong)).flatten();
+            let elsewhere = (path == "perfvisor").then(|| suggest_command(&wrong)).flatten();
             let meant = match elsewhere {
                 Some(ours) => format!("; did you mean '{ours}'?"),
                 None => did_you_mean(&wrong, known_words),
@@ -563,7 +564,7 @@ fn explain(error: &clap::Error) -> CliExit {
         ErrorKind::ValueValidation => {
             use std::error::Error;
             let reason = error.source().map(error_line).unwrap_or_default();
-            let reason = in_words(&reason).unwrap_or(reason);
+            let reason = reword_number_error(&reason).unwrap_or(reason);
             let (value, option) = (
                 context(ContextKind::InvalidValue),
                 context(ContextKind::InvalidArg),
@@ -602,15 +603,15 @@ fn explain(error: &clap::Error) -> CliExit {
 }
 
 /// Returns a hint for a command of another program, or for an action of `ctl` without `ctl`.
-fn other_command(typed: &str) -> Option<String> {
+fn suggest_command(typed: &str) -> Option<String> {
     let command = command();
     let ctl = command.find_subcommand("ctl");
     let actions = ctl.into_iter().flat_map(clap::Command::get_subcommands);
-    other_words::command(typed, actions.map(clap::Command::get_name))
+    foreign_commands::command(typed, actions.map(clap::Command::get_name))
 }
 
 /// Returns a hint about the option for a stray positional argument of the command `path`.
-fn named_by_option(path: &str) -> &'static str {
+fn suggest_option(path: &str) -> &'static str {
     match path.split_whitespace().last() {
         Some("run") => "; a kernel is named by --kernel FILE, the VM by --name NAME",
         Some("report" | "script" | "flamegraph" | "pprof") => "; a recording is named by -i FILE",
@@ -619,7 +620,7 @@ fn named_by_option(path: &str) -> &'static str {
 }
 
 /// Rewords clap's and the standard library's number parsing errors; `None` for any other reason.
-fn in_words(reason: &str) -> Option<String> {
+fn reword_number_error(reason: &str) -> Option<String> {
     if let Some((_, range)) = reason.split_once(" is not in ") {
         let (from, to) = range.split_once("..")?;
         let to: Option<i128> = match to.strip_prefix('=') {
@@ -627,7 +628,7 @@ fn in_words(reason: &str) -> Option<String> {
             None => to.parse().ok().map(|end: i128| end - 1),
         };
         return Some(match to {
-            Some(to) => format!("must be a whole number, {from} to {}", large(to)),
+            Some(to) => format!("must be a whole number, {from} to {}", format_limit(to)),
             None => format!("must be a whole number, at least {from}"),
         });
     }
@@ -642,7 +643,7 @@ fn in_words(reason: &str) -> Option<String> {
 }
 
 /// Returns the command being parsed, such as `perfvisor run`, from clap's usage string.
-fn command_of(error: &clap::Error) -> String {
+fn parsed_command(error: &clap::Error) -> String {
     let text = error.render().to_string();
     let usage = text
         .lines()

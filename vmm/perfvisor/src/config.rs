@@ -17,13 +17,13 @@ use toml::{Table, Value};
 use crate::input;
 
 /// Maximum size of the file, in bytes.
-const MOST_BYTES: u64 = 1 << 20;
+const MAX_FILE_BYTES: u64 = 1 << 20;
 /// Options that cannot be keys.
-const NO_KEYS: [&str; 3] = ["config", "dump-config", "help"];
+const NON_KEY_OPTIONS: [&str; 3] = ["config", "dump-config", "help"];
 
 /// Errors of the configuration file. Each message is one line.
 #[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
+pub enum ConfigFileError {
     #[error("--config {}: cannot read it", .0.display())]
     Read(PathBuf, #[source] std::io::Error),
     #[error("--config {}: it has more than 1 MiB, so it is no file of options", .0.display())]
@@ -50,7 +50,7 @@ pub enum ConfigError {
 
 /// The arguments after the expansion of `--config`.
 #[derive(Debug)]
-pub struct Expanded {
+pub struct ExpandedArgs {
     /// All arguments.
     pub args: Vec<OsString>,
     /// The file, and the keys that the command line does not override.
@@ -61,9 +61,9 @@ pub struct Expanded {
 /// contains already.
 ///
 /// # Errors
-/// Returns [`ConfigError`] if the file cannot be read or is invalid.
-pub fn expand(command: &Command, args: Vec<OsString>) -> Result<Expanded, ConfigError> {
-    let unchanged = |args| Expanded {
+/// Returns [`ConfigFileError`] if the file cannot be read or is invalid.
+pub fn expand(command: &Command, args: Vec<OsString>) -> Result<ExpandedArgs, ConfigFileError> {
+    let unchanged = |args| ExpandedArgs {
         args,
         from_file: None,
     };
@@ -86,7 +86,7 @@ pub fn expand(command: &Command, args: Vec<OsString>) -> Result<Expanded, Config
         let option = options(run).find(|option| option.get_long() == Some(key.as_str()));
         let Some(option) = option else {
             let known: Vec<&str> = options(run).filter_map(Arg::get_long).collect();
-            return Err(ConfigError::Unknown {
+            return Err(ConfigFileError::Unknown {
                 path,
                 key: key.clone(),
                 hint: did_you_mean(key, known.iter().copied()),
@@ -99,7 +99,7 @@ pub fn expand(command: &Command, args: Vec<OsString>) -> Result<Expanded, Config
             keys.push(key.clone());
         }
     }
-    Ok(Expanded {
+    Ok(ExpandedArgs {
         args: all,
         from_file: Some((path, keys)),
     })
@@ -112,24 +112,27 @@ fn run_of(command: &Command) -> &Command {
 /// Returns the options that can be keys.
 fn options(run: &Command) -> impl Iterator<Item = &Arg> {
     run.get_arguments().filter(|option| {
-        !option.is_hide_set() && option.get_long().is_some_and(|long| !NO_KEYS.contains(&long))
+        !option.is_hide_set()
+            && option
+                .get_long()
+                .is_some_and(|long| !NON_KEY_OPTIONS.contains(&long))
     })
 }
 
-fn read(path: &Path) -> Result<Table, ConfigError> {
-    let failed = |e| ConfigError::Read(path.into(), e);
+fn read(path: &Path) -> Result<Table, ConfigFileError> {
+    let failed = |e| ConfigFileError::Read(path.into(), e);
     let mut text = String::new();
     let file = input::open(path).map_err(failed)?;
-    file.take(MOST_BYTES + 1)
+    file.take(MAX_FILE_BYTES + 1)
         .read_to_string(&mut text)
         .map_err(failed)?;
-    if text.len() as u64 > MOST_BYTES {
-        return Err(ConfigError::TooLarge(path.into()));
+    if text.len() as u64 > MAX_FILE_BYTES {
+        return Err(ConfigFileError::TooLarge(path.into()));
     }
     text.parse().map_err(|e: toml::de::Error| {
         let at = e.span().map_or(0, |span| span.start).min(text.len());
         let before = text.as_bytes().get(..at).unwrap_or_default();
-        ConfigError::Syntax {
+        ConfigFileError::Syntax {
             path: path.into(),
             line: before.iter().filter(|&&byte| byte == b'\n').count() + 1,
             why: e.message().to_owned(),
@@ -138,8 +141,8 @@ fn read(path: &Path) -> Result<Table, ConfigError> {
 }
 
 /// Converts a key and its value to command-line arguments.
-fn arguments(path: &Path, key: &str, option: &Arg, value: &Value) -> Result<Vec<OsString>, ConfigError> {
-    let wrong = |wanted| ConfigError::Kind {
+fn arguments(path: &Path, key: &str, option: &Arg, value: &Value) -> Result<Vec<OsString>, ConfigFileError> {
+    let wrong = |wanted| ConfigFileError::Kind {
         path: path.into(),
         key: key.into(),
         wanted,
@@ -175,15 +178,15 @@ fn arguments(path: &Path, key: &str, option: &Arg, value: &Value) -> Result<Vec<
             let only = one(value).ok_or_else(|| wrong("a text, a number, or an array of them"))?;
             Ok(vec![only])
         }
-        (_, Value::Boolean(true)) if may_be_bare(option) => Ok(vec![format!("--{key}").into()]),
-        (_, Value::Boolean(false)) if may_be_bare(option) => Ok(Vec::new()),
+        (_, Value::Boolean(true)) if has_optional_value(option) => Ok(vec![format!("--{key}").into()]),
+        (_, Value::Boolean(false)) if has_optional_value(option) => Ok(Vec::new()),
         (_, value) => Ok(vec![one(value).ok_or_else(|| wrong("a text or a number"))?]),
     }
 }
 
 /// Returns whether the value of the option is optional, as of `--vsock`. In a file, `true` stands
 /// for the missing value.
-fn may_be_bare(option: &Arg) -> bool {
+fn has_optional_value(option: &Arg) -> bool {
     option.get_num_args().is_some_and(|count| count.min_values() == 0)
 }
 
@@ -191,8 +194,8 @@ fn may_be_bare(option: &Arg) -> bool {
 /// comments.
 ///
 /// # Errors
-/// Returns [`ConfigError::NotText`] if a value cannot be represented in TOML.
-pub fn dump(command: &Command, given: &ArgMatches) -> Result<String, ConfigError> {
+/// Returns [`ConfigFileError::NotText`] if a value cannot be represented in TOML.
+pub fn dump(command: &Command, given: &ArgMatches) -> Result<String, ConfigFileError> {
     let mut out = String::new();
     for option in options(run_of(command)) {
         let (Some(key), id) = (option.get_long(), option.get_id().as_str()) else {
@@ -215,12 +218,12 @@ pub fn dump(command: &Command, given: &ArgMatches) -> Result<String, ConfigError
             .flatten()
             .map(|value| value.to_str().map(|text| Value::String(text.to_owned())))
             .collect::<Option<Vec<Value>>>()
-            .ok_or_else(|| ConfigError::NotText(key.to_owned()))?;
+            .ok_or_else(|| ConfigFileError::NotText(key.to_owned()))?;
         let value = match (option.get_action(), texts) {
             (_, texts) if texts.is_empty() => continue,
             (ArgAction::Append, texts) => Value::Array(texts),
             // clap reports an omitted value as an empty string.
-            (_, texts) if may_be_bare(option) && texts == [Value::String(String::new())] => {
+            (_, texts) if has_optional_value(option) && texts == [Value::String(String::new())] => {
                 Value::Boolean(true)
             }
             (_, mut texts) => texts.remove(0),
@@ -262,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_equal_to_the_options_and_these_count_more() {
+    fn command_line_overrides_config_file() {
         let text = "kernel = \"k\"\ncpus = 4\nmemory = \"64M\"\nhide-uncounted = false\nprealloc = true\nmux-turn = 0.5\n\
                     cmdline = \"-a b=c\"\nstats = false\n";
         let args = with_file(text, &["--cpus", "2", "--initrd", "i"]).unwrap();
@@ -279,7 +282,7 @@ mod tests {
 
     /// Regression test: `vsock = true` was rejected as the value `on`.
     #[test]
-    fn an_option_whose_value_may_be_left_out_is_true_or_false_in_a_file() {
+    fn optional_value_is_boolean_in_config_file() {
         let bare = with_file("vsock = true\njail = true\n", &[]).unwrap();
         assert_eq!(bare.vsock.unwrap().cid, 3);
         assert!(bare.jail.is_some());
@@ -294,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_in_a_file_are_those_of_the_options_with_its_name() {
+    fn config_file_errors_match_option_errors() {
         for (text, parts) in [
             ("cpus = 0", ["'0'", "1 to 64"]),
             ("memory = \"15M\"", ["'15M'", "16M"]),
@@ -334,7 +337,7 @@ mod tests {
 
     /// A dump gives the same arguments when it is read again, and the same dump.
     #[test]
-    fn a_dump_is_read_as_what_it_was_made_of() {
+    fn config_dump_round_trips() {
         let args = [
             "--kernel",
             "a \"kernel\"",

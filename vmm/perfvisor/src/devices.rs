@@ -55,7 +55,7 @@ pub enum DeviceError {
     #[error("--share-dir: tag={0} is there twice: give each directory a tag of its own")]
     TagTwice(String),
     #[error("--share-dir")]
-    Place(#[from] place::PlaceError),
+    Place(#[from] place::SocketError),
     #[error("--share-dir: this program's own path")]
     OwnPath(#[source] io::Error),
     #[error("--share-dir: the log")]
@@ -73,7 +73,7 @@ pub enum DeviceError {
 ///
 /// # Errors
 /// Returns [`DeviceError`]; no file of the guest has been modified in that case.
-pub fn wanted(
+pub fn create_devices(
     args: &RunArgs,
     vm: &str,
     log: Option<&File>,
@@ -114,10 +114,10 @@ fn check(args: &RunArgs, vm: &str) -> Result<(), DeviceError> {
     let taps = args.net.iter().map(|config| config.tap.clone());
     let macs = args.net.iter().map(|config| mac(config, vm));
     let tags = args.share_dir.iter().enumerate().map(tag);
-    once(serials).map_err(DeviceError::SerialTwice)?;
-    once(taps).map_err(DeviceError::TapTwice)?;
-    once(macs).map_err(DeviceError::MacTwice)?;
-    once(tags).map_err(DeviceError::TagTwice)?;
+    check_unique(serials).map_err(DeviceError::SerialTwice)?;
+    check_unique(taps).map_err(DeviceError::TapTwice)?;
+    check_unique(macs).map_err(DeviceError::MacTwice)?;
+    check_unique(tags).map_err(DeviceError::TagTwice)?;
     // The built-in guests would ignore the disk, and their PMU test is not what the user asked for.
     if args.kernel.is_none() && !args.disk.is_empty() {
         return Err(DeviceError::NoKernel);
@@ -126,7 +126,7 @@ fn check(args: &RunArgs, vm: &str) -> Result<(), DeviceError> {
 }
 
 /// Returns the first duplicate as the error.
-fn once<T: Hash + Eq + Clone>(all: impl Iterator<Item = T>) -> Result<(), T> {
+fn check_unique<T: Hash + Eq + Clone>(all: impl Iterator<Item = T>) -> Result<(), T> {
     let mut seen = HashSet::new();
     all.into_iter().try_for_each(|one| {
         if seen.insert(one.clone()) {
@@ -243,7 +243,7 @@ mod tests {
 
     /// The check precedes any access: the files and taps of this test do not exist.
     #[test]
-    fn what_a_guest_would_take_for_one_is_refused() {
+    fn duplicate_device_identities_are_rejected() {
         for (words, said) in [
             ("--disk a,serial=x --disk b,serial=x", "serial=x is there twice"),
             ("--disk a,serial=disk1 --disk b", "serial=disk1 is there twice"),

@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn our_exit_statuses_cannot_be_taken_for_the_guest_s() {
+    fn own_exit_statuses_differ_from_guest_statuses() {
         for status in [
             ExitStatus::PoweredOff,
             ExitStatus::BadInput,

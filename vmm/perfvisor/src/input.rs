@@ -9,32 +9,37 @@ use std::path::Path;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
-use crate::signals::asked_to_end;
+use crate::signals::is_end_requested;
 
 /// Number of bytes read at first to detect whether a pipe has a writer.
-const FIRST: usize = 4096;
+const PROBE_BYTES: usize = 4096;
 
 /// Polling interval for Ctrl-C while a read waits for a writer.
-const LOOK: Timespec = Timespec {
+const POLL_INTERVAL: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 20_000_000,
 };
 
 /// A file opened by [`open`].
-pub type Input = Chain<Cursor<Vec<u8>>, Waiting>;
+pub type Input = Chain<Cursor<Vec<u8>>, InterruptibleFile>;
 
 /// A file whose writer may be slow. A stop signal ends a read even in a thread that blocks signals.
 #[derive(Debug)]
-pub struct Waiting {
+pub struct InterruptibleFile {
     file: File,
     /// `true` for a regular file, which needs no writer.
     is_file: bool,
 }
 
-impl Read for Waiting {
+impl Read for InterruptibleFile {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        while !self.is_file && poll(&mut [PollFd::new(&self.file, PollFlags::IN)], Some(&LOOK))? == 0 {
-            if asked_to_end() {
+        while !self.is_file
+            && poll(
+                &mut [PollFd::new(&self.file, PollFlags::IN)],
+                Some(&POLL_INTERVAL),
+            )? == 0
+        {
+            if is_end_requested() {
                 return Err(io::Error::other(EndedBySignal));
             }
         }
@@ -51,7 +56,7 @@ pub struct EndedBySignal;
 /// indefinitely.
 #[derive(Debug, thiserror::Error)]
 #[error("it is a pipe that nobody writes to; give a file, or a pipe with a writer as of <(COMMAND)")]
-pub struct NobodyWrites;
+pub struct NoWriter;
 
 /// Opens `path` for reading without blocking.
 ///
@@ -59,15 +64,15 @@ pub struct NobodyWrites;
 /// wait for the writer or for a stop signal.
 ///
 /// # Errors
-/// Returns the error of open(2), or [`NobodyWrites`] if a pipe has no writer.
+/// Returns the error of open(2), or [`NoWriter`] if a pipe has no writer.
 pub fn open(path: &Path) -> io::Result<Input> {
-    let mut file = without_waiting(path)?;
+    let mut file = open_nonblocking(path)?;
     let mut begin = Vec::new();
     let kind = file.metadata()?.file_type();
     if kind.is_fifo() {
-        let mut bytes = [0; FIRST];
+        let mut bytes = [0; PROBE_BYTES];
         match file.read(&mut bytes) {
-            Ok(0) => return Err(io::Error::new(ErrorKind::InvalidInput, NobodyWrites)),
+            Ok(0) => return Err(io::Error::new(ErrorKind::InvalidInput, NoWriter)),
             Ok(count) => begin.extend_from_slice(&bytes[..count]),
             // The pipe has a writer that has not written yet.
             Err(e) if e.kind() == ErrorKind::WouldBlock => {}
@@ -78,7 +83,7 @@ pub fn open(path: &Path) -> io::Result<Input> {
     // their flags.
     fcntl_setfl(&file, fcntl_getfl(&file)? - OFlags::NONBLOCK)?;
     let is_file = kind.is_file() || kind.is_dir();
-    Ok(Cursor::new(begin).chain(Waiting { file, is_file }))
+    Ok(Cursor::new(begin).chain(InterruptibleFile { file, is_file }))
 }
 
 /// Checks that `path` can be opened for reading, without blocking and without reading.
@@ -86,10 +91,10 @@ pub fn open(path: &Path) -> io::Result<Input> {
 /// # Errors
 /// Returns the error of open(2).
 pub fn can_be_read(path: &Path) -> io::Result<()> {
-    without_waiting(path).map(drop)
+    open_nonblocking(path).map(drop)
 }
 
-fn without_waiting(path: &Path) -> io::Result<File> {
+fn open_nonblocking(path: &Path) -> io::Result<File> {
     File::options()
         .read(true)
         .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
@@ -109,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_is_read_if_somebody_writes_to_it_and_refused_if_nobody_does() {
+    fn pipe_without_writer_is_rejected() {
         let dir = tempfile::tempdir().unwrap();
         let (file, pipe) = (dir.path().join("file"), dir.path().join("pipe"));
         std::fs::write(&file, "words").unwrap();
@@ -151,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_and_directories_are_said_by_the_host() {
+    fn missing_files_and_directories_report_os_errors() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(
             open(&dir.path().join("none")).unwrap_err().kind(),

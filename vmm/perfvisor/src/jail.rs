@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use crate::values::{ValueError, parse_bytes, whole};
+use crate::values::{ValueError, integer_in_range, parse_bytes};
 
 /// Maximum user or group ID. The kernel reserves the next value as an invalid ID.
 const MAX_ID: u64 = u32::MAX as u64 - 1;
@@ -86,7 +86,11 @@ impl JailConfig {
     fn set_limit(&mut self, key: &str, value: &str) -> Result<(), JailConfigError> {
         let (name, limit, parsed) = match key {
             "fsize" => ("fsize", &mut self.file_size, parse_bytes(value)),
-            _ => ("no-file", &mut self.descriptors, whole(DESCRIPTORS)(value)),
+            _ => (
+                "no-file",
+                &mut self.descriptors,
+                integer_in_range(DESCRIPTORS)(value),
+            ),
         };
         let parsed = parsed.map_err(|e| JailConfigError::Number(name, e))?;
         match limit.replace(parsed) {
@@ -97,6 +101,6 @@ impl JailConfig {
 }
 
 fn parse_id(text: &str) -> Result<u32, ValueError> {
-    let id: u64 = whole(0..=MAX_ID)(text)?;
+    let id: u64 = integer_in_range(0..=MAX_ID)(text)?;
     u32::try_from(id).map_err(|_| ValueError::Whole { from: 0, to: MAX_ID })
 }

@@ -89,12 +89,12 @@ fn main() -> ExitCode {
         Err(error) => return bad_input(&error_line(&error)),
     };
     if let Some(parent) = cli.global.parent
-        && !ends_with(parent)
+        && !die_with_parent(parent)
     {
         return ExitCode::from(ExitStatus::Internal.code());
     }
     let logs_to_file = log_file.is_some();
-    match obey(cli.command, start, log_file.as_ref()) {
+    match run_command(cli.command, start, log_file.as_ref()) {
         Ok(status) => ExitCode::from(status.code()),
         Err(error) => {
             let line = error_line(error.as_ref());
@@ -112,7 +112,7 @@ fn main() -> ExitCode {
 struct LogFileError(PathBuf, #[source] io::Error);
 
 /// Executes the command. The error types of all commands are unified here.
-fn obey(
+fn run_command(
     command: Command,
     start: run::StartTime,
     log_file: Option<&File>,
@@ -149,7 +149,7 @@ fn obey(
 
 /// Makes the kernel kill this process when the thread that started it ends. Returns whether
 /// `parent` still exists.
-fn ends_with(parent: u32) -> bool {
+fn die_with_parent(parent: u32) -> bool {
     let set = set_parent_process_death_signal(Some(Signal::KILL));
     // The parent may have ended before prctl.
     let current = getppid().and_then(|pid| u32::try_from(pid.as_raw_nonzero().get()).ok());

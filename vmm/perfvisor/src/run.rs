@@ -31,14 +31,14 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vpmu::BackingPolicy;
 use vpmu::backing::MAX_EVENTS_PER_COUNTER;
 
-use crate::background::{self, ServiceManager, Starting};
+use crate::background::{self, DaemonStartup, ServiceManager};
 use crate::cli::RunArgs;
 use crate::devices::{self};
 use crate::exit::ExitStatus;
 use crate::input;
 use crate::signals::BlockedSignals;
 use crate::stopping::Stopping;
-use control_api::place::{self, PlaceError, Socket};
+use control_api::place::{self, Socket, SocketError};
 use perf_core::error_line;
 use perfvisor_vmm::boot::KernelFormat;
 use perfvisor_vmm::console::{RawTerminal, restore_terminal};
@@ -96,7 +96,7 @@ impl StartTime {
         self.before_main + self.main.elapsed()
     }
 
-    fn tell_of_first_entry(&self) {
+    fn log_first_entry(&self) {
         log::info!(
             "first guest instruction {:.1} ms after exec ({:.1} ms of it before main)",
             self.elapsed().as_secs_f64() * 1e3,
@@ -117,13 +117,13 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
         .map_err(RunError::Daemon)?;
     // Child processes of a daemon must not hold the streams of its starter, which may wait for
     // their end.
-    let log = log_file.or(starting.as_ref().map(Starting::null));
+    let log = log_file.or(starting.as_ref().map(DaemonStartup::null));
     let inherited = Inherited::mark();
     inherited::clear_environment();
     jail::join_cgroup(args)?;
     jail::become_user(args)?;
     background::survive_job_control();
-    footprint::give_back_what_is_freed();
+    footprint::configure_malloc();
     // A separate process, started before this one has threads, signal handlers and descriptors.
     let kernel_reader = kernel_reader(args)?;
     let opener = VmEventOpener::start(confinement(args), overflow_signal(), kick::kick_signal())
@@ -146,14 +146,14 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     // it would find more.
     let probe = privileges::with_perfmon_capability(HostProbe::run);
     opener.install();
-    let mut config = machine::asked_for(args, &kvm, &probe)?;
+    let mut config = machine::build_config(args, &kvm, &probe)?;
     config.kernel_reader = Some(kernel_reader);
-    tell_of_few_descriptors(descriptors, &config, &probe);
+    warn_if_few_descriptors(descriptors, &config, &probe);
 
     // Configuration errors end the start before any thread runs.
     config.pmu.core_config().check()?;
-    let (name, ends) = Ends::open(args)?;
-    let mut devices = devices::wanted(args, &name, log, &broker)?;
+    let (name, ends) = ServerSockets::open(args)?;
+    let mut devices = devices::create_devices(args, &name, log, &broker)?;
     let manager = Arc::new(ServiceManager::connect());
     // All sockets of the host's network and files of other processes are open. A process to be
     // jailed has no other thread yet.
@@ -166,13 +166,13 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     let console = consoles.serial().writer();
     let mut vm = Vm::with_pending_setup(begun, &kvm, &config, devices, &probe, console)?;
     report_loaded(&vm, &config);
-    vm.on_first_entry(Box::new(move || start.tell_of_first_entry()));
+    vm.on_first_entry(Box::new(move || start.log_first_entry()));
     let terminal = if consoles.has_terminal() {
         RawTerminal::enter().map_err(RunError::start("the terminal cannot be made raw"))?
     } else {
         None
     };
-    files::give_sockets_to_broker(args, &name, &ends.socket_paths(), &broker)?;
+    files::register_sockets_for_removal(args, &name, &ends.socket_paths(), &broker)?;
     jail::close(jail, args, inherited)?;
     confine(args)?;
     let mut running = vm.start()?;
@@ -193,7 +193,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     }
     manager.ready();
     // All threads have started, which required more code than the running VM does.
-    footprint::let_go_of_the_start();
+    footprint::drop_startup_pages();
     let served = serve(&running, restarter, stopping, &consoles, resized, servers);
     manager.stopping();
     drop(gdb);
@@ -246,7 +246,7 @@ fn begin_sandbox(args: &RunArgs, counting: PerfEventAccess, log_file: Option<&Fi
     sandbox::watch_faults(will).map_err(RunError::start("sigaction failed"))?;
     sandbox::begin(args.seccomp, counting, will).map_err(|e| RunError::Sandbox(args.seccomp, e))?;
     files::begin(args).map_err(RunError::Files)?;
-    panics_are_one_line(will);
+    install_panic_hook(will);
     Ok(())
 }
 
@@ -255,19 +255,19 @@ fn confine(args: &RunArgs) -> Result<(), RunError> {
     jail::limit_file_size(args)?;
     privileges::drop_privileges()?;
     if args.on_reset == ResetPolicy::Restart {
-        can_be_read_again([&args.kernel, &args.initrd].into_iter().flatten())?;
+        check_restart_files([&args.kernel, &args.initrd].into_iter().flatten())?;
     }
     files::restrict(args).map_err(RunError::Files)?;
     sandbox::confine().map_err(|e| RunError::Sandbox(args.seccomp, e))
 }
 
 /// Sockets for operators, observers and debuggers, before the servers start.
-struct Ends {
+struct ServerSockets {
     sockets: Vec<(SocketAccess, Socket)>,
     gdb: Option<GdbSocket>,
 }
 
-impl Ends {
+impl ServerSockets {
     /// Returns the paths of the control sockets.
     fn socket_paths(&self) -> Vec<PathBuf> {
         let sockets = self.sockets.iter();
@@ -315,7 +315,7 @@ impl Ends {
 
 /// Installs a panic hook that logs one line and ends the VM. A panic in a thread with an orderly
 /// shutdown path ends the VM through that path, any other panic immediately.
-fn panics_are_one_line(will: TerminationActions) {
+fn install_panic_hook(will: TerminationActions) {
     std::panic::set_hook(Box::new(move |info| {
         let kind = sandbox::kind();
         if matches!(kind, Some(ThreadKind::Device | ThreadKind::Socket)) {
@@ -344,7 +344,7 @@ fn panics_are_one_line(will: TerminationActions) {
 }
 
 /// Checks that the files that a restart loads are readable without the initial capabilities.
-fn can_be_read_again<'a>(files: impl Iterator<Item = &'a PathBuf>) -> Result<(), RunError> {
+fn check_restart_files<'a>(files: impl Iterator<Item = &'a PathBuf>) -> Result<(), RunError> {
     for path in files {
         input::can_be_read(path).map_err(|e| RunError::ReadAgain(path.clone(), e))?;
     }
@@ -352,7 +352,7 @@ fn can_be_read_again<'a>(files: impl Iterator<Item = &'a PathBuf>) -> Result<(),
 }
 
 /// Logs a warning if `limit` is less than the number of descriptors that a VM of `config` may need.
-fn tell_of_few_descriptors(limit: Option<u64>, config: &VmConfig, probe: &HostProbe) {
+fn warn_if_few_descriptors(limit: Option<u64>, config: &VmConfig, probe: &HostProbe) {
     let PmuConfig { model, policy, .. } = &config.pmu;
     let cpus = config.cpus.max();
     let hardware = probe.slots() > 0 && matches!(policy, BackingPolicy::Auto | BackingPolicy::Hardware);
@@ -373,7 +373,7 @@ fn tell_of_few_descriptors(limit: Option<u64>, config: &VmConfig, probe: &HostPr
 
 /// Returns the VM's name and opens its control socket. A VM without a user-supplied name may run
 /// without a control socket.
-fn control_socket(name: Option<&str>) -> Result<(String, Option<Socket>), PlaceError> {
+fn control_socket(name: Option<&str>) -> Result<(String, Option<Socket>), SocketError> {
     let dir = place::directory();
     match name {
         Some(name) => {
@@ -410,7 +410,7 @@ fn controlled(
             None => "built-in guest".into(),
         },
         console: consoles.serial().place().to_owned(),
-        virtio_console: consoles.virtio_place().unwrap_or_default().to_owned(),
+        virtio_console: consoles.virtio_location().unwrap_or_default().to_owned(),
         started: Instant::now(),
         control: running.control().clone(),
         pmu: running.pmu().clone(),

@@ -20,12 +20,12 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 const STOP_SIGNALS: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
 /// Set when the waiting thread has received a stop signal.
-static TAKEN: AtomicBool = AtomicBool::new(false);
+static STOP_SIGNAL_RECEIVED: AtomicBool = AtomicBool::new(false);
 
 /// Returns whether a stop signal has arrived since the signals were blocked. For code that has no
 /// [`StopSignals`]; unblocked signals end the process.
-pub fn asked_to_end() -> bool {
-    if TAKEN.load(Ordering::SeqCst) {
+pub fn is_end_requested() -> bool {
+    if STOP_SIGNAL_RECEIVED.load(Ordering::SeqCst) {
         return true;
     }
     let mut set = MaybeUninit::<libc::sigset_t>::uninit();
@@ -109,7 +109,7 @@ impl BlockedSignals {
                     continue;
                 }
                 store.store(signal, Ordering::SeqCst);
-                TAKEN.store(true, Ordering::SeqCst);
+                STOP_SIGNAL_RECEIVED.store(true, Ordering::SeqCst);
                 let _ = tell.write(1);
             }
         })?;
@@ -152,7 +152,7 @@ impl StopSignals {
 
     /// Makes the first signal visible to several threads.
     #[must_use]
-    pub fn for_all(self) -> Self {
+    pub fn visible_to_all_threads(self) -> Self {
         Self { stays: true, ..self }
     }
 

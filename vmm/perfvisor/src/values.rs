@@ -36,7 +36,7 @@ const MAX_STOP_TIMEOUT_S: f64 = 86_400.0;
 
 /// The security profile of a guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Profile {
+pub enum SecurityProfile {
     /// The guest belongs to the owner of the host.
     #[default]
     Own,
@@ -44,14 +44,14 @@ pub enum Profile {
     Tenant,
 }
 
-impl FromStr for Profile {
+impl FromStr for SecurityProfile {
     type Err = ValueError;
 
     fn from_str(word: &str) -> Result<Self, ValueError> {
         match word {
             "own" => Ok(Self::Own),
             "tenant" => Ok(Self::Tenant),
-            _ => Err(ValueError::Profile),
+            _ => Err(ValueError::SecurityProfile),
         }
     }
 }
@@ -127,7 +127,7 @@ pub enum ValueError {
     )]
     GdbPort,
     #[error("must be own or tenant")]
-    Profile,
+    SecurityProfile,
     #[error("must be a number of bytes, or a number followed by K, M, G or T, as in 512M")]
     Size,
     #[error("does not fit into 64 bits")]
@@ -138,7 +138,7 @@ pub enum ValueError {
     MemoryGranule,
     #[error("the counter width must be 32 to 48 bits")]
     Width,
-    #[error("must be a whole number, {from} to {to}", to = large((*to).into()))]
+    #[error("must be a whole number, {from} to {to}", to = format_limit((*to).into()))]
     Whole { from: u64, to: u64 },
     #[error("must be a number of PMIs per second, 0 to {}", u32::MAX)]
     PmiLimit,
@@ -179,7 +179,7 @@ pub enum ValueError {
 }
 
 /// Formats a limit. A large limit just below a power of two is written as `2^N - 1`.
-pub fn large(limit: i128) -> String {
+pub fn format_limit(limit: i128) -> String {
     let power = limit.cast_unsigned() + 1;
     if limit > 9_999_999 && power.is_power_of_two() {
         format!("2^{} - 1", power.trailing_zeros())
@@ -189,7 +189,7 @@ pub fn large(limit: i128) -> String {
 }
 
 /// Returns a parser of integers in a range.
-pub fn whole(
+pub fn integer_in_range(
     range: std::ops::RangeInclusive<u64>,
 ) -> impl Fn(&str) -> Result<u64, ValueError> + Clone + Send + Sync + 'static {
     move |text| {
@@ -441,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn turns_and_limits_keep_within_their_ranges() {
+    fn intervals_and_limits_are_range_checked() {
         assert_eq!(parse_turn("1.5"), Ok(Duration::from_micros(1500)));
         assert_eq!(parse_sample_limit("1000000"), Ok(1_000_000));
         assert_eq!(parse_ring_memory("64K"), Ok(64 << 10));

@@ -18,12 +18,12 @@ use control_api::events::list::{self, ListError};
 use control_api::nearest::did_you_mean;
 
 use cpu::CpuName;
-pub use parse::{Select, VendorEvent};
+pub use parse::{EventSelector, VendorEvent};
 pub use perf::{PerfError, events_of};
 
 /// Errors of resolving vendor event names.
 #[derive(Debug, thiserror::Error)]
-pub enum NamedError {
+pub enum EventNameError {
     #[error(transparent)]
     List(#[from] ListError),
     #[error("unknown event '{event}'; the vendor's events by name are not known here")]
@@ -50,8 +50,8 @@ pub enum NamedError {
 /// valid.
 ///
 /// # Errors
-/// Returns [`NamedError`] if the list is invalid, a name is unknown, or perf fails.
-pub fn by_selector(events: &str) -> Result<String, NamedError> {
+/// Returns [`EventNameError`] if the list is invalid, a name is unknown, or perf fails.
+pub fn resolve_vendor_events(events: &str) -> Result<String, EventNameError> {
     with_tables(events, || {
         let cpu = CpuName::host();
         events_of(&cpu).map(|events| (events, cpu))
@@ -61,29 +61,29 @@ pub fn by_selector(events: &str) -> Result<String, NamedError> {
 fn with_tables(
     events: &str,
     tables: impl FnOnce() -> Result<(Vec<VendorEvent>, CpuName), PerfError>,
-) -> Result<String, NamedError> {
+) -> Result<String, EventNameError> {
     let error = match list::parse(events) {
         Ok(_) => return Ok(events.to_owned()),
         Err(error @ ListError::Unknown(_)) => error,
         Err(error) => return Err(error.into()),
     };
-    let Some(first) = names(events).find(|(_, name)| is_foreign(name)) else {
+    let Some(first) = names(events).find(|(_, name)| may_be_vendor_event(name)) else {
         return Err(error.into());
     };
-    let (known, cpu) = tables().map_err(|source| NamedError::Unasked {
+    let (known, cpu) = tables().map_err(|source| EventNameError::Unasked {
         event: first.1.to_owned(),
         source,
     })?;
     let (mut out, mut from) = (String::new(), 0);
-    for (at, name) in names(events).filter(|(_, name)| is_foreign(name)) {
+    for (at, name) in names(events).filter(|(_, name)| may_be_vendor_event(name)) {
         let Some(event) = known.iter().find(|event| event.name.eq_ignore_ascii_case(name)) else {
-            return Err(NamedError::Unknown {
+            return Err(EventNameError::Unknown {
                 event: name.to_owned(),
                 meant: did_you_mean(name, known.iter().map(|event| event.name.as_str())),
                 cpu,
             });
         };
-        let select = event.select.as_ref().map_err(|term| NamedError::NeedsMore {
+        let select = event.select.as_ref().map_err(|term| EventNameError::NeedsMore {
             event: event.name.clone(),
             term: term.clone(),
         })?;
@@ -128,13 +128,13 @@ fn names(events: &str) -> impl Iterator<Item = (usize, &str)> {
 
 /// Returns whether a name is no built-in event and resembles a vendor event. Other unknown names
 /// are typing errors, whose message must not depend on perf.
-fn is_foreign(name: &str) -> bool {
-    looks_like_a_vendors(name) && list::parse(name).is_err()
+fn may_be_vendor_event(name: &str) -> bool {
+    resembles_vendor_event(name) && list::parse(name).is_err()
 }
 
 /// Returns whether the name has the characteristics of vendor event names, which built-in names
 /// lack.
-fn looks_like_a_vendors(name: &str) -> bool {
+fn resembles_vendor_event(name: &str) -> bool {
     name.contains(['.', '_'])
         && name
             .bytes()
@@ -157,7 +157,7 @@ mod tests {
 
     /// The parser of event lists accepts the selector, the name with modifiers, and the modifiers.
     #[test]
-    fn a_vendors_name_becomes_its_selector_and_keeps_its_name() {
+    fn vendor_event_resolves_to_selector_and_keeps_name() {
         let out = with_tables("cycles,{L1D.REPLACEMENT:uk, task-clock}:D,cpu/event=1/", tables).unwrap();
         assert_eq!(
             out,
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn perf_is_asked_only_for_names_that_may_be_a_vendors() {
+    fn perf_runs_only_for_possible_vendor_events() {
         let never = || -> Result<_, PerfError> { panic!("perf was asked") };
         assert_eq!(with_tables("cycles:u", never).unwrap(), "cycles:u");
         for (events, words) in [
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_counted_by_name_is_said() {
+    fn unsupported_vendor_event_is_reported() {
         let error = |events| error_line(&with_tables(events, tables).unwrap_err());
         assert!(error("l1d.replacment").contains("did you mean 'l1d.replacement'"));
         assert!(error("bananas.ripe").contains("'bananas.ripe'; perfvisor list vendor"));

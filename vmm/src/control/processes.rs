@@ -8,10 +8,10 @@ use std::time::Duration;
 use control_api::protocol::{
     CodeMapping, Failure, FailureKind, MAX_PROCESS_CODE, MAX_PROCESS_MEMORY, ProcessCode, ProcessMemory,
 };
-use guest_profile::Budget;
+use guest_profile::WalkBudget;
 use guest_profile::mappings;
 use guest_profile::task::TaskReader;
-use guest_profile::task::areas::Process;
+use guest_profile::task::areas::GuestProcess;
 use vm_memory::GuestMemoryMmap;
 
 use super::session::fail;
@@ -27,7 +27,7 @@ const TIME: Duration = Duration::from_millis(20);
 #[derive(Debug, Default)]
 pub struct GuestProcesses {
     /// The process of the last request, cached because clients request many parts of one process.
-    last: Option<Process>,
+    last: Option<GuestProcess>,
 }
 
 impl GuestProcesses {
@@ -103,7 +103,7 @@ impl GuestProcesses {
         &mut self,
         probe: &GuestSamplingContext,
         pid: u32,
-        then: impl FnOnce(&mut TaskReader<'_, '_, GuestMemoryMmap>, Process, &mut Budget) -> T,
+        then: impl FnOnce(&mut TaskReader<'_, '_, GuestMemoryMmap>, GuestProcess, &mut WalkBudget) -> T,
     ) -> Result<T, Failure> {
         let kernel = probe.kernel().map(|kernel| (probe.memory(), kernel));
         let known = kernel
@@ -115,12 +115,12 @@ impl GuestProcesses {
                 "the guest's kernel is not known, or does not tell where its processes are",
             );
         };
-        let mut budget = Budget::new(READS, Some(TIME));
+        let mut budget = WalkBudget::new(READS, Some(TIME));
         let process = self
             .last
             .filter(|last| last.pid == pid)
             .and_then(|last| last.again(layout, memory, tables, &mut budget))
-            .or_else(|| Process::find(layout, memory, tables, pid, &mut budget));
+            .or_else(|| GuestProcess::find(layout, memory, tables, pid, &mut budget));
         self.last = process;
         let Some(process) = process else {
             return fail(FailureKind::Invalid, format!("the guest has no process {pid}"));

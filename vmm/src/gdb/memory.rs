@@ -1,8 +1,8 @@
 //! Guest memory for a debugger, translated by a vCPU's page tables. Reads hide the debugger's own
 //! breakpoints.
 
-use guest_profile::memory::{Budget, GuestRegs};
-use guest_profile::paging::{AddressSpace, Unsupported};
+use guest_profile::memory::{GuestRegs, WalkBudget};
+use guest_profile::paging::{AddressSpace, UnsupportedPaging};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use crate::vcpu::debugger::{SoftwareBreakpoint, VcpuRegisters};
@@ -26,9 +26,11 @@ pub fn physical(memory: &GuestMemoryMmap, registers: &VcpuRegisters, address: u6
         ..GuestRegs::default()
     };
     match AddressSpace::of(memory, &regs) {
-        Ok(mut space) => space.physical(address, &mut Budget::new(MAX_READS, None)).ok(),
-        Err(Unsupported::PagingOff) => Some(address),
-        Err(Unsupported::Legacy | Unsupported::Pae) => None,
+        Ok(mut space) => space
+            .physical(address, &mut WalkBudget::new(MAX_READS, None))
+            .ok(),
+        Err(UnsupportedPaging::PagingOff) => Some(address),
+        Err(UnsupportedPaging::Legacy | UnsupportedPaging::Pae) => None,
     }
 }
 

@@ -18,7 +18,7 @@ use crate::boot::event_tables::HiddenEvents;
 use crate::rdpmc::sites::RdpmcSites;
 use guest_profile::locate::{self, LocateError};
 use guest_profile::paging::AddressSpace;
-use guest_profile::{Budget, GuestRegs};
+use guest_profile::{GuestRegs, WalkBudget};
 use kernel_images::rdpmc::{CodeBits, CodeBytes, RDPMC, RdpmcSite, TRAP, TextRange, find};
 use kernel_images::symbols::KernelSymbols;
 use kernel_images::{kallsyms, orc};
@@ -246,7 +246,7 @@ impl RunningKernelPatcher {
     }
 
     fn physical(&self, regs: &GuestRegs, linear: u64) -> Option<u64> {
-        let mut budget = Budget::new(TRANSLATE_READS, None);
+        let mut budget = WalkBudget::new(TRANSLATE_READS, None);
         AddressSpace::of(&self.memory, regs)
             .ok()?
             .physical(linear, &mut budget)

@@ -12,7 +12,7 @@ use kvm_ioctls::Kvm;
 use perf_core::attr::{Attr, EventType};
 use perf_core::pmu::clock::VcpuClock;
 use perf_core::pmu::host::{HostPmu, HostProbe};
-use perf_core::pmu::{Pmu, PmuEvent, Target, VcpuId};
+use perf_core::pmu::{Pmu, PmuEvent, PmuTarget, VcpuId};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::host::HostError;
@@ -154,7 +154,7 @@ fn event(tid: i32, perf: &HostProbe) -> Result<Box<dyn PmuEvent>, HostError> {
     /// `PERF_COUNT_HW_CPU_CYCLES` and `PERF_COUNT_SW_CONTEXT_SWITCHES`.
     const CYCLES: u64 = 0;
     const SWITCHES: u64 = 3;
-    let target = Target::Vcpu { vcpu: VcpuId(0), tid };
+    let target = PmuTarget::Vcpu { vcpu: VcpuId(0), tid };
     let opened = if perf.slots() > 0 {
         let attr = Attr {
             exclude_host: true,

@@ -14,7 +14,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use perf_core::error_line;
 use perf_core::pmu::host::{
-    Counted, DirectOpener, EventOpener, OpenRequest, OverflowSignal, counting_is_denied_to, set_event_opener,
+    DirectOpener, EventOpener, HostTarget, OpenRequest, OverflowSignal, counting_is_denied_to,
+    set_event_opener,
 };
 use sandbox::{PerfBroker, PerfBrokerError, PerfEventAccess, ProcessConfinement, ServiceStartError};
 
@@ -102,7 +103,7 @@ impl VmEventOpener {
 
     fn open_in_own_process(&self, request: &OpenRequest<'_>, tid: i32) -> io::Result<OwnedFd> {
         let own = OpenRequest {
-            counted: Counted::Thread(0),
+            counted: HostTarget::Thread(0),
             overflow: None,
             ..*request
         };
@@ -121,10 +122,10 @@ impl VmEventOpener {
 impl EventOpener for VmEventOpener {
     fn open(&self, request: &OpenRequest<'_>) -> io::Result<OwnedFd> {
         let tid = match request.counted {
-            Counted::Thread(0) => current_tid(),
-            Counted::Thread(tid) => tid,
+            HostTarget::Thread(0) => current_tid(),
+            HostTarget::Thread(tid) => tid,
             // A VM never counts a host CPU as a whole.
-            Counted::Cpu(_) => return Err(io::Error::from_raw_os_error(libc::EPERM)),
+            HostTarget::Cpu(_) => return Err(io::Error::from_raw_os_error(libc::EPERM)),
         };
         if self.counting == PerfEventAccess::OwnThread {
             return self.open_in_own_process(request, tid);

@@ -8,8 +8,8 @@ use std::io;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use guest_profile::locate::Anchors;
-use guest_profile::search::{self, AskError, FoundKernel};
+use guest_profile::locate::KernelAnchors;
+use guest_profile::search::{self, FoundKernel, SearchError};
 use guest_profile::{GuestPhys, GuestRegs};
 use sandbox::{
     ProcessConfinement, ServiceStartError, WorkerExit, WorkerKeeper, WorkerLimits, WorkerStartError,
@@ -37,7 +37,7 @@ pub struct KernelReader {
 pub enum KernelReadError {
     /// The worker reported an error or sent an invalid response.
     #[error(transparent)]
-    Ask(#[from] AskError),
+    Ask(#[from] SearchError),
     /// The worker ended without a response.
     #[error(
         "the guest's kernel could not be read: the process that reads it has failed: {0}; it is tried again when somebody asks"
@@ -87,13 +87,13 @@ impl KernelReader {
         &self,
         memory: &M,
         regs: &GuestRegs,
-        anchors: &Anchors,
+        anchors: &KernelAnchors,
     ) -> Result<FoundKernel, KernelReadError> {
         let mut worker = self.workers.begin()?;
         let found = search::ask(worker.socket(), memory, regs, anchors, Instant::now() + TIMEOUT);
         let ended = worker.end().map_err(KernelReadError::NoKeeper)?;
         match found {
-            Err(AskError::Lost(_)) => Err(KernelReadError::WorkerExit(ended)),
+            Err(SearchError::Lost(_)) => Err(KernelReadError::WorkerExit(ended)),
             found => Ok(found?),
         }
     }

@@ -353,7 +353,7 @@ impl VcpuPmu {
     pub fn pause(&mut self) {
         if let Some(attached) = &self.attached {
             attached.context.sched_out();
-            attached.clock.rest();
+            attached.clock.quiesce();
         }
     }
 

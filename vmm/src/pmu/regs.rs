@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use arc_swap::{ArcSwapOption, Guard};
 use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_sregs};
 use perf_core::attr::{REGS_USER_LEN, STACK_USER_MAX};
-use perf_core::record::{UserPart, Words};
+use perf_core::record::{UserRegsAndStack, WordList};
 use perf_core::{CpuMode, SampleRegs, error_line, guest_log};
 use sandbox::ThreadKind;
 use smallvec::SmallVec;
@@ -19,15 +19,15 @@ use super::kernel_reader::{KernelReadError, KernelReader};
 use crate::kvm::registers;
 use crate::kvm::vcpu_fd::VcpuFd;
 use control_api::protocol::{KernelInfo, KernelState};
-use guest_profile::locate::Anchors;
-use guest_profile::mappings::{self, Listeners, TellOnce};
+use guest_profile::locate::KernelAnchors;
+use guest_profile::mappings::{self, MappingListeners, MappingReporter};
 use guest_profile::paging::{AddressSpace, has_five_levels};
-use guest_profile::sample::{RAW_BYTES, RawSample};
+use guest_profile::sample::{RAW_BYTES, SampleData};
 use guest_profile::search::FoundKernel;
 use guest_profile::task::{Task, TaskReader};
 use guest_profile::unwind::context::UserContext;
-use guest_profile::unwind::{self, CONTEXT_GUEST_USER, Chain, Ends, Limits};
-use guest_profile::{Budget, GuestRegs};
+use guest_profile::unwind::{self, CONTEXT_GUEST_USER, CallChain, Ends, UnwindLimits};
+use guest_profile::{GuestRegs, WalkBudget};
 
 /// IA32_KERNEL_GS_BASE: GS base that SWAPGS exchanges (SDM vol. 4).
 const IA32_KERNEL_GS_BASE: u32 = 0xC000_0102;
@@ -52,7 +52,7 @@ pub struct GuestSamplingContext {
     /// Reader of the kernel's tables.
     reader: Option<Arc<KernelReader>>,
     search: Arc<Mutex<KernelSearch>>,
-    listeners: Arc<Listeners>,
+    listeners: Arc<MappingListeners>,
     /// The guest used five-level page tables at the last sample.
     five_levels: Arc<AtomicBool>,
 }
@@ -98,7 +98,7 @@ impl GuestSamplingContext {
     pub fn code(&self, cr3: u64, address: u64, length: u32) -> Vec<u8> {
         let five_levels = self.five_levels.load(Ordering::Relaxed);
         let mut space = AddressSpace::with_root(&self.memory, cr3, five_levels);
-        let mut budget = Budget::new(CODE_READS, None);
+        let mut budget = WalkBudget::new(CODE_READS, None);
         let mut code = Vec::new();
         let (mut at, mut left) = (address, u64::from(length));
         while left > 0 {
@@ -166,7 +166,7 @@ impl GuestSamplingContext {
 
     /// Starts a thread that reads the running kernel from guest memory. Later samples use the
     /// result.
-    fn search_from(&self, regs: Option<(GuestRegs, Anchors)>) {
+    fn search_from(&self, regs: Option<(GuestRegs, KernelAnchors)>) {
         let probe = self.clone();
         let builder = std::thread::Builder::new().name("find-kernel".into());
         let spawned = sandbox::spawn(ThreadKind::Profiler, builder, move || {
@@ -247,7 +247,7 @@ pub struct SampleCache {
     /// runs.
     per_cpu_base: Option<u64>,
     /// Mappings already recorded.
-    told: TellOnce,
+    told: MappingReporter,
     /// Buffer for a sample's raw data.
     raw: Box<[u8; RAW_BYTES + mappings::MAX_BYTES]>,
     /// Buffer for the user stack; empty until first requested.
@@ -289,7 +289,7 @@ impl Default for SampleCache {
     fn default() -> Self {
         Self {
             per_cpu_base: None,
-            told: TellOnce::new(),
+            told: MappingReporter::new(),
             raw: Box::new([0; RAW_BYTES + mappings::MAX_BYTES]),
             stack: Vec::new(),
             user_regs: [0; REGS_USER_LEN],
@@ -339,7 +339,7 @@ pub struct VcpuSampleRegs<'a> {
     user_frames: SmallVec<[u64; MAX_USER_FRAMES]>,
     ends: Ends,
     /// Result of the stack walk.
-    chain: Option<Chain>,
+    chain: Option<CallChain>,
     /// Length of the copied stack, ABI of the registers, and the requested stack length.
     user: Option<(usize, u64, u32)>,
     /// Length of the raw data, once assembled.
@@ -417,7 +417,7 @@ impl<'a> VcpuSampleRegs<'a> {
     pub fn find_kernel(&mut self) {
         let lstar = self.msr(IA32_LSTAR);
         let regs = self.regs_with_kernel_gs().map(|regs| {
-            let anchors = Anchors {
+            let anchors = KernelAnchors {
                 lstar,
                 idt_base: regs.idt_base,
             };
@@ -454,11 +454,11 @@ impl<'a> VcpuSampleRegs<'a> {
         let layout = self.kernel.as_ref()?.as_ref()?.tasks.as_ref().ok()?;
         let memory = &mut *self.memory;
         memory.per_cpu_base = Some(base);
-        let mut budget = Budget::new(TASK_READS, None);
+        let mut budget = WalkBudget::new(TASK_READS, None);
         let mut reader = TaskReader::new(layout, &self.guest.memory, &self.known.regs)?;
         let task = reader.current(base, &mut budget)?;
         if task.mm != 0 {
-            *told = memory.told.tell(
+            *told = memory.told.report(
                 &mut reader,
                 (task.pid, task.mm),
                 &self.user_frames,
@@ -501,7 +501,7 @@ impl SampleRegs for VcpuSampleRegs<'_> {
             &self.guest.memory,
             &self.known.regs,
             unwind,
-            &Limits::default(),
+            &UnwindLimits::default(),
             out,
         );
         self.ends = chain.ends();
@@ -521,7 +521,7 @@ impl SampleRegs for VcpuSampleRegs<'_> {
         &self.memory.raw[..len]
     }
 
-    fn raw_and_user(&mut self, stack_bytes: u32) -> (&[u8], UserPart<'_>) {
+    fn raw_and_user(&mut self, stack_bytes: u32) -> (&[u8], UserRegsAndStack<'_>) {
         let raw_len = self.raw().len();
         let (len, abi) = match self.user {
             Some((len, abi, asked)) if asked >= stack_bytes => (len, abi),
@@ -532,9 +532,9 @@ impl SampleRegs for VcpuSampleRegs<'_> {
             }
         };
         let registers = if abi == 0 { &[][..] } else { &self.memory.user_regs };
-        let user = UserPart {
+        let user = UserRegsAndStack {
             abi,
-            registers: Words::List(registers),
+            registers: WordList::List(registers),
             stack: &self.memory.stack[..len],
         };
         (&self.memory.raw[..raw_len], user)
@@ -583,7 +583,7 @@ impl VcpuSampleRegs<'_> {
         let (cr3, cpl) = self.system().map_or((0, 0), |regs| (regs.cr3, regs.cpl));
         let five_levels = has_five_levels(&self.known.regs);
         self.guest.five_levels.store(five_levels, Ordering::Relaxed);
-        let raw = RawSample {
+        let raw = SampleData {
             cr3,
             cpl,
             ends,

@@ -433,7 +433,7 @@ mod tests {
 
     use perf_core::pmu::VcpuId;
     use perf_core::pmu::sim::SimPmu;
-    use perf_core::record::{Format, Record};
+    use perf_core::record::{Record, RecordFormat};
     use perf_core::ring::RingReader;
     use perf_core::{Attr, EventType, Handle, OpenFlags, OpenTarget, Role, SampleType, Session};
 
@@ -497,7 +497,7 @@ mod tests {
         fn periods(&mut self) -> Vec<u64> {
             let mut periods = Vec::new();
             while let Some(raw) = self.reader.next_record().unwrap() {
-                match Record::decode(raw, Format::from(&sampling())).unwrap() {
+                match Record::decode(raw, RecordFormat::from(&sampling())).unwrap() {
                     Record::Sample(sample) => periods.push(sample.period),
                     other => panic!("{other:?}"),
                 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use perf_core::ReadFormat;
 use perf_core::SampleType;
-use perf_core::record::{Format, Record};
+use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use serde::Deserialize;
 
@@ -396,10 +396,10 @@ impl OpenOperatorEvents {
         let () = client.call(request::Disable)?;
         saw.readings = client.call(request::Read)?;
         if let Some((reader, info)) = &mut self.ring {
-            let format = Format {
+            let format = RecordFormat {
                 sample_type: SampleType::from_bits_truncate(info.sample_type),
                 read_format: ReadFormat::empty(),
-                ..Format::default()
+                ..RecordFormat::default()
             };
             while let Ok(Some(raw)) = reader.next_record() {
                 match Record::decode(raw, format) {

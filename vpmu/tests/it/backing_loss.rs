@@ -8,7 +8,7 @@ use std::sync::Arc;
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
 use perf_core::pmu::fed::{FedCounts, FedPmu};
 use perf_core::pmu::sim::SimPmu;
-use perf_core::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target, VcpuId};
+use perf_core::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
 use perf_core::time::ManualClock;
 use perf_core::{Attr, Core, CoreConfig, EventType, SharePolicy, VcpuContext};
 use vpmu::registers::*;
@@ -265,11 +265,11 @@ impl Pmu for Hardware {
         [EventType::HARDWARE, EventType::RAW].contains(&ty)
     }
 
-    fn capacity(&self) -> Capacity {
+    fn capacity(&self) -> PmuCapacity {
         self.0.capacity()
     }
 
-    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         self.0.open(attr, target)
     }
 }

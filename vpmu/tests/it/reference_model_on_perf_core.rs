@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, Mutex, Weak};
 
-use perf_core::pmu::{Capacity, PmuError, PmuEvent, Target, VcpuId};
+use perf_core::pmu::{PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
 use perf_core::{Attr, Core, CoreConfig, CpuMode, EventType, Pmu, SampleRegs, VcpuContext};
 use proptest::prelude::*;
 use vpmu::*;
@@ -72,11 +72,11 @@ impl Pmu for TickPmu {
         .contains(&ty)
     }
 
-    fn capacity(&self) -> Capacity {
-        Capacity::Unlimited
+    fn capacity(&self) -> PmuCapacity {
+        PmuCapacity::Unlimited
     }
 
-    fn open(&self, attr: &Attr, _: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+    fn open(&self, attr: &Attr, _: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         if attr.ty == EventType::RAW && attr.config & 0xF_0000_00FF == UNCOUNTABLE_SELECT {
             return Err(PmuError::NoSuchEvent);
         }

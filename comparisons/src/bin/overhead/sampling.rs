@@ -9,7 +9,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use perf_core::pmu::PmuError;
-use perf_core::pmu::host::{GuestSampler, GuestSamples};
+use perf_core::pmu::host::{GuestSampleRing, GuestSampler};
 
 use crate::guest::Guest;
 use crate::way::Way;
@@ -85,7 +85,7 @@ impl Sampling {
                     .as_fd()
                     .try_clone_to_owned()
                     .map_err(SamplingError::Ring)?;
-                let mut samples = GuestSamples::map(fd, 6).map_err(SamplingError::Ring)?;
+                let mut samples = GuestSampleRing::map(fd, 6).map_err(SamplingError::Ring)?;
                 let stop = Arc::new(AtomicBool::new(false));
                 let stopped = stop.clone();
                 std::thread::spawn(move || {

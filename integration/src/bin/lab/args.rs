@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use guest_images::linux::KernelChoice;
-use integration::lab::{LabOptions, refused_place};
+use integration::lab::{LabOptions, invalid_path_reason};
 
 pub const USAGE: &str = "\
 usage: lab [OPTION...] [COMMAND [ARGUMENT...]]
@@ -31,7 +31,7 @@ Example: lab --get /tmp/guest.pprof=guest.pprof perfvisor check";
 
 /// A parsed command line.
 #[derive(Debug)]
-pub enum Request {
+pub enum LabCommand {
     /// Prints [`USAGE`].
     Help,
     /// Builds the lab without booting it.
@@ -121,7 +121,7 @@ pub enum UsageError {
 ///
 /// # Errors
 /// Returns a [`UsageError`] that names the option.
-pub fn parse(arguments: impl Iterator<Item = String>) -> Result<Request, UsageError> {
+pub fn parse(arguments: impl Iterator<Item = String>) -> Result<LabCommand, UsageError> {
     let mut request = LabRequest {
         options: LabOptions {
             perf: true,
@@ -137,8 +137,8 @@ pub fn parse(arguments: impl Iterator<Item = String>) -> Result<Request, UsageEr
         let options = &mut request.options;
         let mut value = || arguments.next();
         match option.as_str() {
-            "-h" | "--help" => return Ok(Request::Help),
-            "--build-only" => return Ok(Request::BuildOnly),
+            "-h" | "--help" => return Ok(LabCommand::Help),
+            "--build-only" => return Ok(LabCommand::BuildOnly),
             "--no-perf" => options.perf = false,
             "--tty" => request.tty = true,
             "--file" => add_file(options, value().as_deref())?,
@@ -162,7 +162,7 @@ pub fn parse(arguments: impl Iterator<Item = String>) -> Result<Request, UsageEr
     if request.tty && request.argv.is_empty() {
         return Err(UsageError::TtyWithoutCommand);
     }
-    Ok(Request::Lab(Box::new(request)))
+    Ok(LabCommand::Lab(Box::new(request)))
 }
 
 fn number(
@@ -188,7 +188,7 @@ fn add_file(options: &mut LabOptions, value: Option<&str>) -> Result<(), UsageEr
         return Err(UsageError::NoFile(file));
     }
     let others = options.files.iter().map(|(other, _)| other.as_str());
-    if let Some(reason) = refused_place(&lab_path, others) {
+    if let Some(reason) = invalid_path_reason(&lab_path, others) {
         return Err(UsageError::LabPath(reason));
     }
     options.files.push((lab_path, file));
@@ -244,7 +244,7 @@ mod tests {
 
     fn request(line: &str) -> LabRequest {
         match parse(line.split_whitespace().map(str::to_owned)) {
-            Ok(Request::Lab(request)) => *request,
+            Ok(LabCommand::Lab(request)) => *request,
             other => panic!("{line}: {other:?}"),
         }
     }
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn options_end_at_the_command() {
+    fn lab_options_end_at_command() {
         let request = request("--cpus 4 --memory 1024 --minutes 30 --no-perf --tty perf stat --cpus 9");
         assert_eq!(request.argv, ["perf", "stat", "--cpus", "9"]);
         assert_eq!((request.options.cpus, request.options.memory_mib), (4, 1024));
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn defaults_are_a_shell_with_perf_and_ten_minutes() {
+    fn lab_defaults_are_shell_with_perf_and_ten_minutes() {
         let shell = request("");
         assert!(shell.argv.is_empty() && shell.gets.is_empty() && shell.options.perf && !shell.tty);
         assert_eq!(shell.time_limit, Duration::from_secs(600));
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn files_come_out_beside_those_that_go_in() {
+    fn lab_accepts_file_and_get_options() {
         let directory = tempfile::tempdir().unwrap();
         let here = |name: &str| directory.path().join(name);
         std::fs::write(here("in"), "x").unwrap();
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_input_is_refused_in_one_line_that_names_the_option() {
+    fn invalid_lab_options_are_rejected_by_name() {
         for (line, words) in [
             ("--frob", "--frob"),
             ("--cpus 0 true", "--cpus: must be between 1 and 16"),

@@ -7,25 +7,25 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use args::{LabRequest, Request, USAGE, parse};
+use args::{LabCommand, LabRequest, USAGE, parse};
 use guest_images::qemu::Qemu;
 use integration::artefacts::{self, ArtefactError, describe};
 use integration::lab::Lab;
 
 fn main() -> ExitCode {
     match parse(std::env::args().skip(1)) {
-        Ok(Request::Help) => {
+        Ok(LabCommand::Help) => {
             println!("{USAGE}");
             ExitCode::SUCCESS
         }
-        Ok(Request::BuildOnly) => match build() {
+        Ok(LabCommand::BuildOnly) => match build() {
             Ok(qemu) => {
                 report(qemu);
                 ExitCode::SUCCESS
             }
             Err(error) => failure(&describe(&error)),
         },
-        Ok(Request::Lab(request)) => run(*request),
+        Ok(LabCommand::Lab(request)) => run(*request),
         Err(error) => {
             eprintln!("lab: error: {error}\n\n{USAGE}");
             ExitCode::from(2)

@@ -46,7 +46,7 @@ Leave with \"exit\", or end the lab with Ctrl-A x. Ctrl-A a types Ctrl-A.
 ";
 
 /// An event during a session, other than the exit of the command.
-enum Event {
+enum SessionEvent {
     /// A signal that requests termination.
     Stop(Signal),
     /// The window size has changed.
@@ -59,8 +59,8 @@ enum Event {
 
 /// Termination signals and SIGWINCH.
 pub struct Signals {
-    events: Receiver<Event>,
-    sender: Sender<Event>,
+    events: Receiver<SessionEvent>,
+    sender: Sender<SessionEvent>,
     received: Arc<OnceLock<Signal>>,
 }
 
@@ -88,11 +88,11 @@ impl Signals {
         thread::spawn(move || {
             while let Ok(signal) = set.wait() {
                 let event = if signal == Signal::SIGWINCH {
-                    Event::Resized
+                    SessionEvent::Resized
                 } else {
                     let _ = first.set(signal);
                     cancelled.store(true, Ordering::Relaxed);
-                    Event::Stop(signal)
+                    SessionEvent::Stop(signal)
                 };
                 if tell.send(event).is_err() {
                     return;
@@ -125,7 +125,7 @@ pub fn run(lab: Lab, request: &LabRequest, signals: Signals) -> ExitCode {
         // Leaving an interactive shell is a success, regardless of its last command.
         Ok(_) if is_shell && is_terminal => 0,
         Ok(status) => status,
-        Err(Failure { status, message }) => {
+        Err(CommandFailure { status, message }) => {
             eprintln!("lab: error: {message}");
             status
         }
@@ -138,13 +138,18 @@ pub fn run(lab: Lab, request: &LabRequest, signals: Signals) -> ExitCode {
 }
 
 /// Why a command did not exit by itself.
-struct Failure {
+struct CommandFailure {
     status: u8,
     message: String,
 }
 
 /// Starts the command and waits until it exits.
-fn start(lab: &Arc<Lab>, request: &LabRequest, terminal: bool, signals: Signals) -> Result<u8, Failure> {
+fn start(
+    lab: &Arc<Lab>,
+    request: &LabRequest,
+    terminal: bool,
+    signals: Signals,
+) -> Result<u8, CommandFailure> {
     let streams = if terminal {
         StreamMode::Terminal(window_size(stdout()).unwrap_or(DEFAULT_SIZE))
     } else {
@@ -165,7 +170,7 @@ fn start(lab: &Arc<Lab>, request: &LabRequest, terminal: bool, signals: Signals)
         let (input, events) = (remote.clone(), signals.sender.clone());
         thread::spawn(move || forward_input(&input, is_raw, &events));
     } else {
-        remote.write(&[]).map_err(|error| Failure {
+        remote.write(&[]).map_err(|error| CommandFailure {
             status: 1,
             message: error.to_string(),
         })?;
@@ -204,7 +209,7 @@ fn command(request: &LabRequest, terminal: bool) -> Command {
     }
 }
 
-fn failure(error: &ProcessError) -> Failure {
+fn failure(error: &ProcessError) -> CommandFailure {
     let status = match error {
         ProcessError::TimedOut { .. } => TIMED_OUT,
         // The status that a shell returns for a missing command.
@@ -216,7 +221,7 @@ fn failure(error: &ProcessError) -> Failure {
         ProcessError::TimedOut { command, overrun, .. } => format!("{command}: {overrun}"),
         _ => describe(error),
     };
-    Failure { status, message }
+    CommandFailure { status, message }
 }
 
 /// Converts the end of a command to an exit status, as a shell does.
@@ -238,7 +243,7 @@ pub fn signal_status(signal: Signal) -> ExitCode {
 }
 
 /// Writes output to the corresponding stream of this process.
-fn output_sink(events: Sender<Event>) -> OutputSink {
+fn output_sink(events: Sender<SessionEvent>) -> OutputSink {
     let events = Mutex::new(events);
     let closed = AtomicBool::new(false);
     Box::new(move |stream, bytes| {
@@ -252,7 +257,7 @@ fn output_sink(events: Sender<Event>) -> OutputSink {
         if written.is_err() {
             closed.store(true, Ordering::Relaxed);
             let events = events.lock().unwrap_or_else(PoisonError::into_inner);
-            let _ = events.send(Event::OutputClosed);
+            let _ = events.send(SessionEvent::OutputClosed);
         }
     })
 }
@@ -264,7 +269,12 @@ fn write_all(out: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
 
 /// Handles events until the lab ends. If an event ends the command, `reaction` receives the exit
 /// status for it.
-fn react(events: &Receiver<Event>, remote: &RemoteProcess, lab: &Weak<Lab>, reaction: &Mutex<Option<u8>>) {
+fn react(
+    events: &Receiver<SessionEvent>,
+    remote: &RemoteProcess,
+    lab: &Weak<Lab>,
+    reaction: &Mutex<Option<u8>>,
+) {
     let mut stopping = false;
     loop {
         let event = if stopping {
@@ -284,12 +294,12 @@ fn react(events: &Receiver<Event>, remote: &RemoteProcess, lab: &Weak<Lab>, reac
             }
         };
         match event {
-            Ok(Event::Resized) => {
+            Ok(SessionEvent::Resized) => {
                 if let Some(size) = window_size(stdout()) {
                     remote.resize(size);
                 }
             }
-            Ok(Event::Stop(signal)) => {
+            Ok(SessionEvent::Stop(signal)) => {
                 keep(exit_status(Ended {
                     code: None,
                     signal: Some(signal as i32),
@@ -302,7 +312,7 @@ fn react(events: &Receiver<Event>, remote: &RemoteProcess, lab: &Weak<Lab>, reac
                 }
                 stopping = true;
             }
-            Ok(Event::OutputClosed) => {
+            Ok(SessionEvent::OutputClosed) => {
                 keep(exit_status(Ended {
                     code: None,
                     signal: Some(libc::SIGPIPE),
@@ -310,7 +320,7 @@ fn react(events: &Receiver<Event>, remote: &RemoteProcess, lab: &Weak<Lab>, reac
                 remote.signal(libc::SIGPIPE);
                 stopping = true;
             }
-            Ok(Event::Escaped) => {
+            Ok(SessionEvent::Escaped) => {
                 keep(0);
                 abandon();
             }
@@ -321,9 +331,9 @@ fn react(events: &Receiver<Event>, remote: &RemoteProcess, lab: &Weak<Lab>, reac
 }
 
 /// Forwards our standard input to the command until end of file or an escape on a raw terminal.
-fn forward_input(remote: &RemoteProcess, is_raw: bool, events: &Sender<Event>) {
+fn forward_input(remote: &RemoteProcess, is_raw: bool, events: &Sender<SessionEvent>) {
     let mut buffer = [0; 4096];
-    let mut escape = Escape::default();
+    let mut escape = EscapeFilter::default();
     loop {
         let length = match stdin().lock().read(&mut buffer) {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
@@ -338,7 +348,7 @@ fn forward_input(remote: &RemoteProcess, is_raw: bool, events: &Sender<Event>) {
             match escape.filter(&buffer[..length]) {
                 Some(typed) => typed,
                 None => {
-                    let _ = events.send(Event::Escaped);
+                    let _ = events.send(SessionEvent::Escaped);
                     return;
                 }
             }
@@ -353,11 +363,11 @@ fn forward_input(remote: &RemoteProcess, is_raw: bool, events: &Sender<Event>) {
 
 /// Processes escapes typed on a raw terminal: Ctrl-A x ends the lab, and Ctrl-A a sends Ctrl-A.
 #[derive(Default)]
-struct Escape {
+struct EscapeFilter {
     begun: bool,
 }
 
-impl Escape {
+impl EscapeFilter {
     /// Returns the bytes for the command, or `None` to end the lab.
     fn filter(&mut self, typed: &[u8]) -> Option<Vec<u8>> {
         let mut bytes = Vec::new();
@@ -413,7 +423,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn exit_status_is_the_commands_or_names_its_signal() {
+    fn exit_status_encodes_signal() {
         let status = |code, signal| exit_status(Ended { code, signal });
         assert_eq!(status(Some(0), None), 0);
         assert_eq!(status(Some(255), None), 255);
@@ -423,8 +433,8 @@ mod tests {
     }
 
     #[test]
-    fn escapes_are_found_across_reads() {
-        let mut escape = Escape::default();
+    fn escape_sequences_may_span_reads() {
+        let mut escape = EscapeFilter::default();
         assert_eq!(escape.filter(b"ls\r").unwrap(), b"ls\r");
         assert_eq!(escape.filter(b"\x01").unwrap(), b"");
         assert_eq!(escape.filter(b"a\x01\x01b").unwrap(), b"\x01\x01b");

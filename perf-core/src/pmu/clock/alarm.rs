@@ -9,7 +9,7 @@
 //!   and has not expired since is kept too, however early it is: a guest that stops and starts its
 //!   counters continuously costs one call per expiry rather than one per start.
 //! - Stopping an event does not disarm the timer. It may expire once without effect.
-//! - Until it is re-armed, the timer repeats every [`AGAIN_NS`]. After an expiry it need not be
+//! - Until it is re-armed, the timer repeats every [`REPEAT_NS`]. After an expiry it need not be
 //!   armed for a deadline farther away than that. The next overflow of a guest's counter is such a
 //!   deadline until the handler has written the counter. The first repetition arms the timer for
 //!   the deadlines at that time, or disarms it if there are none.
@@ -22,33 +22,33 @@ use std::io;
 use super::timer::{MIN_TIMER_NS, Timer, wall_ns};
 
 /// Repetition period of a timer that is not re-armed, in nanoseconds.
-const AGAIN_NS: u64 = 64_000_000;
+const REPEAT_NS: u64 = 64_000_000;
 
 /// Distance of a deadline, in nanoseconds, beyond which the next repetition of a recently expired
 /// timer is early enough.
-const FAR_NS: u64 = 2 * AGAIN_NS;
+const FAR_DEADLINE_NS: u64 = 2 * REPEAT_NS;
 
 /// Maximum earliness of a timer that is not re-armed, in nanoseconds. Equal to the minimum timer
 /// duration.
-const NEAR_NS: u64 = MIN_TIMER_NS;
+const EARLY_TOLERANCE_NS: u64 = MIN_TIMER_NS;
 
 /// Deadline of a disarmed event.
 const NEVER: u64 = u64::MAX;
 
 /// The current time on both clocks, in nanoseconds.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Now {
+pub(super) struct ClockTimes {
     pub wall_ns: u64,
     pub guest_ns: u64,
 }
 
 /// Index of an event in the alarm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place(usize);
+pub(super) struct AlarmSlot(usize);
 
 /// The deadlines and the timer setting.
 #[derive(Debug, Default)]
-struct Plan {
+struct AlarmSchedule {
     /// Deadlines in guest time, by index; [`NEVER`] if disarmed.
     deadlines: Vec<u64>,
     /// Unused indices.
@@ -56,22 +56,22 @@ struct Plan {
     /// Expiry time on the monotonic clock. The timer may expire early by at most the duration of
     /// the call that armed it. 0 means disarmed; a time in the past means that the timer has
     /// expired and repeats.
-    rings_ns: u64,
+    expiry_ns: u64,
     /// Deadline for which the timer is armed.
-    rings_for_ns: u64,
+    armed_for_ns: u64,
     /// Set if the timer was postponed since its last expiry.
-    put_off: bool,
+    is_postponed: bool,
 }
 
-impl Plan {
-    fn has_rung(&self, wall_ns: u64) -> bool {
-        self.rings_ns <= wall_ns
+impl AlarmSchedule {
+    fn has_expired(&self, wall_ns: u64) -> bool {
+        self.expiry_ns <= wall_ns
     }
 
     /// Returns `true` if the timer has expired at most once since it was armed, and the next expiry
-    /// is about [`AGAIN_NS`] away.
-    fn rang_lately(&self, wall_ns: u64) -> bool {
-        self.rings_ns != 0 && wall_ns.saturating_sub(self.rings_ns) < AGAIN_NS / 2
+    /// is about [`REPEAT_NS`] away.
+    fn expired_recently(&self, wall_ns: u64) -> bool {
+        self.expiry_ns != 0 && wall_ns.saturating_sub(self.expiry_ns) < REPEAT_NS / 2
     }
 
     fn earliest(&self) -> u64 {
@@ -80,47 +80,47 @@ impl Plan {
 
     /// Prepares for a guest entry: returns the duration to arm the timer with, or `None` if it
     /// stays as it is.
-    fn at_entry(&mut self, now: Now) -> Option<u64> {
+    fn update_at_entry(&mut self, now: ClockTimes) -> Option<u64> {
         let earliest = self.earliest();
         if earliest == NEVER {
             return None;
         }
         let wait_ns = earliest.saturating_sub(now.guest_ns).max(MIN_TIMER_NS);
         let wanted_ns = now.wall_ns.saturating_add(wait_ns);
-        if self.has_rung(now.wall_ns) {
-            if wait_ns >= FAR_NS && self.rang_lately(now.wall_ns) {
+        if self.has_expired(now.wall_ns) {
+            if wait_ns >= FAR_DEADLINE_NS && self.expired_recently(now.wall_ns) {
                 // The next expiry serves no event.
-                self.rings_for_ns = 0;
+                self.armed_for_ns = 0;
                 return None;
             }
-            self.put_off = false;
-        } else if let Some(early_ns) = wanted_ns.checked_sub(self.rings_ns) {
-            if early_ns <= NEAR_NS || self.put_off {
-                self.rings_for_ns = earliest;
+            self.is_postponed = false;
+        } else if let Some(early_ns) = wanted_ns.checked_sub(self.expiry_ns) {
+            if early_ns <= EARLY_TOLERANCE_NS || self.is_postponed {
+                self.armed_for_ns = earliest;
                 return None;
             }
-            self.put_off = true;
+            self.is_postponed = true;
         }
-        (self.rings_ns, self.rings_for_ns) = (wanted_ns, earliest);
+        (self.expiry_ns, self.armed_for_ns) = (wanted_ns, earliest);
         Some(wait_ns)
     }
 
     /// Returns `true` if no event is armed.
-    fn is_vacant(&self) -> bool {
+    fn has_no_deadline(&self) -> bool {
         self.earliest() == NEVER
     }
 
     /// Returns `true` if the first expiry is so long ago that a repetition has occurred or is
     /// imminent.
-    fn repeats(&self, wall_ns: u64) -> bool {
-        self.has_rung(wall_ns) && !self.rang_lately(wall_ns)
+    fn has_repeated(&self, wall_ns: u64) -> bool {
+        self.has_expired(wall_ns) && !self.expired_recently(wall_ns)
     }
 }
 
 /// The timer and the deadlines that it serves.
 #[derive(Debug, Default)]
 pub(super) struct Alarm {
-    plan: Plan,
+    plan: AlarmSchedule,
     /// Timer, created when the first event is armed.
     timer: Option<Timer>,
     /// Set once the vCPU's thread has ended or is about to.
@@ -130,7 +130,7 @@ pub(super) struct Alarm {
 impl Alarm {
     /// Reserves an index for an event that sends `signal` to thread `tid` on overflow. The first
     /// call takes one system call.
-    pub(super) fn add(&mut self, tid: i32, signal: i32) -> io::Result<Place> {
+    pub(super) fn add(&mut self, tid: i32, signal: i32) -> io::Result<AlarmSlot> {
         if self.ended {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
         }
@@ -138,66 +138,66 @@ impl Alarm {
             self.timer = Some(Timer::open(tid, signal)?);
         }
         let plan = &mut self.plan;
-        Ok(Place(plan.free.pop().unwrap_or_else(|| {
+        Ok(AlarmSlot(plan.free.pop().unwrap_or_else(|| {
             plan.deadlines.push(NEVER);
             plan.deadlines.len() - 1
         })))
     }
 
     /// Releases the index of a closed event.
-    pub(super) fn remove(&mut self, place: Place) {
+    pub(super) fn remove(&mut self, place: AlarmSlot) {
         self.disarm(place);
         self.plan.free.push(place.0);
     }
 
     /// Arms the event to overflow at `deadline_ns` of guest time or later. Must be followed by
-    /// [`Alarm::at_entry`].
-    pub(super) fn arm(&mut self, place: Place, deadline_ns: u64) {
+    /// [`Alarm::update_at_entry`].
+    pub(super) fn arm(&mut self, place: AlarmSlot, deadline_ns: u64) {
         self.put(place, deadline_ns.min(NEVER - 1));
     }
 
-    pub(super) fn disarm(&mut self, place: Place) {
+    pub(super) fn disarm(&mut self, place: AlarmSlot) {
         self.put(place, NEVER);
     }
 
-    fn put(&mut self, place: Place, deadline_ns: u64) {
+    fn put(&mut self, place: AlarmSlot, deadline_ns: u64) {
         if let Some(deadline) = self.plan.deadlines.get_mut(place.0) {
             *deadline = deadline_ns;
         }
     }
 
     /// Returns `true` if the timer has expired or is about to.
-    pub(super) fn has_rung(&self, wall_ns: u64) -> bool {
-        self.plan.has_rung(wall_ns)
+    pub(super) fn has_expired(&self, wall_ns: u64) -> bool {
+        self.plan.has_expired(wall_ns)
     }
 
     /// Returns `true` if the last expiry was for `place` and not for an earlier deadline.
-    pub(super) fn was_for(&self, place: Place) -> bool {
+    pub(super) fn expired_for(&self, place: AlarmSlot) -> bool {
         self.plan
             .deadlines
             .get(place.0)
-            .is_some_and(|&deadline| deadline <= self.plan.rings_for_ns)
+            .is_some_and(|&deadline| deadline <= self.plan.armed_for_ns)
     }
 
     /// Updates the timer before a guest entry. Takes at most one system call.
-    pub(super) fn at_entry(&mut self, now: Now) -> io::Result<()> {
+    pub(super) fn update_at_entry(&mut self, now: ClockTimes) -> io::Result<()> {
         let Some(timer) = &self.timer else { return Ok(()) };
-        match self.plan.at_entry(now) {
-            Some(wait_ns) => timer.set_repeating(wait_ns, AGAIN_NS),
+        match self.plan.update_at_entry(now) {
+            Some(wait_ns) => timer.set_repeating(wait_ns, REPEAT_NS),
             None => Ok(()),
         }
     }
 
     /// Handles a signal of the thread: disarms a repeating timer that serves no event.
     pub(super) fn after_signal(&mut self) {
-        if self.plan.is_vacant() && self.plan.repeats(wall_ns()) {
+        if self.plan.has_no_deadline() && self.plan.has_repeated(wall_ns()) {
             self.stop();
         }
     }
 
     /// Disarms the timer until an event is armed. Takes at most one system call.
     pub(super) fn stop(&mut self) {
-        let was_set = std::mem::take(&mut self.plan.rings_ns) != 0;
+        let was_set = std::mem::take(&mut self.plan.expiry_ns) != 0;
         if was_set
             && let Some(timer) = &self.timer
             && let Err(e) = timer.stop()
@@ -209,13 +209,13 @@ impl Alarm {
     /// Deletes the timer because the vCPU's thread is about to end.
     pub(super) fn end(&mut self) {
         self.ended = true;
-        self.plan.rings_ns = 0;
+        self.plan.expiry_ns = 0;
         self.timer = None;
     }
 
     /// Returns `true` if the timer was armed and not disarmed since.
     pub(super) fn is_set(&self) -> bool {
-        self.plan.rings_ns != 0
+        self.plan.expiry_ns != 0
     }
 }
 
@@ -230,8 +230,8 @@ mod tests {
 
     /// A vCPU with several events on simulated clocks, and a timer that behaves like the kernel's.
     #[derive(Default)]
-    struct Vcpu {
-        plan: Plan,
+    struct SimulatedVcpu {
+        plan: AlarmSchedule,
         wall_ns: u64,
         guest_ns: u64,
         stale: bool,
@@ -244,7 +244,7 @@ mod tests {
         overflows: Vec<usize>,
     }
 
-    impl Vcpu {
+    impl SimulatedVcpu {
         fn with(events: usize) -> Self {
             let mut vcpu = Self {
                 wall_ns: 1_000,
@@ -273,8 +273,8 @@ mod tests {
                 self.rings += 1;
                 // The kernel's timer advances when its signal is taken, and skips the periods that
                 // have passed.
-                let passed = (self.wall_ns - at) / AGAIN_NS + 1;
-                self.expires_ns = Some(at + passed * AGAIN_NS);
+                let passed = (self.wall_ns - at) / REPEAT_NS + 1;
+                self.expires_ns = Some(at + passed * REPEAT_NS);
             }
         }
 
@@ -284,11 +284,11 @@ mod tests {
         /// minimum timer duration.
         fn run(&mut self, ns: u64, stolen_ns: u64) {
             if std::mem::take(&mut self.stale) {
-                let now = Now {
+                let now = ClockTimes {
                     wall_ns: self.wall_ns,
                     guest_ns: self.guest_ns,
                 };
-                if let Some(wait_ns) = self.plan.at_entry(now) {
+                if let Some(wait_ns) = self.plan.update_at_entry(now) {
                     self.wall_ns += CALL_NS;
                     self.expires_ns = Some(self.wall_ns + wait_ns);
                     self.sets += 1;
@@ -331,9 +331,9 @@ mod tests {
                 if deadline <= self.guest_ns {
                     self.overflows.push(place);
                     self.plan.deadlines[place] = NEVER;
-                } else if self.plan.has_rung(self.wall_ns) {
+                } else if self.plan.has_expired(self.wall_ns) {
                     self.stale = true;
-                    if deadline <= self.plan.rings_for_ns {
+                    if deadline <= self.plan.armed_for_ns {
                         self.arm(place, deadline - self.guest_ns);
                     }
                 }
@@ -342,42 +342,42 @@ mod tests {
     }
 
     #[derive(Clone, Debug)]
-    enum Do {
+    enum AlarmOperation {
         Arm(usize, u64),
         Stop(usize),
         Out(u64),
         Run(u64, u64),
     }
 
-    fn anything() -> impl Strategy<Value = Do> {
+    fn any_operation() -> impl Strategy<Value = AlarmOperation> {
         let wait = prop_oneof![0..50_000u64, 0..5 * MS, 0..300 * MS, Just(1 << 50)];
         let some = prop_oneof![0..20_000u64, 0..3 * MS, 0..200 * MS];
         let stolen = prop_oneof![Just(0), 0..10_000u64, 0..50 * MS];
         prop_oneof![
-            (0..4usize, wait).prop_map(|(place, ns)| Do::Arm(place, ns)),
-            (0..4usize).prop_map(Do::Stop),
-            some.clone().prop_map(Do::Out),
-            (some, stolen).prop_map(|(ns, stolen)| Do::Run(ns, stolen)),
+            (0..4usize, wait).prop_map(|(place, ns)| AlarmOperation::Arm(place, ns)),
+            (0..4usize).prop_map(AlarmOperation::Stop),
+            some.clone().prop_map(AlarmOperation::Out),
+            (some, stolen).prop_map(|(ns, stolen)| AlarmOperation::Run(ns, stolen)),
         ]
     }
 
     proptest! {
         /// For any sequence of arming and disarming, and however little time the guest gets, it
-        /// does not run past a deadline without a signal ([`Vcpu::run`]), and each overflow occurs.
+        /// does not run past a deadline without a signal ([`SimulatedVcpu::run`]), and each overflow occurs.
         #[test]
-        fn no_deadline_passes_without_a_ring(all in prop::collection::vec(anything(), 1..200)) {
-            let mut vcpu = Vcpu::with(4);
+        fn no_deadline_passes_without_expiry(all in prop::collection::vec(any_operation(), 1..200)) {
+            let mut vcpu = SimulatedVcpu::with(4);
             for one in all {
                 match one {
-                    Do::Arm(place, ns) => vcpu.arm(place, ns),
-                    Do::Stop(place) => vcpu.plan.deadlines[place] = NEVER,
-                    Do::Out(ns) => vcpu.out(ns),
-                    Do::Run(ns, stolen) => vcpu.run(ns, stolen),
+                    AlarmOperation::Arm(place, ns) => vcpu.arm(place, ns),
+                    AlarmOperation::Stop(place) => vcpu.plan.deadlines[place] = NEVER,
+                    AlarmOperation::Out(ns) => vcpu.out(ns),
+                    AlarmOperation::Run(ns, stolen) => vcpu.run(ns, stolen),
                 }
             }
-            let near: Vec<_> = (0..4).filter(|&at| vcpu.plan.deadlines[at] < vcpu.guest_ns + FAR_NS).collect();
+            let near: Vec<_> = (0..4).filter(|&at| vcpu.plan.deadlines[at] < vcpu.guest_ns + FAR_DEADLINE_NS).collect();
             vcpu.overflows.clear();
-            let end = vcpu.guest_ns + 2 * FAR_NS;
+            let end = vcpu.guest_ns + 2 * FAR_DEADLINE_NS;
             while vcpu.guest_ns < end {
                 vcpu.run(20 * MS, 0);
             }
@@ -390,8 +390,8 @@ mod tests {
     /// A deadline may be nearer than the minimum timer duration: another event is armed right
     /// before it, and the timer expired early because of time that the guest did not get.
     #[test]
-    fn a_deadline_nearer_than_the_shortest_time_is_rung_for_so_much_later() {
-        let mut vcpu = Vcpu::with(2);
+    fn deadline_below_minimum_timer_is_late_by_at_most_the_minimum() {
+        let mut vcpu = SimulatedVcpu::with(2);
         vcpu.arm(0, 20_000);
         vcpu.run(19_000, 0);
         vcpu.out(10_000);
@@ -408,8 +408,8 @@ mod tests {
     /// A guest interrupt: the counter continues with a distant overflow, and the handler stops,
     /// writes and starts it, with exits in between.
     #[test]
-    fn an_overflow_of_a_guests_counter_sets_the_timer_once() {
-        let mut vcpu = Vcpu::with(1);
+    fn guest_counter_overflow_arms_timer_once() {
+        let mut vcpu = SimulatedVcpu::with(1);
         vcpu.arm(0, MS);
         for _ in 0..100 {
             let before = vcpu.overflows.len();
@@ -435,8 +435,8 @@ mod tests {
 
     /// Four events with separate deadlines arm the timer and receive a signal once each.
     #[test]
-    fn events_with_different_deadlines_are_rung_for_one_by_one() {
-        let mut vcpu = Vcpu::with(4);
+    fn distinct_deadlines_expire_separately() {
+        let mut vcpu = SimulatedVcpu::with(4);
         for place in 0..4 {
             vcpu.arm(place, (4 - place as u64) * MS);
         }
@@ -450,8 +450,8 @@ mod tests {
     /// A guest that stops and starts its counter continuously costs one call for the first start
     /// and one that postpones the timer.
     #[test]
-    fn many_starts_between_two_rings_set_the_timer_twice() {
-        let mut vcpu = Vcpu::with(1);
+    fn repeated_starts_between_expirations_arm_timer_twice() {
+        let mut vcpu = SimulatedVcpu::with(1);
         let mut left = 100 * MS;
         for _ in 0..50 {
             vcpu.arm(0, left);
@@ -467,58 +467,58 @@ mod tests {
     /// After an overflow without re-arming, the timer is not armed for a distant deadline. Its next
     /// repetition catches that deadline and arms the timer.
     #[test]
-    fn a_far_deadline_is_set_when_the_timer_repeats() {
-        let mut vcpu = Vcpu::with(1);
+    fn distant_deadline_is_armed_at_next_repetition() {
+        let mut vcpu = SimulatedVcpu::with(1);
         vcpu.arm(0, MS);
         vcpu.run(2 * MS, 0);
         assert_eq!(vcpu.overflows, [0]);
         vcpu.arm(0, 1 << 50);
         vcpu.run(MS, 0);
         assert_eq!((vcpu.sets, vcpu.rings), (1, 1));
-        vcpu.run(2 * AGAIN_NS, 0);
-        vcpu.run(20 * AGAIN_NS, 0);
-        vcpu.run(20 * AGAIN_NS, 0);
+        vcpu.run(2 * REPEAT_NS, 0);
+        vcpu.run(20 * REPEAT_NS, 0);
+        vcpu.run(20 * REPEAT_NS, 0);
         assert_eq!((vcpu.sets, vcpu.rings), (2, 2));
     }
 
     /// With no armed event the timer expires twice at most.
     #[test]
-    fn a_timer_nobody_needs_is_stopped_when_it_repeats() {
-        let mut plan = Plan {
+    fn unused_timer_is_disarmed_at_repetition() {
+        let mut plan = AlarmSchedule {
             deadlines: vec![5 * MS, NEVER],
-            ..Plan::default()
+            ..AlarmSchedule::default()
         };
-        let now = Now {
+        let now = ClockTimes {
             wall_ns: MS,
             guest_ns: 0,
         };
-        assert_eq!(plan.at_entry(now), Some(5 * MS));
+        assert_eq!(plan.update_at_entry(now), Some(5 * MS));
         plan.deadlines[0] = NEVER;
-        assert_eq!(plan.at_entry(now), None);
-        assert!(plan.is_vacant());
-        assert!(!plan.repeats(2 * MS), "it has yet to ring");
-        assert!(!plan.repeats(7 * MS), "the guest may arm something at once");
-        assert!(plan.repeats(6 * MS + AGAIN_NS));
+        assert_eq!(plan.update_at_entry(now), None);
+        assert!(plan.has_no_deadline());
+        assert!(!plan.has_repeated(2 * MS), "it has yet to ring");
+        assert!(!plan.has_repeated(7 * MS), "the guest may arm something at once");
+        assert!(plan.has_repeated(6 * MS + REPEAT_NS));
         plan.deadlines[1] = 1;
-        assert!(!plan.is_vacant());
+        assert!(!plan.has_no_deadline());
     }
 
     /// An expiry for one event is not mistaken for an early expiry of another, which would then
     /// wait longer.
     #[test]
-    fn a_ring_is_for_the_earliest() {
+    fn expiry_is_attributed_to_earliest_deadline() {
         let mut alarm = Alarm::default();
         let tid = crate::pmu::host::fd::current_tid();
         let [first, second] = [0; 2].map(|_| alarm.add(tid, libc::SIGCONT).unwrap());
         alarm.arm(first, 10 * MS);
         alarm.arm(second, 20 * MS);
-        let now = Now {
+        let now = ClockTimes {
             wall_ns: wall_ns(),
             guest_ns: 0,
         };
-        alarm.at_entry(now).unwrap();
-        assert!(!alarm.has_rung(now.wall_ns + 9 * MS) && alarm.has_rung(now.wall_ns + 10 * MS));
-        assert!(alarm.was_for(first) && !alarm.was_for(second));
+        alarm.update_at_entry(now).unwrap();
+        assert!(!alarm.has_expired(now.wall_ns + 9 * MS) && alarm.has_expired(now.wall_ns + 10 * MS));
+        assert!(alarm.expired_for(first) && !alarm.expired_for(second));
         alarm.remove(first);
         assert!(alarm.is_set());
         assert_eq!(

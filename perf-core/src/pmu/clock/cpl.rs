@@ -40,17 +40,17 @@ pub(crate) const TICK_PERIOD_NS: u64 = 997_003;
 const RING_LOG2_PAGES: u32 = 2;
 
 /// Guest time after which the ring is evaluated, in ticks.
-const JUDGED_TICKS: u64 = 32;
+const EVALUATION_TICKS: u64 = 32;
 
 /// Number of kicks that must find the guest at CPL3 before the ring's levels are trusted.
-const JUDGED_USER_LOOKS: u64 = 8;
+const EVALUATION_USER_KICKS: u64 = 8;
 
 /// Maximum delay of a kick while the guest makes no progress, in nanoseconds.
-const MOST_PATIENCE_NS: u64 = 10_000_000;
+const MAX_BACKOFF_NS: u64 = 10_000_000;
 
 /// Divisor of a wait that limits how early a kick may arrive because the events were stopped for
 /// part of it.
-const MOST_EARLY_PART: u64 = 16;
+const EARLY_DIVISOR: u64 = 16;
 
 /// Whether the host kernel's samples show the guest, determined once for all vCPUs.
 static SAMPLES: AtomicU8 = AtomicU8::new(UNPROVEN);
@@ -82,7 +82,7 @@ impl LevelSource {
 
 /// A privilege level that an event counts on its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Level {
+pub(crate) enum PrivilegeLevel {
     User,
     Kernel,
 }
@@ -115,28 +115,28 @@ impl Kicks {
     /// The timer stays armed when the last event stops, to save a system call. It is left alone if
     /// it is about to expire at nearly the right time; otherwise it is armed for the remainder of
     /// the wait.
-    fn go_on(&mut self) -> io::Result<()> {
+    fn resume(&mut self) -> io::Result<()> {
         let left_ns = self.left_ns.max(MIN_TIMER_NS);
         let early_ns = left_ns.saturating_sub(self.timer.left_ns());
-        if early_ns <= left_ns / MOST_EARLY_PART {
+        if early_ns <= left_ns / EARLY_DIVISOR {
             return Ok(());
         }
         self.timer.set(left_ns)
     }
 
-    fn hold(&mut self) {
+    fn suspend(&mut self) {
         self.left_ns = self.timer.left_ns();
     }
 
     /// Re-arms the expired timer at guest time `now_ns`.
-    fn again(&mut self, now_ns: u64) -> io::Result<()> {
+    fn rearm(&mut self, now_ns: u64) -> io::Result<()> {
         let had_ns = now_ns.saturating_sub(self.set_at_ns);
         self.wait_ns = if had_ns >= self.wait_ns / 8 {
             TICK_PERIOD_NS
         } else {
             // The guest is halted, waits for a host CPU, or the VMM needs longer than a tick to
             // re-enter it.
-            (self.wait_ns * 2).min(MOST_PATIENCE_NS)
+            (self.wait_ns * 2).min(MAX_BACKOFF_NS)
         };
         self.set_at_ns = now_ns;
         self.timer.set(self.wait_ns)
@@ -145,7 +145,7 @@ impl Kicks {
 
 /// The attribution of one vCPU's guest time to privilege levels.
 #[derive(Debug)]
-pub(crate) struct CplSplit {
+pub(crate) struct CplAttribution {
     tid: i32,
     source: LevelSource,
     signal: Option<i32>,
@@ -170,7 +170,7 @@ pub(crate) struct CplSplit {
     kicked_user: u64,
 }
 
-impl CplSplit {
+impl CplAttribution {
     pub(crate) fn new(tid: i32) -> Self {
         Self {
             tid,
@@ -215,7 +215,7 @@ impl CplSplit {
 
     /// Stops an event that counts one level.
     pub(crate) fn stop(&mut self, now_ns: u64) {
-        self.look(now_ns);
+        self.drain_ring(now_ns);
         self.users = self.users.saturating_sub(1);
         if self.users > 0 {
             return;
@@ -233,22 +233,22 @@ impl CplSplit {
             );
         }
         if let Some(kicks) = &mut self.kicks {
-            kicks.hold();
+            kicks.suspend();
         }
     }
 
     /// Returns the guest time attributed to `level` so far, in nanoseconds.
-    pub(crate) fn read(&mut self, level: Level, now_ns: u64) -> u64 {
-        self.look(now_ns);
+    pub(crate) fn read(&mut self, level: PrivilegeLevel, now_ns: u64) -> u64 {
+        self.drain_ring(now_ns);
         match level {
-            Level::User => self.user_ns,
-            Level::Kernel => self.kernel_ns,
+            PrivilegeLevel::User => self.user_ns,
+            PrivilegeLevel::Kernel => self.kernel_ns,
         }
     }
 
     /// Returns `true` if the kick timer has expired.
     pub(crate) fn tick_is_due(&self) -> bool {
-        self.users > 0 && self.kicks.as_ref().is_some_and(|kicks| kicks.timer.rang())
+        self.users > 0 && self.kicks.as_ref().is_some_and(|kicks| kicks.timer.has_expired())
     }
 
     /// Records the level at which the vCPU's thread found the guest after an exit; `None` if the
@@ -260,10 +260,10 @@ impl CplSplit {
         let Some(kicks) = &mut self.kicks else { return };
         // Every overflow signal leads here, and overflows of an event that counts one level occur
         // at that level. Only expirations of the kick timer are unbiased samples.
-        if !kicks.timer.rang() {
+        if !kicks.timer.has_expired() {
             return;
         }
-        if let Err(e) = kicks.again(now_ns) {
+        if let Err(e) = kicks.rearm(now_ns) {
             log::warn!(
                 "the next privilege level tick could not be set: {}",
                 crate::error_line(&e)
@@ -274,12 +274,12 @@ impl CplSplit {
         if let (Some(cpl), LevelSource::Kicks) = (cpl, self.source) {
             let user = u64::from(cpl == 3);
             self.kicked_user += user;
-            self.settle(user, 1 - user, now_ns);
+            self.attribute_pending(user, 1 - user, now_ns);
         }
     }
 
     /// Returns `true` if the vCPU's thread must report levels after kicks.
-    pub(crate) fn by_kicks(&self) -> bool {
+    pub(crate) fn uses_kicks(&self) -> bool {
         self.users > 0 && self.kicks.is_some()
     }
 
@@ -317,13 +317,13 @@ impl CplSplit {
             fd.enable()?;
         }
         if let Some(kicks) = &mut self.kicks {
-            kicks.go_on()?;
+            kicks.resume()?;
         }
         Ok(())
     }
 
     /// Drains the kernel's ring.
-    fn look(&mut self, now_ns: u64) {
+    fn drain_ring(&mut self, now_ns: u64) {
         if self.users == 0 {
             return;
         }
@@ -342,19 +342,19 @@ impl CplSplit {
             }
         });
         match self.source {
-            LevelSource::KernelRing => self.settle(user, kernel, now_ns),
-            LevelSource::KernelRingInterpreted => self.settle(user, kernel + host, now_ns),
+            LevelSource::KernelRing => self.attribute_pending(user, kernel, now_ns),
+            LevelSource::KernelRingInterpreted => self.attribute_pending(user, kernel + host, now_ns),
             LevelSource::Kicks => {
                 self.seen_guest += user + kernel;
                 self.seen_user += user;
-                self.judge_ring(now_ns);
+                self.evaluate_ring(now_ns);
             }
         }
     }
 
     /// Attributes the pending time to the levels in proportion to their samples.
     #[expect(clippy::cast_possible_truncation, reason = "a part of a number of 64 bits")]
-    fn settle(&mut self, user: u64, kernel: u64, now_ns: u64) {
+    fn attribute_pending(&mut self, user: u64, kernel: u64, now_ns: u64) {
         let looks = user + kernel;
         if looks == 0 {
             return;
@@ -371,13 +371,14 @@ impl CplSplit {
     ///
     /// An emulated host shows a biased part of the guest, so its ring is rejected; kicks cost more
     /// but are correct. No choice is made while the guest has not run at CPL3.
-    fn judge_ring(&mut self, now_ns: u64) {
+    fn evaluate_ring(&mut self, now_ns: u64) {
         let watched_ns = self.watched_ns + now_ns.saturating_sub(self.watched_from_ns);
-        if watched_ns < JUDGED_TICKS * TICK_PERIOD_NS {
+        if watched_ns < EVALUATION_TICKS * TICK_PERIOD_NS {
             return;
         }
         let expected = watched_ns / TICK_PERIOD_NS;
-        let Some(fair) = ring_is_fair(self.seen_guest, self.seen_user, self.kicked_user, expected) else {
+        let Some(fair) = is_ring_trustworthy(self.seen_guest, self.seen_user, self.kicked_user, expected)
+        else {
             return;
         };
         if fair {
@@ -402,10 +403,10 @@ impl CplSplit {
 /// Returns whether a ring with `seen_guest` guest samples in `expected` ticks, `seen_user` of them
 /// at CPL3, is trustworthy, given that `kicked_user` kicks found CPL3. Returns `None` if it is too
 /// early to decide.
-fn ring_is_fair(seen_guest: u64, seen_user: u64, kicked_user: u64, expected: u64) -> Option<bool> {
+fn is_ring_trustworthy(seen_guest: u64, seen_user: u64, kicked_user: u64, expected: u64) -> Option<bool> {
     if seen_guest * 4 < expected * 3 {
         Some(false)
-    } else if kicked_user < JUDGED_USER_LOOKS {
+    } else if kicked_user < EVALUATION_USER_KICKS {
         None
     } else {
         Some(seen_user * 2 >= kicked_user)
@@ -429,26 +430,29 @@ mod tests {
     /// Only the caller can determine that KVM interprets the guest's kernel; the driver never
     /// assumes it.
     #[test]
-    fn host_kernel_time_is_the_guests_only_where_its_kernel_is_interpreted() {
-        assert_ne!(CplSplit::new(0).source(), LevelSource::KernelRingInterpreted);
-        let mut split = CplSplit::new(0);
+    fn host_kernel_samples_count_as_guest_only_if_interpreted() {
+        assert_ne!(
+            CplAttribution::new(0).source(),
+            LevelSource::KernelRingInterpreted
+        );
+        let mut split = CplAttribution::new(0);
         split.kernel_is_interpreted();
         assert_eq!(split.source(), LevelSource::KernelRingInterpreted);
-        assert!(!split.by_kicks());
+        assert!(!split.uses_kicks());
     }
 
     /// Returns a split with a started event, for tests that report levels as if its timer had
     /// expired.
-    fn running() -> CplSplit {
-        let mut split = CplSplit::new(0);
+    fn running() -> CplAttribution {
+        let mut split = CplAttribution::new(0);
         split.source = LevelSource::Kicks;
         split.users = 1;
         split
     }
 
-    fn see(split: &mut CplSplit, cpl: u8, now_ns: u64) {
+    fn see(split: &mut CplAttribution, cpl: u8, now_ns: u64) {
         let user = u64::from(cpl == 3);
-        split.settle(user, 1 - user, now_ns);
+        split.attribute_pending(user, 1 - user, now_ns);
     }
 
     proptest! {
@@ -460,7 +464,7 @@ mod tests {
             for (step, cpl) in steps {
                 now += step;
                 see(&mut split, cpl, now);
-                let (user, kernel) = (split.read(Level::User, now), split.read(Level::Kernel, now));
+                let (user, kernel) = (split.read(PrivilegeLevel::User, now), split.read(PrivilegeLevel::Kernel, now));
                 prop_assert!(user >= last_user && kernel >= last_kernel);
                 prop_assert_eq!(user + kernel, now);
                 (last_user, last_kernel) = (user, kernel);
@@ -478,40 +482,40 @@ mod tests {
         split.users = 1;
         split.mark_ns = 9_000;
         see(&mut split, 0, 9_300);
-        assert_eq!(split.read(Level::User, 9_300), 1_000);
-        assert_eq!(split.read(Level::Kernel, 9_300), 800);
+        assert_eq!(split.read(PrivilegeLevel::User, 9_300), 1_000);
+        assert_eq!(split.read(PrivilegeLevel::Kernel, 9_300), 800);
     }
 
     #[test]
-    fn ticks_without_an_event_that_wants_them_change_nothing() {
-        let mut split = CplSplit::new(0);
+    fn ticks_without_single_level_event_have_no_effect() {
+        let mut split = CplAttribution::new(0);
         split.tick(Some(3), 1_000);
-        assert_eq!(split.read(Level::User, 2_000), 0);
+        assert_eq!(split.read(PrivilegeLevel::User, 2_000), 0);
     }
 
     #[test]
-    fn a_ring_that_hides_the_guest_or_its_level_is_not_believed() {
-        assert_eq!(ring_is_fair(32, 20, 19, 32), Some(true));
-        assert_eq!(ring_is_fair(9, 9, 9, 32), Some(false));
-        assert_eq!(ring_is_fair(32, 0, 20, 32), Some(false));
+    fn ring_without_guest_or_level_samples_is_rejected() {
+        assert_eq!(is_ring_trustworthy(32, 20, 19, 32), Some(true));
+        assert_eq!(is_ring_trustworthy(9, 9, 9, 32), Some(false));
+        assert_eq!(is_ring_trustworthy(32, 0, 20, 32), Some(false));
         // A guest that stays at CPL0 gives no evidence about samples at CPL3.
-        assert_eq!(ring_is_fair(32, 0, 0, 32), None);
+        assert_eq!(is_ring_trustworthy(32, 0, 0, 32), None);
     }
 
     /// Spans shorter than a tick are sampled too, because the remainder of a wait carries over to
     /// the next span.
     #[test]
-    fn short_spans_do_not_put_the_kick_off_for_ever() {
+    fn short_spans_do_not_postpone_kicks_indefinitely() {
         let mut kicks = Kicks::open(crate::pmu::host::fd::current_tid(), Some(libc::SIGCONT)).unwrap();
         let before = kicks.left_ns;
-        kicks.go_on().unwrap();
+        kicks.resume().unwrap();
         std::thread::sleep(std::time::Duration::from_micros(50));
-        kicks.hold();
+        kicks.suspend();
         let left_ns = kicks.left_ns;
         assert!(left_ns < before);
         // The wait resumes with the remainder, regardless of the length of the stop.
         std::thread::sleep(std::time::Duration::from_nanos(left_ns));
-        kicks.go_on().unwrap();
+        kicks.resume().unwrap();
         let set_ns = kicks.timer.left_ns();
         assert!(set_ns <= left_ns.max(MIN_TIMER_NS), "{set_ns} of {left_ns} ns");
         assert_eq!(kicks.left_ns, left_ns);
@@ -520,13 +524,13 @@ mod tests {
     /// Kicks of a guest without progress become less frequent, and return to the usual rate when
     /// the guest runs.
     #[test]
-    fn kicks_wait_for_a_guest_without_headway() {
+    fn kicks_back_off_without_guest_progress() {
         let mut kicks = Kicks::open(crate::pmu::host::fd::current_tid(), Some(libc::SIGCONT)).unwrap();
         for _ in 0..10 {
-            kicks.again(0).unwrap();
+            kicks.rearm(0).unwrap();
         }
-        assert_eq!(kicks.wait_ns, MOST_PATIENCE_NS);
-        kicks.again(MOST_PATIENCE_NS).unwrap();
+        assert_eq!(kicks.wait_ns, MAX_BACKOFF_NS);
+        kicks.rearm(MAX_BACKOFF_NS).unwrap();
         assert_eq!(kicks.wait_ns, TICK_PERIOD_NS);
     }
 }

@@ -2,23 +2,23 @@
 
 use std::sync::Arc;
 
-use super::alarm::Place;
-use super::cpl::{Level, TICK_PERIOD_NS};
+use super::alarm::AlarmSlot;
+use super::cpl::{PrivilegeLevel, TICK_PERIOD_NS};
 use super::timer::MIN_TIMER_NS;
 use super::vcpu::VcpuClock;
 use crate::pmu::{PmuError, PmuEvent};
 
 /// Maximum duration that a timer is extended to for a slow VMM, in nanoseconds.
-const MOST_PATIENCE_NS: u64 = 10_000_000;
+const MAX_BACKOFF_NS: u64 = 10_000_000;
 
 /// Minimum duration for re-arming the timer of an event that counts one level, in nanoseconds. The
 /// count of such an event changes only when the level is sampled, so an earlier expiry would be
 /// useless.
-const NEXT_LOOK_NS: u64 = TICK_PERIOD_NS / 8;
+const MIN_LEVEL_REARM_NS: u64 = TICK_PERIOD_NS / 8;
 
 /// Divisor of a timer's duration that limits its extension for time that the guest is likely to
 /// miss.
-const MOST_SLACK: u64 = 16;
+const SLACK_DIVISOR: u64 = 16;
 
 /// Time of a timer's duration that the guest does not get because the VMM works for it.
 ///
@@ -26,28 +26,28 @@ const MOST_SLACK: u64 = 16;
 /// by slightly more than the guest's recent shortfall. If this makes an overflow late, the extra
 /// counts are accounted for and shorten the next period by the same amount.
 #[derive(Clone, Copy, Debug, Default)]
-struct Slack {
+struct TimerSlack {
     ns: u64,
 }
 
-impl Slack {
+impl TimerSlack {
     /// Returns the duration of a timer that should give the guest `need_ns`.
-    fn wait_for(self, need_ns: u64) -> u64 {
-        need_ns.saturating_add(self.ns.min(need_ns / MOST_SLACK))
+    fn timer_duration(self, need_ns: u64) -> u64 {
+        need_ns.saturating_add(self.ns.min(need_ns / SLACK_DIVISOR))
     }
 
     /// Records that a timer set for `need_ns` expired when the guest still had `rest_ns` to run. A
     /// shortfall larger than the maximum extension is unpredictable and is ignored.
-    fn rang_early(&mut self, need_ns: u64, rest_ns: u64) {
-        let short_ns = (self.wait_for(need_ns) - need_ns).saturating_add(rest_ns);
-        if short_ns <= need_ns / MOST_SLACK {
+    fn record_early_expiry(&mut self, need_ns: u64, rest_ns: u64) {
+        let short_ns = (self.timer_duration(need_ns) - need_ns).saturating_add(rest_ns);
+        if short_ns <= need_ns / SLACK_DIVISOR {
             self.ns = short_ns + short_ns / 4;
         }
     }
 
     /// Records that a timer expired after the guest had run long enough, by `over_ns` more. An
     /// excess above the margin is reduced gradually.
-    fn rang_in_time(&mut self, over_ns: u64) {
+    fn record_late_expiry(&mut self, over_ns: u64) {
         if over_ns > self.ns / 4 {
             self.ns -= self.ns.div_ceil(64);
         }
@@ -56,15 +56,15 @@ impl Slack {
 
 /// The part of the guest's time that an event counts.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Share {
+pub(super) enum CountedTime {
     All,
-    One(Level),
+    One(PrivilegeLevel),
     Nothing,
 }
 
 /// The unit of the event's count.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Unit {
+pub(super) enum CountUnit {
     Cycles,
     Nanoseconds,
 }
@@ -73,8 +73,8 @@ pub(super) enum Unit {
 pub(super) struct ClockEvent {
     clock: Arc<VcpuClock>,
     signal: Option<i32>,
-    share: Share,
-    unit: Unit,
+    share: CountedTime,
+    unit: CountUnit,
     /// Clock reading at the start of the current span; `None` while stopped.
     span_start_ns: Option<u64>,
     /// Time of all finished spans, in nanoseconds.
@@ -93,13 +93,18 @@ pub(super) struct ClockEvent {
     need_ns: Option<u64>,
     /// Set if the guest made no progress during the last wait.
     stalled: bool,
-    slack: Slack,
+    slack: TimerSlack,
     /// Slot in the vCPU's alarm, reserved when the event is first armed.
-    place: Option<Place>,
+    place: Option<AlarmSlot>,
 }
 
 impl ClockEvent {
-    pub(super) fn new(clock: Arc<VcpuClock>, signal: Option<i32>, share: Share, unit: Unit) -> Self {
+    pub(super) fn new(
+        clock: Arc<VcpuClock>,
+        signal: Option<i32>,
+        share: CountedTime,
+        unit: CountUnit,
+    ) -> Self {
         Self {
             clock,
             signal,
@@ -114,7 +119,7 @@ impl ClockEvent {
             wait_ns: MIN_TIMER_NS,
             need_ns: None,
             stalled: false,
-            slack: Slack::default(),
+            slack: TimerSlack::default(),
             place: None,
         }
     }
@@ -122,9 +127,9 @@ impl ClockEvent {
     /// Returns the current time of the clock that this event follows.
     fn clock_ns(&self) -> u64 {
         match self.share {
-            Share::All => self.clock.guest_ns(),
-            Share::One(level) => self.clock.level_ns(level),
-            Share::Nothing => 0,
+            CountedTime::All => self.clock.guest_ns(),
+            CountedTime::One(level) => self.clock.level_ns(level),
+            CountedTime::Nothing => 0,
         }
     }
 
@@ -134,8 +139,8 @@ impl ClockEvent {
         if ns > self.last_ns {
             self.last_ns = ns;
             self.last_count = match self.unit {
-                Unit::Cycles => cycles_of_ns(ns, self.clock.tsc_khz()),
-                Unit::Nanoseconds => ns,
+                CountUnit::Cycles => cycles_of_ns(ns, self.clock.tsc_khz()),
+                CountUnit::Nanoseconds => ns,
             };
         }
         self.last_count
@@ -154,13 +159,13 @@ impl ClockEvent {
     fn wait_for_rest(&mut self, now: u64, rest: u64) -> u64 {
         let had_ns = self.ns_for(now - self.set_at);
         let least_ns = match self.share {
-            Share::One(_) => NEXT_LOOK_NS,
-            Share::All | Share::Nothing => MIN_TIMER_NS,
+            CountedTime::One(_) => MIN_LEVEL_REARM_NS,
+            CountedTime::All | CountedTime::Nothing => MIN_TIMER_NS,
         };
         let stalled = had_ns < self.wait_ns / 8;
         let stalled_before = std::mem::replace(&mut self.stalled, stalled);
         let at_least_ns = if stalled && stalled_before {
-            (self.wait_ns * 2).clamp(least_ns, MOST_PATIENCE_NS)
+            (self.wait_ns * 2).clamp(least_ns, MAX_BACKOFF_NS)
         } else {
             least_ns
         };
@@ -194,8 +199,8 @@ impl ClockEvent {
 
     fn ns_for(&self, counts: u64) -> u64 {
         match self.unit {
-            Unit::Cycles => ns_for_cycles(counts, self.clock.tsc_khz()),
-            Unit::Nanoseconds => counts,
+            CountUnit::Cycles => ns_for_cycles(counts, self.clock.tsc_khz()),
+            CountUnit::Nanoseconds => counts,
         }
     }
 }
@@ -204,8 +209,8 @@ impl PmuEvent for ClockEvent {
     fn start(&mut self, overflow_in: Option<u64>) -> Result<(), PmuError> {
         if self.span_start_ns.is_none() {
             match self.share {
-                Share::All => self.clock.add_user(),
-                Share::One(_) => {
+                CountedTime::All => self.clock.add_user(),
+                CountedTime::One(_) => {
                     self.clock
                         .start_levels(self.signal)
                         .map_err(|source| PmuError::Os {
@@ -213,7 +218,7 @@ impl PmuEvent for ClockEvent {
                             source,
                         })?;
                 }
-                Share::Nothing => {}
+                CountedTime::Nothing => {}
             }
             self.span_start_ns = Some(self.clock_ns());
         }
@@ -236,9 +241,9 @@ impl PmuEvent for ClockEvent {
         };
         self.spans_ns += self.clock_ns().saturating_sub(start);
         match self.share {
-            Share::All => self.clock.remove_user(),
-            Share::One(_) => self.clock.stop_levels(),
-            Share::Nothing => {}
+            CountedTime::All => self.clock.remove_user(),
+            CountedTime::One(_) => self.clock.stop_levels(),
+            CountedTime::Nothing => {}
         }
         self.disarm();
     }
@@ -269,7 +274,7 @@ impl PmuEvent for ClockEvent {
             ));
         };
         // An event that counts nothing never overflows.
-        if self.place.is_none() && !matches!(self.share, Share::Nothing) {
+        if self.place.is_none() && !matches!(self.share, CountedTime::Nothing) {
             let place = self.clock.join_alarm(signal).map_err(|source| PmuError::Os {
                 what: "making the vCPU's overflow timer",
                 source,
@@ -278,7 +283,7 @@ impl PmuEvent for ClockEvent {
         }
         let need_ns = self.ns_for(overflow_in);
         self.stalled = false;
-        self.wait(count, self.slack.wait_for(need_ns))?;
+        self.wait(count, self.slack.timer_duration(need_ns))?;
         self.need_ns = Some(need_ns);
         self.armed_at = Some(count.saturating_add(overflow_in.max(1)));
         Ok(())
@@ -292,16 +297,19 @@ impl PmuEvent for ClockEvent {
         if now >= at {
             self.disarm();
             if self.need_ns.take().is_some() {
-                self.slack.rang_in_time(self.ns_for(now - at));
+                self.slack.record_late_expiry(self.ns_for(now - at));
             }
             return 1;
         }
-        if !self.place.is_some_and(|place| self.clock.alarm_rang_for(place)) {
+        if !self
+            .place
+            .is_some_and(|place| self.clock.alarm_expired_for(place))
+        {
             // The signal belongs to another event; the alarm has not yet expired for this one.
             return 0;
         }
         if let Some(need_ns) = self.need_ns.take() {
-            self.slack.rang_early(need_ns, self.ns_for(at - now));
+            self.slack.record_early_expiry(need_ns, self.ns_for(at - now));
         }
         let wait_ns = self.wait_for_rest(now, at - now);
         if let Err(e) = self.wait(now, wait_ns) {
@@ -345,7 +353,7 @@ mod tests {
     proptest! {
         /// A timer set for n cycles never expires before n cycles have passed.
         #[test]
-        fn the_time_for_n_cycles_holds_n_cycles(cycles in 0u64..1 << 48, khz in 1u32..6_000_000) {
+        fn time_for_n_cycles_contains_n_cycles(cycles in 0u64..1 << 48, khz in 1u32..6_000_000) {
             prop_assert!(cycles_of_ns(ns_for_cycles(cycles, khz), khz) >= cycles);
         }
 
@@ -358,20 +366,20 @@ mod tests {
     /// If the VMM occasionally works for a guest, the timer expires early a few times rather than
     /// every time, and its duration never grows much.
     #[test]
-    fn what_a_guest_is_short_of_is_added_to_its_timers() {
+    fn timer_is_extended_by_recent_shortfall() {
         const NEED_NS: u64 = 28_000_000;
         let early = |short_ns: &dyn Fn(u64) -> u64| {
-            let mut slack = Slack::default();
+            let mut slack = TimerSlack::default();
             (0..1000)
                 .filter(|&turn| {
                     let short = short_ns(turn);
-                    let added = slack.wait_for(NEED_NS) - NEED_NS;
-                    assert!(added <= NEED_NS / MOST_SLACK);
+                    let added = slack.timer_duration(NEED_NS) - NEED_NS;
+                    assert!(added <= NEED_NS / SLACK_DIVISOR);
                     let early = short > added;
                     if early {
-                        slack.rang_early(NEED_NS, short - added);
+                        slack.record_early_expiry(NEED_NS, short - added);
                     } else {
-                        slack.rang_in_time(added - short);
+                        slack.record_late_expiry(added - short);
                     }
                     early
                 })
@@ -388,10 +396,15 @@ mod tests {
 
     /// The count does not change between two level samples, so an earlier expiry would be useless.
     #[test]
-    fn an_event_of_one_level_is_not_rung_for_before_the_next_look() {
+    fn single_level_event_is_not_rearmed_before_next_sample() {
         let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
-        let mut one = ClockEvent::new(clock.clone(), None, Share::One(Level::User), Unit::Nanoseconds);
-        let mut all = ClockEvent::new(clock, None, Share::All, Unit::Nanoseconds);
+        let mut one = ClockEvent::new(
+            clock.clone(),
+            None,
+            CountedTime::One(PrivilegeLevel::User),
+            CountUnit::Nanoseconds,
+        );
+        let mut all = ClockEvent::new(clock, None, CountedTime::All, CountUnit::Nanoseconds);
         let rings = |event: &mut ClockEvent| {
             let mut waited_ns = 0;
             (0..)
@@ -411,7 +424,7 @@ mod tests {
     /// loses it for the second.
     fn lateness(period_ns: u64, turns: &[(u64, u64)]) -> Vec<u64> {
         let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
-        let mut event = ClockEvent::new(clock, None, Share::All, Unit::Nanoseconds);
+        let mut event = ClockEvent::new(clock, None, CountedTime::All, CountUnit::Nanoseconds);
         let (mut wall_ns, mut guest_ns, mut late) = (0, 0, Vec::new());
         let (mut due_ns, mut expires_ns) = (period_ns, period_ns);
         event.wait(guest_ns, period_ns).unwrap();
@@ -447,7 +460,7 @@ mod tests {
         /// A thread on a shared CPU makes no progress in a wait during which another thread runs.
         /// No overflow is late because of this: the guest receives a sample for each period.
         #[test]
-        fn overflows_are_in_time_on_a_shared_cpu(
+        fn overflows_are_on_time_on_shared_cpu(
             period_ns in 200_000u64..20_000_000,
             turns in prop::collection::vec((256u64..3_000, 0u64..20_000), 1..100),
         ) {
@@ -461,9 +474,9 @@ mod tests {
     /// The VMM needs longer than the timer to re-enter the guest: the waits grow until the guest
     /// makes progress.
     #[test]
-    fn waits_grow_while_the_guest_makes_no_headway() {
+    fn waits_grow_without_guest_progress() {
         let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
-        let mut event = ClockEvent::new(clock, None, Share::All, Unit::Nanoseconds);
+        let mut event = ClockEvent::new(clock, None, CountedTime::All, CountUnit::Nanoseconds);
         event.wait(0, 1_000_000).unwrap();
         let waits = [(); 6].map(|()| {
             let wait_ns = event.wait_for_rest(0, 1_000_000);
@@ -479,9 +492,9 @@ mod tests {
     }
 
     #[test]
-    fn nothing_waits_for_less_than_the_floor() {
+    fn waits_respect_minimum_duration() {
         let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
-        let mut event = ClockEvent::new(clock, None, Share::All, Unit::Nanoseconds);
+        let mut event = ClockEvent::new(clock, None, CountedTime::All, CountUnit::Nanoseconds);
         for (asked, set) in [(0, 10_000), (1, 10_000), (9_999, 10_000), (10_001, 10_001)] {
             event.wait(0, asked).unwrap();
             assert_eq!(event.wait_ns, set, "{asked} ns");

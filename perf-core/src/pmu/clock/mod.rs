@@ -39,10 +39,10 @@ pub use timer::MIN_TIMER_NS;
 pub use vcpu::VcpuClock;
 
 use crate::attr::{Attr, EventType};
-use crate::pmu::{Capacity, Pmu, PmuError, PmuEvent, Target, VcpuId};
+use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
 
-use cpl::Level;
-use event::{ClockEvent, Share, Unit};
+use cpl::PrivilegeLevel;
+use event::{ClockEvent, CountUnit, CountedTime};
 
 /// `config` of cycles.
 pub const CYCLES: u64 = 0;
@@ -98,7 +98,7 @@ impl ClockPmu {
     /// the clock send the signal of the driver with the event that is armed first.
     pub fn add_vcpu(&self, vcpu: VcpuId, clock: Arc<VcpuClock>) {
         if self.interprets_kernel {
-            clock.cpl_split().kernel_is_interpreted();
+            clock.cpl_attribution().kernel_is_interpreted();
         }
         self.lock().insert(vcpu, clock);
     }
@@ -129,7 +129,7 @@ impl ClockPmu {
     #[must_use]
     pub fn level_source(&self, vcpu: VcpuId) -> Option<LevelSource> {
         let clock = self.lock().get(&vcpu).cloned()?;
-        Some(clock.cpl_split().source())
+        Some(clock.cpl_attribution().source())
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<VcpuId, Arc<VcpuClock>>> {
@@ -146,27 +146,27 @@ impl Pmu for ClockPmu {
         ty == EventType::CLOCK
     }
 
-    fn capacity(&self) -> Capacity {
-        Capacity::Unlimited
+    fn capacity(&self) -> PmuCapacity {
+        PmuCapacity::Unlimited
     }
 
-    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         let unit = match attr.config {
-            CYCLES | REF_CYCLES => Unit::Cycles,
-            GUEST_NS => Unit::Nanoseconds,
+            CYCLES | REF_CYCLES => CountUnit::Cycles,
+            GUEST_NS => CountUnit::Nanoseconds,
             _ => return Err(PmuError::NoSuchEvent),
         };
-        let Target::Vcpu { vcpu, .. } = target else {
+        let PmuTarget::Vcpu { vcpu, .. } = target else {
             return Err(PmuError::Unsupported("the clock counts one vCPU, not a VM"));
         };
         if attr.exclude_guest {
             return Err(PmuError::Unsupported("the clock counts the guest only"));
         }
         let share = match (attr.exclude_user, attr.exclude_kernel) {
-            (false, false) => Share::All,
-            (false, true) => Share::One(Level::User),
-            (true, false) => Share::One(Level::Kernel),
-            (true, true) => Share::Nothing,
+            (false, false) => CountedTime::All,
+            (false, true) => CountedTime::One(PrivilegeLevel::User),
+            (true, false) => CountedTime::One(PrivilegeLevel::Kernel),
+            (true, true) => CountedTime::Nothing,
         };
         let clock = self.lock().get(&vcpu).cloned().ok_or_else(|| PmuError::Os {
             what: "finding the vCPU's clock",

@@ -24,7 +24,7 @@ pub(super) struct Timer {
     /// Expiry time on the monotonic clock. The timer may expire early by at most the duration of
     /// the [`Timer::set`] call, and never expires late. A time in the past means expired or
     /// disarmed.
-    due_ns: u64,
+    expiry_ns: u64,
 }
 
 // SAFETY: a POSIX timer id is a number that is valid in the whole process, and any thread may use
@@ -42,7 +42,7 @@ impl Timer {
         let mut id = ptr::null_mut();
         // SAFETY: both pointers refer to live locals of the right types.
         match unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, &mut id) } {
-            0 => Ok(Self { id, due_ns: 0 }),
+            0 => Ok(Self { id, expiry_ns: 0 }),
             _ => Err(io::Error::last_os_error()),
         }
     }
@@ -51,14 +51,14 @@ impl Timer {
     /// Takes one system call.
     pub(super) fn set(&mut self, ns: u64) -> io::Result<()> {
         // Read before the call, so that the timer cannot expire before the computed time.
-        self.due_ns = wall_ns().saturating_add(ns);
+        self.expiry_ns = wall_ns().saturating_add(ns);
         self.settime(ns.max(1), 0)
     }
 
-    /// Arms the timer to expire `ns` from now (at least 1) and then every `again_ns`. Takes one
+    /// Arms the timer to expire `ns` from now (at least 1) and then every `interval_ns`. Takes one
     /// system call.
-    pub(super) fn set_repeating(&self, ns: u64, again_ns: u64) -> io::Result<()> {
-        self.settime(ns.max(1), again_ns)
+    pub(super) fn set_repeating(&self, ns: u64, interval_ns: u64) -> io::Result<()> {
+        self.settime(ns.max(1), interval_ns)
     }
 
     /// Disarms the timer. Takes one system call.
@@ -67,24 +67,24 @@ impl Timer {
     }
 
     /// Returns `true` if the timer has expired since it was armed, or is about to.
-    pub(super) fn rang(&self) -> bool {
-        wall_ns() >= self.due_ns
+    pub(super) fn has_expired(&self) -> bool {
+        wall_ns() >= self.expiry_ns
     }
 
     /// Returns the time until expiry in nanoseconds; 0 if the timer has expired or is disarmed.
     pub(super) fn left_ns(&self) -> u64 {
-        self.due_ns.saturating_sub(wall_ns())
+        self.expiry_ns.saturating_sub(wall_ns())
     }
 
     /// Arms the timer, or disarms it if `ns` is 0.
-    fn settime(&self, ns: u64, again_ns: u64) -> io::Result<()> {
+    fn settime(&self, ns: u64, interval_ns: u64) -> io::Result<()> {
         // Both parts fit: 2^64 ns are 585 years.
         let time = |ns: u64| libc::timespec {
             tv_sec: (ns / 1_000_000_000).cast_signed(),
             tv_nsec: (ns % 1_000_000_000).cast_signed(),
         };
         let spec = libc::itimerspec {
-            it_interval: time(again_ns),
+            it_interval: time(interval_ns),
             it_value: time(ns),
         };
         // SAFETY: the timer exists as long as `self`, `spec` is a live local, and a null pointer is

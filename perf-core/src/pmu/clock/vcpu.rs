@@ -15,8 +15,8 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, compiler_fence, fence};
 use std::sync::{Mutex, Once};
 
-use super::alarm::{Alarm, Now, Place};
-use super::cpl::{CplSplit, Level};
+use super::alarm::{Alarm, AlarmSlot, ClockTimes};
+use super::cpl::{CplAttribution, PrivilegeLevel};
 use super::timer::{clock_ns, wall_ns};
 use crate::pmu::host::fd::current_tid;
 
@@ -30,7 +30,7 @@ const READ_TRIES: usize = 64;
 /// If another task uses the thread's CPU during such an exit, its time is accounted to the VMM. A
 /// count is therefore never too high because of this, and too low by less than this value per exit.
 /// A sample with a call chain is taken within this time, on emulated hosts too.
-const SHORT_EXIT_NS: u64 = 100_000;
+const MAX_SHORT_EXIT_NS: u64 = 100_000;
 
 /// The guest run time of one vCPU.
 ///
@@ -64,7 +64,7 @@ pub struct VcpuClock {
     late_lock: Mutex<()>,
     /// Attribution of guest time to privilege levels. Used only while an event counts a single
     /// level.
-    cpl: Mutex<CplSplit>,
+    cpl: Mutex<CplAttribution>,
     /// Set if the vCPU thread must report its privilege level after kicks.
     wants_ticks: AtomicBool,
     /// Timer that announces the overflows of all events.
@@ -94,7 +94,7 @@ impl VcpuClock {
             late_ns: AtomicU64::new(0),
             late_epoch: AtomicU64::new(0),
             late_lock: Mutex::new(()),
-            cpl: Mutex::new(CplSplit::new(tid)),
+            cpl: Mutex::new(CplAttribution::new(tid)),
             wants_ticks: AtomicBool::new(false),
             alarm: Mutex::new(Alarm::default()),
             alarm_is_stale: AtomicBool::new(false),
@@ -160,7 +160,7 @@ impl VcpuClock {
     fn enter_counted(&self, epoch: u64) {
         let wall_ns = wall_ns();
         let out_ns = wall_ns.saturating_sub(self.left_at_ns.load(Ordering::Relaxed));
-        let now = if out_ns < SHORT_EXIT_NS {
+        let now = if out_ns < MAX_SHORT_EXIT_NS {
             self.left_ns.load(Ordering::Relaxed) + out_ns
         } else {
             self.thread_ns()
@@ -170,7 +170,7 @@ impl VcpuClock {
             self.base_epoch.store(epoch, Ordering::Relaxed);
         });
         if self.alarm_is_stale.load(Ordering::Relaxed) {
-            self.set_alarm(Now {
+            self.update_alarm(ClockTimes {
                 wall_ns,
                 guest_ns: self.closed_ns.load(Ordering::Relaxed),
             });
@@ -290,9 +290,9 @@ impl VcpuClock {
     pub(super) fn start_levels(&self, signal: Option<i32>) -> std::io::Result<()> {
         self.add_user();
         let now = self.guest_ns();
-        let mut split = self.cpl_split();
+        let mut split = self.cpl_attribution();
         let started = split.start(signal, now);
-        self.set_wants_ticks(split.by_kicks());
+        self.set_wants_ticks(split.uses_kicks());
         if started.is_err() {
             self.remove_user();
         }
@@ -302,29 +302,29 @@ impl VcpuClock {
     /// Reverts [`VcpuClock::start_levels`].
     pub(super) fn stop_levels(&self) {
         let now = self.guest_ns();
-        let mut split = self.cpl_split();
+        let mut split = self.cpl_attribution();
         split.stop(now);
-        self.set_wants_ticks(split.by_kicks());
+        self.set_wants_ticks(split.uses_kicks());
         drop(split);
         self.remove_user();
     }
 
     /// Returns the guest time attributed to `level`, in nanoseconds.
-    pub(super) fn level_ns(&self, level: Level) -> u64 {
+    pub(super) fn level_ns(&self, level: PrivilegeLevel) -> u64 {
         let now = self.guest_ns();
-        let mut split = self.cpl_split();
+        let mut split = self.cpl_attribution();
         let ns = split.read(level, now);
-        self.set_wants_ticks(split.by_kicks());
+        self.set_wants_ticks(split.uses_kicks());
         ns
     }
 
     /// Reserves a slot in the alarm, which sends `signal` to the vCPU's thread.
-    pub(super) fn join_alarm(&self, signal: i32) -> std::io::Result<Place> {
+    pub(super) fn join_alarm(&self, signal: i32) -> std::io::Result<AlarmSlot> {
         self.alarm().add(self.tid, signal)
     }
 
     /// Reverts [`VcpuClock::join_alarm`].
-    pub(super) fn leave_alarm(&self, place: Place) {
+    pub(super) fn leave_alarm(&self, place: AlarmSlot) {
         self.alarm().remove(place);
     }
 
@@ -332,7 +332,7 @@ impl VcpuClock {
     ///
     /// On the vCPU's own thread, which is outside the guest, the timer is set at the next guest
     /// entry. Another thread sets it immediately.
-    pub(super) fn arm_alarm(&self, place: Place, wait_ns: u64) -> std::io::Result<()> {
+    pub(super) fn arm_alarm(&self, place: AlarmSlot, wait_ns: u64) -> std::io::Result<()> {
         let guest_ns = self.guest_ns();
         let mut alarm = self.alarm();
         alarm.arm(place, guest_ns.saturating_add(wait_ns));
@@ -340,7 +340,7 @@ impl VcpuClock {
             self.alarm_is_stale.store(true, Ordering::Relaxed);
             return Ok(());
         }
-        let set = alarm.at_entry(Now {
+        let set = alarm.update_at_entry(ClockTimes {
             wall_ns: wall_ns(),
             guest_ns,
         });
@@ -349,26 +349,26 @@ impl VcpuClock {
     }
 
     /// Reverts [`VcpuClock::arm_alarm`]. Takes no system call.
-    pub(super) fn disarm_alarm(&self, place: Place) {
+    pub(super) fn disarm_alarm(&self, place: AlarmSlot) {
         self.alarm().disarm(place);
     }
 
     /// Returns `true` if the alarm has expired for `place`, which has not yet overflowed.
-    pub(super) fn alarm_rang_for(&self, place: Place) -> bool {
+    pub(super) fn alarm_expired_for(&self, place: AlarmSlot) -> bool {
         let alarm = self.alarm();
-        if !alarm.has_rung(wall_ns()) {
+        if !alarm.has_expired(wall_ns()) {
             return false;
         }
         // The alarm now serves the other deadlines.
         self.alarm_is_stale.store(true, Ordering::Relaxed);
-        alarm.was_for(place)
+        alarm.expired_for(place)
     }
 
     /// Updates the alarm's timer before a guest entry.
-    fn set_alarm(&self, now: Now) {
+    fn update_alarm(&self, now: ClockTimes) {
         self.alarm_is_stale.store(false, Ordering::Relaxed);
         let mut alarm = self.alarm();
-        if let Err(e) = alarm.at_entry(now) {
+        if let Err(e) = alarm.update_at_entry(now) {
             log::warn!("an overflow timer could not be set: {}", crate::error_line(&e));
         }
         self.alarm_is_set.store(alarm.is_set(), Ordering::Relaxed);
@@ -389,7 +389,7 @@ impl VcpuClock {
     }
 
     /// Disarms the alarm while the vCPU does not run and no event is on.
-    pub fn rest(&self) {
+    pub fn quiesce(&self) {
         if self.alarm_is_set.swap(false, Ordering::Relaxed) {
             self.alarm_is_stale.store(true, Ordering::Relaxed);
             self.alarm().stop();
@@ -408,7 +408,7 @@ impl VcpuClock {
             .unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    pub(super) fn cpl_split(&self) -> std::sync::MutexGuard<'_, CplSplit> {
+    pub(super) fn cpl_attribution(&self) -> std::sync::MutexGuard<'_, CplAttribution> {
         self.cpl.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
@@ -425,7 +425,7 @@ impl VcpuClock {
     #[inline]
     #[must_use]
     pub fn tick_is_due(&self) -> bool {
-        self.wants_ticks() && self.cpl_split().tick_is_due()
+        self.wants_ticks() && self.cpl_attribution().tick_is_due()
     }
 
     fn set_wants_ticks(&self, wanted: bool) {
@@ -441,7 +441,7 @@ impl VcpuClock {
     pub fn tick(&self, cpl: Option<u8>) {
         if self.wants_ticks() {
             let now = self.guest_ns();
-            self.cpl_split().tick(cpl, now);
+            self.cpl_attribution().tick(cpl, now);
         }
     }
 }

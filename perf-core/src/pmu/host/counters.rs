@@ -18,7 +18,7 @@ use crate::attr::{Attr, EventType};
 use crate::pmu::CounterMask;
 
 /// Maximum number of counters per thread; bounds the probing.
-const MOST: usize = 32;
+const MAX_COUNTERS: usize = 32;
 
 /// Events of fixed-function counters (Intel SDM volume 3, "Fixed-Function Performance Counters"),
 /// with perf's names, and the equivalent event select and unit mask.
@@ -35,14 +35,14 @@ const RAW_EVENT: u64 = 0xFFFF | 1 << 18 | 1 << 21 | 1 << 23 | 0xFF << 24;
 
 /// An event to test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Tried {
+pub(super) struct ProbeEvent {
     /// Value of `perf_event_attr.type`.
     pub ty: EventType,
     /// Value of `perf_event_attr.config`.
     pub config: u64,
 }
 
-impl Tried {
+impl ProbeEvent {
     const fn generic(config: u32) -> Self {
         Self {
             ty: EventType::HARDWARE,
@@ -64,13 +64,13 @@ impl Tried {
 }
 
 /// A PMU on which sets of events can be tested.
-pub(super) trait Trial {
+pub(super) trait ProbePmu {
     /// Returns `true` if all of `events` count at once as separate pinned events.
-    fn on_at_once(&mut self, events: &[Tried]) -> bool;
+    fn count_together(&mut self, events: &[ProbeEvent]) -> bool;
 
     /// Returns `true` if the hardware can hold all of `events` in one group, regardless of other
     /// users.
-    fn in_a_group(&mut self, events: &[Tried]) -> bool;
+    fn fit_one_group(&mut self, events: &[ProbeEvent]) -> bool;
 }
 
 /// A fixed-function counter of the host.
@@ -100,29 +100,32 @@ pub struct HostCounters {
 impl HostCounters {
     /// Detects the counters. `nmi_watchdog` is set if the NMI watchdog is on: it holds a counter of
     /// each watched CPU, which may not include the CPU of this test.
-    pub(super) fn find(trial: &mut dyn Trial, nmi_watchdog: bool) -> Self {
-        let Some(general) = Tried::GENERAL.into_iter().find(|&e| trial.in_a_group(&[e])) else {
+    pub(super) fn find(trial: &mut dyn ProbePmu, nmi_watchdog: bool) -> Self {
+        let Some(general) = ProbeEvent::GENERAL
+            .into_iter()
+            .find(|&e| trial.fit_one_group(&[e]))
+        else {
             return Self::default();
         };
-        let general_there = most(|events| trial.in_a_group(events), general);
-        let general_free = most(|events| trial.on_at_once(events), general).min(general_there);
+        let general_there = max_accepted(|events| trial.fit_one_group(events), general);
+        let general_free = max_accepted(|events| trial.count_together(events), general).min(general_there);
 
         let mut there = vec![general; general_there];
         let mut free = vec![general; general_free];
         let mut fixed = Vec::new();
         for (name, config, _) in FIXED {
-            let event = Tried::generic(config);
+            let event = ProbeEvent::generic(config);
             there.push(event);
-            if !trial.in_a_group(&there) {
+            if !trial.fit_one_group(&there) {
                 there.pop();
                 continue;
             }
             free.push(event);
-            let is_free = trial.on_at_once(&free);
+            let is_free = trial.count_together(&free);
             if !is_free {
                 free.pop();
             }
-            let general_too = trial.in_a_group(&[event, event]);
+            let general_too = trial.fit_one_group(&[event, event]);
             fixed.push(FixedCounter {
                 event: name.to_owned(),
                 config: event.config,
@@ -136,7 +139,7 @@ impl HostCounters {
             fixed,
         };
         if nmi_watchdog && found.all_free() {
-            found.give_to_watchdog();
+            found.reserve_for_watchdog();
         }
         found
     }
@@ -146,7 +149,7 @@ impl HostCounters {
     }
 
     /// Reserves the watchdog's counter, which counts cycles.
-    fn give_to_watchdog(&mut self) {
+    fn reserve_for_watchdog(&mut self) {
         let cycles = u64::from(b::PERF_COUNT_HW_CPU_CYCLES);
         match self.fixed.iter_mut().find(|f| f.config == cycles) {
             Some(fixed) => fixed.free = false,
@@ -225,9 +228,9 @@ impl HostCounters {
 }
 
 /// Returns the largest number of copies of `event` that `go` accepts.
-fn most(mut go: impl FnMut(&[Tried]) -> bool, event: Tried) -> usize {
-    let events = [event; MOST];
-    let (mut fits, mut fails) = (0, MOST + 1);
+fn max_accepted(mut go: impl FnMut(&[ProbeEvent]) -> bool, event: ProbeEvent) -> usize {
+    let events = [event; MAX_COUNTERS];
+    let (mut fits, mut fails) = (0, MAX_COUNTERS + 1);
     // Small numbers are likely: doubles from 1, then bisects.
     while fits + 1 < fails {
         let n = (2 * fits).max(1).min((fits + fails) / 2);
@@ -244,16 +247,16 @@ fn most(mut go: impl FnMut(&[Tried]) -> bool, event: Tried) -> usize {
 mod tests {
     use super::*;
     use crate::pmu::sim::{SimFixed, SimHost, SimPmu};
-    use crate::pmu::{Pmu, PmuEvent, Target, VcpuId};
+    use crate::pmu::{Pmu, PmuEvent, PmuTarget, VcpuId};
     use proptest::prelude::*;
 
     /// A simulated host on which events are tested.
-    struct Simulated(SimHost);
+    struct SimulatedProbe(SimHost);
 
-    impl Simulated {
-        fn go(host: &SimHost, events: &[Tried]) -> bool {
+    impl SimulatedProbe {
+        fn go(host: &SimHost, events: &[ProbeEvent]) -> bool {
             let pmu = SimPmu::new(host.config());
-            let target = Target::Vcpu {
+            let target = PmuTarget::Vcpu {
                 vcpu: VcpuId(0),
                 tid: 0,
             };
@@ -272,23 +275,23 @@ mod tests {
         }
     }
 
-    impl Trial for Simulated {
-        fn on_at_once(&mut self, events: &[Tried]) -> bool {
+    impl ProbePmu for SimulatedProbe {
+        fn count_together(&mut self, events: &[ProbeEvent]) -> bool {
             Self::go(&self.0, events)
         }
 
-        fn in_a_group(&mut self, events: &[Tried]) -> bool {
-            Self::go(&self.0.clone().untouched(), events)
+        fn fit_one_group(&mut self, events: &[ProbeEvent]) -> bool {
+            Self::go(&self.0.clone().without_taken(), events)
         }
     }
 
     fn find(host: SimHost, nmi_watchdog: bool) -> HostCounters {
-        HostCounters::find(&mut Simulated(host), nmi_watchdog)
+        HostCounters::find(&mut SimulatedProbe(host), nmi_watchdog)
     }
 
     /// Returns the numbers of free and existing general-purpose counters, and the events of the
     /// fixed-function counters, prefixed with `-` if in use.
-    fn shown(found: &HostCounters) -> (usize, usize, Vec<String>) {
+    fn describe(found: &HostCounters) -> (usize, usize, Vec<String>) {
         let fixed = found.fixed.iter().map(|f| match f.free {
             true => f.event.clone(),
             false => format!("-{}", f.event),
@@ -308,7 +311,7 @@ mod tests {
     fn an_intel_host_with_two_threads_a_core() {
         let found = find(SimHost::intel(4), false);
         assert_eq!(
-            shown(&found),
+            describe(&found),
             (4, 4, names(&["instructions", "cycles", "ref-cycles"]))
         );
         assert_eq!(found.free(), 7);
@@ -325,7 +328,7 @@ mod tests {
     fn the_watchdog_of_an_intel_host_takes_the_fixed_counter_of_cycles() {
         let found = find(SimHost::intel(4).with_watchdog(), true);
         assert_eq!(
-            shown(&found),
+            describe(&found),
             (4, 4, names(&["instructions", "-cycles", "ref-cycles"]))
         );
         assert_eq!(found.at_once(&hardware(SimHost::CYCLES)), 4);
@@ -336,21 +339,21 @@ mod tests {
     /// The probe may run on a CPU that is not watched while another one is, so the watchdog's
     /// counter is treated as in use.
     #[test]
-    fn a_watchdog_on_other_cpus_is_reckoned_with() {
+    fn watchdog_on_other_cpus_reserves_a_counter() {
         let intel = find(SimHost::intel(4), true);
         assert_eq!(
-            shown(&intel),
+            describe(&intel),
             (4, 4, names(&["instructions", "-cycles", "ref-cycles"]))
         );
         let amd = find(SimHost::amd(6), true);
-        assert_eq!(shown(&amd), (5, 6, vec![]));
+        assert_eq!(describe(&amd), (5, 6, vec![]));
     }
 
     #[test]
-    fn a_general_counter_in_other_hands_is_missing() {
-        let found = find(SimHost::intel(4).taking(2), false);
+    fn taken_general_counter_is_not_free() {
+        let found = find(SimHost::intel(4).with_taken(2), false);
         assert_eq!(
-            shown(&found),
+            describe(&found),
             (3, 4, names(&["instructions", "cycles", "ref-cycles"]))
         );
     }
@@ -358,10 +361,10 @@ mod tests {
     /// Reference cycles cannot be counted if their counter is in use; they fit no general-purpose
     /// counter.
     #[test]
-    fn ref_cycles_without_their_counter_have_none() {
-        let found = find(SimHost::intel(4).taking(6), false);
+    fn ref_cycles_do_not_fall_back_to_general_counters() {
+        let found = find(SimHost::intel(4).with_taken(6), false);
         assert_eq!(
-            shown(&found),
+            describe(&found),
             (4, 4, names(&["instructions", "cycles", "-ref-cycles"]))
         );
         assert!(found.constraint(&hardware(SimHost::REF_CYCLES)).is_empty());
@@ -370,7 +373,7 @@ mod tests {
     #[test]
     fn an_amd_host_with_the_watchdog_on() {
         let found = find(SimHost::amd(6).with_watchdog(), true);
-        assert_eq!(shown(&found), (5, 6, vec![]));
+        assert_eq!(describe(&found), (5, 6, vec![]));
         assert_eq!(found.at_once(&hardware(SimHost::CYCLES)), 5);
         assert!(!found.hold(6, &[]));
     }
@@ -378,7 +381,7 @@ mod tests {
     #[test]
     fn version_two_of_amd_with_fifteen() {
         let found = find(SimHost::amd(15), false);
-        assert_eq!(shown(&found), (15, 15, vec![]));
+        assert_eq!(describe(&found), (15, 15, vec![]));
         assert_eq!(found.free(), 15);
     }
 
@@ -392,7 +395,7 @@ mod tests {
         });
         let found = find(host, false);
         assert_eq!(
-            shown(&found),
+            describe(&found),
             (8, 8, names(&["instructions", "cycles", "ref-cycles"]))
         );
     }
@@ -409,7 +412,7 @@ mod tests {
     /// Raw events equivalent to a fixed-function event may use that counter at any privilege level;
     /// modified ones may not.
     #[test]
-    fn raw_events_know_the_fixed_counters() {
+    fn equivalent_raw_events_use_fixed_counters() {
         let found = find(SimHost::intel(4), false);
         let raw = |config| found.constraint(&Attr::counting(EventType::RAW, config));
         let instructions = found.constraint(&hardware(SimHost::INSTRUCTIONS));
@@ -430,16 +433,16 @@ mod tests {
         /// On any host, with any counters in use: events that the probe reports to fit do count
         /// together, and no more than those.
         #[test]
-        fn what_is_promised_goes_on(general in 0usize..9, fixed: bool, taken in 0u64..4096, watchdog: bool) {
+        fn probed_capacity_is_exact(general in 0usize..9, fixed: bool, taken in 0u64..4096, watchdog: bool) {
             let mut host = if fixed { SimHost::intel(general) } else { SimHost::amd(general) };
             let there = general + host.fixed.len();
             host.taken = CounterMask::from_bits(taken) & CounterMask::first(there);
             let found = find(host.clone(), watchdog);
             prop_assert!(found.general <= found.general_there && found.general_there == general);
-            let mut events = vec![Tried::GENERAL[0]; found.general];
+            let mut events = vec![ProbeEvent::GENERAL[0]; found.general];
             let free = found.fixed.iter().filter(|f| f.free);
-            events.extend(free.map(|f| Tried { ty: EventType::HARDWARE, config: f.config }));
-            prop_assert!(events.is_empty() || Simulated::go(&host, &events));
+            events.extend(free.map(|f| ProbeEvent { ty: EventType::HARDWARE, config: f.config }));
+            prop_assert!(events.is_empty() || SimulatedProbe::go(&host, &events));
             prop_assert_eq!(events.len(), found.free());
             prop_assert_eq!(found.mask().len(), found.free());
             let missing = there - host.taken.len() - found.free();
@@ -447,9 +450,9 @@ mod tests {
             prop_assert!(general == 0 || missing <= usize::from(watchdog && host.taken.is_empty()), "{:?}", found);
             for config in [SimHost::CYCLES, SimHost::INSTRUCTIONS, SimHost::REF_CYCLES, SimHost::BRANCHES] {
                 let n = found.at_once(&hardware(config));
-                let tried = vec![Tried { ty: EventType::HARDWARE, config }; n + 1];
-                prop_assert!(n == 0 || Simulated::go(&host, &tried[..n]));
-                prop_assert!(watchdog || general == 0 || !Simulated::go(&host, &tried));
+                let tried = vec![ProbeEvent { ty: EventType::HARDWARE, config }; n + 1];
+                prop_assert!(n == 0 || SimulatedProbe::go(&host, &tried[..n]));
+                prop_assert!(watchdog || general == 0 || !SimulatedProbe::go(&host, &tried));
             }
         }
     }

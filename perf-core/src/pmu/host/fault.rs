@@ -18,7 +18,7 @@ const FILE: &str = "PERFVISOR_TEST_PERF_OPEN";
 
 /// Returns the error with which this call of `perf_event_open(2)` must fail.
 #[cfg(debug_assertions)]
-pub(super) fn of_open() -> Option<i32> {
+pub(super) fn injected_open_error() -> Option<i32> {
     // Opened at the first call, before files and system calls are restricted.
     static WANTED: OnceLock<Option<File>> = OnceLock::new();
     static CALLS: AtomicU32 = AtomicU32::new(0);
@@ -42,6 +42,6 @@ pub(super) fn of_open() -> Option<i32> {
 
 /// Returns `None` in releases.
 #[cfg(not(debug_assertions))]
-pub(super) const fn of_open() -> Option<i32> {
+pub(super) const fn injected_open_error() -> Option<i32> {
     None
 }

@@ -16,11 +16,11 @@ use perf_event_open_sys as sys;
 use sys::bindings::{perf_event_attr, perf_event_header, perf_event_mmap_page};
 
 use super::fault;
-use super::opener::{self, Counted, OpenRequest, OverflowSignal};
+use super::opener::{self, HostTarget, OpenRequest, OverflowSignal};
 
 /// Maximum number of attempts to open an event when signals interrupt the open. A faster signal
 /// rate counts as a failure, and the event is retried later.
-const MOST_OPENS: u32 = 64;
+const MAX_OPEN_ATTEMPTS: u32 = 64;
 /// A period so long that it never elapses (36 years of nanoseconds). An event with this period is
 /// *parked*: it stays open in the kernel at no cost until an ioctl sets a real period.
 pub(crate) const PARKED_PERIOD: u64 = 1 << 60;
@@ -31,7 +31,7 @@ pub(crate) const READ_TIMES: u64 =
 
 /// A count with the times that the kernel keeps for the event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Timed {
+pub(crate) struct TimedCount {
     pub(crate) count: u64,
     /// Time for which the event was enabled while its thread ran, in nanoseconds.
     pub(crate) enabled_ns: u64,
@@ -117,13 +117,13 @@ impl AsFd for PerfFd {
 impl PerfFd {
     /// Opens `attr` on thread `tid` (0 is the calling thread), on any CPU.
     pub(crate) fn open(attr: &mut perf_event_attr, tid: i32) -> io::Result<Self> {
-        Self::open_in_group(attr, Counted::Thread(tid), None, None)
+        Self::open_in_group(attr, HostTarget::Thread(tid), None, None)
     }
 
     /// Opens `attr` as [`PerfFd::open`] does, in the group of `leader` and with an overflow signal.
     pub(crate) fn open_in_group(
         attr: &mut perf_event_attr,
-        counted: Counted,
+        counted: HostTarget,
         leader: Option<&PerfFd>,
         overflow: Option<OverflowSignal>,
     ) -> io::Result<Self> {
@@ -136,7 +136,7 @@ impl PerfFd {
         let mut opened = Self::open_once(&request);
         // A signal, such as a vCPU kick, interrupts the kernel while it waits for locks. It is
         // handled before the retry.
-        for _ in 1..MOST_OPENS {
+        for _ in 1..MAX_OPEN_ATTEMPTS {
             match &opened {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => opened = Self::open_once(&request),
                 _ => break,
@@ -146,7 +146,7 @@ impl PerfFd {
     }
 
     fn open_once(request: &OpenRequest<'_>) -> io::Result<Self> {
-        if let Some(error) = fault::of_open() {
+        if let Some(error) = fault::injected_open_error() {
             return Err(io::Error::from_raw_os_error(error));
         }
         let fd = opener::current().open(request)?;
@@ -217,7 +217,7 @@ impl PerfFd {
 
     /// Reads the count and the kernel's times of an event opened with [`READ_TIMES`]. Returns
     /// `None` as [`PerfFd::read_count`] does.
-    pub(crate) fn read_timed(&self) -> io::Result<Option<Timed>> {
+    pub(crate) fn read_timed(&self) -> io::Result<Option<TimedCount>> {
         let mut words = [0u64; 3];
         let len = size_of_val(&words);
         // SAFETY: the buffer is `len` writable bytes, and the kernel writes at most that many.
@@ -226,7 +226,7 @@ impl PerfFd {
             return Err(io::Error::last_os_error());
         }
         let [count, enabled_ns, running_ns] = words;
-        Ok((n.cast_unsigned() == len).then_some(Timed {
+        Ok((n.cast_unsigned() == len).then_some(TimedCount {
             count,
             enabled_ns,
             running_ns,
@@ -285,15 +285,15 @@ impl PerfFd {
             data_offset: page,
             data_len,
         };
-        map.put_there(page);
+        map.populate_page(page);
         Ok(map)
     }
 }
 
 /// Blocks all signals of this thread until dropped.
-struct SignalsHeld(libc::sigset_t);
+struct SignalBlockGuard(libc::sigset_t);
 
-impl SignalsHeld {
+impl SignalBlockGuard {
     fn begin() -> Self {
         // SAFETY: both sets are live values, and zeroed sets are valid; the calls do not fail with
         // these arguments.
@@ -306,7 +306,7 @@ impl SignalsHeld {
     }
 }
 
-impl Drop for SignalsHeld {
+impl Drop for SignalBlockGuard {
     fn drop(&mut self) {
         // SAFETY: the set is the thread's previous signal mask.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.0, std::ptr::null_mut()) };
@@ -343,7 +343,7 @@ impl Drop for PerfMap {
 }
 
 /// Maximum number of payload words per record that are passed on; longer records are truncated.
-const MOST_WORDS: usize = 4;
+const MAX_PAYLOAD_WORDS: usize = 4;
 
 /// The type and `misc` fields of a record header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -435,8 +435,8 @@ impl PerfMap {
     /// An event that counts single page faults, which a guest can request, sends a signal at each
     /// fault. The kernel delivers a signal before it maps a page of this mapping, so the access
     /// would fault and signal again, indefinitely. Blocked signals avoid this.
-    fn put_there(&self, page: usize) {
-        let _held = SignalsHeld::begin();
+    fn populate_page(&self, page: usize) {
+        let _held = SignalBlockGuard::begin();
         let tail = self.field_u64(std::mem::offset_of!(perf_event_mmap_page, data_tail));
         tail.store(tail.load(Ordering::Relaxed), Ordering::Relaxed);
         for at in (self.data_offset..self.len).step_by(page.max(1)) {
@@ -455,7 +455,7 @@ impl PerfMap {
 
     /// Returns the count and times at which the event was last scheduled out, or `None` if it is on
     /// a counter or the page kept changing.
-    pub(crate) fn left(&self) -> Option<Timed> {
+    pub(crate) fn left(&self) -> Option<TimedCount> {
         const TRIES: usize = 16;
         let lock = self.field_u32(std::mem::offset_of!(perf_event_mmap_page, lock));
         for _ in 0..TRIES {
@@ -464,7 +464,7 @@ impl PerfMap {
                 continue;
             }
             let word = |offset| self.field_u64(offset).load(Ordering::Relaxed);
-            let left = Timed {
+            let left = TimedCount {
                 count: word(std::mem::offset_of!(perf_event_mmap_page, offset)),
                 enabled_ns: word(std::mem::offset_of!(perf_event_mmap_page, time_enabled)),
                 running_ns: word(std::mem::offset_of!(perf_event_mmap_page, time_running)),
@@ -521,8 +521,8 @@ impl PerfMap {
             if size < header || size % 8 != 0 {
                 break;
             }
-            let mut words = [0u64; MOST_WORDS];
-            let count = MOST_WORDS.min(((size - header) / 8) as usize);
+            let mut words = [0u64; MAX_PAYLOAD_WORDS];
+            let count = MAX_PAYLOAD_WORDS.min(((size - header) / 8) as usize);
             for (i, word) in words[..count].iter_mut().enumerate() {
                 let at = (at + 8 + 8 * i) & (self.data_len - 1);
                 // SAFETY: as above. Aligned words do not wrap, and words past `head` are merely
@@ -566,7 +566,7 @@ mod tests {
 
     /// A thread that receives a signal at each page fault can still read the rings of its events.
     #[test]
-    fn a_ring_is_emptied_while_each_page_fault_sends_a_signal() {
+    fn ring_drains_while_page_faults_send_signals() {
         let signal = libc::SIGRTMIN() + 9;
         // SAFETY: the handler does nothing.
         unsafe { libc::signal(signal, nothing as extern "C" fn(libc::c_int) as usize) };

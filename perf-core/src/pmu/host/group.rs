@@ -18,8 +18,8 @@ use perf_event_open_sys::bindings::{
 };
 use smallvec::SmallVec;
 
-use super::fd::{PerfFd, Timed};
-use super::opener::Counted;
+use super::fd::{PerfFd, TimedCount};
+use super::opener::HostTarget;
 
 /// Read format of the member through which the group is read.
 pub(super) const READ_GROUP: u64 =
@@ -28,14 +28,14 @@ pub(super) const READ_GROUP: u64 =
 
 /// Maximum number of members besides the leader. Further events are opened alone; no PMU has that
 /// many counters.
-pub(super) const MOST: usize = 15;
+pub(super) const MAX_MEMBERS: usize = 15;
 
 /// A kernel group, shared by all its members. All calls are made under the lock of the events'
 /// context.
 #[derive(Debug)]
 pub(super) struct KernelGroup {
     /// Target that the events count.
-    pub(super) counted: Counted,
+    pub(super) counted: HostTarget,
     /// Set if the leader, and thus the whole group, is pinned.
     pub(super) pinned: bool,
     leader: Arc<PerfFd>,
@@ -43,13 +43,13 @@ pub(super) struct KernelGroup {
     /// Set while the leader is enabled.
     on: AtomicBool,
     /// Count of the leader, if it was read with the group since it was last disabled.
-    count: Reading,
-    members: Mutex<SmallVec<[Arc<Member>; 4]>>,
+    count: CachedCount,
+    members: Mutex<SmallVec<[Arc<GroupMember>; 4]>>,
 }
 
 /// A member other than the leader.
 #[derive(Debug)]
-pub(super) struct Member {
+pub(super) struct GroupMember {
     fd: Arc<PerfFd>,
     id: u64,
     /// Set if the group can be read through this member.
@@ -60,17 +60,17 @@ pub(super) struct Member {
     wanted: AtomicBool,
     /// Set if the member is enabled in the kernel.
     enabled: AtomicBool,
-    count: Reading,
+    count: CachedCount,
 }
 
 /// A cached count, valid while the group is disabled.
 #[derive(Debug, Default)]
-struct Reading {
+struct CachedCount {
     count: AtomicU64,
     known: AtomicBool,
 }
 
-impl Reading {
+impl CachedCount {
     fn set(&self, count: u64) {
         self.count.store(count, Ordering::Relaxed);
         self.known.store(true, Ordering::Relaxed);
@@ -85,14 +85,14 @@ impl Reading {
 
 impl KernelGroup {
     /// Creates the group of `leader`, without other members. Takes one system call.
-    pub(super) fn new(leader: Arc<PerfFd>, counted: Counted, pinned: bool, on: bool) -> io::Result<Self> {
+    pub(super) fn new(leader: Arc<PerfFd>, counted: HostTarget, pinned: bool, on: bool) -> io::Result<Self> {
         Ok(Self {
             counted,
             pinned,
             leader_id: leader.id()?,
             leader,
             on: AtomicBool::new(on),
-            count: Reading::default(),
+            count: CachedCount::default(),
             members: Mutex::default(),
         })
     }
@@ -101,37 +101,37 @@ impl KernelGroup {
         &self.leader
     }
 
-    fn members(&self) -> std::sync::MutexGuard<'_, SmallVec<[Arc<Member>; 4]>> {
+    fn members(&self) -> std::sync::MutexGuard<'_, SmallVec<[Arc<GroupMember>; 4]>> {
         self.members.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn is_full(&self) -> bool {
-        self.members().len() >= MOST
+        self.members().len() >= MAX_MEMBERS
     }
 
     /// Returns `true` if the group cannot be read yet because no member has [`READ_GROUP`].
-    pub(super) fn wants_reader(&self) -> bool {
+    pub(super) fn needs_reader(&self) -> bool {
         !self.members().iter().any(|m| m.reads)
     }
 
     /// Adds `fd`, which was opened disabled in this group. `reads` is set if it was opened with
     /// [`READ_GROUP`].
-    pub(super) fn join(&self, fd: Arc<PerfFd>, reads: bool, software: bool) -> io::Result<Arc<Member>> {
-        let member = Arc::new(Member {
+    pub(super) fn join(&self, fd: Arc<PerfFd>, reads: bool, software: bool) -> io::Result<Arc<GroupMember>> {
+        let member = Arc::new(GroupMember {
             id: fd.id()?,
             fd,
             reads,
             software,
             wanted: AtomicBool::new(false),
             enabled: AtomicBool::new(false),
-            count: Reading::default(),
+            count: CachedCount::default(),
         });
         self.members().push(Arc::clone(&member));
         Ok(member)
     }
 
     /// Removes a member with a file descriptor that is about to be closed.
-    pub(super) fn part(&self, member: &Arc<Member>) {
+    pub(super) fn remove(&self, member: &Arc<GroupMember>) {
         self.members().retain(|m| !Arc::ptr_eq(m, member));
     }
 
@@ -156,7 +156,7 @@ impl KernelGroup {
     }
 
     /// Starts `member` together with the leader, or immediately if the leader is on.
-    pub(super) fn start_member(&self, member: &Member) -> io::Result<()> {
+    pub(super) fn start_member(&self, member: &GroupMember) -> io::Result<()> {
         member.count.known.store(false, Ordering::Relaxed);
         if !member.enabled.load(Ordering::Relaxed) {
             self.enable(member)?;
@@ -172,7 +172,7 @@ impl KernelGroup {
     /// clock, or not a clock). Beside any other running leader the event would count nothing until
     /// the thread is next scheduled, and its times would not show this. Therefore the leader is
     /// disabled and enabled again around this call.
-    pub(super) fn enable(&self, member: &Member) -> io::Result<()> {
+    pub(super) fn enable(&self, member: &GroupMember) -> io::Result<()> {
         let around = self.on.load(Ordering::Relaxed) && member.software;
         if around {
             self.leader.disable()?;
@@ -185,7 +185,7 @@ impl KernelGroup {
     }
 
     /// Stops `member`. Takes no system call if the leader is already off.
-    pub(super) fn stop_member(&self, member: &Member) -> io::Result<()> {
+    pub(super) fn stop_member(&self, member: &GroupMember) -> io::Result<()> {
         member.wanted.store(false, Ordering::Relaxed);
         if self.on.load(Ordering::Relaxed) {
             member.disable()?;
@@ -201,7 +201,7 @@ impl KernelGroup {
     }
 
     /// Reads the count of `member` of a disabled group.
-    pub(super) fn read_member(&self, member: &Member) -> Option<u64> {
+    pub(super) fn read_member(&self, member: &GroupMember) -> Option<u64> {
         if member.count.get().is_none() {
             self.read_all();
         }
@@ -230,9 +230,9 @@ impl KernelGroup {
     }
 }
 
-impl Member {
+impl GroupMember {
     /// Returns [`PerfFd::read_timed`] of the member's file descriptor.
-    pub(super) fn read_timed(&self) -> io::Result<Option<Timed>> {
+    pub(super) fn read_timed(&self) -> io::Result<Option<TimedCount>> {
         if !self.reads {
             return self.fd.read_timed();
         }
@@ -242,15 +242,17 @@ impl Member {
                 own = Some(count);
             }
         })?;
-        Ok(own.zip(times).map(|(count, (enabled_ns, running_ns))| Timed {
-            count,
-            enabled_ns,
-            running_ns,
-        }))
+        Ok(own
+            .zip(times)
+            .map(|(count, (enabled_ns, running_ns))| TimedCount {
+                count,
+                enabled_ns,
+                running_ns,
+            }))
     }
 
     /// Returns `true` if the ring receives a single count per overflow, that of this member.
-    pub(super) fn samples_itself(&self) -> bool {
+    pub(super) fn has_single_count_samples(&self) -> bool {
         !self.reads
     }
 
@@ -258,7 +260,7 @@ impl Member {
     /// `None` in the error state.
     fn each(&self, mut each: impl FnMut(u64, u64)) -> io::Result<Option<(u64, u64)>> {
         // The number of members, two times, and a count and an id for each member.
-        let mut words = [0u64; 3 + 2 * (MOST + 1)];
+        let mut words = [0u64; 3 + 2 * (MAX_MEMBERS + 1)];
         let read = self.fd.read_words(&mut words)?;
         let Some(([_, enabled_ns, running_ns], pairs)) = words[..read].split_first_chunk() else {
             return Ok(None);

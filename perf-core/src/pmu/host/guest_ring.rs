@@ -5,7 +5,7 @@
 //! user space. The kernel cannot record the guest's stack, address space and task.
 //!
 //! [`GuestSampler`] is opened in the VMM. Its file descriptor may be sent to another process, which
-//! maps the ring with [`GuestSamples`] and reads it without involving the VMM.
+//! maps the ring with [`GuestSampleRing`] and reads it without involving the VMM.
 //!
 //! # Limitations
 //! - A clock samples the thread in every mode, so the ring includes samples in the host kernel and
@@ -13,7 +13,7 @@
 //!   samples.
 //! - Some KVMs interpret parts of the guest, or run on a host that does not mark guest samples.
 //!   Such time is indistinguishable from host kernel time, so readers have to compare; see
-//!   [`Side`].
+//!   [`SampleOrigin`].
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -58,7 +58,7 @@ impl GuestSampler {
         raw.set_freq(attr.freq.into());
         raw.__bindgen_anon_3.config1 = attr.config1;
         raw.__bindgen_anon_4.config2 = attr.config2;
-        HostPmu::set_sides(&mut raw, attr);
+        HostPmu::set_exclusions(&mut raw, attr);
         Self::open(raw, tid, !attr.exclude_guest)
     }
 
@@ -67,7 +67,7 @@ impl GuestSampler {
         attr.set_disabled(1);
         attr.set_use_clockid(1);
         attr.clockid = libc::CLOCK_MONOTONIC;
-        let fd = PerfFd::open(&mut attr, tid).map_err(|e| HostPmu::refused(e, guest))?;
+        let fd = PerfFd::open(&mut attr, tid).map_err(|e| HostPmu::open_error(e, guest))?;
         Ok(Self { fd })
     }
 
@@ -97,7 +97,7 @@ impl AsFd for GuestSampler {
 
 /// The code that a sample interrupted, as far as the host kernel can tell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Side {
+pub enum SampleOrigin {
     /// The guest at privilege level 3.
     GuestUser,
     /// The guest at another privilege level.
@@ -114,7 +114,7 @@ pub struct GuestSample {
     /// `CLOCK_MONOTONIC` time, in nanoseconds.
     pub time_ns: u64,
     /// Code that was interrupted.
-    pub side: Side,
+    pub side: SampleOrigin,
     /// Instruction pointer, of the guest for guest samples.
     pub ip: u64,
     /// Number of events that the sample represents; nanoseconds for a clock.
@@ -123,7 +123,7 @@ pub struct GuestSample {
 
 /// Records other than samples in a drained ring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Drained {
+pub struct DrainStats {
     /// Number of lost samples.
     pub lost: u64,
     /// Number of times that the kernel throttled sampling.
@@ -132,12 +132,12 @@ pub struct Drained {
 
 /// The mapped ring of a [`GuestSampler`], in this process or another.
 #[derive(Debug)]
-pub struct GuestSamples {
+pub struct GuestSampleRing {
     fd: PerfFd,
     map: PerfMap,
 }
 
-impl GuestSamples {
+impl GuestSampleRing {
     /// Maps the ring of `fd` with `2^log2_pages` data pages, which count against the user's perf
     /// memory (`perf_event_mlock_kb`).
     ///
@@ -159,15 +159,15 @@ impl GuestSamples {
 
     /// Passes each unread sample to `each`, oldest first, and returns counts of other records.
     /// Reads at most one ring's length.
-    pub fn drain(&mut self, mut each: impl FnMut(GuestSample)) -> Drained {
-        let mut drained = Drained::default();
+    pub fn drain(&mut self, mut each: impl FnMut(GuestSample)) -> DrainStats {
+        let mut drained = DrainStats::default();
         self.map.drain_words(|head, words| match (head.type_, words) {
             (b::PERF_RECORD_SAMPLE, &[ip, time_ns, period, ..]) => {
                 let side = match u32::from(head.misc) & b::PERF_RECORD_MISC_CPUMODE_MASK {
-                    b::PERF_RECORD_MISC_GUEST_USER => Side::GuestUser,
-                    b::PERF_RECORD_MISC_GUEST_KERNEL => Side::GuestKernel,
-                    b::PERF_RECORD_MISC_USER => Side::HostUser,
-                    _ => Side::HostKernel,
+                    b::PERF_RECORD_MISC_GUEST_USER => SampleOrigin::GuestUser,
+                    b::PERF_RECORD_MISC_GUEST_KERNEL => SampleOrigin::GuestKernel,
+                    b::PERF_RECORD_MISC_USER => SampleOrigin::HostUser,
+                    _ => SampleOrigin::HostKernel,
                 };
                 each(GuestSample {
                     time_ns,
@@ -186,7 +186,7 @@ impl GuestSamples {
 
 impl HostPmu {
     /// Sets the exclude bits of a hardware event from `attr`.
-    pub(super) fn set_sides(raw: &mut b::perf_event_attr, attr: &Attr) {
+    pub(super) fn set_exclusions(raw: &mut b::perf_event_attr, attr: &Attr) {
         raw.set_exclude_hv(attr.exclude_hv.into());
         raw.set_exclude_host(attr.exclude_host.into());
         raw.set_exclude_guest(attr.exclude_guest.into());
@@ -203,14 +203,14 @@ mod tests {
     /// A thread without a guest is sampled as the host, with increasing times and the requested
     /// period.
     #[test]
-    fn a_clock_samples_its_thread_and_says_which_side_ran() {
+    fn clock_samples_report_their_origin() {
         const PERIOD_NS: u64 = 500_000;
         let sampler = match GuestSampler::clock(current_tid(), PERIOD_NS) {
             Ok(sampler) => sampler,
             Err(e) => return eprintln!("SKIP: no clock events here: {e}"),
         };
         let fd = sampler.as_fd().try_clone_to_owned().unwrap();
-        let mut samples = GuestSamples::map(fd, 3).unwrap();
+        let mut samples = GuestSampleRing::map(fd, 3).unwrap();
         sampler.set_enabled(true).unwrap();
         let mut seen = Vec::new();
         let mut work = 0u64;
@@ -218,12 +218,15 @@ mod tests {
             for i in 0..1_000_000u64 {
                 work = std::hint::black_box(work.wrapping_mul(31).wrapping_add(i));
             }
-            assert_eq!(samples.drain(|s| seen.push(s)), Drained::default());
+            assert_eq!(samples.drain(|s| seen.push(s)), DrainStats::default());
         }
         samples.set_enabled(false).unwrap();
-        assert!(seen.iter().any(|s| s.side == Side::HostUser));
+        assert!(seen.iter().any(|s| s.side == SampleOrigin::HostUser));
         for s in &seen {
-            assert!(matches!(s.side, Side::HostUser | Side::HostKernel), "{s:?}");
+            assert!(
+                matches!(s.side, SampleOrigin::HostUser | SampleOrigin::HostKernel),
+                "{s:?}"
+            );
             assert_eq!(s.period, PERIOD_NS);
         }
         assert!(seen.is_sorted_by_key(|s| s.time_ns));
@@ -235,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn only_hardware_events_are_taken_for_the_hardware() {
+    fn guest_sampler_rejects_non_hardware_events() {
         let attr = Attr::sampling(EventType::SOFTWARE, 0, 1000);
         assert!(matches!(
             GuestSampler::hardware(0, &attr),

@@ -48,7 +48,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hybrid_host_is_refused_with_its_cores_and_the_remedy() {
+    fn hybrid_host_is_rejected_with_cores_and_remedy() {
         let dir = devices(
             "two",
             &[("cpu_core", "0-7\n"), ("cpu_atom", "8-15\n"), ("software", "")],
@@ -60,7 +60,7 @@ mod tests {
     }
 
     #[test]
-    fn one_kind_of_core_is_none() {
+    fn uniform_cores_are_accepted() {
         let dir = devices("one", &[("cpu", ""), ("software", ""), ("cpu_core", "0-7\n")]);
         let line = refusal(&dir);
         fs::remove_dir_all(&dir).unwrap();

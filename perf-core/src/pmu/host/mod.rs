@@ -29,6 +29,7 @@ pub(crate) mod fd;
 mod group;
 mod guest_ring;
 mod hybrid;
+mod open_params;
 mod opener;
 mod probe;
 mod rate;
@@ -38,25 +39,26 @@ use std::io;
 use std::sync::Arc;
 
 use crate::attr::{Attr, EventType};
-use crate::pmu::{Capacity, CounterMask, Group, Pmu, PmuError, PmuEvent, Target};
+use crate::pmu::{CounterMask, GroupHandle, Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget};
 
-use perf_event_open_sys::bindings::{PERF_RECORD_SAMPLE, PERF_SAMPLE_READ, perf_event_attr};
+use perf_event_open_sys::bindings::{PERF_RECORD_SAMPLE, PERF_SAMPLE_READ};
 
 pub use counters::{FixedCounter, HostCounters};
 pub use fd::monotonic_ns;
-use fd::{PARKED_PERIOD, PerfFd, PerfMap, READ_TIMES, Timed, current_tid, new_attr};
-use group::{KernelGroup, Member, READ_GROUP};
-pub use guest_ring::{Drained, GuestSample, GuestSampler, GuestSamples, Side};
-pub use opener::{Counted, DirectOpener, EventOpener, OpenRequest, OverflowSignal, set_event_opener};
+use fd::{PARKED_PERIOD, PerfFd, PerfMap, READ_TIMES, TimedCount, current_tid, new_attr};
+use group::KernelGroup;
+pub use guest_ring::{DrainStats, GuestSample, GuestSampleRing, GuestSampler, SampleOrigin};
+use open_params::{GroupMembership, OpenParams, missing_cpu_error};
+pub use opener::{DirectOpener, EventOpener, HostTarget, OpenRequest, OverflowSignal, set_event_opener};
 pub use probe::{
     GenericEvent, HostProbe, cache_event_opens, counting_is_denied, counting_is_denied_to, ignore_sigio,
 };
 pub use rate::MIN_CLOCK_PERIOD_NS;
-use rate::{Clocks, Ringing};
+use rate::{ClockRate, ClockRates};
 pub use tracepoint::Tracepoint;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Class {
+enum HostEventClass {
     Hardware,
     Software,
 }
@@ -64,11 +66,11 @@ enum Class {
 /// Host kernel perf events of one class.
 #[derive(Debug)]
 pub struct HostPmu {
-    class: Class,
+    class: HostEventClass,
     signal: Option<i32>,
     counters: HostCounters,
     user_read: bool,
-    clocks: Clocks,
+    clocks: ClockRates,
 }
 
 impl HostPmu {
@@ -78,11 +80,11 @@ impl HostPmu {
     #[must_use]
     pub fn hardware(signal: Option<i32>, probe: &HostProbe) -> Self {
         Self {
-            class: Class::Hardware,
+            class: HostEventClass::Hardware,
             signal,
             counters: probe.counters.clone(),
             user_read: probe.user_read,
-            clocks: Clocks::default(),
+            clocks: ClockRates::default(),
         }
     }
 
@@ -90,17 +92,17 @@ impl HostPmu {
     #[must_use]
     pub fn software(signal: Option<i32>) -> Self {
         Self {
-            class: Class::Software,
+            class: HostEventClass::Software,
             signal,
             counters: HostCounters::default(),
             user_read: false,
-            clocks: Clocks::default(),
+            clocks: ClockRates::default(),
         }
     }
 
     /// Converts an error of opening an event. `guest` is set if the event counts a guest on the
     /// hardware PMU.
-    fn refused(source: io::Error, guest: bool) -> PmuError {
+    fn open_error(source: io::Error, guest: bool) -> PmuError {
         match source.raw_os_error() {
             Some(libc::EOPNOTSUPP | libc::EBUSY) if guest => PmuError::Mediated(source),
             Some(libc::ENOENT | libc::ENODEV | libc::ENXIO) => PmuError::NoSuchEvent,
@@ -119,41 +121,43 @@ impl HostPmu {
 impl Pmu for HostPmu {
     fn name(&self) -> &'static str {
         match self.class {
-            Class::Hardware => "host",
-            Class::Software => "host-software",
+            HostEventClass::Hardware => "host",
+            HostEventClass::Software => "host-software",
         }
     }
 
     fn serves(&self, ty: EventType) -> bool {
         match self.class {
-            Class::Hardware => [EventType::HARDWARE, EventType::HW_CACHE, EventType::RAW].contains(&ty),
-            Class::Software => ty == EventType::SOFTWARE,
+            HostEventClass::Hardware => {
+                [EventType::HARDWARE, EventType::HW_CACHE, EventType::RAW].contains(&ty)
+            }
+            HostEventClass::Software => ty == EventType::SOFTWARE,
         }
     }
 
-    fn capacity(&self) -> Capacity {
+    fn capacity(&self) -> PmuCapacity {
         match self.class {
-            Class::Hardware => Capacity::Counters(self.counters.mask()),
-            Class::Software => Capacity::Unlimited,
+            HostEventClass::Hardware => PmuCapacity::Counters(self.counters.mask()),
+            HostEventClass::Software => PmuCapacity::Unlimited,
         }
     }
 
     fn constraint(&self, attr: &Attr) -> CounterMask {
         match self.class {
-            Class::Hardware => self.counters.constraint(attr),
-            Class::Software => CounterMask::ALL,
+            HostEventClass::Hardware => self.counters.constraint(attr),
+            HostEventClass::Software => CounterMask::ALL,
         }
     }
 
-    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         self.open_beside(attr, target, None)
     }
 
     fn open_in_group(
         &self,
         attr: &Attr,
-        target: Target,
-        group: &Group,
+        target: PmuTarget,
+        group: &GroupHandle,
     ) -> Result<Box<dyn PmuEvent>, PmuError> {
         self.open_beside(attr, target, Arc::clone(group).downcast().ok())
     }
@@ -163,17 +167,17 @@ impl HostPmu {
     fn open_beside(
         &self,
         attr: &Attr,
-        target: Target,
+        target: PmuTarget,
         group: Option<Arc<KernelGroup>>,
     ) -> Result<Box<dyn PmuEvent>, PmuError> {
         let (counted, signal_tid) = match target {
-            Target::Vcpu { tid, .. } => (Counted::Thread(tid), tid),
-            Target::Cpu { cpu } => {
-                let cpu = i32::try_from(cpu).map_err(|_| no_cpu(libc::EINVAL))?;
+            PmuTarget::Vcpu { tid, .. } => (HostTarget::Thread(tid), tid),
+            PmuTarget::Cpu { cpu } => {
+                let cpu = i32::try_from(cpu).map_err(|_| missing_cpu_error(libc::EINVAL))?;
                 // CPU events are not armed by a vCPU, so the opening thread receives the signal.
-                (Counted::Cpu(cpu), current_tid())
+                (HostTarget::Cpu(cpu), current_tid())
             }
-            Target::Vm => {
+            PmuTarget::Vm => {
                 return Err(PmuError::Unsupported(
                     "a host event counts one vCPU's thread, not a VM",
                 ));
@@ -188,18 +192,18 @@ impl HostPmu {
         raw.sample_type = u64::from(PERF_SAMPLE_READ);
         raw.read_format = READ_TIMES;
         raw.set_disabled(1);
-        let hardware = self.class == Class::Hardware;
+        let hardware = self.class == HostEventClass::Hardware;
         if hardware {
             raw.set_pinned(1);
             raw.__bindgen_anon_3.config1 = attr.config1;
             raw.__bindgen_anon_4.config2 = attr.config2;
-            Self::set_sides(&mut raw, attr);
+            Self::set_exclusions(&mut raw, attr);
         } else if attr.exclude_user || attr.exclude_kernel {
             return Err(PmuError::Unsupported(
                 "a host software event has no guest privilege level",
             ));
         }
-        let opener = Opener {
+        let opener = OpenParams {
             raw,
             counted,
             signal_tid,
@@ -218,8 +222,8 @@ impl HostPmu {
             }
         };
         let ringing = match attr.is_host_clock() {
-            true => self.clocks.one_of(counted),
-            false => Ringing::default(),
+            true => self.clocks.register(counted),
+            false => ClockRate::default(),
         };
         Ok(Box::new(HostEvent {
             fd,
@@ -236,142 +240,21 @@ impl HostPmu {
             on: false,
             kernel_period: PARKED_PERIOD,
             kernel_due: PARKED_PERIOD,
-            short_told: false,
+            loss_logged: false,
             last_count: 0,
             stale: false,
-            good: Good::default(),
+            good: LastOnCounter::default(),
             lost_at_ns: None,
             armed_at: None,
         }))
     }
 }
 
-/// Parameters of an open, kept to reopen the event when it leaves its group.
-#[derive(Debug)]
-struct Opener {
-    raw: perf_event_attr,
-    counted: Counted,
-    /// Thread that receives the overflow signal.
-    signal_tid: i32,
-    signal: Option<i32>,
-    hardware: bool,
-    /// Set if the event counts a guest on the hardware PMU.
-    guest: bool,
-    user_read: bool,
-}
-
-/// Membership in a group with another leader.
-#[derive(Debug)]
-struct Place {
-    group: Arc<KernelGroup>,
-    member: Arc<Member>,
-}
-
-/// Returns the error for a CPU that does not exist or is offline.
-fn no_cpu(errno: i32) -> PmuError {
-    PmuError::Os {
-        what: "counting a CPU that the host does not have, or that is offline,",
-        source: io::Error::from_raw_os_error(errno),
-    }
-}
-
-impl Opener {
-    /// Converts an error of opening this event.
-    fn refused(&self, source: io::Error) -> PmuError {
-        let Counted::Cpu(cpu) = self.counted else {
-            return HostPmu::refused(source, self.guest);
-        };
-        match source.raw_os_error() {
-            Some(libc::EACCES | libc::EPERM) => PmuError::Os {
-                what: "counting a whole CPU, which takes CAP_PERFMON or a kernel.perf_event_paranoid of 0 or less,",
-                source,
-            },
-            Some(libc::ENODEV) => no_cpu(libc::ENODEV),
-            // The kernel reports a nonexistent CPU as `EINVAL` only.
-            Some(libc::EINVAL) if cpu >= fd::cpus() => no_cpu(libc::EINVAL),
-            _ => HostPmu::refused(source, self.guest),
-        }
-    }
-
-    fn open(
-        &self,
-        raw: &mut perf_event_attr,
-        leader: Option<&PerfFd>,
-    ) -> Result<(Arc<PerfFd>, Option<PerfMap>), PmuError> {
-        let tid = self.signal_tid;
-        let overflow = self.signal.map(|signal| OverflowSignal { tid, signal });
-        let fd = PerfFd::open_in_group(raw, self.counted, leader, overflow).map_err(|e| self.refused(e))?;
-        let map = self.map(&fd);
-        Ok((Arc::new(fd), map))
-    }
-
-    /// Opens the event in `group`, unless the kernel rejects it there or it would count
-    /// differently. `counts` is set for an event that does not sample.
-    fn join(&self, group: Arc<KernelGroup>, counts: bool) -> Option<(Place, Arc<PerfFd>, Option<PerfMap>)> {
-        // The kernel could silently take a counter away from a group with a leader that is not pinned.
-        if group.counted != self.counted || self.hardware && !group.pinned || group.is_full() {
-            return None;
-        }
-        let mut raw = self.raw;
-        raw.set_pinned(0);
-        let reads = counts && group.wants_reader();
-        if reads {
-            raw.read_format = READ_GROUP;
-        }
-        let joined = self.open(&mut raw, Some(group.leader())).and_then(|(fd, map)| {
-            let member = group
-                .join(Arc::clone(&fd), reads, !self.hardware)
-                .map_err(|source| PmuError::Os {
-                    what: "asking for the id of a host event",
-                    source,
-                })?;
-            Ok((member, fd, map))
-        });
-        match joined {
-            Ok((member, fd, map)) => Some((Place { group, member }, fd, map)),
-            Err(e) => {
-                log::debug!(
-                    "a host event goes on and off apart from its group: {}",
-                    crate::error_line(&e)
-                );
-                None
-            }
-        }
-    }
-
-    /// Maps the pages that save system calls: a ring, to which the kernel writes the count at each overflow,
-    /// and the control page, with which the counter is read in user space. The event works without either.
-    fn map(&self, fd: &PerfFd) -> Option<PerfMap> {
-        let ring = || {
-            fd.map(Some(0))
-                .inspect_err(|e| {
-                    log::debug!(
-                        "overflows of a host event need a system call more: {}",
-                        crate::error_line(e)
-                    )
-                })
-                .ok()
-        };
-        let page = || {
-            fd.map(None)
-                .inspect_err(|e| {
-                    log::debug!(
-                        "reads of a host event need a system call: {}",
-                        crate::error_line(e)
-                    )
-                })
-                .ok()
-        };
-        let map = if self.signal.is_some() { ring() } else { None };
-        map.or_else(|| if self.user_read { page() } else { None })
-    }
-}
-
 #[derive(Debug)]
 struct HostEvent {
     fd: Arc<PerfFd>,
-    opener: Opener,
-    member: Option<Place>,
+    opener: OpenParams,
+    member: Option<GroupMembership>,
     /// Group that this event leads, if other events were opened in it.
     group: Option<Arc<KernelGroup>>,
     /// Count before the event was last reopened.
@@ -384,7 +267,7 @@ struct HostEvent {
     /// does not prove this.
     user_read: bool,
     /// Accounting of clock events, which overflow by a kernel timer.
-    ringing: Ringing,
+    ringing: ClockRate,
     /// Set if the kernel counts the event one by one, that is, it is neither a hardware counter nor a clock.
     one_by_one: bool,
     on: bool,
@@ -393,20 +276,20 @@ struct HostEvent {
     /// A count at which one of these periods ends.
     kernel_due: u64,
     /// Set once the temporary loss of the counter has been logged.
-    short_told: bool,
+    loss_logged: bool,
     last_count: u64,
     /// Set if the event was on since `last_count` was read.
     stale: bool,
     armed_at: Option<u64>,
     /// Last moment at which the event was known to be on a counter.
-    good: Good,
+    good: LastOnCounter,
     /// Earliest moment at which the kernel took the counter of the running event.
     lost_at_ns: Option<u64>,
 }
 
 /// A moment at which an event was on a counter.
 #[derive(Clone, Copy, Debug, Default)]
-struct Good {
+struct LastOnCounter {
     /// Time of [`monotonic_ns`].
     at_ns: u64,
     /// Kernel's time enabled of the event, in nanoseconds.
@@ -439,7 +322,7 @@ impl HostEvent {
             }
             let set = self.fd.set_period(period);
             match &self.member {
-                Some(Place { group, member }) if restart => group.enable(member)?,
+                Some(GroupMembership { group, member }) if restart => group.enable(member)?,
                 None if restart => self.fd.enable()?,
                 _ => {}
             }
@@ -477,7 +360,7 @@ impl HostEvent {
         if self
             .member
             .as_ref()
-            .is_some_and(|place| !place.member.samples_itself())
+            .is_some_and(|place| !place.member.has_single_count_samples())
         {
             return None;
         }
@@ -493,23 +376,23 @@ impl HostEvent {
     }
 
     /// Reads the count. Returns `None` if the kernel put the event into the error state.
-    fn count_now(&mut self) -> io::Result<Option<u64>> {
+    fn read_current(&mut self) -> io::Result<Option<u64>> {
         if self.on
-            && self.opener.counted == Counted::Thread(current_tid())
+            && self.opener.counted == HostTarget::Thread(current_tid())
             && self.user_read
             && let Some(count) = self.map.as_ref().and_then(PerfMap::user_read)
         {
             return Ok(Some(self.base + count));
         }
         let Some(read) = self.read_timed()? else {
-            self.counter_taken();
+            self.handle_lost_counter();
             return Ok(None);
         };
-        self.good = Good {
+        self.good = LastOnCounter {
             at_ns: monotonic_ns(),
             enabled_ns: read.enabled_ns,
         };
-        if read.running_ns < read.enabled_ns && !std::mem::replace(&mut self.short_told, true) {
+        if read.running_ns < read.enabled_ns && !std::mem::replace(&mut self.loss_logged, true) {
             log::warn!(
                 "the host's kernel took the counter of a pinned event away: it was on for {} of {} ns; its count is short",
                 read.running_ns,
@@ -519,7 +402,7 @@ impl HostEvent {
         Ok(Some(self.base + read.count))
     }
 
-    fn read_timed(&self) -> io::Result<Option<Timed>> {
+    fn read_timed(&self) -> io::Result<Option<TimedCount>> {
         match &self.member {
             Some(place) => place.member.read_timed(),
             None => self.fd.read_timed(),
@@ -533,7 +416,7 @@ impl HostEvent {
             return None;
         }
         let count = match (&self.member, &self.group) {
-            (Some(Place { group, member }), _) => group.read_member(member),
+            (Some(GroupMembership { group, member }), _) => group.read_member(member),
             (None, Some(group)) => group.read_leader(),
             (None, None) => None,
         };
@@ -542,7 +425,7 @@ impl HostEvent {
 
     fn enable(&self) -> io::Result<()> {
         match (&self.member, &self.group) {
-            (Some(Place { group, member }), _) => group.start_member(member),
+            (Some(GroupMembership { group, member }), _) => group.start_member(member),
             (None, Some(group)) => group.start(),
             (None, None) => self.fd.enable(),
         }
@@ -550,7 +433,7 @@ impl HostEvent {
 
     fn disable(&self) -> io::Result<()> {
         match (&self.member, &self.group) {
-            (Some(Place { group, member }), _) => group.stop_member(member),
+            (Some(GroupMembership { group, member }), _) => group.stop_member(member),
             (None, Some(group)) => group.stop(),
             (None, None) => self.fd.disable(),
         }
@@ -559,7 +442,7 @@ impl HostEvent {
 
 impl HostEvent {
     /// Handles the error state of the event. The control page has its final count and times.
-    fn counter_taken(&mut self) {
+    fn handle_lost_counter(&mut self) {
         if !self.on || self.lost_at_ns.is_some() {
             return;
         }
@@ -597,14 +480,14 @@ impl PmuEvent for HostEvent {
         self.stale = true;
         self.lost_at_ns = None;
         if self.hardware {
-            self.good = Good {
+            self.good = LastOnCounter {
                 at_ns: monotonic_ns(),
                 enabled_ns: self.map.as_ref().map_or(0, PerfMap::enabled_ns),
             };
         }
         // A pinned event without a counter enters the error state immediately and reads as end of
         // file. In a group this applies to the leader.
-        if self.hardware && self.member.is_none() && matches!(self.count_now(), Ok(None)) {
+        if self.hardware && self.member.is_none() && matches!(self.read_current(), Ok(None)) {
             self.stop();
             return Err(PmuError::Busy);
         }
@@ -625,7 +508,7 @@ impl PmuEvent for HostEvent {
         self.lost_at_ns = None;
     }
 
-    fn group(&mut self) -> Option<Group> {
+    fn group(&mut self) -> Option<GroupHandle> {
         if self.member.is_some() {
             return None;
         }
@@ -640,23 +523,23 @@ impl PmuEvent for HostEvent {
                 .ok()?;
             self.group = Some(Arc::new(made));
         }
-        self.group.clone().map(|group| group as Group)
+        self.group.clone().map(|group| group as GroupHandle)
     }
 
     fn leave_group(&mut self) {
         self.stop();
         let count = self.read();
-        let Some(Place { group, member }) = self.member.take() else {
+        let Some(GroupMembership { group, member }) = self.member.take() else {
             return;
         };
-        group.part(&member);
+        group.remove(&member);
         match self.opener.open(&mut self.opener.raw.clone(), None) {
             Ok((fd, map)) => {
                 (self.fd, self.map) = (fd, map);
                 self.base = count;
                 (self.kernel_period, self.kernel_due) = (PARKED_PERIOD, count + PARKED_PERIOD);
-                self.good = Good::default();
-                self.short_told = false;
+                self.good = LastOnCounter::default();
+                self.loss_logged = false;
             }
             // The event stays disabled in the kernel. A later start that does not count is detected.
             Err(e) => {
@@ -669,17 +552,17 @@ impl PmuEvent for HostEvent {
         }
     }
 
-    fn look(&mut self) {
+    fn check_counter(&mut self) {
         // The leader of a group reports a loss.
         if self.on && self.hardware && self.member.is_none() && self.lost_at_ns.is_none() {
             match self.fd.read_timed() {
                 Ok(Some(read)) => {
-                    self.good = Good {
+                    self.good = LastOnCounter {
                         at_ns: monotonic_ns(),
                         enabled_ns: read.enabled_ns,
                     };
                 }
-                Ok(None) => self.counter_taken(),
+                Ok(None) => self.handle_lost_counter(),
                 Err(e) => log::debug!("looking at a host event failed: {}", crate::error_line(&e)),
             }
         }
@@ -698,7 +581,7 @@ impl PmuEvent for HostEvent {
             self.stale = false;
             return self.last_count;
         }
-        match self.count_now() {
+        match self.read_current() {
             Ok(Some(count)) => {
                 self.last_count = self.last_count.max(count);
                 self.stale = self.on;
@@ -772,8 +655,8 @@ impl PmuEvent for HostEvent {
 
 impl Drop for HostEvent {
     fn drop(&mut self) {
-        if let Some(Place { group, member }) = &self.member {
-            group.part(member);
+        if let Some(GroupMembership { group, member }) = &self.member {
+            group.remove(member);
         }
     }
 }
@@ -783,17 +666,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_mediated_host_is_reported_as_such() {
+    fn mediated_host_error_is_reported() {
         for errno in [libc::EOPNOTSUPP, libc::EBUSY] {
             let e = || io::Error::from_raw_os_error(errno);
-            assert!(matches!(HostPmu::refused(e(), true), PmuError::Mediated(_)));
-            assert!(!matches!(HostPmu::refused(e(), false), PmuError::Mediated(_)));
+            assert!(matches!(HostPmu::open_error(e(), true), PmuError::Mediated(_)));
+            assert!(!matches!(HostPmu::open_error(e(), false), PmuError::Mediated(_)));
         }
     }
 
     #[test]
-    fn a_host_without_the_event_says_so() {
+    fn missing_host_event_is_reported() {
         let e = io::Error::from_raw_os_error(libc::ENOENT);
-        assert!(matches!(HostPmu::refused(e, true), PmuError::NoSuchEvent));
+        assert!(matches!(HostPmu::open_error(e, true), PmuError::NoSuchEvent));
     }
 }

@@ -30,7 +30,7 @@ struct FOwnerEx {
 
 /// The thread or CPU on which a host perf event counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Counted {
+pub enum HostTarget {
     /// A thread by id (0 is the calling thread), on any CPU.
     Thread(i32),
     /// A CPU, with everything that runs on it.
@@ -52,7 +52,7 @@ pub struct OpenRequest<'a> {
     /// The bytes of `struct perf_event_attr`.
     pub attr: &'a [u8],
     /// The target of the event.
-    pub counted: Counted,
+    pub counted: HostTarget,
     /// The leader of the event's group; `None` for an event that leads its own.
     pub leader: Option<BorrowedFd<'a>>,
     /// The overflow signal; `None` for an event that sends none.
@@ -96,8 +96,8 @@ impl EventOpener for DirectOpener {
 /// Calls `perf_event_open(2)`.
 fn perf_event_open(request: &OpenRequest<'_>) -> io::Result<OwnedFd> {
     let (pid, cpu) = match request.counted {
-        Counted::Thread(tid) => (tid, -1),
-        Counted::Cpu(cpu) => (-1, cpu),
+        HostTarget::Thread(tid) => (tid, -1),
+        HostTarget::Cpu(cpu) => (-1, cpu),
     };
     let group: RawFd = request.leader.map_or(-1, |leader| leader.as_raw_fd());
     let mut attr = perf_event_attr::default();

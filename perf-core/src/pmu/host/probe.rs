@@ -9,10 +9,10 @@ use std::str::FromStr;
 use perf_event_open_sys::bindings as b;
 use serde::{Deserialize, Serialize};
 
-use super::counters::{HostCounters, Trial, Tried};
+use super::counters::{HostCounters, ProbeEvent, ProbePmu};
 use super::fd::{PerfFd, bytes_of, current_tid, new_attr};
 use super::hybrid;
-use super::opener::{Counted, EventOpener, OpenRequest};
+use super::opener::{EventOpener, HostTarget, OpenRequest};
 
 /// Generic hardware events of `perf_event_open(2)`, with perf's names.
 const GENERIC: [(&str, u32); 10] = [
@@ -32,7 +32,7 @@ const GENERIC: [(&str, u32); 10] = [
 ];
 
 /// Events that any running code counts.
-const INEVITABLE: [u32; 5] = [
+const ALWAYS_COUNTED: [u32; 5] = [
     b::PERF_COUNT_HW_CPU_CYCLES,
     b::PERF_COUNT_HW_INSTRUCTIONS,
     b::PERF_COUNT_HW_BRANCH_INSTRUCTIONS,
@@ -99,14 +99,14 @@ impl HostProbe {
             .map(|(name, config, r)| GenericEvent {
                 name: name.to_owned(),
                 config: u64::from(config),
-                opens: r.is_ok() && (!INEVITABLE.contains(&config) || counts(config)),
+                opens: r.is_ok() && (!ALWAYS_COUNTED.contains(&config) || counts(config)),
             })
             .collect();
         let nmi_watchdog = read_number::<i32>("/proc/sys/kernel/nmi_watchdog").unwrap_or(0) > 0;
         let hybrid = hybrid::refusal(Path::new(DEVICES));
         let counters = match hybrid {
             Some(_) => HostCounters::default(),
-            None => HostCounters::find(&mut ThisThread, nmi_watchdog),
+            None => HostCounters::find(&mut ThreadProbe, nmi_watchdog),
         };
         let slots = counters.free();
         let no_slots_because = (slots == 0).then(|| {
@@ -129,7 +129,7 @@ impl HostProbe {
             paranoid: read_number("/proc/sys/kernel/perf_event_paranoid"),
             nmi_watchdog,
             mediated,
-            user_read: slots > 0 && rdpmc_works(),
+            user_read: slots > 0 && is_rdpmc_usable(),
             software_clock: open_clock().is_ok(),
             pmus: list_pmus(),
             generic,
@@ -170,7 +170,7 @@ pub fn counting_is_denied_to(opener: &dyn EventOpener) -> bool {
     attr.set_disabled(1);
     let request = OpenRequest {
         attr: bytes_of(&attr),
-        counted: Counted::Thread(current_tid()),
+        counted: HostTarget::Thread(current_tid()),
         leader: None,
         overflow: None,
     };
@@ -256,18 +256,18 @@ fn open_clock() -> io::Result<PerfFd> {
 }
 
 /// Tests events on the calling thread in host user mode, which requires no privilege.
-struct ThisThread;
+struct ThreadProbe;
 
-impl ThisThread {
-    fn attr(event: Tried) -> b::perf_event_attr {
+impl ThreadProbe {
+    fn attr(event: ProbeEvent) -> b::perf_event_attr {
         let mut attr = new_attr(event.ty.0, event.config);
         on_host_user_mode(&mut attr);
         attr
     }
 }
 
-impl Trial for ThisThread {
-    fn on_at_once(&mut self, events: &[Tried]) -> bool {
+impl ProbePmu for ThreadProbe {
+    fn count_together(&mut self, events: &[ProbeEvent]) -> bool {
         let mut on = Vec::with_capacity(events.len());
         events.iter().all(|&event| {
             let mut attr = Self::attr(event);
@@ -283,12 +283,12 @@ impl Trial for ThisThread {
         })
     }
 
-    fn in_a_group(&mut self, events: &[Tried]) -> bool {
+    fn fit_one_group(&mut self, events: &[ProbeEvent]) -> bool {
         let mut group: Vec<PerfFd> = Vec::with_capacity(events.len());
         events.iter().all(|&event| {
             let mut attr = Self::attr(event);
             attr.set_disabled(group.is_empty().into());
-            match PerfFd::open_in_group(&mut attr, Counted::Thread(0), group.first(), None) {
+            match PerfFd::open_in_group(&mut attr, HostTarget::Thread(0), group.first(), None) {
                 Ok(fd) => {
                     group.push(fd);
                     true
@@ -305,12 +305,12 @@ impl Trial for ThisThread {
 /// although the instruction faults or reads another value. Therefore a child process, which may
 /// crash, executes the instruction and compares the value with the kernel's counts before and
 /// after.
-fn rdpmc_works() -> bool {
+fn is_rdpmc_usable() -> bool {
     /// Number of comparisons. A wrong value may match by chance, but hardly this often.
     const TRIES: usize = 64;
     let mut attr = host_attr(b::PERF_COUNT_HW_CPU_CYCLES);
     attr.set_pinned(1);
-    survives_in_child(|| {
+    succeeds_in_child(|| {
         let Ok(fd) = PerfFd::open(&mut attr, 0) else {
             return false;
         };
@@ -333,7 +333,7 @@ fn rdpmc_works() -> bool {
 /// Runs `attempt` in a forked child and returns `true` if it returned `true` there. `attempt` may
 /// only make system calls, because other threads' locks, including the allocator's, stay frozen in
 /// the child.
-fn survives_in_child(attempt: impl FnOnce() -> bool) -> bool {
+fn succeeds_in_child(attempt: impl FnOnce() -> bool) -> bool {
     // SAFETY: the child only makes system calls (see above) and exits with `_exit`, so it runs no
     // destructors or exit handlers of this process.
     let pid = unsafe { libc::fork() };
@@ -384,7 +384,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_probe_agrees_with_itself() {
+    fn probe_is_consistent() {
         let probe = HostProbe::run();
         assert_eq!(probe.slots() == 0, probe.no_slots_because.is_some());
         assert!(!probe.user_read || probe.slots() > 0);
@@ -400,13 +400,13 @@ mod tests {
     }
 
     #[test]
-    fn a_child_that_faults_does_not_take_us_along() {
-        assert!(!survives_in_child(|| {
+    fn faulting_child_does_not_affect_parent() {
+        assert!(!succeeds_in_child(|| {
             // SAFETY: raising a signal accesses no memory; the default action ends only the child.
             unsafe { libc::raise(libc::SIGSEGV) };
             true
         }));
-        assert!(survives_in_child(|| true));
-        assert!(!survives_in_child(|| false));
+        assert!(succeeds_in_child(|| true));
+        assert!(!succeeds_in_child(|| false));
     }
 }

@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use super::opener::Counted;
+use super::opener::HostTarget;
 
 /// Minimum period of `cpu-clock` and `task-clock`, in nanoseconds. Clock events that overflow on
 /// the same thread share it: with two, each has twice this minimum.
@@ -19,11 +19,11 @@ pub const MIN_CLOCK_PERIOD_NS: u64 = 100_000;
 
 /// Number of armed clock events per thread or CPU.
 #[derive(Debug, Default)]
-pub(super) struct Clocks(Mutex<HashMap<Counted, Weak<AtomicU64>>>);
+pub(super) struct ClockRates(Mutex<HashMap<HostTarget, Weak<AtomicU64>>>);
 
-impl Clocks {
+impl ClockRates {
     /// Registers a clock event of `counted`, which is not armed yet.
-    pub(super) fn one_of(&self, counted: Counted) -> Ringing {
+    pub(super) fn register(&self, counted: HostTarget) -> ClockRate {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let together = all.get(&counted).and_then(Weak::upgrade).unwrap_or_else(|| {
             all.retain(|_, together| together.strong_count() > 0);
@@ -31,7 +31,7 @@ impl Clocks {
             all.insert(counted, Arc::downgrade(&together));
             together
         });
-        Ringing {
+        ClockRate {
             together: Some(together),
             rings: false,
         }
@@ -40,12 +40,12 @@ impl Clocks {
 
 /// The armed state of a clock event. Empty for other events.
 #[derive(Debug, Default)]
-pub(super) struct Ringing {
+pub(super) struct ClockRate {
     together: Option<Arc<AtomicU64>>,
     rings: bool,
 }
 
-impl Ringing {
+impl ClockRate {
     /// Counts the event as armed.
     pub(super) fn begin(&mut self) {
         if let Some(together) = &self.together
@@ -74,7 +74,7 @@ impl Ringing {
     }
 }
 
-impl Drop for Ringing {
+impl Drop for ClockRate {
     fn drop(&mut self) {
         self.end();
     }
@@ -86,10 +86,10 @@ mod tests {
 
     #[test]
     fn clocks_of_one_thread_share_the_shortest_period() {
-        let clocks = Clocks::default();
-        let of = |tid| clocks.one_of(Counted::Thread(tid));
+        let clocks = ClockRates::default();
+        let of = |tid| clocks.register(HostTarget::Thread(tid));
         let (mut first, mut second, mut other) = (of(1), of(1), of(2));
-        let shortest = |clock: &Ringing| clock.period_for(1) / MIN_CLOCK_PERIOD_NS;
+        let shortest = |clock: &ClockRate| clock.period_for(1) / MIN_CLOCK_PERIOD_NS;
         assert_eq!(shortest(&first), 1, "none rings");
         first.begin();
         first.begin();
@@ -106,7 +106,7 @@ mod tests {
         assert_eq!(shortest(&second), 1);
         drop(second);
         assert_eq!(first.together.as_ref().unwrap().load(Ordering::Relaxed), 0);
-        assert_eq!(Ringing::default().period_for(1), 1, "no clock");
+        assert_eq!(ClockRate::default().period_for(1), 1, "no clock");
         drop((first, other));
         drop(of(3));
         assert_eq!(

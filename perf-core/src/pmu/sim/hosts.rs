@@ -71,12 +71,12 @@ impl SimHost {
             Some(n) => self.general + n,
             None => 0,
         };
-        self.taking(held)
+        self.with_taken(held)
     }
 
     /// Returns this host with counter `n` held by another user.
     #[must_use]
-    pub fn taking(self, n: usize) -> Self {
+    pub fn with_taken(self, n: usize) -> Self {
         Self {
             taken: self.taken | CounterMask::one(n),
             ..self
@@ -85,7 +85,7 @@ impl SimHost {
 
     /// Returns this host with all counters free.
     #[must_use]
-    pub fn untouched(self) -> Self {
+    pub fn without_taken(self) -> Self {
         Self {
             taken: CounterMask::NONE,
             ..self

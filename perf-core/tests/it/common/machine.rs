@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-use perf_core::pmu::{Capacity, PmuError, Target};
+use perf_core::pmu::{PmuCapacity, PmuError, PmuTarget};
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
 
@@ -19,7 +19,7 @@ pub struct Counter {
 }
 
 #[derive(Debug, Default)]
-pub struct World {
+pub struct DriverState {
     /// Counters by vCPU (`u32::MAX` for the VM).
     counters: Mutex<HashMap<u32, Vec<Arc<Mutex<Counter>>>>>,
     /// Total of the package count.
@@ -30,7 +30,7 @@ pub struct World {
     pub refuse: Mutex<bool>,
 }
 
-impl World {
+impl DriverState {
     /// Runs the vCPU for `n` units of work: every event that is on counts `n` times its rate.
     pub fn work(&self, vcpu: u32, n: u64) {
         for counter in self.counters.lock().unwrap().get(&vcpu).into_iter().flatten() {
@@ -68,7 +68,7 @@ impl World {
 /// n counts n times the work; [`PACKAGE`] is a package count. It counts vCPUs, not VMs.
 #[derive(Debug)]
 pub struct TestPmu {
-    pub world: Arc<World>,
+    pub world: Arc<DriverState>,
     pub slots: usize,
 }
 
@@ -79,7 +79,7 @@ pub const SOFT: EventType = EventType(0x1ff);
 #[derive(Debug)]
 struct TestEvent {
     counter: Arc<Mutex<Counter>>,
-    world: Arc<World>,
+    world: Arc<DriverState>,
     package: bool,
 }
 
@@ -94,19 +94,19 @@ impl Pmu for TestPmu {
             ty == EventType::SIM
         }
     }
-    fn capacity(&self) -> Capacity {
+    fn capacity(&self) -> PmuCapacity {
         if self.slots == 0 {
-            Capacity::Unlimited
+            PmuCapacity::Unlimited
         } else {
-            Capacity::counters(self.slots)
+            PmuCapacity::counters(self.slots)
         }
     }
-    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
+    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         let package = attr.config == PACKAGE;
         let vcpu = match target {
-            Target::Vcpu { vcpu, .. } => vcpu.0,
-            Target::Vm if package => u32::MAX,
-            Target::Vm | Target::Cpu { .. } => return Err(PmuError::Unsupported("counts vCPUs")),
+            PmuTarget::Vcpu { vcpu, .. } => vcpu.0,
+            PmuTarget::Vm if package => u32::MAX,
+            PmuTarget::Vm | PmuTarget::Cpu { .. } => return Err(PmuError::Unsupported("counts vCPUs")),
         };
         if attr.config == 0 {
             return Err(PmuError::NoSuchEvent);
@@ -182,8 +182,8 @@ impl Drop for TestEvent {
 pub struct Machine {
     pub core: Core,
     pub clock: Arc<ManualClock>,
-    pub hw: Arc<World>,
-    pub sw: Arc<World>,
+    pub hw: Arc<DriverState>,
+    pub sw: Arc<DriverState>,
     pub admin: Session,
     pub guest: Session,
 }
@@ -201,7 +201,7 @@ impl Machine {
         };
         tweak(&mut config);
         let core = Core::new(config);
-        let (hw, sw) = (Arc::new(World::default()), Arc::new(World::default()));
+        let (hw, sw) = (Arc::new(DriverState::default()), Arc::new(DriverState::default()));
         core.register(Arc::new(TestPmu {
             world: Arc::clone(&hw),
             slots,

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 
 use std::os::fd::AsRawFd;
 
-use perf_core::record::{Encode, Format, Record, Sink};
+use perf_core::record::{EncodeRecord, Record, RecordFormat, RecordSink};
 use perf_core::ring::{RawRecord, Ring, RingError};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
@@ -36,13 +36,13 @@ fn pattern(writer: u64, number: u64, n: u64) -> u64 {
 
 /// The same record as a value, to be written together with others.
 #[derive(Clone, Copy, Debug)]
-pub struct Numbered {
+pub struct NumberedRecord {
     words: usize,
     writer: u64,
     number: u64,
 }
 
-impl Numbered {
+impl NumberedRecord {
     /// Creates a record of `words` words, at least 3.
     pub fn new(words: usize, writer: u64, number: u64) -> Self {
         Self {
@@ -53,14 +53,14 @@ impl Numbered {
     }
 }
 
-impl Encode for Numbered {
+impl EncodeRecord for NumberedRecord {
     const IS_SAMPLE: bool = true;
 
-    fn size(&self, _: Format) -> usize {
+    fn size(&self, _: RecordFormat) -> usize {
         8 * self.words
     }
 
-    fn encode(&self, _: Format, out: &mut impl Sink) {
+    fn encode(&self, _: RecordFormat, out: &mut impl RecordSink) {
         let Self {
             words,
             writer,
@@ -77,7 +77,7 @@ impl Encode for Numbered {
 
 /// The content of a record.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Seen {
+pub enum CheckedRecord {
     /// Writer and number of a tagged record.
     Tagged(u64, u64),
     /// Number of lost records.
@@ -85,9 +85,9 @@ pub enum Seen {
 }
 
 /// Checks every byte of a record.
-pub fn check(raw: RawRecord<'_>) -> Seen {
-    if let Ok(Record::Lost(lost)) = Record::decode(raw, Format::default()) {
-        return Seen::Lost(lost.lost);
+pub fn check(raw: RawRecord<'_>) -> CheckedRecord {
+    if let Ok(Record::Lost(lost)) = Record::decode(raw, RecordFormat::default()) {
+        return CheckedRecord::Lost(lost.lost);
     }
     assert_eq!(raw.ty(), TAGGED);
     let (words, rest) = raw.body().as_chunks();
@@ -101,7 +101,7 @@ pub fn check(raw: RawRecord<'_>) -> Seen {
             "writer {writer}, record {number}, word {n}"
         );
     }
-    Seen::Tagged(writer, number)
+    CheckedRecord::Tagged(writer, number)
 }
 
 /// Opens the memory of the ring as another process does.

@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use perf_core::pmu::{Capacity, PmuError, Target};
+use perf_core::pmu::{PmuCapacity, PmuError, PmuTarget};
 use perf_core::*;
 
 /// Type of the events that need no slot.
@@ -12,13 +12,13 @@ pub const SOFT: EventType = EventType(0x1ff);
 
 /// A deliberate fault of the driver, which the oracle must detect.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Fault {
+pub enum DriverFault {
     #[default]
     None,
     /// A stop loses one count.
-    LosesACount,
+    LosesCount,
     /// Overflows are not reported.
-    SaysNothing,
+    DropsOverflows,
 }
 
 #[derive(Debug)]
@@ -50,13 +50,13 @@ impl Counter {
 
 /// Two drivers, one with slots and one without.
 #[derive(Debug, Default)]
-pub struct Bench {
+pub struct DriverPair {
     /// Counters that were opened but not yet claimed.
     fresh: Mutex<Vec<Arc<Counter>>>,
     all: Mutex<Vec<Arc<Counter>>>,
     /// Set to make the driver without slots refuse all starts.
     pub refuse: AtomicBool,
-    fault: Fault,
+    fault: DriverFault,
 }
 
 /// Returns the counts of an event of `config` per unit of work.
@@ -64,8 +64,8 @@ pub fn rate(config: u64) -> u64 {
     config % 4 + 1
 }
 
-impl Bench {
-    pub fn new(fault: Fault) -> Arc<Self> {
+impl DriverPair {
+    pub fn new(fault: DriverFault) -> Arc<Self> {
         Arc::new(Self {
             fault,
             ..Self::default()
@@ -80,7 +80,7 @@ impl Bench {
                 c.count += n * rate(counter.config);
                 if c.armed_at.is_some_and(|at| c.count >= at) {
                     c.armed_at = None;
-                    c.overflowed = self.fault != Fault::SaysNothing;
+                    c.overflowed = self.fault != DriverFault::DropsOverflows;
                 }
             }
         }
@@ -96,7 +96,7 @@ impl Bench {
 
 #[derive(Debug)]
 pub struct Driver {
-    pub bench: Arc<Bench>,
+    pub bench: Arc<DriverPair>,
     /// Number of slots; 0 if events need none.
     pub slots: usize,
 }
@@ -104,7 +104,7 @@ pub struct Driver {
 #[derive(Debug)]
 struct DriverEvent {
     counter: Arc<Counter>,
-    bench: Arc<Bench>,
+    bench: Arc<DriverPair>,
     soft: bool,
 }
 
@@ -115,14 +115,14 @@ impl Pmu for Driver {
     fn serves(&self, ty: EventType) -> bool {
         ty == if self.slots == 0 { SOFT } else { EventType::SIM }
     }
-    fn capacity(&self) -> Capacity {
+    fn capacity(&self) -> PmuCapacity {
         match self.slots {
-            0 => Capacity::Unlimited,
-            slots => Capacity::counters(slots),
+            0 => PmuCapacity::Unlimited,
+            slots => PmuCapacity::counters(slots),
         }
     }
-    fn open(&self, attr: &Attr, target: Target) -> Result<Box<dyn PmuEvent>, PmuError> {
-        let Target::Vcpu { vcpu, tid } = target else {
+    fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
+        let PmuTarget::Vcpu { vcpu, tid } = target else {
             return Err(PmuError::Unsupported("counts vCPUs"));
         };
         let counter = Arc::new(Counter {
@@ -156,7 +156,7 @@ impl PmuEvent for DriverEvent {
         let mut c = self.counter.lock();
         assert!(c.on, "stopped twice");
         c.on = false;
-        if self.bench.fault == Fault::LosesACount {
+        if self.bench.fault == DriverFault::LosesCount {
             c.count = c.count.saturating_sub(1);
         }
     }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use super::driver::Counter;
 pub use counting::RingRecord;
-use judging::Room;
+use judging::SlotUsage;
 
 /// Index of the VM context.
 pub const VM: usize = 0;
@@ -89,7 +89,7 @@ pub struct Event {
 
 /// Overflows that have occurred but were not handled.
 #[derive(Clone, Copy, Debug, Default)]
-struct Passed {
+struct PendingOverflows {
     times: u64,
     /// Position of the last one, in counts since the event was opened.
     at: u64,
@@ -118,8 +118,8 @@ pub struct Part {
     to_go: u64,
     /// Position up to which samples account for the count.
     covered: u64,
-    fresh: Passed,
-    kept: Passed,
+    fresh: PendingOverflows,
+    kept: PendingOverflows,
     /// Set if the kept overflows occurred before the event was stopped; these get a sample of their own.
     apart: bool,
     throttled: bool,
@@ -348,7 +348,7 @@ impl Model {
         if !self.contexts[ctx].inside {
             return;
         }
-        let mut room = Room::default();
+        let mut room = SlotUsage::default();
         for leader in self.lines(ctx, 0..3) {
             if room.take(self, leader) {
                 self.group_on(leader);
@@ -507,8 +507,8 @@ impl Model {
             period,
             to_go: period,
             covered: 0,
-            fresh: Passed::default(),
-            kept: Passed::default(),
+            fresh: PendingOverflows::default(),
+            kept: PendingOverflows::default(),
             apart: false,
             throttled: false,
             limit: 0,

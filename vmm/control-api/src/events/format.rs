@@ -2,7 +2,7 @@
 
 /// The result of counting one event.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Counted {
+pub enum CountResult {
     /// The event is unsupported.
     NotSupported,
     /// The event never ran on a counter.
@@ -59,7 +59,7 @@ pub fn milliseconds(ns: u64) -> String {
 
 /// The unit of a count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Unit {
+pub enum CountUnit {
     /// A number of events.
     Count,
     /// Nanoseconds, displayed as `msec`.
@@ -68,7 +68,7 @@ pub enum Unit {
 
 /// The uncertainty of a number, in percent of it.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Doubt {
+pub enum CountUncertainty {
     /// No uncertainty, or none to display.
     Silent,
     /// Standard error.
@@ -79,7 +79,7 @@ pub enum Doubt {
     Unknown,
 }
 
-impl Doubt {
+impl CountUncertainty {
     /// Returns the standard error, if known.
     pub fn error(self) -> Option<f64> {
         match self {
@@ -94,21 +94,27 @@ impl Doubt {
 ///
 /// `doubt` is shown as `( +-  x.xx% )` (of repeated runs, or of a scaled count), `( within  x.xx%
 /// )` or `( +- unknown )`. The share is shown only if the event did not run all the time.
-pub fn stat_line(event: &str, counted: &Counted, unit: Unit, note: Option<&str>, doubt: Doubt) -> String {
+pub fn stat_line(
+    event: &str,
+    counted: &CountResult,
+    unit: CountUnit,
+    note: Option<&str>,
+    doubt: CountUncertainty,
+) -> String {
     let value = match counted {
-        Counted::NotSupported => "<not supported>".to_owned(),
-        Counted::NotCounted => "<not counted>".to_owned(),
-        Counted::Value { count, .. } => match unit {
-            Unit::Count => thousands(*count),
-            Unit::Nanoseconds => milliseconds(*count),
+        CountResult::NotSupported => "<not supported>".to_owned(),
+        CountResult::NotCounted => "<not counted>".to_owned(),
+        CountResult::Value { count, .. } => match unit {
+            CountUnit::Count => thousands(*count),
+            CountUnit::Nanoseconds => milliseconds(*count),
         },
     };
     let unit_text = match unit {
-        Unit::Nanoseconds => "msec ",
-        Unit::Count => "     ",
+        CountUnit::Nanoseconds => "msec ",
+        CountUnit::Count => "     ",
     };
     let mut line = format!("{value:>VALUE_WIDTH$} {unit_text}{event:<EVENT_WIDTH$}");
-    if let Counted::Value {
+    if let CountResult::Value {
         enabled_ns,
         running_ns,
         ..
@@ -119,10 +125,10 @@ pub fn stat_line(event: &str, counted: &Counted, unit: Unit, note: Option<&str>,
             None => line.push_str(&" ".repeat(NOTE_WIDTH + 3)),
         }
         match doubt {
-            Doubt::Silent => {}
-            Doubt::Error(percent) => line.push_str(&format!("  ( +-{percent:6.2}% )")),
-            Doubt::Within(percent) => line.push_str(&format!("  ( within{percent:6.2}% )")),
-            Doubt::Unknown => line.push_str("  ( +- unknown )"),
+            CountUncertainty::Silent => {}
+            CountUncertainty::Error(percent) => line.push_str(&format!("  ( +-{percent:6.2}% )")),
+            CountUncertainty::Within(percent) => line.push_str(&format!("  ( within{percent:6.2}% )")),
+            CountUncertainty::Unknown => line.push_str("  ( +- unknown )"),
         }
         if let Some(percent) = running_percent(*enabled_ns, *running_ns) {
             line.push_str(&format!("  ({percent:.2}%)"));
@@ -140,7 +146,7 @@ pub fn running_percent(enabled_ns: u64, running_ns: u64) -> Option<f64> {
 
 /// The fields of a count in perf's CSV and JSON output.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Fields {
+pub struct StatFields {
     /// Count, or the reason why there is none.
     pub value: String,
     /// Name of the unit; empty for a number of events.
@@ -151,28 +157,28 @@ pub struct Fields {
     pub share: f64,
 }
 
-impl Fields {
+impl StatFields {
     /// Formats a count. Times are in milliseconds with `digits` decimals.
-    pub fn of(counted: &Counted, unit: Unit, digits: usize) -> Self {
+    pub fn of(counted: &CountResult, unit: CountUnit, digits: usize) -> Self {
         let (value, running_ns, share) = match counted {
-            Counted::NotSupported => ("<not supported>".to_owned(), 0, 100.0),
-            Counted::NotCounted => ("<not counted>".to_owned(), 0, 0.0),
-            Counted::Value {
+            CountResult::NotSupported => ("<not supported>".to_owned(), 0, 100.0),
+            CountResult::NotCounted => ("<not counted>".to_owned(), 0, 0.0),
+            CountResult::Value {
                 count,
                 enabled_ns,
                 running_ns,
             } => {
                 let value = match unit {
-                    Unit::Count => count.to_string(),
-                    Unit::Nanoseconds => format!("{:.digits$}", *count as f64 / 1e6),
+                    CountUnit::Count => count.to_string(),
+                    CountUnit::Nanoseconds => format!("{:.digits$}", *count as f64 / 1e6),
                 };
                 let share = running_percent(*enabled_ns, *running_ns).unwrap_or(100.0);
                 (value, *running_ns, share)
             }
         };
         let unit = match unit {
-            Unit::Count => "",
-            Unit::Nanoseconds => "msec",
+            CountUnit::Count => "",
+            CountUnit::Nanoseconds => "msec",
         };
         Self {
             value,
@@ -188,8 +194,8 @@ impl Fields {
 /// `separator` is quoted.
 pub fn csv_line(
     event: &str,
-    counted: &Counted,
-    unit: Unit,
+    counted: &CountResult,
+    unit: CountUnit,
     stderr_percent: Option<f64>,
     derived: Option<(f64, &str)>,
     separator: &str,
@@ -201,12 +207,12 @@ pub fn csv_line(
             text.to_owned()
         }
     };
-    let Fields {
+    let StatFields {
         value,
         unit,
         running_ns,
         share,
-    } = Fields::of(counted, unit, 2);
+    } = StatFields::of(counted, unit, 2);
     let mut fields = vec![field(&value), unit.to_owned(), field(event)];
     fields.extend(stderr_percent.map(|p| format!("{p:.2}%")));
     fields.push(running_ns.to_string());
@@ -236,7 +242,7 @@ pub fn mean_and_error(values: &[f64]) -> (f64, Option<f64>) {
 mod tests {
     use super::*;
 
-    const FULL: Counted = Counted::Value {
+    const FULL: CountResult = CountResult::Value {
         count: 1_234_567_890,
         enabled_ns: 1000,
         running_ns: 1000,
@@ -262,30 +268,36 @@ mod tests {
     #[test]
     fn lines_have_perf_stats_columns() {
         assert_eq!(
-            stat_line("cycles", &FULL, Unit::Count, None, Doubt::Silent),
+            stat_line("cycles", &FULL, CountUnit::Count, None, CountUncertainty::Silent),
             "     1,234,567,890      cycles"
         );
         assert_eq!(
             stat_line(
                 "task-clock",
-                &Counted::Value {
+                &CountResult::Value {
                     count: 2_000_000,
                     enabled_ns: 1,
                     running_ns: 1
                 },
-                Unit::Nanoseconds,
+                CountUnit::Nanoseconds,
                 Some("0.5 CPUs utilized"),
-                Doubt::Silent
+                CountUncertainty::Silent
             ),
             "              2.00 msec task-clock                       # 0.5 CPUs utilized"
         );
-        let scaled = Counted::Value {
+        let scaled = CountResult::Value {
             count: 500,
             enabled_ns: 1000,
             running_ns: 250,
         };
         assert_eq!(
-            stat_line("branches", &scaled, Unit::Count, None, Doubt::Error(1.5)),
+            stat_line(
+                "branches",
+                &scaled,
+                CountUnit::Count,
+                None,
+                CountUncertainty::Error(1.5)
+            ),
             format!(
                 "               500      {:<67}  ( +-  1.50% )  (25.00%)",
                 "branches"
@@ -293,37 +305,49 @@ mod tests {
         );
         // An unknown uncertainty is not shown as a number.
         for (doubt, text) in [
-            (Doubt::Within(12.5), "( within 12.50% )"),
-            (Doubt::Unknown, "( +- unknown )"),
+            (CountUncertainty::Within(12.5), "( within 12.50% )"),
+            (CountUncertainty::Unknown, "( +- unknown )"),
         ] {
-            let line = stat_line("branches", &scaled, Unit::Count, None, doubt);
+            let line = stat_line("branches", &scaled, CountUnit::Count, None, doubt);
             assert!(line.ends_with(&format!("  {text}  (25.00%)")), "{line}");
         }
     }
 
     #[test]
-    fn what_was_not_counted_shows_no_number() {
-        for c in [Counted::NotSupported, Counted::NotCounted] {
-            let line = stat_line("cycles", &c, Unit::Count, Some("3.0 GHz"), Doubt::Error(1.0));
+    fn uncounted_event_shows_no_number() {
+        for c in [CountResult::NotSupported, CountResult::NotCounted] {
+            let line = stat_line(
+                "cycles",
+                &c,
+                CountUnit::Count,
+                Some("3.0 GHz"),
+                CountUncertainty::Error(1.0),
+            );
             assert!(!line.chars().any(|c| c.is_ascii_digit()), "{line}");
         }
         assert_eq!(
-            stat_line("cycles", &Counted::NotSupported, Unit::Count, None, Doubt::Silent),
+            stat_line(
+                "cycles",
+                &CountResult::NotSupported,
+                CountUnit::Count,
+                None,
+                CountUncertainty::Silent
+            ),
             "   <not supported>      cycles"
         );
     }
 
     #[test]
-    fn csv_has_one_field_for_each_value_even_if_a_name_holds_the_separator() {
+    fn csv_quotes_names_that_contain_separator() {
         assert_eq!(
-            csv_line("cycles", &FULL, Unit::Count, None, None, ","),
+            csv_line("cycles", &FULL, CountUnit::Count, None, None, ","),
             "1234567890,,cycles,1000,100.00,,"
         );
         assert_eq!(
             csv_line(
                 "cpu/event=1,umask=2/",
-                &Counted::NotCounted,
-                Unit::Count,
+                &CountResult::NotCounted,
+                CountUnit::Count,
                 None,
                 None,
                 ","
@@ -331,7 +355,14 @@ mod tests {
             "<not counted>,,\"cpu/event=1,umask=2/\",0,0.00,,"
         );
         assert_eq!(
-            csv_line("cycles", &FULL, Unit::Count, Some(2.0), Some((2.5, "GHz")), ";"),
+            csv_line(
+                "cycles",
+                &FULL,
+                CountUnit::Count,
+                Some(2.0),
+                Some((2.5, "GHz")),
+                ";"
+            ),
             "1234567890;;cycles;2.00%;1000;100.00;2.500;GHz"
         );
     }

@@ -109,7 +109,7 @@ pub enum EventKind {
 
 /// Event modifiers, the letters after a colon.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Modifiers {
+pub struct EventModifiers {
     /// `u`: count user space.
     pub user: bool,
     /// `k`: count the kernel.
@@ -132,7 +132,7 @@ pub struct Modifiers {
     pub exclude_idle: bool,
 }
 
-impl Modifiers {
+impl EventModifiers {
     /// Returns whether user space is excluded: other levels are selected, but not this one.
     pub fn exclude_user(&self) -> bool {
         (self.kernel || self.hypervisor) && !self.user
@@ -192,7 +192,7 @@ pub struct EventSpec {
     /// Quantity to count.
     pub kind: EventKind,
     /// The modifiers of the event.
-    pub modifiers: Modifiers,
+    pub modifiers: EventModifiers,
     /// Sampling period from a `period=` term.
     pub period: Option<u64>,
     /// Sampling frequency from a `freq=` term, in Hz.
@@ -241,7 +241,7 @@ pub fn parse(list: &str) -> Result<Vec<EventGroup>, ListError> {
                 if inside.trim().is_empty() {
                     return Err(ListError::EmptyGroup);
                 }
-                let mut all = Modifiers::default();
+                let mut all = EventModifiers::default();
                 match after.strip_prefix(':') {
                     Some(letters) => all.add(letters, item)?,
                     None if after.is_empty() => {}
@@ -313,7 +313,7 @@ fn event(text: &str) -> Result<EventSpec, ListError> {
         let (terms, after) = rest
             .rsplit_once('/')
             .ok_or_else(|| ListError::Slash(text.to_owned()))?;
-        let mut modifiers = Modifiers::default();
+        let mut modifiers = EventModifiers::default();
         modifiers.add(after.strip_prefix(':').unwrap_or(after), text)?;
         return with_terms(text, pmu, terms, modifiers);
     }
@@ -349,7 +349,7 @@ fn event(text: &str) -> Result<EventSpec, ListError> {
         }
         _ => return Err(ListError::Unknown(text.to_owned())),
     };
-    let mut modifiers = Modifiers::default();
+    let mut modifiers = EventModifiers::default();
     modifiers.add(letters, text)?;
     Ok(plain(kind, modifiers))
 }
@@ -380,7 +380,7 @@ const FIELDS: [(&str, u32, u32); 7] = [
 
 /// The terms of an event parsed so far.
 #[derive(Default)]
-struct Terms {
+struct EventTerms {
     name: Option<String>,
     /// Event given by name.
     named: Option<EventKind>,
@@ -393,7 +393,7 @@ struct Terms {
     frequency_hz: Option<u64>,
 }
 
-impl Terms {
+impl EventTerms {
     /// Applies the term `key=number`; a flag without a value is 1. Returns the reason if the term
     /// is invalid.
     fn set(&mut self, pmu: &str, key: &str, number: u64) -> Result<(), &'static str> {
@@ -441,8 +441,8 @@ impl Terms {
     }
 }
 
-fn with_terms(text: &str, pmu: &str, terms: &str, modifiers: Modifiers) -> Result<EventSpec, ListError> {
-    let mut said = Terms::default();
+fn with_terms(text: &str, pmu: &str, terms: &str, modifiers: EventModifiers) -> Result<EventSpec, ListError> {
+    let mut said = EventTerms::default();
     for term in terms.split(',').map(str::trim).filter(|t| !t.is_empty()) {
         let fail = |why| ListError::Term {
             event: text.to_owned(),
@@ -665,7 +665,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slip_is_told_and_other_words_get_the_list() {
+    fn misspelled_event_gets_suggestion() {
         let error = |text| parse(text).unwrap_err().to_string();
         assert_eq!(
             error("cylces:u"),

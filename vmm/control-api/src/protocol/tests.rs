@@ -4,7 +4,7 @@ use super::*;
 use proptest::prelude::*;
 
 #[test]
-fn requests_look_as_documented() {
+fn requests_serialize_as_documented() {
     let text = |call| serde_json::to_string(&RequestLine { id: 3, call }).unwrap();
     assert_eq!(text(Call::Status), r#"{"id":3,"call":"status"}"#);
     assert_eq!(

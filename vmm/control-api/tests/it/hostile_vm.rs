@@ -59,7 +59,7 @@ fn status(reply: &str) -> Result<String, ClientError> {
 
 /// An older VM omits new fields, and a newer one adds fields that the client ignores.
 #[test]
-fn a_vm_may_say_less_or_more_than_its_client_knows() {
+fn client_accepts_missing_and_unknown_fields() {
     let (ours, theirs) = UnixStream::pair().unwrap();
     thread::spawn(move || say(&theirs, &format!(r#"{{"id":1,"ok":{HELLO}}}"#)));
     let old = Client::over(ours).unwrap();
@@ -75,7 +75,7 @@ fn a_vm_may_say_less_or_more_than_its_client_knows() {
 
 /// Covers numbers out of range, strings instead of numbers, unknown states and duplicate keys.
 #[test]
-fn fields_that_are_not_as_agreed_are_refused() {
+fn client_rejects_invalid_fields() {
     let with = |from: &str, to: &str| format!(r#"{{"id":ID,"ok":{}}}"#, HELLO.replace(from, to));
     for (from, to) in [
         (r#""vcpus":1"#, r#""vcpus":-1"#),
@@ -109,7 +109,7 @@ fn fields_that_are_not_as_agreed_are_refused() {
 
 /// A deeply nested reply does not overflow the client's stack.
 #[test]
-fn a_reply_of_many_levels_is_refused() {
+fn client_rejects_deeply_nested_reply() {
     for (open, close) in [("[", "]"), (r#"{"a":"#, "}")] {
         let n = 200_000;
         let deep = format!("{}1{}", open.repeat(n), close.repeat(n));
@@ -120,7 +120,7 @@ fn a_reply_of_many_levels_is_refused() {
 
 /// An error takes precedence over a result, even if it contains no request number.
 #[test]
-fn a_refusal_goes_before_a_result() {
+fn error_takes_precedence_over_result() {
     for id in ["ID", "0"] {
         let both = r#"{"id":#,"ok":{},"error":{"kind":"denied","message":"not yours"}}"#.replace('#', id);
         match status(&both) {
@@ -137,7 +137,7 @@ fn a_refusal_goes_before_a_result() {
 
 /// A long reply with counts, as from a VM with many events, is accepted.
 #[test]
-fn a_long_reply_is_taken_whole() {
+fn long_reply_is_accepted() {
     let name = "n".repeat(8 << 20);
     let reply = reply_to(Call::Counts, &format!(r#"{{"id":ID,"ok":{name:?}}}"#)).unwrap();
     assert_eq!(reply.as_str().map(str::len), Some(name.len()));
@@ -145,7 +145,7 @@ fn a_long_reply_is_taken_whole() {
 
 /// The description of a VM is short; one of several megabytes is rejected while it is received.
 #[test]
-fn a_long_description_of_a_vm_is_refused() {
+fn long_vm_description_is_rejected() {
     let described = |length: usize| {
         let name = "n".repeat(length);
         let hello = HELLO.replace(r#""vm""#, &format!("{name:?}"));
@@ -159,7 +159,7 @@ fn a_long_description_of_a_vm_is_refused() {
 /// A VM that dies before the handshake, during a reply or between two replies is reported as gone,
 /// also for later requests.
 #[test]
-fn a_vm_that_dies_is_gone() {
+fn dead_vm_is_reported_as_gone() {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let dies = thread::spawn(move || heard(&theirs));
     let error = Client::over(ours).unwrap_err();
@@ -181,7 +181,7 @@ fn a_vm_that_dies_is_gone() {
 /// The client keeps a few unexpected descriptors and closes the others. It closes the kept ones
 /// when it requests a descriptor.
 #[test]
-fn descriptors_do_not_pile_up() {
+fn unexpected_descriptors_are_bounded() {
     const SENT: usize = 200;
     let (ends, ours): (Vec<_>, Vec<_>) = (0..SENT).map(|_| UnixStream::pair().unwrap()).unzip();
     let mut client = client(move |stream| {
@@ -230,7 +230,7 @@ fn memory_is_read_up_to_its_limit() {
 
 /// A descriptor that is not a regular file, and could be read for ever, is rejected immediately.
 #[test]
-fn a_descriptor_that_is_no_file_is_refused() {
+fn non_file_descriptor_is_rejected() {
     let (never, _writes) = UnixStream::pair().unwrap();
     let mut client = client(move |stream| {
         for reply in [r#"{"bytes":1}"#, r#"{"bytes":1,"flat":true,"source":"s"}"#] {

@@ -46,7 +46,7 @@ fn the_version_is_1() {
 }
 
 #[test]
-fn requests_are_sent_as_version_1_says() {
+fn requests_match_version_1() {
     asks(
         request::Hello { protocol: 1 },
         r#"{"id":7,"call":"hello","protocol":1}"#,
@@ -110,7 +110,7 @@ fn requests_are_sent_as_version_1_says() {
 }
 
 #[test]
-fn opening_leaves_out_what_is_as_usual() {
+fn open_request_omits_defaults() {
     let open = request::Open {
         events: "{cycles,kvm:exits}".into(),
         vcpus: None,
@@ -160,7 +160,7 @@ fn opening_leaves_out_what_is_as_usual() {
 }
 
 #[test]
-fn answers_are_read_as_version_1_says() {
+fn replies_match_version_1() {
     answers::<request::Status>(
         r#"{"protocol":1,"version":"0.1.0","name":"one","pid":42,"vcpus":2,"pmu":"intel-v2","guest":"(built-in guest)",
             "state":"paused","parked":2,"uptime_ms":1500,"role":"operator"}"#,
@@ -205,7 +205,7 @@ fn answers_are_read_as_version_1_says() {
 }
 
 #[test]
-fn a_reply_is_an_answer_or_a_failure() {
+fn reply_is_result_or_failure() {
     same::<ReplyLine>(r#"{"id":7,"ok":{"generation":4}}"#);
     for (kind, name) in [
         (FailureKind::Protocol, "protocol"),
@@ -232,7 +232,7 @@ fn a_reply_is_an_answer_or_a_failure() {
 
 /// Calls added to version 1 later. A client that does not use them does not receive their replies.
 #[test]
-fn vcpus_come_and_go_as_version_1_says() {
+fn vcpu_hotplug_messages_match_version_1() {
     asks(
         request::Vcpus { count: 3 },
         r#"{"id":7,"call":"vcpus","count":3}"#,
@@ -271,7 +271,7 @@ fn vcpus_come_and_go_as_version_1_says() {
 
 /// Replies of later additions, with all optional fields.
 #[test]
-fn what_may_be_left_out_may_be_there() {
+fn optional_fields_are_accepted() {
     answers::<request::Status>(
         r#"{"protocol":1,"version":"0.1.0","name":"one","pid":42,"vcpus":2,"max_vcpus":4,"pmu":"intel-v2","guest":"g",
             "console":"pty=/dev/pts/3","virtio_console":"tty","threads":[43,44],"state":"running","parked":0,
@@ -327,7 +327,7 @@ fn answers_status(call: &str) {
 
 /// An invalid line is rejected, and unknown fields of a valid request are ignored.
 #[test]
-fn lines_that_are_no_requests_are_refused() {
+fn invalid_requests_are_rejected() {
     for line in [
         "",
         "null",

@@ -12,7 +12,7 @@ const PAGE: &str = concat!(
 /// The documented schema equals the schema of the types, so that a change of the protocol is
 /// noticed.
 #[test]
-fn the_documented_schema_is_that_of_the_types() {
+fn documented_schema_matches_types() {
     let page: Value = serde_json::from_str(&std::fs::read_to_string(PAGE).unwrap()).unwrap();
     assert_eq!(
         page,
@@ -52,7 +52,7 @@ fn collect_calls<'a>(schema: &'a Value, calls: &mut BTreeSet<&'a str>) {
 
 /// Every reference resolves to a type of the schema, as code generators require.
 #[test]
-fn every_reference_leads_somewhere() {
+fn schema_references_resolve() {
     fn references<'a>(schema: &'a Value, found: &mut Vec<&'a str>) {
         match schema {
             Value::Object(object) => {

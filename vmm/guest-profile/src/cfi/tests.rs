@@ -7,7 +7,7 @@ const STACK: u64 = 0x7fff_0000_0000;
 
 /// Builds `.eh_frame` and its index for functions given as `(start, len, instructions)` in
 /// ascending order. Initially the CFA is rsp+8 and the return address is at CFA-8.
-fn tables(functions: &[(u64, u32, &[u8])]) -> Tables {
+fn tables(functions: &[(u64, u32, &[u8])]) -> UnwindTables {
     const INDEX_AT: u64 = 0x1000;
     const FRAMES_AT: u64 = 0x2000;
     let entry = |id: u32, body: &[u8]| {
@@ -39,7 +39,7 @@ fn tables(functions: &[(u64, u32, &[u8])]) -> Tables {
         index.extend(at.to_le_bytes());
     }
     frames.extend([0; 4]);
-    Tables {
+    UnwindTables {
         index,
         index_at: INDEX_AT,
         frames,
@@ -47,21 +47,21 @@ fn tables(functions: &[(u64, u32, &[u8])]) -> Tables {
     }
 }
 
-fn code(tables: Tables) -> CodeMap {
-    CodeMap::new(vec![Mapped {
+fn code(tables: UnwindTables) -> CodeMap {
+    CodeMap::new(vec![MappedCode {
         start: CODE,
         end: CODE + 0x10_0000,
         code: Some((CODE, Arc::new(Module::of_tables(tables)))),
     }])
 }
 
-fn state(ip: u64, stack: &[u8]) -> UserState<'_> {
+fn state(ip: u64, stack: &[u8]) -> UserThreadState<'_> {
     let mut registers = [None; REGISTERS];
     registers[RA] = Some(ip);
     registers[RSP] = Some(STACK);
     registers[RBP] = Some(0x1234_5678);
     registers[3] = Some(7);
-    UserState {
+    UserThreadState {
         registers,
         exact_ip: true,
         stack,
@@ -73,7 +73,7 @@ fn words(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
-fn unwind(code: &CodeMap, state: &UserState<'_>) -> (Vec<u64>, Unwound) {
+fn unwind(code: &CodeMap, state: &UserThreadState<'_>) -> (Vec<u64>, UnwindResult) {
     let mut out = Vec::new();
     let unwound = Unwinder::default().unwind(code, state, 127, &mut out);
     (out, unwound)
@@ -92,7 +92,7 @@ const FUNCTIONS: &[(u64, u32, &[u8])] = &[
 
 /// The CFA of the third frame depends on rbx, which a walk along rbp cannot restore.
 #[test]
-fn a_stack_without_frame_pointers_is_unwound_to_the_program_s_start() {
+fn eh_frame_unwinds_stack_without_frame_pointers() {
     let code = code(tables(FUNCTIONS));
     let stack = words(&[CODE + 0x210, 1, 2, 0x99, CODE + 0x310, 3, 8, CODE + 0x410, 0]);
     let mut state = state(CODE + 0x110, &stack);
@@ -106,7 +106,7 @@ fn a_stack_without_frame_pointers_is_unwound_to_the_program_s_start() {
 /// `.debug_frame` of the program's file replaces `.eh_frame` if the process has no unwind tables in
 /// memory.
 #[test]
-fn a_file_s_debug_frame_serves_where_memory_has_no_tables() {
+fn debug_frame_replaces_missing_eh_frame() {
     let entry = |id: u32, body: &[u8]| {
         let mut bytes = id.to_le_bytes().to_vec();
         bytes.extend(body);
@@ -124,7 +124,7 @@ fn a_file_s_debug_frame_serves_where_memory_has_no_tables() {
         section.extend(entry(0, &body));
     }
     let module = Module::of_debug_frames(DebugFrames::parse(section.clone()).unwrap());
-    let code = CodeMap::new(vec![Mapped {
+    let code = CodeMap::new(vec![MappedCode {
         start: CODE,
         end: CODE + 0x10_0000,
         code: Some((CODE, Arc::new(module))),
@@ -145,11 +145,11 @@ fn a_file_s_debug_frame_serves_where_memory_has_no_tables() {
 
 /// A truncated copy, an unmapped stack and descending frames all yield an incomplete chain.
 #[test]
-fn what_does_not_reach_the_outermost_frame_is_not_complete() {
+fn truncated_stack_is_incomplete() {
     let code = code(tables(FUNCTIONS));
     let stack = words(&[CODE + 0x210, 1, 2]);
     for (cut, end) in [(true, End::Full), (false, End::Unmapped)] {
-        let state = UserState {
+        let state = UserThreadState {
             cut,
             ..state(CODE + 0x110, &stack)
         };
@@ -170,7 +170,7 @@ fn what_does_not_reach_the_outermost_frame_is_not_complete() {
 /// Code without an unwind entry is unwound by its frame pointer, and the chain is marked as
 /// guessed.
 #[test]
-fn code_without_tables_is_passed_by_its_frame_pointer() {
+fn code_without_tables_is_unwound_by_frame_pointer() {
     let code = code(tables(FUNCTIONS));
     let stack = words(&[5, 6, STACK + 64, CODE + 0x410]);
     let mut state = state(CODE + 0x8000, &stack);
@@ -183,7 +183,7 @@ fn code_without_tables_is_passed_by_its_frame_pointer() {
 
 /// Covers an endless loop and the expression that linkers generate for PLT stubs.
 #[test]
-fn expressions_are_evaluated_and_end() {
+fn cfi_expressions_are_evaluated_and_bounded() {
     // DW_CFA_def_cfa_expression, 3 bytes: DW_OP_skip -3.
     let endless: &[(u64, u32, &[u8])] = &[(0x100, 0x20, &[0x0f, 3, 0x2f, 0xfd, 0xff])];
     let stack = words(&[CODE + 0x410; 8]);
@@ -212,7 +212,7 @@ proptest! {
 
     /// Unwinding terminates within the frame limit for randomly corrupted tables and any stack.
     #[test]
-    fn hostile_tables_end(
+    fn hostile_cfi_tables_terminate(
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..24),
         of_index in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..8),
         stack in prop::collection::vec(prop_oneof![
@@ -245,7 +245,7 @@ proptest! {
 
 /// Corrupts the unwind tables of a C library at random and unwinds from addresses all over it.
 #[test]
-fn a_real_library_s_tables_may_say_anything() {
+fn corrupted_libc_tables_terminate() {
     let (base, _) = libc_of_process();
     let module = Module::read(&mut process_memory(), base, true).unwrap();
     let real = module.tables().unwrap();
@@ -269,7 +269,7 @@ fn a_real_library_s_tables_may_say_anything() {
                 tables.frames[at] = random() as u8;
             }
         }
-        let code = CodeMap::new(vec![Mapped {
+        let code = CodeMap::new(vec![MappedCode {
             start: base,
             end: base + (4 << 20),
             code: Some((module.bias(base), Arc::new(Module::of_tables(tables)))),
@@ -288,7 +288,7 @@ fn a_real_library_s_tables_may_say_anything() {
 /// Regression test found by fuzzing: the number of rows was multiplied without a check. Release
 /// builds check overflow too, so the recorder panicked.
 #[test]
-fn an_index_that_claims_more_rows_than_it_has_bytes_is_not_searched() {
+fn eh_frame_index_rejects_excessive_row_count() {
     let mut tables = tables(FUNCTIONS);
     // Store the number of rows as 8 bytes.
     tables.index[2] = 4;

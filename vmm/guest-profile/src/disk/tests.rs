@@ -5,7 +5,7 @@ use std::process::Command;
 
 use super::*;
 use crate::modules::Module;
-use crate::programs::{GuestFiles, GuestMount};
+use crate::programs::{GuestFiles, GuestSymbols};
 use kernel_images::build_id::BuildId;
 
 struct InMemory(Vec<u8>);
@@ -77,7 +77,7 @@ fn open(bytes: Vec<u8>) -> Result<GuestDisk, DiskError> {
 }
 
 #[test]
-fn files_are_read_and_links_followed() {
+fn disk_reads_files_and_follows_links() {
     let Some(bytes) = example() else { return };
     let mut disk = open(bytes).unwrap();
     assert_eq!(disk.read("/etc/hostname", 100).unwrap(), b"guest\n");
@@ -108,7 +108,7 @@ fn files_are_read_and_links_followed() {
 
 /// Covers the whole disk, partitions of both table types, and invalid tables.
 #[test]
-fn file_systems_are_found_on_partitions() {
+fn disk_finds_file_systems_on_partitions() {
     let Some(system) = example() else { return };
     const START: usize = 2048;
     let sectors = system.len() / 512;
@@ -140,7 +140,7 @@ fn file_systems_are_found_on_partitions() {
 }
 
 #[test]
-fn what_is_no_file_system_is_said() {
+fn disk_without_file_system_is_reported() {
     for bytes in [Vec::new(), vec![0; 512], vec![0xff; 1 << 20]] {
         assert!(matches!(open(bytes), Err(DiskError::NoFileSystem(None))));
     }
@@ -148,7 +148,7 @@ fn what_is_no_file_system_is_said() {
 
 /// A superblock that claims an excessive number of block groups does not cause a large allocation.
 #[test]
-fn sizes_that_do_not_fit_the_disk_are_not_believed() {
+fn disk_rejects_implausible_superblock_sizes() {
     let Some(bytes) = example() else { return };
     for (at, value) in [(4, u32::MAX), (0x150, u32::MAX), (0x18, 7), (0x18, u32::MAX)] {
         let mut bytes = bytes.clone();
@@ -162,7 +162,7 @@ fn sizes_that_do_not_fit_the_disk_are_not_believed() {
 
 /// For any corruption, a read returns and yields at most the requested number of bytes.
 #[test]
-fn damaged_file_systems_end_in_an_answer() {
+fn damaged_file_system_never_hangs_reader() {
     let Some(whole) = example() else { return };
     let mut random = 0x9e37_79b9_7f4a_7c15_u64;
     let mut next = move || {
@@ -191,7 +191,7 @@ fn damaged_file_systems_end_in_an_answer() {
 /// The inode of a link determines the buffer size for its target. Neither path resolution nor the
 /// search for a root directory follows a link with an implausible size.
 #[test]
-fn a_link_of_a_size_that_no_link_has_takes_no_memory() {
+fn disk_bounds_memory_for_link_target() {
     let Some(mut bytes) = file_system_of(&["-O", "^metadata_csum"], &[("file", b"here")]) else {
         return eprintln!("skipped: no mke2fs here");
     };
@@ -214,19 +214,22 @@ fn a_link_of_a_size_that_no_link_has_takes_no_memory() {
 
 /// A guest whose files each take almost the full timeout cannot delay a command for hours.
 #[test]
-fn a_disk_that_took_long_in_all_is_read_no_more() {
+fn disk_enforces_total_timeout() {
     let Some(bytes) = example() else { return };
     let mut disk = open(bytes).unwrap();
-    disk.waited = PATIENCE_FOR_ALL;
+    disk.waited = TOTAL_TIMEOUT;
     // The answer that exceeds the total timeout is still returned.
     disk.read("/etc/hostname", 100).unwrap();
-    assert!(matches!(disk.read("/etc/hostname", 100), Err(DiskError::Slow)));
-    assert!(matches!(disk.reload(), Err(DiskError::Slow)));
+    assert!(matches!(
+        disk.read("/etc/hostname", 100),
+        Err(DiskError::TimedOut)
+    ));
+    assert!(matches!(disk.reload(), Err(DiskError::TimedOut)));
 }
 
 /// A concurrent write of the guest cannot change blocks that path resolution has already checked.
 #[test]
-fn what_is_read_of_a_path_is_read_once() {
+fn path_resolution_reads_each_sector_once() {
     struct Changing(Vec<u8>, std::sync::atomic::AtomicUsize);
     impl DiskBytes for Changing {
         fn len(&self) -> u64 {
@@ -242,9 +245,9 @@ fn what_is_read_of_a_path_is_read_once() {
         }
     }
     let disk: Rc<dyn DiskBytes> = Rc::new(Changing(vec![0; 1 << 16], Default::default()));
-    let budget = Budget::default();
+    let budget = ReadBudget::default();
     budget.allow(1 << 20);
-    let mut part = Part {
+    let mut part = DiskRange {
         disk,
         start: 512,
         len: 1 << 15,
@@ -265,7 +268,7 @@ fn what_is_read_of_a_path_is_read_once() {
 }
 
 #[test]
-fn a_disk_that_is_gone_is_an_error_and_no_wait() {
+fn failed_disk_reader_is_an_immediate_error() {
     struct Failing;
     impl DiskBytes for Failing {
         fn len(&self) -> u64 {
@@ -284,7 +287,7 @@ fn a_disk_that_is_gone_is_an_error_and_no_wait() {
 /// Reads what a profile needs from a library on the disk: symbols, unwind tables and build ID, and
 /// the perf map of a process.
 #[test]
-fn a_library_on_the_disk_has_names_tables_and_its_build() {
+fn library_on_disk_has_symbols_tables_and_build_id() {
     const LIBC: &str = "/usr/lib/x86_64-linux-gnu/libc.so.6";
     let Ok(libc) = std::fs::read(LIBC) else {
         return eprintln!("skipped: no libc.so.6 here");
@@ -292,7 +295,7 @@ fn a_library_on_the_disk_has_names_tables_and_its_build() {
     let Some(bytes) = file_system(&[("lib/libc.so.6", &libc), ("tmp/perf-7.map", b"7f00 10 made\n")]) else {
         return eprintln!("skipped: no mke2fs here");
     };
-    let mut mount = GuestMount::of(GuestFiles::Disk(open(bytes).unwrap()));
+    let mut mount = GuestSymbols::of(GuestFiles::Disk(open(bytes).unwrap()));
     let object = mount.object("/lib/libc.so.6").expect("it is there");
     let malloc = (0..libc.len() as u64).step_by(16).find(|address| {
         let found = object.resolve(*address);

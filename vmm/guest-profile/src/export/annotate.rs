@@ -2,7 +2,7 @@
 //! annotate --stdio`.
 //!
 //! A profile contains only addresses. The code is read from another source and may differ from the
-//! code that ran; samples that match no instruction reveal the difference ([`Annotated::astray`]).
+//! code that ran; samples that match no instruction reveal the difference ([`AnnotatedCode::astray`]).
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
@@ -20,7 +20,7 @@ const LONGEST: u64 = 15;
 
 /// A function of a profile with its samples.
 #[derive(Debug, Clone)]
-pub struct Function {
+pub struct SampledFunction {
     /// Name of the function.
     pub name: String,
     /// File that contains the function.
@@ -42,8 +42,8 @@ pub struct Function {
 }
 
 /// Returns the functions that have samples of `event`, sorted by descending period.
-pub fn functions(profile: &Profile, symbols: &mut Symbolizer<'_>, event: &EventInfo) -> Vec<Function> {
-    let mut found: HashMap<(Rc<str>, String), Function> = HashMap::new();
+pub fn functions(profile: &Profile, symbols: &mut Symbolizer<'_>, event: &EventInfo) -> Vec<SampledFunction> {
+    let mut found: HashMap<(Rc<str>, String), SampledFunction> = HashMap::new();
     for sample in profile.samples().filter(|s| s.event_id == event.id) {
         let Some(frame) = frames(&sample).next() else {
             continue;
@@ -54,7 +54,7 @@ pub fn functions(profile: &Profile, symbols: &mut Symbolizer<'_>, event: &EventI
         }
         let start = frame.address.wrapping_sub(named.offset);
         let key = (Rc::clone(&named.object), named.name.clone());
-        let function = found.entry(key).or_insert_with(|| Function {
+        let function = found.entry(key).or_insert_with(|| SampledFunction {
             name: named.name.clone(),
             object: Rc::clone(&named.object),
             kernel: named.kernel,
@@ -80,12 +80,12 @@ pub fn functions(profile: &Profile, symbols: &mut Symbolizer<'_>, event: &EventI
         at.1 = at.1.saturating_add(sample.period);
         function.period = function.period.saturating_add(sample.period);
     }
-    let mut list: Vec<Function> = found.into_values().collect();
+    let mut list: Vec<SampledFunction> = found.into_values().collect();
     list.sort_by(|a, b| b.period.cmp(&a.period).then_with(|| a.name.cmp(&b.name)));
     list
 }
 
-impl Function {
+impl SampledFunction {
     /// Returns the number of code bytes to read. The last instruction may extend past the last
     /// sample.
     pub fn length(&self) -> u64 {
@@ -101,7 +101,7 @@ impl Function {
 
 /// One disassembled instruction with its samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Line {
+pub struct AnnotatedLine {
     /// Address of the instruction.
     pub address: u64,
     /// Number of samples at this instruction.
@@ -114,9 +114,9 @@ pub struct Line {
 
 /// The disassembled code of a function with its samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Annotated {
+pub struct AnnotatedCode {
     /// Instructions in ascending order of address.
-    pub lines: Vec<Line>,
+    pub lines: Vec<AnnotatedLine>,
     /// Number of samples that match no instruction, because different code ran.
     pub astray: u64,
 }
@@ -124,10 +124,10 @@ pub struct Annotated {
 /// Disassembles `code`, which starts at the start of the function, and assigns the samples to its
 /// instructions. `name_of` resolves branch targets to names.
 pub fn annotate(
-    function: &Function,
+    function: &SampledFunction,
     code: &[u8],
     mut name_of: impl FnMut(u64) -> Option<String>,
-) -> Annotated {
+) -> AnnotatedCode {
     let mut decoder = Decoder::with_ip(64, code, function.start, DecoderOptions::NONE);
     let mut formatter = GasFormatter::new();
     formatter.options_mut().set_uppercase_hex(false);
@@ -153,7 +153,7 @@ pub fn annotate(
         let (samples, period) = left
             .remove(&address.wrapping_sub(function.start))
             .unwrap_or_default();
-        lines.push(Line {
+        lines.push(AnnotatedLine {
             address,
             samples,
             period,
@@ -164,20 +164,20 @@ pub fn annotate(
     while lines.last().is_some_and(is_padding) {
         lines.pop();
     }
-    Annotated {
+    AnnotatedCode {
         lines,
         astray: left.values().map(|(samples, _)| samples).sum(),
     }
 }
 
 /// Returns whether the line is a NOP without samples.
-fn is_padding(line: &Line) -> bool {
+fn is_padding(line: &AnnotatedLine) -> bool {
     let fills = ["nop", "int3", "xchg %ax,%ax", "data16", "cs nop"];
     line.samples == 0 && fills.iter().any(|fill| line.text.starts_with(fill))
 }
 
 /// Formats the annotated function. `source` names the origin of the code.
-pub fn render(event: &str, function: &Function, annotated: &Annotated, source: &str) -> String {
+pub fn render(event: &str, function: &SampledFunction, annotated: &AnnotatedCode, source: &str) -> String {
     let mut out = String::new();
     // Writing to a String cannot fail.
     let _ = writeln!(out, "# {} of {}", function.name, function.object);
@@ -209,7 +209,7 @@ pub fn render(event: &str, function: &Function, annotated: &Annotated, source: &
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Meta, NO_PID, Rate, Sample, SavedSymbol};
+    use super::super::{EventRate, NO_PID, ProfileMetadata, Sample, SavedSymbol};
     use super::*;
     use crate::unwind::Ends;
 
@@ -221,10 +221,10 @@ mod tests {
             name: "cycles".into(),
             type_: 0,
             config: 0,
-            rate: Rate::Period(1),
+            rate: EventRate::Period(1),
             id: 7,
         };
-        let mut profile = Profile::new(Meta::default(), vec![event]);
+        let mut profile = Profile::new(ProfileMetadata::default(), vec![event]);
         profile.symbols = vec![SavedSymbol {
             start: 0x1000,
             end: 0x1007,
@@ -253,7 +253,7 @@ mod tests {
         });
     }
 
-    fn only(profile: &Profile) -> Function {
+    fn only(profile: &Profile) -> SampledFunction {
         let mut symbols = Symbolizer::new(profile, None, None);
         let mut list = functions(profile, &mut symbols, &profile.events[0]);
         assert_eq!(list.len(), 1);
@@ -262,7 +262,7 @@ mod tests {
 
     /// Each sample is assigned to its instruction, and shares are relative to the function.
     #[test]
-    fn samples_are_at_their_instructions() {
+    fn annotate_assigns_samples_to_instructions() {
         let function = only(&profile(&[0x1004, 0x1004, 0x1004, 0x1001]));
         assert_eq!(
             (function.name.as_str(), function.cr3, function.end),
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn address_space_is_that_of_the_first_sample_with_registers() {
+    fn annotate_uses_cr3_of_first_sample_with_registers() {
         let mut profile = profile(&[]);
         for cr3 in [0, 0x5000, 0, 0x6000] {
             push(&mut profile, 0x1004, cr3);
@@ -293,7 +293,7 @@ mod tests {
 
     /// Padding between two functions is hidden, but a sampled NOP is shown.
     #[test]
-    fn padding_is_not_shown() {
+    fn annotate_hides_padding() {
         let padded = [&CODE[..], &[0x90, 0x66, 0x90, 0xcc]].concat();
         let lines = |ips: &[u64]| {
             let mut profile = profile(ips);
@@ -306,7 +306,7 @@ mod tests {
 
     /// Samples inside an instruction show that different code ran, and are reported.
     #[test]
-    fn samples_within_an_instruction_are_told() {
+    fn annotate_reports_samples_inside_instructions() {
         let function = only(&profile(&[0x1002, 0x1004]));
         let annotated = annotate(&function, &CODE, |_| None);
         assert_eq!(annotated.astray, 1);
@@ -315,7 +315,7 @@ mod tests {
 
     /// Disassembly of arbitrary bytes terminates, and the size of a function is bounded.
     #[test]
-    fn any_bytes_are_decoded_to_an_end() {
+    fn annotate_terminates_on_arbitrary_code() {
         let mut function = only(&profile(&[0x1000]));
         function.end = u64::MAX;
         assert_eq!(function.length(), MAX_CODE);

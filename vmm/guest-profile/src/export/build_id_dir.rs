@@ -124,7 +124,7 @@ impl BuildIdDir {
 
     /// Returns the file that the build ID refers to, if it is outside `inside`.
     fn holder(&self, id: BuildId, inside: &Path) -> Option<PathBuf> {
-        let (directory, link) = self.place_of_link(id);
+        let (directory, link) = self.link_path(id);
         let old = fs::read_link(link).ok()?;
         let holder = directory.join(&old);
         let files = [ELF, KALLSYMS].map(|name| holder.join(name));
@@ -133,7 +133,7 @@ impl BuildIdDir {
     }
 
     /// Returns the directory of the symbolic link of a build ID, and the link itself.
-    fn place_of_link(&self, id: BuildId) -> (PathBuf, PathBuf) {
+    fn link_path(&self, id: BuildId) -> (PathBuf, PathBuf) {
         let digits = id.to_string();
         let (first, rest) = digits.split_at(2);
         let directory = self.root.join(".build-id").join(first);
@@ -148,7 +148,7 @@ impl BuildIdDir {
     }
 
     /// Creates a file that appears at its final path only when it is complete.
-    fn file(&self, inside: &Path) -> io::Result<Whole> {
+    fn file(&self, inside: &Path) -> io::Result<AtomicFile> {
         let path = self.root.join(inside);
         let directory = path.parent().unwrap_or(&self.root);
         make_directories(directory)?;
@@ -160,7 +160,7 @@ impl BuildIdDir {
             .mode(0o600)
             .open(&part)?;
         let out = BufWriter::new(out);
-        Ok(Whole {
+        Ok(AtomicFile {
             out,
             part: Some(part),
             path,
@@ -169,7 +169,7 @@ impl BuildIdDir {
 
     /// Creates the symbolic link by which `perf` finds `inside` through its build ID.
     fn link(&self, id: BuildId, inside: &Path) -> io::Result<()> {
-        let (directory, link) = self.place_of_link(id);
+        let (directory, link) = self.link_path(id);
         make_directories(&directory)?;
         let target = target(inside);
         if fs::read_link(&link).is_ok_and(|old| old == target) {
@@ -227,13 +227,13 @@ fn taken(path: &Path, what: &str) -> io::Error {
 }
 
 /// A file that is written under a temporary name.
-struct Whole {
+struct AtomicFile {
     out: BufWriter<File>,
     part: Option<PathBuf>,
     path: PathBuf,
 }
 
-impl Whole {
+impl AtomicFile {
     fn finish(mut self) -> io::Result<()> {
         self.out.flush()?;
         if let Some(part) = &self.part {
@@ -244,7 +244,7 @@ impl Whole {
     }
 }
 
-impl Write for Whole {
+impl Write for AtomicFile {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.out.write(bytes)
     }
@@ -254,7 +254,7 @@ impl Write for Whole {
     }
 }
 
-impl Drop for Whole {
+impl Drop for AtomicFile {
     fn drop(&mut self) {
         if let Some(part) = &self.part {
             let _ = fs::remove_file(part);
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_s_symbols_are_found_by_its_build_id() {
+    fn kernel_symbols_are_found_by_build_id() {
         let root = tempfile::tempdir().unwrap();
         let directory = BuildIdDir::new(root.path());
         for text in ["old", "new"] {
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_made_is_for_this_user_only() {
+    fn build_id_dir_is_private_to_user() {
         use std::os::unix::fs::PermissionsExt;
 
         let temp = tempfile::tempdir().unwrap();
@@ -334,7 +334,7 @@ mod tests {
     /// A guest may claim the build ID of another guest's kernel or program, or of the host's.
     /// Existing entries keep their build ID.
     #[test]
-    fn no_guest_takes_the_build_id_of_another() {
+    fn existing_build_id_is_not_replaced() {
         let root = tempfile::tempdir().unwrap();
         let directory = BuildIdDir::new(root.path());
         let kernel = |text: &str| directory.add_kallsyms(id(), |out| out.write_all(text.as_bytes()));
@@ -366,7 +366,7 @@ mod tests {
 
     /// A guest chooses the paths of its programs.
     #[test]
-    fn no_path_of_a_guest_leads_elsewhere() {
+    fn guest_paths_stay_inside_build_id_dir() {
         let root = tempfile::tempdir().unwrap();
         let program = root.path().join("program");
         fs::write(&program, "code").unwrap();

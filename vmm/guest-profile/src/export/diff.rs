@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use super::Profile;
-use super::report::{ReportOptions, SortKey, Table, columns, tables, widths};
+use super::report::{ReportOptions, ReportTable, SortKey, columns, tables, widths};
 use super::symbolize::Symbolizer;
 
 /// One row of a comparison: shares of an event's periods, in percent; `None` if a profile has no
@@ -28,7 +28,7 @@ impl DiffRow {
 
 /// The comparison of one event of two profiles.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Diff {
+pub struct EventDiff {
     /// Name of the event.
     pub event: String,
     /// Number of samples in the older and in the newer profile.
@@ -39,12 +39,16 @@ pub struct Diff {
 
 /// Compares tables of the same columns event by event. Returns the comparisons and the names of
 /// events that only one profile contains.
-fn compare(before: Vec<Table>, after: Vec<Table>, min_percent: f64) -> (Vec<Diff>, Vec<String>) {
-    let mut after: Vec<Option<Table>> = after.into_iter().map(Some).collect();
+fn compare(
+    before: Vec<ReportTable>,
+    after: Vec<ReportTable>,
+    min_percent: f64,
+) -> (Vec<EventDiff>, Vec<String>) {
+    let mut after: Vec<Option<ReportTable>> = after.into_iter().map(Some).collect();
     let (mut diffs, mut alone) = (Vec::new(), Vec::new());
     for old in before {
         // Events of the same name are matched in order.
-        let same = |table: &&mut Option<Table>| table.as_ref().is_some_and(|t| t.event == old.event);
+        let same = |table: &&mut Option<ReportTable>| table.as_ref().is_some_and(|t| t.event == old.event);
         let Some(new) = after.iter_mut().find(same).and_then(Option::take) else {
             alone.push(old.event);
             continue;
@@ -66,7 +70,7 @@ fn compare(before: Vec<Table>, after: Vec<Table>, min_percent: f64) -> (Vec<Diff
             let by_change = b.delta().abs().total_cmp(&a.delta().abs());
             by_change.then_with(|| a.keys.cmp(&b.keys))
         });
-        diffs.push(Diff {
+        diffs.push(EventDiff {
             event: old.event,
             samples: (old.samples, new.samples),
             rows,
@@ -82,7 +86,7 @@ pub fn diffs(
     (old, old_symbols): (&Profile, &mut Symbolizer<'_>),
     (new, new_symbols): (&Profile, &mut Symbolizer<'_>),
     options: &ReportOptions,
-) -> (Vec<Diff>, Vec<String>) {
+) -> (Vec<EventDiff>, Vec<String>) {
     // Do not filter yet: a row may be below the limit in one profile only.
     let all = ReportOptions {
         min_percent: 0.0,
@@ -93,7 +97,7 @@ pub fn diffs(
 }
 
 /// Formats the comparison as text.
-pub fn render(diffs: &[Diff], sort: &[SortKey]) -> String {
+pub fn render(diffs: &[EventDiff], sort: &[SortKey]) -> String {
     let mut out = String::new();
     for diff in diffs {
         // Writing to a String cannot fail.
@@ -141,17 +145,17 @@ pub fn render(diffs: &[Diff], sort: &[SortKey]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::report::Row;
+    use super::super::report::ReportRow;
     use super::*;
 
-    fn table(event: &str, rows: &[(f64, &str)]) -> Table {
-        let row = |&(percent, name): &(f64, &str)| Row {
+    fn table(event: &str, rows: &[(f64, &str)]) -> ReportTable {
+        let row = |&(percent, name): &(f64, &str)| ReportRow {
             percent,
             samples: 1,
             period: 1,
             keys: vec![name.to_owned()],
         };
-        Table {
+        ReportTable {
             event: event.to_owned(),
             samples: rows.len() as u64,
             period: 100,
@@ -161,7 +165,7 @@ mod tests {
 
     /// Rows are sorted by absolute change, including rows that only one profile contains.
     #[test]
-    fn rows_are_ordered_by_their_change() {
+    fn diff_rows_are_sorted_by_change() {
         let before = vec![table("cycles", &[(60.0, "a"), (30.0, "b"), (10.0, "gone")])];
         let after = vec![table("cycles", &[(55.0, "a"), (44.5, "b"), (0.5, "new")])];
         let (diffs, alone) = compare(before, after, 0.0);
@@ -185,7 +189,7 @@ mod tests {
 
     /// A limit hides rows that are below it in both profiles, not rows that fell below it.
     #[test]
-    fn a_limit_is_for_both() {
+    fn diff_limit_applies_to_both_profiles() {
         let before = vec![table("cycles", &[(99.0, "a"), (1.0, "b")])];
         let after = vec![table("cycles", &[(1.0, "a"), (1.5, "b"), (97.5, "c")])];
         let (diffs, _) = compare(before, after, 2.0);
@@ -194,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn events_of_one_profile_only_are_named() {
+    fn diff_names_unmatched_events() {
         let before = vec![table("cycles", &[]), table("x", &[])];
         let after = vec![table("y", &[]), table("cycles", &[])];
         let (diffs, alone) = compare(before, after, 0.0);

@@ -3,7 +3,7 @@
 //!
 //! All formats share one model, [`Profile`]: samples of vCPUs with guest call chains, and metadata
 //! about the guest's kernel, tasks and mappings. `perf.data` is also the native file format of
-//! recordings, so `perf` can read them. [`Form`] selects how `perf` sees the guest.
+//! recordings, so `perf` can read them. [`ProfilePerspective`] selects how `perf` sees the guest.
 //!
 //! | module | purpose |
 //! |---|---|
@@ -45,14 +45,14 @@ pub struct EventInfo {
     /// Value of `perf_event_attr.config`.
     pub config: u64,
     /// Sampling period or frequency.
-    pub rate: Rate,
+    pub rate: EventRate,
     /// Event ID that the samples refer to. Unique within a profile and not 0.
     pub id: u64,
 }
 
 /// The sampling rate of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Rate {
+pub enum EventRate {
     /// One sample per this number of events.
     Period(u64),
     /// Target number of samples per second.
@@ -61,7 +61,7 @@ pub enum Rate {
 
 /// How a `perf.data` file presents the guest.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Form {
+pub enum ProfilePerspective {
     /// The file looks as if `perf` had recorded inside the guest, so any reader of `perf.data` can
     /// use it.
     #[default]
@@ -88,7 +88,7 @@ impl WallClock {
 
 /// Metadata of a profile. Strings longer than 4 KiB are truncated when written.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Meta {
+pub struct ProfileMetadata {
     /// Host name of the guest, if known.
     pub hostname: String,
     /// Kernel release of the guest, if known.
@@ -98,7 +98,7 @@ pub struct Meta {
     /// Command line that recorded the profile.
     pub command: Vec<String>,
     /// How the file presents the guest.
-    pub form: Form,
+    pub form: ProfilePerspective,
     /// Wall-clock time of the samples' clock, if known. The clock is then `CLOCK_MONOTONIC`.
     pub clock: Option<WallClock>,
 }
@@ -199,7 +199,7 @@ pub struct SavedSymbol {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Profile {
     /// Metadata of the profile.
-    pub meta: Meta,
+    pub meta: ProfileMetadata,
     /// Sampled events.
     pub events: Vec<EventInfo>,
     /// Location of the guest kernel, if found.
@@ -225,7 +225,7 @@ struct StoredSample {
 
 impl Profile {
     /// Creates an empty profile.
-    pub fn new(meta: Meta, events: Vec<EventInfo>) -> Self {
+    pub fn new(meta: ProfileMetadata, events: Vec<EventInfo>) -> Self {
         Self {
             meta,
             events,
@@ -291,7 +291,7 @@ impl Profile {
 
 /// One frame of a call chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Frame {
+pub struct ChainFrame {
     /// Address of the frame.
     pub address: u64,
     /// `true` for a kernel frame.
@@ -302,7 +302,7 @@ pub struct Frame {
     pub caller: bool,
 }
 
-impl Frame {
+impl ChainFrame {
     /// Returns an address within the instruction of the frame. For a return address this is the
     /// byte before it, because the call may be the last instruction of its function.
     pub fn instruction(self) -> u64 {
@@ -312,7 +312,7 @@ impl Frame {
 
 /// Returns the frames of a sample, innermost first: those of its call chain, or its instruction
 /// pointer alone.
-pub fn frames<'s>(sample: &Sample<'s>) -> impl Iterator<Item = Frame> + 's {
+pub fn frames<'s>(sample: &Sample<'s>) -> impl Iterator<Item = ChainFrame> + 's {
     let mut kernel = sample.cpl != 3;
     let alone = sample.chain.is_empty().then_some(sample.ip);
     let mut exact = true;
@@ -333,7 +333,7 @@ pub fn frames<'s>(sample: &Sample<'s>) -> impl Iterator<Item = Frame> + 's {
                 return None;
             }
             let caller = !std::mem::take(&mut exact);
-            Some(Frame {
+            Some(ChainFrame {
                 address,
                 kernel,
                 caller,

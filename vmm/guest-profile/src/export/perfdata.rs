@@ -4,12 +4,13 @@
 //! A file consists of a header, event IDs, attributes, records and feature sections. `perf` ignores
 //! what follows: a section with symbols ([`super::SavedSymbol`], gzipped JSON) and a footer with
 //! the offset of that section. Records use guest terms: pid and tid are the guest's, and the CPU is
-//! the vCPU. The CPU mode in a record's header and the name of the kernel depend on the [`Form`]:
+//! the vCPU. The CPU mode in a record's header and the name of the kernel depend on the
+//! [`ProfilePerspective`]:
 //!
 //! | form | CPU modes | kernel | readers |
 //! |---|---|---|---|
-//! | [`Form::InGuest`] | KERNEL, USER | `[kernel.kallsyms]` | any reader of `perf.data` |
-//! | [`Form::AsHost`] | GUEST_KERNEL, GUEST_USER | `[guest.kernel.kallsyms]` | `perf kvm --host --guest … report`, `perf script` |
+//! | [`ProfilePerspective::InGuest`] | KERNEL, USER | `[kernel.kallsyms]` | any reader of `perf.data` |
+//! | [`ProfilePerspective::AsHost`] | GUEST_KERNEL, GUEST_USER | `[guest.kernel.kallsyms]` | `perf kvm --host --guest … report`, `perf script` |
 //!
 //! A recording may end at any moment. The header is written first, and
 //! [`PerfDataWriter::checkpoint`] updates the length of the records in it, so that a truncated file
@@ -17,7 +18,7 @@
 //! stored in records of their own.
 //!
 //! CR3, the privilege level and the reason why unwinding ended have no sample field. The raw data
-//! of a sample holds them ([`FileRaw`]).
+//! of a sample holds them ([`FileSampleData`]).
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
@@ -26,8 +27,11 @@ use std::os::unix::fs::FileExt;
 use zerocopy::IntoBytes;
 
 use super::context::{CONTEXT_KERNEL, CONTEXT_USER};
-use super::{EventInfo, FileMapping, Form, KernelMap, Meta, Profile, Rate, Sample, SavedSymbol, TaskName};
-use crate::sample::FileRaw;
+use super::{
+    EventInfo, EventRate, FileMapping, KernelMap, Profile, ProfileMetadata, ProfilePerspective, Sample,
+    SavedSymbol, TaskName,
+};
+use crate::sample::FileSampleData;
 use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER};
 use kernel_images::build_id::{self, BuildId};
 
@@ -89,7 +93,7 @@ pub(super) const MISC_MMAP_BUILD_ID: u16 = 1 << 14;
 /// The build ID is stored with its length.
 const MISC_BUILD_ID_SIZE: u16 = 1 << 15;
 
-impl Form {
+impl ProfilePerspective {
     fn kernel_mode(self) -> u16 {
         match self {
             Self::InGuest => MISC_KERNEL,
@@ -140,7 +144,7 @@ const NAME_ALIGN: usize = 64;
 /// are readable.
 pub struct PerfDataWriter<W: Write + Seek> {
     out: W,
-    meta: Meta,
+    meta: ProfileMetadata,
     events: Vec<EventInfo>,
     data_start: u64,
     data_len: u64,
@@ -162,7 +166,7 @@ impl PerfDataWriter<BufWriter<File>> {
     ///
     /// # Errors
     /// Returns the error of reading, truncating or updating the file.
-    pub fn cut_back(self) -> io::Result<u64> {
+    pub fn truncate_to_records(self) -> io::Result<u64> {
         let events = self.events.len() as u64;
         let (bytes, mut samples) = self.kept;
         let mut end = self.data_start + bytes;
@@ -189,7 +193,7 @@ impl PerfDataWriter<BufWriter<File>> {
 
 impl<W: Write + Seek> PerfDataWriter<W> {
     /// Starts a file at position 0 of `out`.
-    pub fn new(mut out: W, meta: Meta, events: Vec<EventInfo>) -> io::Result<Self> {
+    pub fn new(mut out: W, meta: ProfileMetadata, events: Vec<EventInfo>) -> io::Result<Self> {
         let ids = 8 * events.len() as u64;
         let data_start = HEADER_SIZE + ids + ATTR_ENTRY_SIZE * events.len() as u64;
         let mut buf = header(events.len() as u64, data_start, 0, [0; 4]);
@@ -257,10 +261,10 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         let form = self.meta.form;
         // perf identifies guests by pid; `--guestkallsyms` applies to pid 0.
         let (name, pid) = match form {
-            Form::InGuest => (KERNEL_NAME, KERNEL_PID),
-            Form::AsHost => (GUEST_KERNEL_NAME, 0),
+            ProfilePerspective::InGuest => (KERNEL_NAME, KERNEL_PID),
+            ProfilePerspective::AsHost => (GUEST_KERNEL_NAME, 0),
         };
-        if form == Form::InGuest
+        if form == ProfilePerspective::InGuest
             && let Some(id) = k.build_id
         {
             // Also write the build ID as a record now, because a truncated file has no features.
@@ -286,7 +290,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         let comm: String = t.comm.chars().take(15).collect();
         let form = self.meta.form;
         // The fork record assigns a thread to its process.
-        if form == Form::InGuest && t.tid != t.pid && self.threads.insert(t.tid) {
+        if form == ProfilePerspective::InGuest && t.tid != t.pid && self.threads.insert(t.tid) {
             self.record(record::FORK, 0, |b| {
                 [t.pid, t.pid, t.tid, t.pid]
                     .into_iter()
@@ -308,9 +312,9 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         const PROT_READ_EXEC: u32 = 5;
         const MAP_PRIVATE: u32 = 2;
         let form = self.meta.form;
-        let id = m.build_id.filter(|_| form == Form::InGuest);
+        let id = m.build_id.filter(|_| form == ProfilePerspective::InGuest);
         if let Some(id) = id {
-            self.know(&m.path, id);
+            self.record_build_id(&m.path, id);
         }
         let misc = form.user_mode() | id.map_or(0, |_| MISC_MMAP_BUILD_ID);
         self.record(record::MMAP2, misc, |b| {
@@ -332,7 +336,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
     }
 
     /// Records the build ID of a guest path for the build-ID list at the end of the file.
-    pub fn know(&mut self, path: &str, id: BuildId) {
+    pub fn record_build_id(&mut self, path: &str, id: BuildId) {
         if !self.ids.contains_key(path) && self.ids.len() < MAX_IDS {
             self.ids.insert(path.to_owned(), id);
         }
@@ -366,8 +370,8 @@ impl<W: Write + Seek> PerfDataWriter<W> {
                 put64(b, marker_for_perf(frame));
             }
             // Together with its length word, the raw data must be a multiple of 8 bytes.
-            put32(b, size_of::<FileRaw>() as u32);
-            b.extend_from_slice(FileRaw::new(s.cr3, s.cpl, s.ends).as_bytes());
+            put32(b, size_of::<FileSampleData>() as u32);
+            b.extend_from_slice(FileSampleData::new(s.cr3, s.cpl, s.ends).as_bytes());
         })
     }
 
@@ -581,11 +585,11 @@ fn marker_for_perf(frame: u64) -> u64 {
     }
 }
 
-fn put_attr(b: &mut Vec<u8>, e: &EventInfo, meta: &Meta) {
+fn put_attr(b: &mut Vec<u8>, e: &EventInfo, meta: &ProfileMetadata) {
     let start = b.len();
     let (rate, freq) = match e.rate {
-        Rate::Period(p) => (p, 0),
-        Rate::FrequencyHz(f) => (f, attr_flag::FREQ),
+        EventRate::Period(p) => (p, 0),
+        EventRate::FrequencyHz(f) => (f, attr_flag::FREQ),
     };
     put32(b, e.type_);
     put32(b, ATTR_SIZE);
@@ -599,8 +603,8 @@ fn put_attr(b: &mut Vec<u8>, e: &EventInfo, meta: &Meta) {
         | attr_flag::MMAP2
         | freq
         | match meta.form {
-            Form::InGuest => attr_flag::TASK,
-            Form::AsHost => attr_flag::EXCLUDE_HOST,
+            ProfilePerspective::InGuest => attr_flag::TASK,
+            ProfilePerspective::AsHost => attr_flag::EXCLUDE_HOST,
         }
         | meta.clock.map_or(0, |_| attr_flag::USE_CLOCKID);
     put64(b, flags);

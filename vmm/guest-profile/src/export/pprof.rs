@@ -9,7 +9,7 @@ use std::io::{self, Write};
 use prost::Message;
 
 use super::symbolize::{Symbolizer, task_label};
-use super::{Frame, Profile, Rate, frames};
+use super::{ChainFrame, EventRate, Profile, frames};
 
 /// Messages of <https://github.com/google/pprof/blob/main/proto/profile.proto>, with the same field
 /// numbers.
@@ -108,12 +108,12 @@ mod proto {
 }
 
 /// The string table. Each string occurs once; the first one is empty.
-struct Strings {
+struct StringTable {
     list: Vec<String>,
     index: HashMap<String, i64>,
 }
 
-impl Strings {
+impl StringTable {
     #[expect(clippy::cast_possible_wrap, reason = "a list in memory is far shorter")]
     fn id(&mut self, text: &str) -> i64 {
         if let Some(&id) = self.index.get(text) {
@@ -128,7 +128,7 @@ impl Strings {
 
 /// IDs of the locations, functions and mappings that are already in the profile.
 #[derive(Default)]
-struct Places {
+struct LocationTable {
     /// Location IDs by address, kernel flag and, for programs, process.
     locations: HashMap<(u64, bool, u32), u64>,
     /// Function IDs by file and name.
@@ -137,14 +137,14 @@ struct Places {
     mappings: HashMap<String, u64>,
 }
 
-impl Places {
+impl LocationTable {
     /// Returns the ID of a frame's location, which is added to the profile if necessary.
     fn location(
         &mut self,
-        f: Frame,
+        f: ChainFrame,
         pid: u32,
         symbols: &mut Symbolizer<'_>,
-        strings: &mut Strings,
+        strings: &mut StringTable,
         p: &mut proto::Profile,
     ) -> u64 {
         // pprof expects a caller's address within the call instruction, so that it belongs to one
@@ -230,7 +230,7 @@ pub fn write(
     labels: &[Label],
     out: impl Write,
 ) -> io::Result<()> {
-    let mut strings = Strings {
+    let mut strings = StringTable {
         list: vec![String::new()],
         index: HashMap::from([(String::new(), 0)]),
     };
@@ -247,7 +247,7 @@ pub fn write(
     ];
     p.default_sample_type = event;
     p.period_type = Some(proto::ValueType { type_: event, unit });
-    if let Some(Rate::Period(n)) = first.map(|e| e.rate) {
+    if let Some(EventRate::Period(n)) = first.map(|e| e.rate) {
         p.period = i64::try_from(n).unwrap_or(i64::MAX);
     }
     let times = || profile.samples().map(|s| s.time_ns);
@@ -261,7 +261,7 @@ pub fn write(
         .zip(times().min())
         .and_then(|(clock, first_ns)| i64::try_from(clock.at(first_ns)).ok())
         .unwrap_or(0);
-    let mut places = Places::default();
+    let mut places = LocationTable::default();
     let mut stacks: HashMap<(Vec<u64>, Vec<proto::Label>), usize> = HashMap::new();
     for s in profile.samples() {
         let location_id: Vec<u64> = frames(&s)

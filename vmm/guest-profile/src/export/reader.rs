@@ -13,10 +13,10 @@ use linux_perf_data::{DsoKey, PerfFileReader, PerfFileRecord, UserRecordType};
 use super::context::{CONTEXT_KERNEL, CONTEXT_USER};
 use super::perfdata::{FOOTER_MAGIC, GUEST_KERNEL_NAME, KERNEL_NAME, MISC_MMAP_BUILD_ID, UPDATES_NAME};
 use super::{
-    EventInfo, FileMapping, Form, KernelMap, Meta, NO_PID, Profile, Rate, Sample, SavedSymbol, TaskName,
-    WallClock,
+    EventInfo, EventRate, FileMapping, KernelMap, NO_PID, Profile, ProfileMetadata, ProfilePerspective,
+    Sample, SavedSymbol, TaskName, WallClock,
 };
-use crate::sample::FileRaw;
+use crate::sample::FileSampleData;
 use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, Ends};
 use kernel_images::build_id::{self, BuildId};
 use kernel_images::le::u64_at;
@@ -216,7 +216,7 @@ pub fn read(bytes: &[u8]) -> Result<Profile, ReadError> {
     } = PerfFileReader::parse_file(Cursor::new(bytes)).map_err(ReadError::Broken)?;
     let text = |s: Result<Option<&str>, _>| s.ok().flatten().unwrap_or_default().to_owned();
     let mut profile = Profile {
-        meta: Meta {
+        meta: ProfileMetadata {
             hostname: text(perf_file.hostname()),
             os_release: text(perf_file.os_release()),
             vcpus: perf_file
@@ -229,7 +229,7 @@ pub fn read(bytes: &[u8]) -> Result<Profile, ReadError> {
                 .ok()
                 .flatten()
                 .map_or_else(Vec::new, |words| words.into_iter().map(str::to_owned).collect()),
-            form: Form::InGuest,
+            form: ProfilePerspective::InGuest,
             clock: perf_file.clock_data().ok().flatten().map(|clock| WallClock {
                 wall_ns: clock.wall_clock_ns,
                 clock_ns: clock.clockid_time_ns,
@@ -383,9 +383,9 @@ fn event_info(
         type_,
         config,
         rate: match attr.sampling_policy {
-            SamplingPolicy::Period(p) => Rate::Period(p.get()),
-            SamplingPolicy::Frequency(f) => Rate::FrequencyHz(f),
-            SamplingPolicy::NoSampling => Rate::Period(0),
+            SamplingPolicy::Period(p) => EventRate::Period(p.get()),
+            SamplingPolicy::Frequency(f) => EventRate::FrequencyHz(f),
+            SamplingPolicy::NoSampling => EventRate::Period(0),
         },
         id: id.filter(|&id| id != 0).unwrap_or(index as u64 + 1),
     }
@@ -417,9 +417,9 @@ fn add(profile: &mut Profile, record: &EventRecord<'_>, time: Option<u64>, event
             });
             let user = matches!(s.cpu_mode, CpuMode::GuestUser | CpuMode::User);
             if matches!(s.cpu_mode, CpuMode::GuestUser | CpuMode::GuestKernel) {
-                profile.meta.form = Form::AsHost;
+                profile.meta.form = ProfilePerspective::AsHost;
             }
-            let ours = s.raw.and_then(|raw| FileRaw::read(&raw.as_slice()));
+            let ours = s.raw.and_then(|raw| FileSampleData::read(&raw.as_slice()));
             let unknown = (0, if user { 3 } else { 0 }, Ends::default());
             let (cr3, cpl, ends) = ours.unwrap_or(unknown);
             profile.push(&Sample {
@@ -447,7 +447,7 @@ fn add(profile: &mut Profile, record: &EventRecord<'_>, time: Option<u64>, event
             let symbol = path.strip_prefix(GUEST_KERNEL_NAME);
             if let Some(symbol) = symbol.or_else(|| path.strip_prefix(KERNEL_NAME)) {
                 if m.cpu_mode == CpuMode::GuestKernel {
-                    profile.meta.form = Form::AsHost;
+                    profile.meta.form = ProfilePerspective::AsHost;
                 }
                 profile.kernel = Some(KernelMap {
                     start: m.address,

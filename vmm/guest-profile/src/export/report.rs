@@ -68,7 +68,7 @@ impl Default for ReportOptions {
 
 /// One row of a report.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Row {
+pub struct ReportRow {
     /// Share of the event's periods, in percent.
     pub percent: f64,
     /// Number of samples.
@@ -81,7 +81,7 @@ pub struct Row {
 
 /// The rows of one event, sorted by descending share.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Table {
+pub struct ReportTable {
     /// Name of the event.
     pub event: String,
     /// Number of samples of the event, including those of omitted rows.
@@ -89,11 +89,11 @@ pub struct Table {
     /// Sum of the periods of these samples.
     pub period: u64,
     /// Rows, sorted by descending share.
-    pub rows: Vec<Row>,
+    pub rows: Vec<ReportRow>,
 }
 
 /// Groups the samples of each event by the sort columns.
-pub fn tables(profile: &Profile, symbols: &mut Symbolizer<'_>, options: &ReportOptions) -> Vec<Table> {
+pub fn tables(profile: &Profile, symbols: &mut Symbolizer<'_>, options: &ReportOptions) -> Vec<ReportTable> {
     profile
         .events
         .iter()
@@ -122,9 +122,9 @@ pub fn tables(profile: &Profile, symbols: &mut Symbolizer<'_>, options: &ReportO
                 samples += 1;
                 period = period.saturating_add(s.period);
             }
-            let mut rows: Vec<Row> = groups
+            let mut rows: Vec<ReportRow> = groups
                 .into_iter()
-                .map(|(keys, (n, p))| Row {
+                .map(|(keys, (n, p))| ReportRow {
                     percent: if period == 0 {
                         0.0
                     } else {
@@ -137,7 +137,7 @@ pub fn tables(profile: &Profile, symbols: &mut Symbolizer<'_>, options: &ReportO
                 .filter(|r| r.percent >= options.min_percent)
                 .collect();
             rows.sort_by(|a, b| b.period.cmp(&a.period).then_with(|| a.keys.cmp(&b.keys)));
-            Table {
+            ReportTable {
                 event: event.name.clone(),
                 samples,
                 period,

@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::rc::Rc;
 
-use super::{Frame, NO_PID, Profile, SavedSymbol};
-use crate::programs::GuestMount;
+use super::{ChainFrame, NO_PID, Profile, SavedSymbol};
+use crate::programs::GuestSymbols;
 use kernel_images::symbols::KernelSymbols;
 
 /// Object name of the kernel in tables.
@@ -14,7 +14,7 @@ pub const USER_OBJECT: &str = "[guest user]";
 
 /// A frame with its name.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Named {
+pub struct NamedFrame {
     /// Function name; if unknown, the file name and offset, or the address in hexadecimal.
     pub name: String,
     /// Offset into the function; 0 if the function is unknown.
@@ -32,15 +32,15 @@ pub struct Named {
 pub struct Symbolizer<'p> {
     profile: &'p Profile,
     kernel: Option<KernelSymbols>,
-    mount: Option<GuestMount>,
+    mount: Option<GuestSymbols>,
     saved: HashMap<Option<u32>, Vec<&'p SavedSymbol>>,
     objects: HashMap<String, Rc<str>>,
-    cache: HashMap<(Frame, u32), Rc<Named>>,
+    cache: HashMap<(ChainFrame, u32), Rc<NamedFrame>>,
 }
 
 impl<'p> Symbolizer<'p> {
     /// Creates a symbolizer. `kernel` contains the kernel's symbols at run-time addresses.
-    pub fn new(profile: &'p Profile, kernel: Option<KernelSymbols>, mount: Option<GuestMount>) -> Self {
+    pub fn new(profile: &'p Profile, kernel: Option<KernelSymbols>, mount: Option<GuestSymbols>) -> Self {
         let mut saved: HashMap<_, Vec<&SavedSymbol>> = HashMap::new();
         for s in &profile.symbols {
             saved.entry(s.pid).or_default().push(s);
@@ -58,7 +58,7 @@ impl<'p> Symbolizer<'p> {
 
     /// Resolves a frame of process `pid`. For a caller's frame, the call instruction just before
     /// the return address is looked up.
-    pub fn name(&mut self, frame: Frame, pid: u32) -> Rc<Named> {
+    pub fn name(&mut self, frame: ChainFrame, pid: u32) -> Rc<NamedFrame> {
         let pid = if frame.kernel { NO_PID } else { pid };
         let lookup = frame.instruction();
         let key = (frame, pid);
@@ -82,14 +82,14 @@ impl<'p> Symbolizer<'p> {
                 .or_insert_with_key(|k| k.as_str().into()),
         );
         let named = Rc::new(match found {
-            Some((name, start)) => Named {
+            Some((name, start)) => NamedFrame {
                 name,
                 offset: frame.address.wrapping_sub(start),
                 known: true,
                 object,
                 kernel: frame.kernel,
             },
-            None => Named {
+            None => NamedFrame {
                 name: place.unwrap_or_else(|| format!("{:#018x}", frame.address)),
                 offset: 0,
                 known: false,
@@ -103,7 +103,7 @@ impl<'p> Symbolizer<'p> {
 
     /// Returns the end address of the function of a frame of process `pid`, if the source of its
     /// name provides it.
-    pub fn end(&mut self, frame: Frame, pid: u32) -> Option<u64> {
+    pub fn end(&mut self, frame: ChainFrame, pid: u32) -> Option<u64> {
         let lookup = frame.instruction();
         if frame.kernel {
             let kernel = self.kernel.as_ref();
@@ -184,7 +184,7 @@ impl<'p> Symbolizer<'p> {
 pub fn symbols_to_save(
     profile: &Profile,
     kernel: Option<&KernelSymbols>,
-    mount: Option<GuestMount>,
+    mount: Option<GuestSymbols>,
 ) -> Vec<SavedSymbol> {
     let mut symbolizer = Symbolizer::new(profile, None, mount);
     let mut found: HashMap<(Option<u32>, u64), SavedSymbol> = HashMap::new();
@@ -233,9 +233,9 @@ pub fn symbols_to_save(
 /// A sample whose function has no chain remains unchanged. Truncated chains are used only if there
 /// is no other.
 pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profile {
-    let mut donors: HashMap<Place, (Vec<super::Sample<'_>>, usize)> = HashMap::new();
+    let mut donors: HashMap<ChainKey, (Vec<super::Sample<'_>>, usize)> = HashMap::new();
     for sample in profile.samples().filter(|s| !s.chain.is_empty()) {
-        for place in places(profile, symbols, &sample).into_iter().flatten() {
+        for place in chain_keys(profile, symbols, &sample).into_iter().flatten() {
             donors.entry(place).or_default().0.push(sample);
         }
     }
@@ -256,7 +256,7 @@ pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profi
             full.push(&sample);
             continue;
         }
-        let mut found = places(profile, symbols, &sample).into_iter().flatten();
+        let mut found = chain_keys(profile, symbols, &sample).into_iter().flatten();
         chain.clear();
         if let Some(place) = found.find(|place| donors.contains_key(place))
             && let Some((samples, next)) = donors.get_mut(&place)
@@ -280,19 +280,23 @@ pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profi
 
 /// The process or process name that a sample belongs to.
 #[derive(PartialEq, Eq, Hash)]
-enum Owner {
+enum SampleOwner {
     /// Process with this ID.
     Process(u32),
     /// Any process with this name.
-    Named(String),
+    NamedFrame(String),
 }
 
 /// Lookup key for call chains: event, task, object and function.
-type Place = (u64, Owner, Rc<str>, Option<String>);
+type ChainKey = (u64, SampleOwner, Rc<str>, Option<String>);
 
 /// Returns the lookup keys of a sample: one for its process and, in the kernel, one for any process
 /// of the same name.
-fn places(profile: &Profile, symbols: &mut Symbolizer<'_>, sample: &super::Sample<'_>) -> [Option<Place>; 2] {
+fn chain_keys(
+    profile: &Profile,
+    symbols: &mut Symbolizer<'_>,
+    sample: &super::Sample<'_>,
+) -> [Option<ChainKey>; 2] {
     let Some(frame) = super::frames(sample).next() else {
         return [None, None];
     };
@@ -303,8 +307,8 @@ fn places(profile: &Profile, symbols: &mut Symbolizer<'_>, sample: &super::Sampl
         .then(|| task_label(profile, sample.tid, sample.cr3, sample.time_ns));
     let place = |owner| (sample.event_id, owner, named.object.clone(), function.clone());
     [
-        Some(place(Owner::Process(sample.pid))),
-        task.map(|task| place(Owner::Named(task))),
+        Some(place(SampleOwner::Process(sample.pid))),
+        task.map(|task| place(SampleOwner::NamedFrame(task))),
     ]
 }
 

@@ -8,24 +8,24 @@ use kernel_images::build_id::BuildId;
 use kernel_images::orc::{ENTRY_SIZE, OrcError, OrcTable};
 use kernel_images::packed::PackedText;
 
-use super::found::{FoundKernel, Unread};
-use super::reader::{MOST_ENTRIES, MOST_SYMBOLS};
-use super::wire::{self, PIECE, Question, Summary, Wanted};
-use crate::locate::Anchors;
+use super::found::{FoundKernel, UnreadPart};
+use super::reader::{MAX_ENTRIES, MAX_SYMBOL_BYTES};
+use super::wire::{self, KernelSummary, MemoryRequest, PIECE, SearchRequest};
+use crate::locate::KernelAnchors;
 use crate::{GuestPhys, GuestRegs};
 
 /// Maximum number of memory ranges that one search may request. A kernel mapped with small pages
 /// takes 2,000.
-const MOST_RANGES: u32 = 1 << 18;
+const MAX_RANGES: u32 = 1 << 18;
 /// Maximum number of bytes that one search may request. Exceeds the largest kernel read through two
 /// registers and two address spaces with scattered small pages.
-const MOST_LENT: u64 = 4 << 30;
+const MAX_SERVED_BYTES: u64 = 4 << 30;
 /// Maximum number of characters shown of a text from the reader.
-const MOST_TEXT: usize = 400;
+const MAX_TEXT: usize = 400;
 
 /// Why no kernel was found.
 #[derive(Debug, thiserror::Error)]
-pub enum AskError {
+pub enum SearchError {
     /// The reader found no kernel or does not support it. Contains its message.
     #[error("{0}")]
     NotFound(String),
@@ -46,7 +46,7 @@ pub enum AskError {
     Orc(#[from] OrcError),
 }
 
-impl From<io::Error> for AskError {
+impl From<io::Error> for SearchError {
     fn from(e: io::Error) -> Self {
         match e.kind() {
             ErrorKind::WouldBlock | ErrorKind::TimedOut => Self::Slow,
@@ -61,27 +61,27 @@ impl From<io::Error> for AskError {
 /// message after `until`, if `stream` has a timeout.
 ///
 /// # Errors
-/// Returns an [`AskError`] if the reader finds no kernel, fails, times out, exceeds a limit or
+/// Returns an [`SearchError`] if the reader finds no kernel, fails, times out, exceeds a limit or
 /// sends an invalid message.
 pub fn ask<M: GuestPhys + ?Sized>(
     stream: &mut (impl Read + Write),
     memory: &M,
     regs: &GuestRegs,
-    anchors: &Anchors,
+    anchors: &KernelAnchors,
     until: Instant,
-) -> Result<FoundKernel, AskError> {
-    let question = Question {
+) -> Result<FoundKernel, SearchError> {
+    let question = SearchRequest {
         regs: *regs,
         anchors: *anchors,
     };
-    let question = serde_json::to_vec(&question).map_err(|_| AskError::Nonsense("question"))?;
+    let question = serde_json::to_vec(&question).map_err(|_| SearchError::Nonsense("question"))?;
     wire::send(stream, wire::ASK, &question)?;
-    let mut got = Parts::default();
-    let mut lender = Lender::default();
+    let mut got = ReceivedParts::default();
+    let mut lender = MemoryServer::default();
     let mut bytes = Vec::new();
     loop {
         if Instant::now() >= until {
-            return Err(AskError::Slow);
+            return Err(SearchError::Slow);
         }
         let (letter, length) = wire::head(stream)?;
         bytes.resize(length, 0);
@@ -89,7 +89,7 @@ pub fn ask<M: GuestPhys + ?Sized>(
         match letter {
             wire::READ => lender.lend(stream, memory, &bytes)?,
             wire::FOUND => return got.kernel(&bytes),
-            wire::FAILED => return Err(AskError::NotFound(printable(&bytes))),
+            wire::FAILED => return Err(SearchError::NotFound(printable(&bytes))),
             _ => got.add(letter, &bytes)?,
         }
     }
@@ -97,28 +97,29 @@ pub fn ask<M: GuestPhys + ?Sized>(
 
 /// Serves memory requests and counts them against the limits.
 #[derive(Default)]
-struct Lender {
+struct MemoryServer {
     ranges: u32,
     bytes: u64,
     buffer: Vec<u8>,
 }
 
-impl Lender {
+impl MemoryServer {
     fn lend<M: GuestPhys + ?Sized>(
         &mut self,
         stream: &mut impl Write,
         memory: &M,
         wanted: &[u8],
-    ) -> Result<(), AskError> {
-        let Wanted { gpa, bytes } = Wanted::from_bytes(wanted).ok_or(AskError::Nonsense("range"))?;
+    ) -> Result<(), SearchError> {
+        let MemoryRequest { gpa, bytes } =
+            MemoryRequest::from_bytes(wanted).ok_or(SearchError::Nonsense("range"))?;
         let length = bytes as usize;
         if length > PIECE {
-            return Err(AskError::TooMuch("bytes of memory at once"));
+            return Err(SearchError::TooMuch("bytes of memory at once"));
         }
         self.ranges += 1;
         self.bytes += u64::from(bytes);
-        if self.ranges > MOST_RANGES || self.bytes > MOST_LENT {
-            return Err(AskError::TooMuch("bytes of memory"));
+        if self.ranges > MAX_RANGES || self.bytes > MAX_SERVED_BYTES {
+            return Err(SearchError::TooMuch("bytes of memory"));
         }
         self.buffer.resize(length, 0);
         if memory.read(gpa, &mut self.buffer) {
@@ -132,49 +133,50 @@ impl Lender {
 
 /// The parts of a kernel received so far.
 #[derive(Default)]
-struct Parts {
+struct ReceivedParts {
     symbols: Vec<u8>,
     offsets: Vec<u32>,
     entries: Vec<[u8; ENTRY_SIZE]>,
 }
 
-impl Parts {
-    fn add(&mut self, letter: u8, bytes: &[u8]) -> Result<(), AskError> {
+impl ReceivedParts {
+    fn add(&mut self, letter: u8, bytes: &[u8]) -> Result<(), SearchError> {
         match letter {
-            wire::SYMBOLS if self.symbols.len() + bytes.len() <= MOST_SYMBOLS => {
+            wire::SYMBOLS if self.symbols.len() + bytes.len() <= MAX_SYMBOL_BYTES => {
                 self.symbols.extend_from_slice(bytes);
                 Ok(())
             }
-            wire::SYMBOLS => Err(AskError::TooMuch("symbols")),
+            wire::SYMBOLS => Err(SearchError::TooMuch("symbols")),
             wire::OFFSETS => {
                 let (offsets, rest) = bytes.as_chunks::<4>();
                 self.offsets
                     .extend(offsets.iter().map(|offset| u32::from_le_bytes(*offset)));
-                self.are_few(rest)
+                self.check_entries(rest)
             }
             wire::ENTRIES => {
                 let (entries, rest) = bytes.as_chunks::<ENTRY_SIZE>();
                 self.entries.extend_from_slice(entries);
-                self.are_few(rest)
+                self.check_entries(rest)
             }
-            _ => Err(AskError::Nonsense("message")),
+            _ => Err(SearchError::Nonsense("message")),
         }
     }
 
     /// Checks the number of entries, and that no incomplete entry (`rest`) remains.
-    fn are_few(&self, rest: &[u8]) -> Result<(), AskError> {
-        if self.offsets.len().max(self.entries.len()) > MOST_ENTRIES {
-            return Err(AskError::TooMuch("unwind tables"));
+    fn check_entries(&self, rest: &[u8]) -> Result<(), SearchError> {
+        if self.offsets.len().max(self.entries.len()) > MAX_ENTRIES {
+            return Err(SearchError::TooMuch("unwind tables"));
         }
         if rest.is_empty() {
             Ok(())
         } else {
-            Err(AskError::Nonsense("unwind tables"))
+            Err(SearchError::Nonsense("unwind tables"))
         }
     }
 
-    fn kernel(self, summary: &[u8]) -> Result<FoundKernel, AskError> {
-        let summary: Summary = serde_json::from_slice(summary).map_err(|_| AskError::Nonsense("summary"))?;
+    fn kernel(self, summary: &[u8]) -> Result<FoundKernel, SearchError> {
+        let summary: KernelSummary =
+            serde_json::from_slice(summary).map_err(|_| SearchError::Nonsense("summary"))?;
         let orc = summary.orc_base.map(|base| {
             let mut parts = (self.offsets, self.entries);
             parts.0.shrink_to_fit();
@@ -186,7 +188,7 @@ impl Parts {
             entry_text: summary.entry_text,
             tasks: summary
                 .tasks
-                .map_err(|Unread(why)| Unread(printable(why.as_bytes()))),
+                .map_err(|UnreadPart(why)| UnreadPart(printable(why.as_bytes()))),
             tables: summary.tables,
             symbols: PackedText::new(&self.symbols),
             symbol_count: summary.symbols,
@@ -196,12 +198,12 @@ impl Parts {
     }
 }
 
-/// Makes untrusted text printable: at most [`MOST_TEXT`] characters, with `?` for bytes that are
+/// Makes untrusted text printable: at most [`MAX_TEXT`] characters, with `?` for bytes that are
 /// not printable ASCII.
 fn printable(text: &[u8]) -> String {
     let shown = |byte: &u8| match byte {
         b' ' | b'!'..=b'~' => char::from(*byte),
         _ => '?',
     };
-    text.iter().take(MOST_TEXT).map(shown).collect()
+    text.iter().take(MAX_TEXT).map(shown).collect()
 }

@@ -12,7 +12,7 @@ use crate::unwind::KernelUnwind;
 /// The reader's message about a part that it could not read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{0}")]
-pub struct Unread(pub String);
+pub struct UnreadPart(pub String);
 
 /// A kernel found in guest memory. All addresses are run-time addresses.
 #[derive(Debug)]
@@ -22,7 +22,7 @@ pub struct FoundKernel {
     /// Address range of the entry code (end exclusive); empty if unknown.
     pub entry_text: (u64, u64),
     /// Layout of the kernel's task structures, or the reason why it is unknown.
-    pub tasks: Result<TaskLayout, Unread>,
+    pub tasks: Result<TaskLayout, UnreadPart>,
     /// The kernel's own page tables; `None` if unknown.
     pub tables: Option<KernelTables>,
     /// Symbols in the format of `/proc/kallsyms`.

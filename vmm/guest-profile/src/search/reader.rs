@@ -8,8 +8,8 @@ use std::rc::Rc;
 
 use kernel_images::image::KernelImage;
 
-use super::found::Unread;
-use super::wire::{self, PIECE, Question, Summary, Wanted};
+use super::found::UnreadPart;
+use super::wire::{self, KernelSummary, MemoryRequest, PIECE, SearchRequest};
 use crate::locate;
 use crate::task::TaskLayout;
 use crate::task::areas::KernelTables;
@@ -19,12 +19,12 @@ use crate::{GuestPage, GuestPhys};
 /// usually read next.
 const BLOCK: usize = 64 << 10;
 /// Maximum number of cached blocks.
-const MOST_BLOCKS: usize = 256;
+const MAX_BLOCKS: usize = 256;
 const PAGE: usize = 4096;
 /// Maximum size of the symbols' text, in bytes. Distribution kernels have 5 to 15 million.
-pub(super) const MOST_SYMBOLS: usize = 64 << 20;
+pub(super) const MAX_SYMBOL_BYTES: usize = 64 << 20;
 /// Maximum number of unwind table entries. Distribution kernels have half a million.
-pub(super) const MOST_ENTRIES: usize = 4 << 20;
+pub(super) const MAX_ENTRIES: usize = 4 << 20;
 
 /// Serves one search request on `stream` and returns.
 ///
@@ -37,10 +37,10 @@ pub fn serve(mut stream: impl Read + Write) -> io::Result<()> {
     if letter != wire::ASK {
         return Err(ErrorKind::InvalidData.into());
     }
-    let Question { regs, anchors } = serde_json::from_slice(&bytes)?;
-    let memory = LentMemory::new(stream);
+    let SearchRequest { regs, anchors } = serde_json::from_slice(&bytes)?;
+    let memory = RemoteMemory::new(stream);
     let read = locate::read_kernel(&memory, &regs, &anchors);
-    let read = read.map_err(|e| Unread(e.to_string())).and_then(|image| {
+    let read = read.map_err(|e| UnreadPart(e.to_string())).and_then(|image| {
         // The image was read at its run-time addresses.
         let tables = KernelTables::find(&memory, &regs, &image, 0);
         Ok((text_of(&image)?, image, tables))
@@ -53,17 +53,17 @@ pub fn serve(mut stream: impl Read + Write) -> io::Result<()> {
 }
 
 /// Formats the symbols as text.
-fn text_of(image: &KernelImage) -> Result<Vec<u8>, Unread> {
+fn text_of(image: &KernelImage) -> Result<Vec<u8>, UnreadPart> {
     let mut text = Vec::new();
     if let Some(symbols) = image.symbols() {
         // Writing to a Vec cannot fail.
         let _ = symbols.write_text(&mut text);
     }
-    if text.len() > MOST_SYMBOLS {
-        return Err(Unread(format!(
+    if text.len() > MAX_SYMBOL_BYTES {
+        return Err(UnreadPart(format!(
             "its symbols take {} MiB, and at most {} are taken",
             text.len() >> 20,
-            MOST_SYMBOLS >> 20
+            MAX_SYMBOL_BYTES >> 20
         )));
     }
     Ok(text)
@@ -79,7 +79,7 @@ fn tell(
     for piece in text.chunks(PIECE) {
         wire::send(stream, wire::SYMBOLS, piece)?;
     }
-    let orc = image.orc().filter(|orc| orc.len() <= MOST_ENTRIES);
+    let orc = image.orc().filter(|orc| orc.len() <= MAX_ENTRIES);
     if let Some(orc) = orc {
         for piece in orc.offsets().chunks(PIECE / size_of::<u32>()) {
             let bytes: Vec<u8> = piece.iter().flat_map(|offset| offset.to_le_bytes()).collect();
@@ -91,10 +91,10 @@ fn tell(
         }
     }
     let entry = image.entry_text();
-    let summary = Summary {
+    let summary = KernelSummary {
         orc_base: orc.map(|orc| orc.base()),
         entry_text: (entry.start, entry.end),
-        tasks: TaskLayout::new(image, 0).map_err(|e| Unread(e.to_string())),
+        tasks: TaskLayout::new(image, 0).map_err(|e| UnreadPart(e.to_string())),
         tables,
         symbols: image.symbols().map_or(0, |symbols| symbols.len() as u64),
         release: image.release().map(str::to_owned),
@@ -105,7 +105,7 @@ fn tell(
 
 /// Guest memory of another process, requested block by block. Blocks are cached, so concurrent
 /// changes by the guest may not be visible.
-pub(super) struct LentMemory<S> {
+pub(super) struct RemoteMemory<S> {
     stream: RefCell<S>,
     /// Complete blocks by block number; `None` if a part of the block is not RAM.
     blocks: RefCell<HashMap<u64, Option<Rc<[u8]>>>>,
@@ -114,12 +114,12 @@ pub(super) struct LentMemory<S> {
 }
 
 /// A page of guest memory, copied from the asker.
-pub(super) struct LentPage {
+pub(super) struct RemotePage {
     bytes: Rc<[u8]>,
     start: usize,
 }
 
-impl GuestPage for LentPage {
+impl GuestPage for RemotePage {
     fn read(&self, offset: usize, buf: &mut [u8]) -> bool {
         let inside = offset.checked_add(buf.len()).is_some_and(|end| end <= PAGE);
         let from = self.bytes.get(self.start..).and_then(|page| page.get(offset..));
@@ -133,7 +133,7 @@ impl GuestPage for LentPage {
     }
 }
 
-impl<S: Read + Write> LentMemory<S> {
+impl<S: Read + Write> RemoteMemory<S> {
     pub(super) fn new(stream: S) -> Self {
         Self {
             stream: RefCell::new(stream),
@@ -148,7 +148,7 @@ impl<S: Read + Write> LentMemory<S> {
         let mut asked = || -> io::Result<bool> {
             let stream = &mut *self.stream.borrow_mut();
             let bytes = u32::try_from(into.len()).map_err(|_| ErrorKind::InvalidInput)?;
-            wire::send(stream, wire::READ, &Wanted { gpa, bytes }.to_bytes())?;
+            wire::send(stream, wire::READ, &MemoryRequest { gpa, bytes }.to_bytes())?;
             match wire::head(stream)? {
                 (wire::MEMORY, length) if length == into.len() => {
                     stream.read_exact(into)?;
@@ -168,7 +168,7 @@ impl<S: Read + Write> LentMemory<S> {
         bytes: usize,
     ) -> Option<Rc<[u8]>> {
         let mut kept = kept.borrow_mut();
-        if kept.len() >= MOST_BLOCKS && !kept.contains_key(&number) {
+        if kept.len() >= MAX_BLOCKS && !kept.contains_key(&number) {
             kept.clear();
         }
         let lend = || {
@@ -180,23 +180,23 @@ impl<S: Read + Write> LentMemory<S> {
     }
 }
 
-impl<S: Read + Write> GuestPhys for LentMemory<S> {
+impl<S: Read + Write> GuestPhys for RemoteMemory<S> {
     type Page<'a>
-        = LentPage
+        = RemotePage
     where
         Self: 'a;
 
     #[expect(clippy::cast_possible_truncation, reason = "below a block's size")]
-    fn page(&self, gpa: u64) -> Option<LentPage> {
+    fn page(&self, gpa: u64) -> Option<RemotePage> {
         if let Some(bytes) = self.kept(&self.blocks, gpa / BLOCK as u64, BLOCK) {
             let within = (gpa % BLOCK as u64) as usize;
-            return Some(LentPage {
+            return Some(RemotePage {
                 bytes,
                 start: within - within % PAGE,
             });
         }
         let bytes = self.kept(&self.pages, gpa / PAGE as u64, PAGE)?;
-        Some(LentPage { bytes, start: 0 })
+        Some(RemotePage { bytes, start: 0 })
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "below a page's size")]

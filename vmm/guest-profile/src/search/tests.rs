@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
-use super::reader::{LentMemory, MOST_ENTRIES, MOST_SYMBOLS};
-use super::wire::{self, PIECE, Wanted};
+use super::reader::{MAX_ENTRIES, MAX_SYMBOL_BYTES, RemoteMemory};
+use super::wire::{self, MemoryRequest, PIECE};
 use super::*;
-use crate::locate::Anchors;
+use crate::locate::KernelAnchors;
 use crate::{GuestPage, GuestPhys, GuestRegs};
 
 /// A timeout that never expires in a test.
@@ -25,7 +25,7 @@ fn ram() -> Vec<u8> {
 }
 
 /// Runs the asker against `reader` at the other end of the socket.
-fn asked(ram: &[u8], reader: impl FnOnce(&mut UnixStream) + Send) -> Result<FoundKernel, AskError> {
+fn asked(ram: &[u8], reader: impl FnOnce(&mut UnixStream) + Send) -> Result<FoundKernel, SearchError> {
     asked_until(ram, Instant::now() + LATER, reader)
 }
 
@@ -33,7 +33,7 @@ fn asked_until(
     ram: &[u8],
     until: Instant,
     reader: impl FnOnce(&mut UnixStream) + Send,
-) -> Result<FoundKernel, AskError> {
+) -> Result<FoundKernel, SearchError> {
     let (mut ours, mut its) = UnixStream::pair().unwrap();
     std::thread::scope(|scope| {
         scope.spawn(move || {
@@ -42,7 +42,13 @@ fn asked_until(
             assert_eq!(letter, wire::ASK);
             reader(&mut its);
         });
-        let found = ask(&mut ours, ram, &GuestRegs::default(), &Anchors::default(), until);
+        let found = ask(
+            &mut ours,
+            ram,
+            &GuestRegs::default(),
+            &KernelAnchors::default(),
+            until,
+        );
         drop(ours);
         found
     })
@@ -50,11 +56,11 @@ fn asked_until(
 
 /// Any read through the reader returns the same as the memory itself, including holes.
 #[test]
-fn lent_memory_reads_as_the_memory_does() {
+fn remote_memory_equals_guest_memory() {
     let ram = ram();
     let whole = &ram[..];
     let found = asked(whole, |its| {
-        let lent = LentMemory::new(&*its);
+        let lent = RemoteMemory::new(&*its);
         for (gpa, length) in [
             (0, 1),
             (4090, 20),
@@ -78,16 +84,16 @@ fn lent_memory_reads_as_the_memory_does() {
         assert!(!page.read(4095, &mut [0; 2]) && !page.read(usize::MAX, &mut [0; 2]));
         assert!(lent.page(ram.len() as u64).is_none());
     });
-    assert!(matches!(found, Err(AskError::Lost(_))), "{found:?}");
+    assert!(matches!(found, Err(SearchError::Lost(_))), "{found:?}");
 }
 
 /// The test guest has no kernel, and the reader reports that.
 #[test]
-fn the_reader_says_why_it_finds_none() {
+fn reader_reports_missing_kernel() {
     let ram = ram();
     let (mut ours, its) = UnixStream::pair().unwrap();
     let reader = std::thread::spawn(move || serve(its).unwrap());
-    let (regs, anchors) = (GuestRegs::default(), Anchors::default());
+    let (regs, anchors) = (GuestRegs::default(), KernelAnchors::default());
     let found = ask(&mut ours, &ram[..], &regs, &anchors, Instant::now() + LATER);
     let why = found.unwrap_err().to_string();
     assert_eq!(why, "the guest's page tables are not walked");
@@ -95,7 +101,7 @@ fn the_reader_says_why_it_finds_none() {
 }
 
 fn wanted(gpa: u64, bytes: u32) -> [u8; 12] {
-    Wanted { gpa, bytes }.to_bytes()
+    MemoryRequest { gpa, bytes }.to_bytes()
 }
 
 /// Returns a summary with the text `word` replaced by `instead`.
@@ -112,7 +118,7 @@ fn orc(its: &mut UnixStream, offsets: &[u32], entries: usize) {
 }
 
 #[test]
-fn what_a_reader_sends_is_taken_if_it_makes_sense() {
+fn valid_search_result_is_accepted() {
     let ram = ram();
     let found = asked(&ram, |its| {
         wire::send(its, wire::SYMBOLS, b"ffffffff81000000 T a\n").unwrap();
@@ -137,7 +143,7 @@ fn what_a_reader_sends_is_taken_if_it_makes_sense() {
 }
 
 #[test]
-fn a_reader_that_sends_what_makes_no_sense_is_refused() {
+fn invalid_search_result_is_rejected() {
     let ram = ram();
     let says = |reader: Reader| {
         let found = asked(&ram, reader);
@@ -182,7 +188,7 @@ fn a_reader_that_sends_what_makes_no_sense_is_refused() {
 
 /// The asker's memory stays bounded regardless of the reader's messages.
 #[test]
-fn a_reader_that_sends_or_wants_without_end_is_cut_off() {
+fn reader_exceeding_limits_is_rejected() {
     let ram = ram();
     let endless = |letter: u8, bytes: usize| {
         let found = asked(
@@ -194,7 +200,7 @@ fn a_reader_that_sends_or_wants_without_end_is_cut_off() {
     assert!(endless(wire::SYMBOLS, PIECE).ends_with("too many symbols"));
     assert!(endless(wire::OFFSETS, PIECE).ends_with("too many unwind tables"));
     assert!(endless(wire::ENTRIES, PIECE / 6 * 6).ends_with("too many unwind tables"));
-    const { assert!(MOST_SYMBOLS <= 64 << 20 && MOST_ENTRIES * 10 <= 64 << 20) };
+    const { assert!(MAX_SYMBOL_BYTES <= 64 << 20 && MAX_ENTRIES * 10 <= 64 << 20) };
     let found = asked(&ram, |its| {
         // The answer is omitted for memory of which only a few bytes exist.
         while wire::send(its, wire::READ, &wanted(1 << 40, PIECE as u32)).is_ok() && wire::head(its).is_ok() {
@@ -209,12 +215,12 @@ fn a_reader_that_sends_or_wants_without_end_is_cut_off() {
     let found = asked_until(&ram, Instant::now(), |its| {
         let _ = wire::send(its, wire::READ, &wanted(0, 1));
     });
-    assert!(matches!(found, Err(AskError::Slow)), "{found:?}");
+    assert!(matches!(found, Err(SearchError::Slow)), "{found:?}");
 }
 
 /// Member offsets are added without overflow checks, so implausible ones are rejected.
 #[test]
-fn offsets_that_no_kernel_has_are_refused() {
+fn implausible_member_offsets_are_rejected() {
     let layout = |pivot: u64, page: u64| {
         format!(
             r#"{{"Ok":{{"current":18446744073709551615,"comm":1,"pid":1,"tgid":1,"mm":1,"list":null,"maps":{{
@@ -235,7 +241,7 @@ fn offsets_that_no_kernel_has_are_refused() {
     assert!(taken(&layout(8, 64)).unwrap());
     for (pivot, page) in [(1 << 33, 64), (u64::MAX, 64), (8, 0)] {
         let refused = taken(&layout(pivot, page)).unwrap_err();
-        assert!(matches!(refused, AskError::Nonsense("summary")), "{refused}");
+        assert!(matches!(refused, SearchError::Nonsense("summary")), "{refused}");
     }
 }
 
@@ -244,7 +250,7 @@ proptest! {
 
     /// Sends messages of random types with random contents in random order.
     #[test]
-    fn no_reader_makes_the_asker_panic(
+    fn arbitrary_reader_messages_never_panic(
         messages in prop::collection::vec((prop::sample::select(&b"RSOEFX?"[..]), prop::collection::vec(any::<u8>(), 0..40)), 0..12),
         tail in prop::collection::vec(any::<u8>(), 0..8),
     ) {

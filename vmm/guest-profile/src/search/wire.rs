@@ -4,9 +4,9 @@ use std::io::{self, ErrorKind, Read, Write};
 
 use serde::{Deserialize, Serialize};
 
-use super::found::Unread;
+use super::found::UnreadPart;
 use crate::GuestRegs;
-use crate::locate::Anchors;
+use crate::locate::KernelAnchors;
 use crate::task::TaskLayout;
 use crate::task::areas::KernelTables;
 
@@ -15,13 +15,13 @@ pub(super) const PIECE: usize = 1 << 20;
 /// Size of a message header, in bytes: the letter and the payload length.
 const HEAD: usize = 5;
 
-/// To the reader: a [`Question`]. The first message.
+/// To the reader: a [`SearchRequest`]. The first message.
 pub(super) const ASK: u8 = b'A';
 /// To the reader: the requested guest memory.
 pub(super) const MEMORY: u8 = b'M';
 /// To the reader: the requested range is not completely RAM.
 pub(super) const NO_MEMORY: u8 = b'N';
-/// From the reader: a memory request, [`Wanted`].
+/// From the reader: a memory request, [`MemoryRequest`].
 pub(super) const READ: u8 = b'R';
 /// From the reader: a part of the symbols' text.
 pub(super) const SYMBOLS: u8 = b'S';
@@ -29,25 +29,25 @@ pub(super) const SYMBOLS: u8 = b'S';
 pub(super) const OFFSETS: u8 = b'O';
 /// From the reader: a part of the unwind table entries.
 pub(super) const ENTRIES: u8 = b'E';
-/// From the reader: a [`Summary`]. The last message.
+/// From the reader: a [`KernelSummary`]. The last message.
 pub(super) const FOUND: u8 = b'F';
 /// From the reader: the reason why no kernel was found. The last message.
 pub(super) const FAILED: u8 = b'X';
 
 /// A search request.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Question {
+pub(super) struct SearchRequest {
     pub(super) regs: GuestRegs,
-    pub(super) anchors: Anchors,
+    pub(super) anchors: KernelAnchors,
 }
 
 /// Properties of a kernel besides symbols and unwind tables.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Summary {
+pub(super) struct KernelSummary {
     /// Start address of the unwind tables, if present.
     pub(super) orc_base: Option<u64>,
     pub(super) entry_text: (u64, u64),
-    pub(super) tasks: Result<TaskLayout, Unread>,
+    pub(super) tasks: Result<TaskLayout, UnreadPart>,
     pub(super) tables: Option<KernelTables>,
     pub(super) symbols: u64,
     pub(super) release: Option<String>,
@@ -56,12 +56,12 @@ pub(super) struct Summary {
 
 /// A range of guest memory that the reader requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Wanted {
+pub(super) struct MemoryRequest {
     pub(super) gpa: u64,
     pub(super) bytes: u32,
 }
 
-impl Wanted {
+impl MemoryRequest {
     pub(super) fn to_bytes(self) -> [u8; 12] {
         let mut bytes = [0; 12];
         bytes[..8].copy_from_slice(&self.gpa.to_le_bytes());

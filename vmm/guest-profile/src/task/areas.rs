@@ -1,9 +1,9 @@
 //! Reads all mappings of any process, found by its ID, and memory that the process has mapped but
 //! not touched.
 
-use super::{Areas, MAX_AREAS, Mapping, TaskLayout, TaskReader};
+use super::{AreaLayout, MAX_AREAS, Mapping, TaskLayout, TaskReader};
 use crate::paging::AddressSpace;
-use crate::{Budget, GuestPhys, GuestRegs};
+use crate::{GuestPhys, GuestRegs, WalkBudget};
 use kernel_images::image::KernelImage;
 use serde::{Deserialize, Serialize};
 
@@ -39,7 +39,7 @@ impl KernelTables {
         let space = AddressSpace::of(mem, regs).ok()?;
         let root = [space.kernel_sibling(), space]
             .into_iter()
-            .find_map(|mut space| space.translate(at, &mut Budget::new(16, None)).ok())?
+            .find_map(|mut space| space.translate(at, &mut WalkBudget::new(16, None)).ok())?
             .gpa;
         Some(Self {
             root,
@@ -50,7 +50,7 @@ impl KernelTables {
 
 /// A process found by its ID.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Process {
+pub struct GuestProcess {
     /// ID of the process in the guest's initial PID namespace.
     pub pid: u32,
     /// Address of the memory descriptor.
@@ -60,7 +60,7 @@ pub struct Process {
     root: u64,
 }
 
-impl Process {
+impl GuestProcess {
     /// Finds the process `pid`. Returns `None` if it does not exist or is a kernel thread, or if
     /// the location of the process list is unknown.
     pub fn find<M: GuestPhys + ?Sized>(
@@ -68,7 +68,7 @@ impl Process {
         mem: &M,
         tables: KernelTables,
         pid: u32,
-        budget: &mut Budget,
+        budget: &mut WalkBudget,
     ) -> Option<Self> {
         let list = layout.list.as_ref()?;
         let mut reader = TaskReader::under(layout, mem, tables.root, tables.la57);
@@ -93,7 +93,7 @@ impl Process {
         layout: &TaskLayout,
         mem: &M,
         tables: KernelTables,
-        budget: &mut Budget,
+        budget: &mut WalkBudget,
     ) -> Option<Self> {
         let list = layout.list.as_ref()?;
         let mut reader = TaskReader::under(layout, mem, tables.root, tables.la57);
@@ -116,7 +116,7 @@ impl Process {
 
 /// An executable mapping of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Code {
+pub struct ExecutableMapping {
     /// The mapping itself.
     pub mapping: Mapping,
     /// Address at which the first byte of the file is mapped; `None` if it is not mapped or too far
@@ -132,14 +132,14 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         }
     }
 
-    fn process(&mut self, pgd: u64, task: u64, pid: u32, budget: &mut Budget) -> Option<Process> {
+    fn process(&mut self, pgd: u64, task: u64, pid: u32, budget: &mut WalkBudget) -> Option<GuestProcess> {
         let mm = self.kernel_u64(task.wrapping_add(self.layout.mm), budget)?;
         let tables = self.kernel_u64(mm.wrapping_add(pgd), budget)?;
         if !self.space.is_kernel_half(tables) {
             return None;
         }
         let root = self.space.translate(tables, budget).ok()?.gpa;
-        Some(Process { pid, mm, task, root })
+        Some(GuestProcess { pid, mm, task, root })
     }
 
     /// Calls `each` with the executable mappings of process memory `mm` in ascending order, until
@@ -147,8 +147,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     pub fn code(
         &mut self,
         mm: u64,
-        budget: &mut Budget,
-        mut each: impl FnMut(&mut Self, Code, &mut Budget) -> bool,
+        budget: &mut WalkBudget,
+        mut each: impl FnMut(&mut Self, ExecutableMapping, &mut WalkBudget) -> bool,
     ) -> bool {
         let mut at = 0;
         for _ in 0..2 * MAX_AREAS {
@@ -157,7 +157,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
             };
             if let Some(mapping) = mapping.filter(|m| m.executable) {
                 let base = self.first_part(mm, &mapping, budget).map(|first| first.start);
-                if !each(self, Code { mapping, base }, budget) {
+                if !each(self, ExecutableMapping { mapping, base }, budget) {
                     return false;
                 }
             }
@@ -173,10 +173,15 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
 
     /// Returns the mapping that contains `address`, if any, and the last address with the same
     /// result.
-    fn area_from(&mut self, mm: u64, address: u64, budget: &mut Budget) -> Option<(Option<Mapping>, u64)> {
+    fn area_from(
+        &mut self,
+        mm: u64,
+        address: u64,
+        budget: &mut WalkBudget,
+    ) -> Option<(Option<Mapping>, u64)> {
         let maps = self.layout.maps.as_ref()?;
         match maps.areas {
-            Areas::List { first, next } => {
+            AreaLayout::List { first, next } => {
                 let mut area = self.kernel_u64(mm.wrapping_add(first), budget)?;
                 for _ in 0..MAX_AREAS {
                     if area == 0 {
@@ -190,7 +195,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
                 }
                 None
             }
-            Areas::Maple { root, .. } => {
+            AreaLayout::Maple { root, .. } => {
                 let root = self.kernel_u64(mm.wrapping_add(root), budget)?;
                 let (area, last) = self.maple_lookup(&maps.areas, root, address, budget)?;
                 match area {
@@ -212,7 +217,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         mm: u64,
         address: u64,
         bytes: &mut [u8],
-        budget: &mut Budget,
+        budget: &mut WalkBudget,
         mut missing: impl FnMut(usize, usize),
     ) {
         let mut mapping: Option<Mapping> = None;
@@ -242,7 +247,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         at: u64,
         mapping: &mut Option<Mapping>,
         part: &mut [u8],
-        budget: &mut Budget,
+        budget: &mut WalkBudget,
     ) -> bool {
         if !self.space.is_user_half(at) {
             return false;
@@ -259,7 +264,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
             .is_some_and(|page| self.space.phys().read(page + at % PAGE, part))
     }
 
-    fn cached_page(&mut self, mapping: &Mapping, at: u64, budget: &mut Budget) -> Option<u64> {
+    fn cached_page(&mut self, mapping: &Mapping, at: u64, budget: &mut WalkBudget) -> Option<u64> {
         let cache = self.layout.maps.as_ref()?.cache.as_ref()?;
         let offset = (at - mapping.start).checked_add(mapping.file_offset)?;
         cache.page(mapping.file, offset / PAGE, &mut |at| self.kernel_u64(at, budget))

@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_one_page_has_no_node() {
+    fn single_page_file_has_no_xarray_node() {
         let mut memory = memory(0);
         let only = folio(&mut memory, 7, 0);
         memory.insert(MAPPING + 0x10, only);
@@ -177,7 +177,7 @@ mod tests {
     /// Covers two levels, a folio of four pages whose other slots refer to its first one, an
     /// evicted page and a hole.
     #[test]
-    fn pages_are_found_through_the_tree() {
+    fn page_cache_lookup_walks_xarray() {
         let mut memory = memory(NODE + 2);
         let (one, four) = (folio(&mut memory, 9, 64), folio(&mut memory, 16, 68));
         let below = NODE + 0x1000;
@@ -196,7 +196,7 @@ mod tests {
 
     /// A folio of 64 pages occupies a slot of an inner node.
     #[test]
-    fn a_large_folio_is_found_higher_up() {
+    fn large_folio_is_found_in_inner_node() {
         let mut memory = memory(NODE + 2);
         let large = folio(&mut memory, 128, 64);
         memory.extend([(NODE, 6), (NODE + 0x28 + 8, large)]);
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tree_that_goes_round_ends() {
+    fn cyclic_xarray_lookup_terminates() {
         let mut memory = memory(NODE + 2);
         memory.insert(NODE, 6);
         memory.extend((0..64).map(|n| (NODE + 0x28 + 8 * n, NODE + 2)));
@@ -213,7 +213,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_tree_makes_it_panic(
+        fn arbitrary_xarray_never_panics(
             words in prop::collection::vec(prop_oneof![any::<u64>(), 0..5000u64, Just(NODE + 2), Just(PAGES + 64)], 1..200),
             index: u64,
         ) {

@@ -1,9 +1,9 @@
 //! Copies user registers and the top of the user stack, to be unwound in another process.
 
-use super::Chain;
-use super::parts::Others;
+use super::CallChain;
+use super::parts::OtherRegs;
 use crate::paging::AddressSpace;
-use crate::{Budget, GuestPhys, GuestRegs};
+use crate::{GuestPhys, GuestRegs, WalkBudget};
 
 /// Number of registers in the numbering of `enum perf_event_x86_regs`, with the mask that `perf
 /// record --call-graph dwarf` requests: ax, bx, cx, dx, si, di, bp, sp, ip, flags, cs, ss, r8 to
@@ -37,11 +37,11 @@ pub struct UserContext {
 impl UserContext {
     /// Returns the user registers that `chain`, walked from `regs`, led to, or `None` if it has no
     /// user part.
-    pub fn of<M: GuestPhys + ?Sized>(mem: &M, regs: &GuestRegs, chain: &Chain) -> Option<Self> {
+    pub fn of<M: GuestPhys + ?Sized>(mem: &M, regs: &GuestRegs, chain: &CallChain) -> Option<Self> {
         let user = chain.user?;
         let mut registers = [0; REGISTERS];
         match user.others {
-            Others::InVcpu => {
+            OtherRegs::InVcpu => {
                 let low = [regs.rax, regs.rbx, regs.rcx, regs.rdx, regs.rsi, regs.rdi];
                 let high = [
                     regs.r8, regs.r9, regs.r10, regs.r11, regs.r12, regs.r13, regs.r14, regs.r15,
@@ -49,11 +49,15 @@ impl UserContext {
                 registers[..BP].copy_from_slice(&low);
                 registers[R8..].copy_from_slice(&high);
             }
-            Others::At(at) => {
+            OtherRegs::At(at) => {
                 let mut space = AddressSpace::of(mem, regs).ok()?;
                 let mut bytes = [0; 8 * PT_REGS_WORDS];
                 let readable = space.is_kernel_half(at);
-                if readable && space.read(at, &mut bytes, &mut Budget::new(READS, None)).is_ok() {
+                if readable
+                    && space
+                        .read(at, &mut bytes, &mut WalkBudget::new(READS, None))
+                        .is_ok()
+                {
                     let (words, _) = bytes.as_chunks::<8>();
                     let word = |n: usize| words.get(n).map_or(0, |word| u64::from_le_bytes(*word));
                     for (to, from) in PT_REGS_LOW.into_iter().enumerate() {
@@ -64,7 +68,7 @@ impl UserContext {
                     }
                 }
             }
-            Others::Lost => {}
+            OtherRegs::Lost => {}
         }
         (registers[BP], registers[SP], registers[IP]) = (user.bp, user.sp, user.ip);
         registers[FLAGS] = if regs.cpl == 3 { regs.rflags } else { 0 };
@@ -81,7 +85,7 @@ impl UserContext {
         let Ok(mut space) = AddressSpace::of(mem, regs) else {
             return 0;
         };
-        let mut budget = Budget::new(READS, None);
+        let mut budget = WalkBudget::new(READS, None);
         let sp = self.registers[SP];
         let mut done = 0;
         while done < out.len() {

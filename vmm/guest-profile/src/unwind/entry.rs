@@ -15,9 +15,9 @@
 //! rbp is the user's at all of these. Results based on rcx are marked as guessed, because the
 //! location is inferred from address and registers only.
 
-use super::parts::{KernelUnwind, Others, RFLAGS_IF, UserRegs, plausible_user};
+use super::parts::{KernelUnwind, OtherRegs, RFLAGS_IF, UserRegs, plausible_user};
 use crate::paging::AddressSpace;
-use crate::{Budget, GuestPhys, GuestRegs};
+use crate::{GuestPhys, GuestRegs, WalkBudget};
 use kernel_images::orc::OrcFrameKind;
 
 /// Offsets in the TSS (SDM vol. 3 §8.7): the end of the entry stack, and the word in which Linux
@@ -34,7 +34,7 @@ const RFLAGS_FIXED: u64 = 1 << 1;
 const RFLAGS_BITS: u32 = 22;
 
 /// User registers, and whether they are guessed.
-pub(super) struct Found {
+pub(super) struct EntryUserRegs {
     pub regs: UserRegs,
     pub guessed: bool,
 }
@@ -59,16 +59,16 @@ pub(super) fn without_regs(kernel: &KernelUnwind<'_>, regs: &GuestRegs) -> bool 
 pub(super) fn user_regs<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     regs: &GuestRegs,
-    budget: &mut Budget,
-) -> Option<Found> {
+    budget: &mut WalkBudget,
+) -> Option<EntryUserRegs> {
     if space.is_user_half(regs.rsp) {
-        return kept_by_syscall(space, regs, regs.rsp);
+        return regs_saved_by_syscall(space, regs, regs.rsp);
     }
     let entry_stack = word(space, regs.tss_base.wrapping_add(TSS_SP0), budget)?;
     let used = entry_stack.wrapping_sub(regs.rsp);
     if used > MAX_ON_ENTRY_STACK {
         let sp = word(space, regs.tss_base.wrapping_add(TSS_SP2), budget)?;
-        return kept_by_syscall(space, regs, sp);
+        return regs_saved_by_syscall(space, regs, sp);
     }
     if let Some(found) = frame(space, regs, regs.rdi.wrapping_add(FRAME_FROM_RDI), budget) {
         return Some(found);
@@ -80,10 +80,14 @@ pub(super) fn user_regs<M: GuestPhys + ?Sized>(
     }
     // SYSRET takes only the stack pointer from the entry stack, where it was pushed first.
     let sp = word(space, entry_stack.wrapping_sub(8), budget)?;
-    kept_by_syscall(space, regs, sp)
+    regs_saved_by_syscall(space, regs, sp)
 }
 
-fn word<M: GuestPhys + ?Sized>(space: &mut AddressSpace<'_, M>, at: u64, budget: &mut Budget) -> Option<u64> {
+fn word<M: GuestPhys + ?Sized>(
+    space: &mut AddressSpace<'_, M>,
+    at: u64,
+    budget: &mut WalkBudget,
+) -> Option<u64> {
     if !space.is_kernel_half(at) {
         return None;
     }
@@ -95,22 +99,22 @@ fn frame<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     regs: &GuestRegs,
     at: u64,
-    budget: &mut Budget,
-) -> Option<Found> {
+    budget: &mut WalkBudget,
+) -> Option<EntryUserRegs> {
     let mut words = [0; 5];
     for (i, to) in (0u64..).zip(&mut words) {
         *to = word(space, at.wrapping_add(8 * i), budget)?;
     }
-    let regs = plausible_user(space, words, regs.rbp, Others::InVcpu)?;
-    Some(Found { regs, guessed: false })
+    let regs = plausible_user(space, words, regs.rbp, OtherRegs::InVcpu)?;
+    Some(EntryUserRegs { regs, guessed: false })
 }
 
 /// Takes the registers from rcx and r11, if r11 is a plausible RFLAGS value of user mode.
-fn kept_by_syscall<M: GuestPhys + ?Sized>(
+fn regs_saved_by_syscall<M: GuestPhys + ?Sized>(
     space: &AddressSpace<'_, M>,
     regs: &GuestRegs,
     sp: u64,
-) -> Option<Found> {
+) -> Option<EntryUserRegs> {
     let flags = regs.r11;
     let plausible = flags & RFLAGS_FIXED != 0
         && flags & RFLAGS_IF != 0
@@ -118,14 +122,14 @@ fn kept_by_syscall<M: GuestPhys + ?Sized>(
         && regs.rcx != 0
         && space.is_user_half(regs.rcx)
         && space.is_user_half(sp);
-    plausible.then_some(Found {
+    plausible.then_some(EntryUserRegs {
         regs: UserRegs {
             ip: regs.rcx,
             sp,
             bp: regs.rbp,
             wide: true,
             exact_ip: false,
-            others: Others::InVcpu,
+            others: OtherRegs::InVcpu,
         },
         guessed: true,
     })

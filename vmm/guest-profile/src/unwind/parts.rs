@@ -2,7 +2,7 @@
 //! registers.
 
 use crate::GuestPhys;
-use crate::paging::{AddressSpace, Hole};
+use crate::paging::{AddressSpace, TranslationFault};
 use kernel_images::image::KernelImage;
 use kernel_images::orc::OrcTable;
 
@@ -93,12 +93,12 @@ pub(super) struct UserRegs {
     pub(super) wide: bool,
     /// `true` for an interrupted instruction, `false` for a system call.
     pub(super) exact_ip: bool,
-    pub(super) others: Others,
+    pub(super) others: OtherRegs,
 }
 
 /// Location of the user's other registers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Others {
+pub(super) enum OtherRegs {
     /// The callee-saved registers are still, or again, in the vCPU.
     InVcpu,
     /// The registers are in the `pt_regs` at this address.
@@ -108,13 +108,13 @@ pub(super) enum Others {
 }
 
 /// Collects the addresses of a call chain up to the capacity of the slice.
-pub(super) struct Out<'o> {
+pub(super) struct ChainBuffer<'o> {
     pub(super) slots: &'o mut [u64],
     pub(super) len: usize,
     pub(super) frames_left: usize,
 }
 
-impl Out<'_> {
+impl ChainBuffer<'_> {
     pub(super) fn marker(&mut self, marker: u64) -> bool {
         // Omit a context marker if no frame fits after it.
         if self.len + 2 > self.slots.len() || self.frames_left == 0 {
@@ -136,9 +136,9 @@ impl Out<'_> {
     }
 }
 
-pub(super) fn end_of(hole: Hole) -> End {
+pub(super) fn end_of(hole: TranslationFault) -> End {
     match hole {
-        Hole::Spent => End::Spent,
+        TranslationFault::Spent => End::Spent,
         _ => End::Unmapped,
     }
 }
@@ -149,7 +149,7 @@ pub(super) fn plausible_user<M: GuestPhys + ?Sized>(
     space: &AddressSpace<'_, M>,
     [ip, cs, flags, sp, ss]: [u64; 5],
     bp: u64,
-    others: Others,
+    others: OtherRegs,
 ) -> Option<UserRegs> {
     let plausible = (cs == USER64_CS || cs == USER32_CS)
         && ss == USER_DS

@@ -60,15 +60,20 @@ fn user_frames(g: &mut TestGuest) {
     }
 }
 
-fn run(g: &TestGuest, regs: &GuestRegs, kernel: Option<KernelUnwind<'_>>, slots: usize) -> (Chain, Vec<u64>) {
+fn run(
+    g: &TestGuest,
+    regs: &GuestRegs,
+    kernel: Option<KernelUnwind<'_>>,
+    slots: usize,
+) -> (CallChain, Vec<u64>) {
     let mut out = vec![0xAA; slots];
     let chain = walk(
         &g.ram[..],
         regs,
         kernel,
-        &Limits {
+        &UnwindLimits {
             max_time: None,
-            ..Limits::default()
+            ..UnwindLimits::default()
         },
         &mut out,
     );
@@ -115,7 +120,7 @@ fn a_user_sample_follows_frame_pointers() {
 }
 
 #[test]
-fn the_caller_is_not_lost_in_a_prologue_or_at_ret() {
+fn caller_is_found_in_prologue_and_at_ret() {
     for (code, pushed) in [
         (&[0x55][..], false),
         (&[0xC3][..], false),
@@ -141,7 +146,7 @@ fn the_caller_is_not_lost_in_a_prologue_or_at_ret() {
 }
 
 #[test]
-fn a_frameless_leaf_has_its_caller_only_if_that_calls_it() {
+fn frameless_leaf_caller_needs_matching_call() {
     for (target, found) in [(UTEXT + 0x40, true), (UTEXT + 0x60, false)] {
         let mut g = guest();
         user_frames(&mut g);
@@ -161,7 +166,7 @@ fn a_frameless_leaf_has_its_caller_only_if_that_calls_it() {
 }
 
 #[test]
-fn a_kernel_sample_crosses_to_user_space_by_its_tables_and_slide() {
+fn orc_unwinds_from_kernel_to_user_space() {
     let slide = 0x1400_0000;
     let mut g = guest();
     user_frames(&mut g);
@@ -208,7 +213,7 @@ fn a_kernel_sample_crosses_to_user_space_by_its_tables_and_slide() {
 }
 
 #[test]
-fn an_interrupted_kernel_function_is_walked_through_its_registers() {
+fn orc_unwinds_through_interrupt_frame() {
     let mut g = guest();
     let table = orc();
     let sp = KSTACK + 0x2000;
@@ -233,7 +238,7 @@ fn an_interrupted_kernel_function_is_walked_through_its_registers() {
 }
 
 #[test]
-fn where_tables_say_nothing_the_stack_top_still_gives_the_user_part() {
+fn user_part_is_found_at_stack_top_without_tables() {
     let mut g = guest();
     user_frames(&mut g);
     let table = orc();
@@ -280,7 +285,7 @@ fn where_tables_say_nothing_the_stack_top_still_gives_the_user_part() {
 }
 
 #[test]
-fn kernels_with_frame_pointers_are_walked_by_them() {
+fn frame_pointer_kernel_is_unwound() {
     let mut g = guest();
     user_frames(&mut g);
     let sp = KSTACK + 0x2000;
@@ -326,7 +331,7 @@ const ENTRY_STACK: u64 = KSTACK + 0x1000;
 
 /// Unwinds a sample in the entry code with this stack pointer, registers as left by SYSCALL, and a
 /// TSS.
-fn in_entry_code(sp: u64, change: impl FnOnce(&mut TestGuest, &mut GuestRegs)) -> (Chain, Vec<u64>) {
+fn in_entry_code(sp: u64, change: impl FnOnce(&mut TestGuest, &mut GuestRegs)) -> (CallChain, Vec<u64>) {
     let mut g = guest();
     user_frames(&mut g);
     kput(&mut g, TSS + 4, ENTRY_STACK);
@@ -353,7 +358,7 @@ const FROM_ENTRY: [u64; 6] = [
 ];
 
 #[test]
-fn a_system_call_that_just_began_or_ends_has_the_programs_chain() {
+fn syscall_entry_and_exit_have_user_chain() {
     // Covers the user stack, the task stack, and the entry stack after the page-table switch.
     for sp in [USTACK + 0x80, KSTACK + 0x3fd8, ENTRY_STACK - 8] {
         let (chain, out) = in_entry_code(sp, |g, _| kput(g, ENTRY_STACK - 8, USTACK + 0x80));
@@ -364,7 +369,7 @@ fn a_system_call_that_just_began_or_ends_has_the_programs_chain() {
 }
 
 #[test]
-fn the_way_out_to_a_program_has_its_chain_by_the_frame_it_leaves_by() {
+fn exit_path_has_user_chain_from_return_frame() {
     let frame = |g: &mut TestGuest, at: u64| {
         for (i, v) in [UTEXT + 0x50, USER64_CS, 0x202, USTACK + 0x80, USER_DS]
             .into_iter()
@@ -392,8 +397,8 @@ fn the_way_out_to_a_program_has_its_chain_by_the_frame_it_leaves_by() {
 }
 
 #[test]
-fn entry_code_whose_registers_are_no_programs_has_no_user_part() {
-    let none = |what: &str, (chain, out): (Chain, Vec<u64>)| {
+fn entry_code_without_user_registers_has_no_user_part() {
+    let none = |what: &str, (chain, out): (CallChain, Vec<u64>)| {
         assert_eq!(out, [CONTEXT_GUEST_KERNEL, TEXT + 0x410], "{what}");
         assert_eq!(chain.user_frames, 0, "{what}");
     };
@@ -411,7 +416,7 @@ fn entry_code_whose_registers_are_no_programs_has_no_user_part() {
 }
 
 #[test]
-fn how_a_chain_ended_survives_its_two_bytes() {
+fn chain_end_reasons_round_trip() {
     let ends = || End::ALL.into_iter().map(Some).chain([None]);
     for (kernel, user) in ends().flat_map(|k| ends().map(move |u| (k, u))) {
         for guessed in [false, true] {
@@ -431,7 +436,7 @@ fn how_a_chain_ended_survives_its_two_bytes() {
 }
 
 #[test]
-fn frames_that_go_round_or_down_end_the_walk() {
+fn cyclic_or_descending_frames_end_walk() {
     let mut g = guest();
     uput(&mut g, USTACK + 0x100, USTACK + 0x100);
     uput(&mut g, USTACK + 0x108, UTEXT + 1);
@@ -456,7 +461,7 @@ fn frames_that_go_round_or_down_end_the_walk() {
 }
 
 #[test]
-fn a_short_slice_is_filled_and_no_more() {
+fn walk_stops_at_end_of_slice() {
     let mut g = guest();
     user_frames(&mut g);
     let r = regs(&g, 3, UTEXT + 0x50, USTACK + 0x80, USTACK + 0x100);
@@ -473,7 +478,7 @@ fn a_short_slice_is_filled_and_no_more() {
 }
 
 #[test]
-fn without_paging_the_interrupted_address_is_the_chain() {
+fn chain_without_paging_is_interrupted_address() {
     let g = guest();
     let mut r = regs(&g, 0, 0x7c00, 0, 0);
     r.cr0 = 0;
@@ -483,7 +488,7 @@ fn without_paging_the_interrupted_address_is_the_chain() {
 }
 
 #[test]
-fn programs_of_32_bits_have_frames_of_4_byte_words() {
+fn user_walk_supports_32_bit_frames() {
     let mut g = guest();
     g.map(0x1000, 0x8000, 1);
     let put = |g: &mut TestGuest, at: u64, v: u32| {
@@ -502,7 +507,7 @@ fn programs_of_32_bits_have_frames_of_4_byte_words() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
     #[test]
-    fn hostile_stacks_and_registers_neither_panic_nor_exceed_the_bounds(
+    fn hostile_stacks_stay_within_limits(
         stack in proptest::collection::vec(any::<u64>(), 3072),
         pointers in proptest::collection::vec((0usize..3072, 0u64..0x6000), 0..200),
         rip: u64, rsp_off in 0u64..0x4000, rbp_off in 0u64..0x4000, wild: bool,
@@ -524,7 +529,7 @@ proptest! {
         let table = orc();
         let kernel = KernelUnwind { orc: use_orc.then_some(&table), slide: if wild { u64::from(slide) } else { 0 }, entry_text: (TEXT, TEXT + if in_entry { 0x1000 } else { 0 }) };
         let mut out = vec![0; slots];
-        let limits = Limits { max_frames: 100, max_reads: reads, max_time: None };
+        let limits = UnwindLimits { max_frames: 100, max_reads: reads, max_time: None };
         let chain = walk(&g.ram[..], &r, Some(kernel), &limits, &mut out);
         prop_assert!(chain.len <= slots);
         prop_assert!(chain.kernel_frames + chain.user_frames <= 100);
@@ -535,7 +540,7 @@ proptest! {
 /// The registers are those of the vCPU in user mode, or those saved on kernel entry during a system
 /// call. The stack is copied up to the requested size or the end of the mapping.
 #[test]
-fn a_program_s_registers_and_stack_are_copied_from_where_they_are() {
+fn user_context_copies_registers_and_stack() {
     let mut g = guest();
     user_frames(&mut g);
     uput(&mut g, USTACK + 0x80, 0x1122_3344);

@@ -1,23 +1,23 @@
 //! Unwinds the user part of a call chain by frame pointers, with corrections where rbp is not the
 //! frame pointer of the current function.
 
-use super::parts::{End, Out, UserRegs, end_of};
+use super::parts::{ChainBuffer, End, UserRegs, end_of};
 use crate::paging::AddressSpace;
-use crate::{Budget, GuestPhys};
+use crate::{GuestPhys, WalkBudget};
 
 /// Appends the user frames from `user` outwards.
 pub(super) fn walk_user<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     user: UserRegs,
-    budget: &mut Budget,
-    out: &mut Out<'_>,
+    budget: &mut WalkBudget,
+    out: &mut ChainBuffer<'_>,
     guessed: &mut bool,
 ) -> End {
     if let Err(end) = out.frame(user.ip) {
         return end;
     }
     let width = if user.wide { 8 } else { 4 };
-    let read = |space: &mut AddressSpace<'_, M>, at: u64, budget: &mut Budget| {
+    let read = |space: &mut AddressSpace<'_, M>, at: u64, budget: &mut WalkBudget| {
         if !space.is_user_half(at) {
             return Err(End::BadFrame);
         }
@@ -30,17 +30,17 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
     };
     let (mut bp, mut floor) = (user.bp, user.sp);
     if user.wide {
-        match mend_first_frame(space, &user, budget) {
-            Mend::None => {}
-            Mend::ReturnAt(at, why) => {
-                let sure = why == Why::Instruction;
+        match fix_first_frame(space, &user, budget) {
+            FrameFix::None => {}
+            FrameFix::ReturnAt(at, why) => {
+                let sure = why == Evidence::Instruction;
                 if let Ok(ip) = read(space, at, budget)
                     && ip != 0
                     && space.is_user_half(ip)
                     && match why {
-                        Why::Instruction => true,
-                        Why::SystemCall => follows_call(space, ip, budget),
-                        Why::Leaf => called_leaf(space, ip, user.ip, budget),
+                        Evidence::Instruction => true,
+                        Evidence::SystemCall => follows_call(space, ip, budget),
+                        Evidence::Leaf => called_leaf(space, ip, user.ip, budget),
                     }
                 {
                     // If the function has set up a frame, the frame chain already contains the
@@ -54,7 +54,7 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
                     }
                 }
             }
-            Mend::FrameAt(at) => bp = at,
+            FrameFix::FrameAt(at) => bp = at,
         }
     }
     loop {
@@ -92,16 +92,16 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
     }
 }
 
-enum Mend {
+enum FrameFix {
     None,
-    /// The return address is at this stack address if the condition of `Why` holds.
-    ReturnAt(u64, Why),
+    /// The return address is at this stack address if the condition of `Evidence` holds.
+    ReturnAt(u64, Evidence),
     /// The frame is at this stack address, but rbp does not point to it yet.
     FrameAt(u64),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Why {
+enum Evidence {
     /// The interrupted instruction proves it.
     Instruction,
     /// A system-call stub, to be confirmed by a call instruction before the return address.
@@ -112,33 +112,35 @@ enum Why {
 
 /// Inspects the code around the first user address for cases in which rbp is not the frame pointer
 /// of the current function.
-fn mend_first_frame<M: GuestPhys + ?Sized>(
+fn fix_first_frame<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     user: &UserRegs,
-    budget: &mut Budget,
-) -> Mend {
+    budget: &mut WalkBudget,
+) -> FrameFix {
     if !space.is_user_half(user.ip) {
-        return Mend::None;
+        return FrameFix::None;
     }
     if !user.exact_ip {
         // A system call returns to the instruction after `syscall`.
         let at = user.ip.wrapping_sub(2);
         if space.is_user_half(at) && space.read_few(at, budget) == Ok([0x0F, 0x05]) {
-            return Mend::ReturnAt(user.sp, Why::SystemCall);
+            return FrameFix::ReturnAt(user.sp, Evidence::SystemCall);
         }
     }
     // The end of a page may truncate the read; the correction is then skipped.
     let Ok(code) = space.read_few(user.ip, budget) else {
-        return Mend::None;
+        return FrameFix::None;
     };
     match code {
         // endbr64 (usually followed by push rbp), push rbp, or ret: the return address is on top of
         // the stack.
-        [0xF3, 0x0F, 0x1E, 0xFA, 0x55] | [0x55, ..] | [0xC3, ..] => Mend::ReturnAt(user.sp, Why::Instruction),
+        [0xF3, 0x0F, 0x1E, 0xFA, 0x55] | [0x55, ..] | [0xC3, ..] => {
+            FrameFix::ReturnAt(user.sp, Evidence::Instruction)
+        }
         // mov rbp, rsp, in both encodings: the frame has been pushed, but rbp still belongs to the
         // caller.
-        [0x48, 0x89, 0xE5, ..] | [0x48, 0x8B, 0xEC, ..] => Mend::FrameAt(user.sp),
-        _ => Mend::ReturnAt(user.sp, Why::Leaf),
+        [0x48, 0x89, 0xE5, ..] | [0x48, 0x8B, 0xEC, ..] => FrameFix::FrameAt(user.sp),
+        _ => FrameFix::ReturnAt(user.sp, Evidence::Leaf),
     }
 }
 
@@ -151,7 +153,7 @@ fn called_leaf<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     ret: u64,
     ip: u64,
-    budget: &mut Budget,
+    budget: &mut WalkBudget,
 ) -> bool {
     let Some(at) = ret.checked_sub(5) else {
         return false;
@@ -172,7 +174,7 @@ fn called_leaf<M: GuestPhys + ?Sized>(
 fn follows_call<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     ip: u64,
-    budget: &mut Budget,
+    budget: &mut WalkBudget,
 ) -> bool {
     let Some(at) = ip.checked_sub(7) else { return false };
     let Ok(c) = space.read_few::<7>(at, budget) else {

@@ -5,8 +5,8 @@ use std::io::{Cursor, Read};
 
 use guest_profile::export::symbolize::{Symbolizer, complete_chains, symbols_to_save};
 use guest_profile::export::{
-    EventInfo, FileMapping, Meta, NO_PID, Profile, Rate, Sample, SavedSymbol, TaskName, folded, perfdata,
-    pprof, reader, script,
+    EventInfo, EventRate, FileMapping, NO_PID, Profile, ProfileMetadata, Sample, SavedSymbol, TaskName,
+    folded, perfdata, pprof, reader, script,
 };
 use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, End, Ends};
 use kernel_images::symbols::KernelSymbols;
@@ -26,13 +26,13 @@ fn profile() -> Profile {
         name: "cycles".into(),
         type_: 0,
         config: 0,
-        rate: Rate::FrequencyHz(1000),
+        rate: EventRate::FrequencyHz(1000),
         id: 3,
     };
     let mut p = Profile::new(
-        Meta {
+        ProfileMetadata {
             vcpus: 1,
-            ..Meta::default()
+            ..ProfileMetadata::default()
         },
         vec![event],
     );
@@ -114,7 +114,7 @@ fn stacks_fold_by_task_with_the_outermost_first() {
 
 /// A truncated chain is assigned to another sample only if no complete chain exists.
 #[test]
-fn chains_that_were_cut_short_are_not_passed_on() {
+fn truncated_chains_are_not_reused() {
     let mut p = profile();
     let sample = |time_ns, ends, chain| Sample {
         time_ns,
@@ -165,7 +165,7 @@ fn chains_that_were_cut_short_are_not_passed_on() {
 
 /// Samples without a call chain take the chains of samples in the same function in turn.
 #[test]
-fn samples_without_a_chain_share_those_of_their_function() {
+fn samples_without_chain_reuse_chains_of_same_function() {
     let mut p = profile();
     let light = |time_ns, ip, cpl| Sample {
         time_ns,
@@ -202,7 +202,7 @@ fn samples_without_a_chain_share_those_of_their_function() {
 }
 
 #[test]
-fn a_flame_graph_has_each_function_and_none_is_drawn_of_nothing() {
+fn flame_graph_contains_all_functions() {
     let p = profile();
     let stacks = folded::stacks(&p, &mut Symbolizer::new(&p, Some(kernel()), None), Some(3));
     let mut svg = Vec::new();
@@ -304,7 +304,7 @@ fn as_pprof(p: &Profile) -> Vec<u8> {
 /// kernel frames. As a return address, the same value belongs to the preceding function. pprof
 /// needs two different locations.
 #[test]
-fn an_interrupted_first_instruction_is_not_taken_for_the_end_of_the_function_before() {
+fn interrupted_first_instruction_differs_from_return_address() {
     let mut p = profile();
     const FIRST_OF_MAIN: u64 = 0x40_0200;
     let interrupted = [
@@ -434,7 +434,7 @@ fn file() -> Vec<u8> {
 }
 
 #[test]
-fn an_empty_file_is_no_failure_and_a_broken_one_is() {
+fn empty_perf_data_is_accepted_and_damaged_one_rejected() {
     assert!(reader::read(b"").unwrap_err().is_empty());
     let whole = file();
     let data_end = {
@@ -458,7 +458,7 @@ fn an_empty_file_is_no_failure_and_a_broken_one_is() {
 /// A recording killed at any moment is readable up to the last checkpoint and contains the event
 /// names.
 #[test]
-fn a_recording_that_was_killed_has_what_was_kept_before() {
+fn killed_recording_is_readable_up_to_checkpoint() {
     let p = profile();
     let events = p.events.len();
     let mut out = Cursor::new(Vec::new());
@@ -492,7 +492,7 @@ fn a_recording_that_was_killed_has_what_was_kept_before() {
 }
 
 #[test]
-fn a_recording_that_was_killed_at_once_says_so() {
+fn recording_killed_before_checkpoint_is_reported() {
     let p = profile();
     let mut out = Cursor::new(Vec::new());
     let mut w = perfdata::PerfDataWriter::new(&mut out, p.meta.clone(), p.events.clone()).unwrap();
@@ -507,7 +507,7 @@ fn a_recording_that_was_killed_at_once_says_so() {
 /// After a failed write, the truncated file contains all complete records, including those after
 /// the last checkpoint.
 #[test]
-fn a_file_that_is_cut_back_can_be_read() {
+fn truncated_recording_is_readable() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("perf.data");
     let p = profile();
@@ -536,7 +536,7 @@ fn a_file_that_is_cut_back_can_be_read() {
             .unwrap()
             .set_len(length - lost)
             .unwrap();
-        let left = w.cut_back().unwrap();
+        let left = w.truncate_to_records().unwrap();
         assert!(
             (kept..=kept + 1000).contains(&left) && (left == kept + 1000) == (lost == 0),
             "{left}"
@@ -547,7 +547,7 @@ fn a_file_that_is_cut_back_can_be_read() {
 }
 
 #[test]
-fn a_hole_behind_the_last_record_is_cut_off() {
+fn hole_after_last_record_is_truncated() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("perf.data");
     let p = profile();
@@ -565,7 +565,7 @@ fn a_hole_behind_the_last_record_is_cut_off() {
     w.checkpoint().unwrap();
     let length = file.metadata().unwrap().len();
     file.set_len(length + 4096).unwrap();
-    assert_eq!(w.cut_back().unwrap(), 3);
+    assert_eq!(w.truncate_to_records().unwrap(), 3);
     assert_eq!(file.metadata().unwrap().len(), length);
     assert_eq!(reader::read_file(&path).unwrap().len(), 3);
 }

@@ -8,8 +8,8 @@ use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::report::{self, ReportOptions, SortKey};
 use guest_profile::export::symbolize::Symbolizer;
 use guest_profile::export::{
-    EventInfo, FileMapping, Form, KernelMap, Meta, Profile, Rate, Sample, SavedSymbol, TaskName, WallClock,
-    perfdata, reader, script,
+    EventInfo, EventRate, FileMapping, KernelMap, Profile, ProfileMetadata, ProfilePerspective, Sample,
+    SavedSymbol, TaskName, WallClock, perfdata, reader, script,
 };
 use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, End, Ends};
 use kernel_images::build_id::BuildId;
@@ -34,12 +34,12 @@ const PROGRAM: u64 = 0x55ed_7673_6000;
 /// A profile with 60 samples in `hot`, 30 in `warm` and 10 in the kernel, on two vCPUs.
 fn profile() -> Profile {
     let mut p = Profile::new(
-        Meta {
+        ProfileMetadata {
             hostname: "guest".into(),
             os_release: "6.1.0-test".into(),
             vcpus: 2,
             command: vec!["perfvisor".into(), "record".into()],
-            form: Form::InGuest,
+            form: ProfilePerspective::InGuest,
             // 14 November 2023, a quarter past two, 10 s after the start of the host.
             clock: Some(WallClock {
                 wall_ns: 1_699_971_300_000_000_000,
@@ -50,7 +50,7 @@ fn profile() -> Profile {
             name: "cycles".into(),
             type_: 0,
             config: 0,
-            rate: Rate::Period(1000),
+            rate: EventRate::Period(1000),
             id: 7,
         }],
     );
@@ -133,7 +133,7 @@ fn profile() -> Profile {
 /// The same profile as seen by perf on the host, without build IDs.
 fn as_host() -> Profile {
     let mut p = profile();
-    p.meta.form = Form::AsHost;
+    p.meta.form = ProfilePerspective::AsHost;
     p.kernel.as_mut().unwrap().build_id = None;
     p.mappings[0].build_id = None;
     p
@@ -178,7 +178,7 @@ fn perf(p: &Profile, args: &[&str]) -> Option<String> {
 }
 
 #[test]
-fn what_we_write_we_read() {
+fn perf_data_round_trips() {
     for p in [profile(), as_host()] {
         assert_eq!(reader::read(&bytes(&p)).unwrap(), p);
     }
@@ -186,7 +186,7 @@ fn what_we_write_we_read() {
 
 /// Names in a file are untrusted; control characters are removed before display.
 #[test]
-fn names_in_a_file_are_shown_without_control_characters() {
+fn perf_data_names_lose_control_characters() {
     let mut p = profile();
     p.events[0].name = "cyc\x1b[31mles".into();
     p.tasks[0].comm = "a\x07b".into();
@@ -209,7 +209,7 @@ fn names_in_a_file_are_shown_without_control_characters() {
 }
 
 #[test]
-fn linux_perf_data_reads_it_whole() {
+fn linux_perf_data_reads_all_records() {
     let bytes = bytes(&profile());
     let PerfFileReader {
         mut perf_file,
@@ -256,7 +256,7 @@ fn linux_perf_data_reads_it_whole() {
 
 /// The parser panics at a build ID that exceeds the maximum length.
 #[test]
-fn a_build_id_of_no_length_is_left_out() {
+fn invalid_build_id_length_is_skipped() {
     let mut bytes = bytes(&profile());
     let id = [vec![20, 0, 0, 0], vec![0xab; 20]].concat();
     let at = bytes.windows(24).position(|w| w == id).unwrap();
@@ -289,7 +289,7 @@ fn plain_perf_report_names_kernel_functions_tasks_and_callers() {
 
 /// perf does not look up guest programs on the host, where the same path may be a different build.
 #[test]
-fn a_program_of_the_host_gives_no_names_to_the_guest_s() {
+fn host_program_does_not_symbolize_guest() {
     let mut p = profile();
     let exe = std::env::current_exe().unwrap();
     p.mappings[0].path = exe.to_str().unwrap().to_owned();
@@ -309,7 +309,7 @@ fn a_program_of_the_host_gives_no_names_to_the_guest_s() {
 
 /// The file contains the wall-clock time, so that reports can be compared with other logs.
 #[test]
-fn perf_script_tells_the_time_of_day() {
+fn perf_script_shows_wall_clock_time() {
     let args = ["script", "-i", "perf.data", "-F", "tod,comm", "--ns"];
     let Some(text) = perf(&profile(), &args) else {
         return;

@@ -9,13 +9,13 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 
 use crate::skip;
-use guest_profile::locate::{self, Anchors};
-use guest_profile::programs::GuestMount;
+use guest_profile::locate::{self, KernelAnchors};
+use guest_profile::programs::GuestSymbols;
 use guest_profile::task::{TaskLayout, TaskReader};
 use guest_profile::unwind::{
-    CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, Chain, End, KernelUnwind, Limits, walk,
+    CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, CallChain, End, KernelUnwind, UnwindLimits, walk,
 };
-use guest_profile::{Budget, GuestPage, GuestPhys, GuestRegs};
+use guest_profile::{GuestPage, GuestPhys, GuestRegs, WalkBudget};
 use kernel_images::image::KernelImage;
 use kernel_images::symbols::KernelSymbols;
 
@@ -63,7 +63,7 @@ struct Guest {
     mem: MemoryFile,
     regs: GuestRegs,
     image: KernelImage,
-    anchors: Anchors,
+    anchors: KernelAnchors,
     kallsyms: KernelSymbols,
     slide: u64,
     dir: PathBuf,
@@ -116,7 +116,7 @@ fn guest(which: &str) -> Option<Guest> {
         mem: MemoryFile(std::fs::File::open(dir.join(format!("{which}.mem"))).unwrap()),
         regs,
         image,
-        anchors: Anchors { lstar, idt_base: 0 },
+        anchors: KernelAnchors { lstar, idt_base: 0 },
         kallsyms,
         slide,
         console: std::fs::read_to_string(dir.join("console")).unwrap(),
@@ -125,15 +125,15 @@ fn guest(which: &str) -> Option<Guest> {
 }
 
 impl Guest {
-    fn walk(&self, out: &mut [u64]) -> Chain {
+    fn walk(&self, out: &mut [u64]) -> CallChain {
         let kernel = KernelUnwind::new(&self.image, self.slide);
         walk(
             &self.mem,
             &self.regs,
             Some(kernel),
-            &Limits {
+            &UnwindLimits {
                 max_time: None,
-                ..Limits::default()
+                ..UnwindLimits::default()
             },
             out,
         )
@@ -168,7 +168,7 @@ impl Guest {
 }
 
 #[test]
-fn symbols_in_the_stripped_image_are_those_the_running_kernel_shows() {
+fn stripped_image_symbols_match_running_kernel() {
     let Some(g) = guest("user") else { return };
     let mine = g
         .image
@@ -202,7 +202,7 @@ fn the_kaslr_slide_is_found_and_verified() {
         let place = locate::place(&g.mem, &g.regs, &g.image, &g.anchors).unwrap();
         assert_eq!(
             place,
-            locate::Place {
+            locate::KernelLocation {
                 slide: g.slide,
                 verified: true
             }
@@ -211,7 +211,7 @@ fn the_kaslr_slide_is_found_and_verified() {
 }
 
 #[test]
-fn without_any_image_the_kernel_is_read_out_of_its_memory() {
+fn kernel_is_read_from_memory_without_image() {
     let Some(g) = guest("kernel") else { return };
     let kernel = locate::read_kernel(&g.mem, &g.regs, &g.anchors).unwrap();
     assert_eq!(kernel.banner(), g.image.banner());
@@ -225,9 +225,9 @@ fn without_any_image_the_kernel_is_read_out_of_its_memory() {
     }
     assert_eq!(kernel.orc().unwrap().len(), g.image.orc().unwrap().len());
     let (mut a, mut b) = ([0; 128], [0; 128]);
-    let limits = Limits {
+    let limits = UnwindLimits {
         max_time: None,
-        ..Limits::default()
+        ..UnwindLimits::default()
     };
     let by_memory = walk(
         &g.mem,
@@ -279,15 +279,15 @@ fn a_real_chain_takes_far_fewer_reads_than_the_limit() {
         let mut out = [0; 128];
         let rounds = 1000;
         let start = std::time::Instant::now();
-        let chains: Vec<Chain> = (0..rounds)
+        let chains: Vec<CallChain> = (0..rounds)
             .map(|_| {
                 walk(
                     &ram[..],
                     &g.regs,
                     Some(kernel),
-                    &Limits {
+                    &UnwindLimits {
                         max_time: None,
-                        ..Limits::default()
+                        ..UnwindLimits::default()
                     },
                     &mut out,
                 )
@@ -296,7 +296,7 @@ fn a_real_chain_takes_far_fewer_reads_than_the_limit() {
         // For information only; the test does not depend on timing.
         eprintln!("{which}: {:?} a chain, {:?}", start.elapsed() / rounds, chains[0]);
         assert!(
-            chains[0].reads * 10 < Limits::default().max_reads,
+            chains[0].reads * 10 < UnwindLimits::default().max_reads,
             "{:?}",
             chains[0]
         );
@@ -305,12 +305,12 @@ fn a_real_chain_takes_far_fewer_reads_than_the_limit() {
 }
 
 #[test]
-fn task_mappings_and_files_are_what_the_program_sees_itself() {
+fn task_mappings_match_proc_maps() {
     for which in ["user", "kernel"] {
         let Some(g) = guest(which) else { return };
         let layout = TaskLayout::new(&g.image, g.slide).unwrap();
         let mut reader = TaskReader::new(&layout, &g.mem, &g.regs).unwrap();
-        let mut budget = Budget::new(4096, None);
+        let mut budget = WalkBudget::new(4096, None);
         let base = g.regs.kernel_per_cpu_base().unwrap();
         let task = reader.current(base, &mut budget).unwrap();
         let pid: u32 = g
@@ -337,7 +337,7 @@ fn task_mappings_and_files_are_what_the_program_sees_itself() {
                 continue; // they grow
             }
             let m = reader
-                .mapping(task.mm, hex(start) + 0x123, &mut Budget::new(512, None))
+                .mapping(task.mm, hex(start) + 0x123, &mut WalkBudget::new(512, None))
                 .expect(line);
             // The kernel may have merged or split anonymous mappings since then, but not file
             // mappings.
@@ -350,7 +350,7 @@ fn task_mappings_and_files_are_what_the_program_sees_itself() {
                 assert_eq!(m.executable, f[1].contains('x'));
                 let mut buf = [0; 256];
                 assert_eq!(
-                    reader.file_path(m.file, &mut buf, &mut Budget::new(512, None)),
+                    reader.file_path(m.file, &mut buf, &mut WalkBudget::new(512, None)),
                     Some(*path)
                 );
                 seen += 1;
@@ -358,7 +358,7 @@ fn task_mappings_and_files_are_what_the_program_sees_itself() {
         }
         assert!(seen > 5);
         // The build ID in memory equals that of the file.
-        let mut mount = GuestMount::new(&g.dir);
+        let mut mount = GuestSymbols::new(&g.dir);
         let of_file = mount.build_id("/three").unwrap();
         let code = g
             .console
@@ -366,7 +366,7 @@ fn task_mappings_and_files_are_what_the_program_sees_itself() {
             .find(|l| l.contains("r-xp") && l.ends_with("/three"));
         let start = code.unwrap().trim().trim_start_matches("FIXTURE map ");
         let start = u64::from_str_radix(start.split('-').next().unwrap(), 16).unwrap();
-        let mut budget = Budget::new(1500, None);
+        let mut budget = WalkBudget::new(1500, None);
         let code = reader.mapping(task.mm, start, &mut budget).unwrap();
         assert_eq!(reader.build_id(task.mm, &code, &mut budget), Some(of_file));
         assert_eq!(reader.mapping(task.mm, 0x1000, &mut budget), None);
@@ -381,12 +381,12 @@ fn a_guest_mount_names_functions_and_lines() {
     std::fs::copy(g.dir.join("three"), root.path().join("usr/bin/three")).unwrap();
     let layout = TaskLayout::new(&g.image, g.slide).unwrap();
     let mut reader = TaskReader::new(&layout, &g.mem, &g.regs).unwrap();
-    let mut budget = Budget::new(4096, None);
+    let mut budget = WalkBudget::new(4096, None);
     let task = reader
         .current(g.regs.kernel_per_cpu_base().unwrap(), &mut budget)
         .unwrap();
     let m = reader.mapping(task.mm, g.regs.rip, &mut budget).unwrap();
-    let mut mount = GuestMount::new(root.path());
+    let mut mount = GuestSymbols::new(root.path());
     let object = mount.object("/usr/bin/three").unwrap();
     let address = object
         .address_of_file_offset(g.regs.rip - m.start + m.file_offset)

@@ -16,19 +16,19 @@ struct PerfOption {
     /// Long name; empty if the option has none.
     long: &'static str,
     /// How Perfvisor treats the option.
-    meaning: Meaning,
+    meaning: PerfOptionHandling,
 }
 
 /// Treatment of an unimplemented perf option.
 #[derive(Clone, Copy)]
-enum Meaning {
+enum PerfOptionHandling {
     /// Accepted without effect because it matches the default behaviour.
-    Always,
+    Accepted,
     /// Rejected with this alternative.
-    Otherwise(&'static str),
+    Rejected(&'static str),
 }
 
-use Meaning::{Always, Otherwise};
+use PerfOptionHandling::{Accepted, Rejected};
 
 macro_rules! option {
     ($commands:expr, $short:expr, $long:literal, $meaning:expr $(,)?) => {
@@ -43,38 +43,39 @@ macro_rules! option {
 }
 
 /// Commands that observe a running VM.
-const LIVE: &[&str] = &["record", "stat", "top"];
+const LIVE_COMMANDS: &[&str] = &["record", "stat", "top"];
 
-const NO_PROCESS: Meaning = Otherwise(
+const NO_PROCESS: PerfOptionHandling = Rejected(
     "the VM is named, and all that runs in it is seen: perfvisor ps lists the names; report --sort pid,sym and top's view of processes show the guest's processes apart",
 );
-const NO_USER: Meaning = Otherwise("a guest's users are not known; name the VM (perfvisor ps lists them)");
-const NO_CHAINS: Meaning = Otherwise(
+const NO_USER: PerfOptionHandling =
+    Rejected("a guest's users are not known; name the VM (perfvisor ps lists them)");
+const NO_CHAINS: PerfOptionHandling = Rejected(
     "this table is without call chains; perfvisor flamegraph and pprof show them, and plain perf report reads the same file",
 );
-const NO_FILTER: Meaning = Otherwise(
+const NO_FILTER: PerfOptionHandling = Rejected(
     "nothing is filtered here; --sort puts that column first for grep, and plain perf reads the same file",
 );
 
 /// Unimplemented options of perf.
 const OPTIONS: &[PerfOption] = &[
     // All vCPUs are counted and sampled unless --vcpu selects some.
-    option!(LIVE, Some('a'), "all-cpus", Always),
-    option!(LIVE, Some('p'), "pid", NO_PROCESS),
-    option!(LIVE, Some('t'), "tid", NO_PROCESS),
+    option!(LIVE_COMMANDS, Some('a'), "all-cpus", Accepted),
+    option!(LIVE_COMMANDS, Some('p'), "pid", NO_PROCESS),
+    option!(LIVE_COMMANDS, Some('t'), "tid", NO_PROCESS),
     option!(&["record", "top"], Some('u'), "uid", NO_USER),
-    option!(LIVE, Some('G'), "cgroup", NO_PROCESS),
+    option!(LIVE_COMMANDS, Some('G'), "cgroup", NO_PROCESS),
     // The default of --call-graph is frame pointers.
-    option!(&["record"], Some('g'), "", Always),
-    option!(&["record"], Some('T'), "timestamp", Always),
-    option!(&["record"], Some('P'), "period", Always),
-    option!(&["record"], None, "sample-cpu", Always),
-    option!(&["record"], Some('R'), "raw-samples", Always),
+    option!(&["record"], Some('g'), "", Accepted),
+    option!(&["record"], Some('T'), "timestamp", Accepted),
+    option!(&["record"], Some('P'), "period", Accepted),
+    option!(&["record"], None, "sample-cpu", Accepted),
+    option!(&["record"], Some('R'), "raw-samples", Accepted),
     option!(
         &["record"],
         Some('i'),
         "no-inherit",
-        Otherwise(
+        Rejected(
             "all tasks of the guest are sampled; a file to read is for report and script (-i FILE), one to write is -o FILE",
         ),
     ),
@@ -82,93 +83,93 @@ const OPTIONS: &[PerfOption] = &[
         &["stat", "top"],
         Some('i'),
         "no-inherit",
-        Otherwise("the vCPUs are looked at, with all tasks of the guest; nothing is inherited"),
+        Rejected("the vCPUs are looked at, with all tasks of the guest; nothing is inherited"),
     ),
     option!(
         &["record"],
         Some('n'),
         "no-samples",
-        Otherwise("it is there to take samples; perfvisor stat counts"),
+        Rejected("it is there to take samples; perfvisor stat counts"),
     ),
     option!(
         &["record"],
         Some('I'),
         "intr-regs",
-        Otherwise("registers are not kept in the file; --call-graph dwarf uses them for the chains"),
+        Rejected("registers are not kept in the file; --call-graph dwarf uses them for the chains"),
     ),
     option!(
         &["stat"],
         Some('n'),
         "null",
-        Otherwise("-e names what is counted; time(1) times a program"),
+        Rejected("-e names what is counted; time(1) times a program"),
     ),
-    option!(&["stat"], Some('c'), "scale", Always),
+    option!(&["stat"], Some('c'), "scale", Accepted),
     option!(
         &["record"],
         Some('b'),
         "branch-any",
-        Otherwise("there are no branch stacks of a guest; --call-graph fp or dwarf has call chains"),
+        Rejected("there are no branch stacks of a guest; --call-graph fp or dwarf has call chains"),
     ),
     option!(
         &["record"],
         Some('j'),
         "branch-filter",
-        Otherwise("there are no branch stacks of a guest; --call-graph fp or dwarf has call chains"),
+        Rejected("there are no branch stacks of a guest; --call-graph fp or dwarf has call chains"),
     ),
     option!(
         &["record"],
         Some('k'),
         "clockid",
-        Otherwise("times are always those of CLOCK_MONOTONIC, and the file says what time of day that is"),
+        Rejected("times are always those of CLOCK_MONOTONIC, and the file says what time of day that is"),
     ),
     option!(
         &["record"],
         Some('s'),
         "stat",
-        Otherwise("samples have their task; perfvisor stat counts beside a recording"),
+        Rejected("samples have their task; perfvisor stat counts beside a recording"),
     ),
     option!(
         &["record"],
         None,
         "max-size",
-        Otherwise("-d SECONDS ends a recording; it ends by itself, whole, when the disk is full"),
+        Rejected("-d SECONDS ends a recording; it ends by itself, whole, when the disk is full"),
     ),
     option!(
         &["record"],
         None,
         "switch-output",
-        Otherwise("-d SECONDS ends a recording, and the next one keeps its file as FILE.old"),
+        Rejected("-d SECONDS ends a recording, and the next one keeps its file as FILE.old"),
     ),
     option!(
         &["stat"],
         Some('o'),
         "output",
-        Otherwise("counts are on standard output: perfvisor stat ... > FILE"),
+        Rejected("counts are on standard output: perfvisor stat ... > FILE"),
     ),
-    option!(&["stat"], Some('B'), "big-num", Always),
+    option!(&["stat"], Some('B'), "big-num", Accepted),
     option!(
         &["stat"],
         None,
         "no-scale",
-        Otherwise("each count is printed with the share of time for which it was on"),
+        Rejected("each count is printed with the share of time for which it was on"),
     ),
     option!(
         &["stat"],
         None,
         "timeout",
-        Otherwise("-d SECONDS says how long to count"),
+        Rejected("-d SECONDS says how long to count"),
     ),
     option!(
         &["stat"],
         Some('D'),
         "delay",
-        Otherwise("it counts at once; -I MS prints intervals, of which the first may be left out"),
+        Rejected("it counts at once; -I MS prints intervals, of which the first may be left out"),
     ),
     option!(
         &["stat"],
         Some('M'),
         "metrics",
-        Otherwise(
+        Rejected(
             "what can be derived from the counts is printed beside them; --metric-only prints nothing else",
         ),
     ),
@@ -176,53 +177,53 @@ const OPTIONS: &[PerfOption] = &[
         &["stat"],
         None,
         "per-thread",
-        Otherwise("-A has a line for each vCPU"),
+        Rejected("-A has a line for each vCPU"),
     ),
     option!(
         &["stat"],
         None,
         "per-core",
-        Otherwise("-A has a line for each vCPU"),
+        Rejected("-A has a line for each vCPU"),
     ),
     option!(
         &["stat"],
         None,
         "per-socket",
-        Otherwise("-A has a line for each vCPU"),
+        Rejected("-A has a line for each vCPU"),
     ),
     option!(
         &["top"],
         Some('c'),
         "count",
-        Otherwise("top samples so many times a second (-F HZ); perfvisor record takes -c N"),
+        Rejected("top samples so many times a second (-F HZ); perfvisor record takes -c N"),
     ),
     option!(
         &["top"],
         Some('g'),
         "",
-        Otherwise("top shows functions without call chains; perfvisor record and flamegraph show them"),
+        Rejected("top shows functions without call chains; perfvisor record and flamegraph show them"),
     ),
     option!(
         &["top"],
         None,
         "stdio",
-        Otherwise("--once prints one screen as text; so it is too when the output is no terminal"),
+        Rejected("--once prints one screen as text; so it is too when the output is no terminal"),
     ),
     option!(
         &["top"],
         Some('s'),
         "sort",
-        Otherwise("the keys s, S and r sort on the screen; perfvisor report takes --sort"),
+        Rejected("the keys s, S and r sort on the screen; perfvisor report takes --sort"),
     ),
-    option!(&["top"], Some('n'), "show-nr-samples", Always),
-    option!(&["report", "annotate"], None, "stdio", Always),
-    option!(&["report"], None, "no-children", Always),
-    option!(&["report", "annotate"], Some('n'), "show-nr-samples", Always),
+    option!(&["top"], Some('n'), "show-nr-samples", Accepted),
+    option!(&["report", "annotate"], None, "stdio", Accepted),
+    option!(&["report"], None, "no-children", Accepted),
+    option!(&["report", "annotate"], Some('n'), "show-nr-samples", Accepted),
     option!(
         &["report"],
         None,
         "children",
-        Otherwise("the shares are each function's own; perfvisor flamegraph shows those with callees"),
+        Rejected("the shares are each function's own; perfvisor flamegraph shows those with callees"),
     ),
     option!(&["report"], Some('g'), "call-graph", NO_CHAINS),
     option!(&["report"], Some('G'), "inverted", NO_CHAINS),
@@ -230,7 +231,7 @@ const OPTIONS: &[PerfOption] = &[
         &["report"],
         None,
         "tui",
-        Otherwise("reports are text; perfvisor top is a screen"),
+        Rejected("reports are text; perfvisor top is a screen"),
     ),
     option!(&["report", "script"], Some('c'), "comms", NO_FILTER),
     option!(&["report", "annotate"], Some('d'), "dsos", NO_FILTER),
@@ -240,13 +241,13 @@ const OPTIONS: &[PerfOption] = &[
         &["report", "annotate"],
         Some('k'),
         "",
-        Otherwise("the kernel's file is --vmlinux FILE, a list of its symbols --kallsyms FILE"),
+        Rejected("the kernel's file is --vmlinux FILE, a list of its symbols --kallsyms FILE"),
     ),
     option!(
         &["report", "script"],
         Some('F'),
         "fields",
-        Otherwise(
+        Rejected(
             "report has the columns of --sort comm,pid,vcpu,dso,sym; script prints all it knows of each sample",
         ),
     ),
@@ -254,49 +255,49 @@ const OPTIONS: &[PerfOption] = &[
         &["report", "script", "annotate", "diff"],
         Some('f'),
         "force",
-        Otherwise("whose the file is does not matter; leave it out"),
+        Rejected("whose the file is does not matter; leave it out"),
     ),
     option!(
         &["script"],
         Some('s'),
         "script",
-        Otherwise("plain perf script -s runs scripts on the same file"),
+        Rejected("plain perf script -s runs scripts on the same file"),
     ),
     option!(
         &["report", "script"],
         Some('D'),
         "dump-raw-trace",
-        Otherwise("perfvisor script prints each sample; plain perf report -D prints the file's records"),
+        Rejected("perfvisor script prints each sample; plain perf report -D prints the file's records"),
     ),
     option!(
         &["report", "script"],
         None,
         "header",
-        Otherwise("plain perf report --header-only prints the file's header"),
+        Rejected("plain perf report --header-only prints the file's header"),
     ),
     option!(
         &["annotate"],
         Some('M'),
         "disassembler-style",
-        Otherwise("instructions are in AT&T's syntax"),
+        Rejected("instructions are in AT&T's syntax"),
     ),
     option!(
         &["annotate"],
         Some('l'),
         "print-line",
-        Otherwise("it shows instructions, not lines of source"),
+        Rejected("it shows instructions, not lines of source"),
     ),
     option!(
         &["diff"],
         Some('c'),
         "compute",
-        Otherwise("it shows the difference of the shares"),
+        Rejected("it shows the difference of the shares"),
     ),
     option!(
         &["diff"],
         Some('o'),
         "order",
-        Otherwise("the largest change comes first"),
+        Rejected("the largest change comes first"),
     ),
 ];
 
@@ -325,11 +326,11 @@ impl PerfOption {
 }
 
 /// Adds the accepted options to the commands.
-pub(super) fn taken(command: Command) -> Command {
+pub(super) fn add_accepted_options(command: Command) -> Command {
     command.mut_subcommands(|of| {
         let options = OPTIONS
             .iter()
-            .filter(|option| matches!(option.meaning, Always) && option.commands.contains(&of.get_name()));
+            .filter(|option| matches!(option.meaning, Accepted) && option.commands.contains(&of.get_name()));
         let args: Vec<Arg> = options.map(PerfOption::arg).collect();
         of.args(args)
     })
@@ -337,10 +338,10 @@ pub(super) fn taken(command: Command) -> Command {
 
 /// Returns the error message for the argument `typed` of the command `path` (`perfvisor stat`);
 /// `None` if perf has no such option.
-pub(super) fn said_of(path: &str, typed: &str) -> Option<String> {
+pub(super) fn rejection_message(path: &str, typed: &str) -> Option<String> {
     let command = path.split(' ').nth(1)?;
     let is_option = typed.starts_with('-');
-    if !is_option && LIVE.contains(&command) {
+    if !is_option && LIVE_COMMANDS.contains(&command) {
         return Some(format!(
             "'{typed}' is one word too many: after the VM's name there are only options, and no command is started; -d SECONDS says how long"
         ));
@@ -349,8 +350,8 @@ pub(super) fn said_of(path: &str, typed: &str) -> Option<String> {
         .iter()
         .find(|option| option.commands.contains(&command) && option.is(typed))?;
     match option.meaning {
-        Always => None,
-        Otherwise(instead) => Some(format!("'{typed}' is perf's: {instead}; see `{path} --help`")),
+        Accepted => None,
+        Rejected(instead) => Some(format!("'{typed}' is perf's: {instead}; see `{path} --help`")),
     }
 }
 
@@ -370,15 +371,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_so_anyway_is_taken_and_of_the_rest_one_line_says_what_to_type() {
+    fn unimplemented_perf_options_are_accepted_or_name_an_alternative() {
         for option in OPTIONS {
             for command in option.commands {
                 for typed in spellings(option) {
                     let parsed = parse(["perfvisor", command, &typed]);
                     match (option.meaning, parsed) {
-                        (Always, Ok(_)) => {}
+                        (Accepted, Ok(_)) => {}
                         // The command also lacks its required recordings.
-                        (Otherwise(instead), Err(CliExit::Error(line))) => {
+                        (Rejected(instead), Err(CliExit::Error(line))) => {
                             assert!(
                                 line.contains(&format!("'{typed}'"))
                                     && line.contains(instead)
@@ -414,7 +415,7 @@ mod tests {
 
     /// The reference page has a row with the commands of each option.
     #[test]
-    fn the_page_has_a_row_of_each() {
+    fn reference_page_lists_every_perf_option() {
         for option in OPTIONS {
             for command in option.commands {
                 let heading = format!("\n## `perfvisor {command}`\n");

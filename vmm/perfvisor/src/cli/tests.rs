@@ -34,7 +34,7 @@ fn defaults_run_the_built_in_guest() {
 
 /// The fast parser of `run` gives the same result as the complete parser.
 #[test]
-fn run_alone_is_understood_as_among_all_commands() {
+fn fast_run_parser_matches_complete_parser() {
     let words = |line: &str| -> Vec<OsString> { line.split(' ').map(Into::into).collect() };
     for line in [
         "perfvisor run",
@@ -60,7 +60,7 @@ fn run_alone_is_understood_as_among_all_commands() {
 }
 
 #[test]
-fn values_are_understood() {
+fn valid_values_are_parsed() {
     let args = run(&[
         "--kernel",
         "k",
@@ -123,7 +123,7 @@ fn values_are_understood() {
 }
 
 #[test]
-fn each_wrong_value_is_named_with_what_is_allowed_in_one_line() {
+fn invalid_values_are_reported_with_valid_ones_in_one_line() {
     for (args, value, allowed) in [
         (&["--cpus", "0"][..], "'0'", "1 to 64"),
         (&["--cpus", "65"], "'65'", "1 to 64"),
@@ -185,7 +185,7 @@ fn each_wrong_value_is_named_with_what_is_allowed_in_one_line() {
 }
 
 #[test]
-fn no_command_and_wrong_commands_are_one_line() {
+fn missing_and_unknown_commands_print_one_line() {
     for args in [&["perfvisor"][..], &["perfvisor", "fly"]] {
         match parse(args) {
             Err(CliExit::Error(line)) => assert!(line.contains("run, check, validate, ps"), "{line}"),
@@ -200,7 +200,7 @@ fn no_command_and_wrong_commands_are_one_line() {
 
 /// `help COMMAND` prints the command's help, and reports errors like the command.
 #[test]
-fn help_is_a_command_too() {
+fn help_command_prints_help() {
     let text = |args: &[&str]| match parse(["perfvisor"].iter().chain(args)) {
         Err(CliExit::Text(text)) => text,
         other => panic!("{args:?}: {other:?}"),
@@ -215,7 +215,7 @@ fn help_is_a_command_too() {
 
 /// The help shows defaults that are defined outside of the command line module.
 #[test]
-fn help_tells_the_defaults_there_are() {
+fn help_shows_defaults() {
     let Err(CliExit::Text(help)) = parse(["perfvisor", "run", "--help"]) else {
         panic!("no help");
     };
@@ -244,7 +244,7 @@ fn help_tells_the_defaults_there_are() {
 }
 
 #[test]
-fn mistakes_of_a_command_name_that_command() {
+fn argument_errors_name_the_command() {
     let line = |args: &[&str]| match parse(["perfvisor"].iter().chain(args)) {
         Err(CliExit::Error(line)) => line,
         other => panic!("{args:?} gave {other:?}"),
@@ -336,7 +336,7 @@ fn mistakes_of_a_command_name_that_command() {
 
 /// Each visible command has a manual page that describes all of its options.
 #[test]
-fn every_command_has_a_page() {
+fn every_command_has_a_manual_page() {
     let directory = tempfile::tempdir().unwrap();
     clap_mangen::generate_to(command(), directory.path()).unwrap();
     let page = |name: &str| std::fs::read_to_string(directory.path().join(format!("{name}.1"))).unwrap();
@@ -349,7 +349,7 @@ fn every_command_has_a_page() {
 }
 
 #[test]
-fn shells_complete_commands_and_options() {
+fn completions_cover_commands_and_options() {
     use clap_complete::Shell;
     for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
         let text = crate::commands::generate::completions(shell, command());

@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::ps::{self, Found};
+use super::ps::{self, VmSocket};
 use super::{CommandError, DONE};
 use crate::exit::ExitStatus;
 use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
@@ -15,7 +15,7 @@ use perf_core::error_line;
 /// # Errors
 /// Returns an error if there is no VM.
 pub(super) fn for_each_vm<E: Error + From<ClientError>>(
-    each: impl Fn(&Found, Client) -> Result<ExitStatus, E> + Sync,
+    each: impl Fn(&VmSocket, Client) -> Result<ExitStatus, E> + Sync,
 ) -> Result<ExitStatus, CommandError> {
     let found = ps::everywhere();
     if found.is_empty() {

@@ -4,15 +4,15 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::files::{FileError, SymbolArgs, guest_files, read, read_profile, symbolizer, warn_of};
+use super::files::{FileError, SymbolArgs, guest_files, read, read_profile, symbolizer, warn_missing_data};
 use super::{DONE, one_line, print};
 use crate::exit::ExitStatus;
 use control_api::client::{Client, ClientError};
 use control_api::nearest::did_you_mean;
 use control_api::protocol::{CodeInfo, SymbolsInfo};
 use control_api::request;
-use guest_profile::export::annotate::{Function, annotate as lines_of, functions, render};
-use guest_profile::export::{Frame, Profile};
+use guest_profile::export::annotate::{SampledFunction, annotate as lines_of, functions, render};
+use guest_profile::export::{ChainFrame, Profile};
 use guest_profile::programs::{GuestFileError, ProgramFile};
 use kernel_images::build_id::BuildId;
 
@@ -134,9 +134,9 @@ pub fn annotate(args: &AnnotateArgs) -> Result<ExitStatus, AnnotateError> {
             None => AnnotateError::NoNames(args.input.clone()),
         });
     };
-    let code = code_of(&profile, function, args)?;
+    let code = read_code(&profile, function, args)?;
     let annotated = lines_of(function, &code.bytes, |target| {
-        let frame = Frame {
+        let frame = ChainFrame {
             address: target,
             kernel: function.kernel,
             caller: false,
@@ -158,34 +158,38 @@ pub fn annotate(args: &AnnotateArgs) -> Result<ExitStatus, AnnotateError> {
         });
     }
     print(&render(&event.name, function, &annotated, &code.source)).map_err(FileError::from)?;
-    warn_of(&profile, &symbols);
+    warn_missing_data(&profile, &symbols);
     Ok(DONE)
 }
 
 /// Machine code and its origin.
-struct Code {
+struct FunctionCode {
     bytes: Vec<u8>,
     source: String,
 }
 
 /// Reads the code of a function from the source that the user chose.
-fn code_of(profile: &Profile, function: &Function, args: &AnnotateArgs) -> Result<Code, AnnotateError> {
+fn read_code(
+    profile: &Profile,
+    function: &SampledFunction,
+    args: &AnnotateArgs,
+) -> Result<FunctionCode, AnnotateError> {
     if let Some(name) = &args.vm {
-        return from_vm(name, profile, function);
+        return read_code_from_vm(name, profile, function);
     }
-    let mapping = mapping_of(profile, function);
+    let mapping = find_mapping(profile, function);
     if let Some(path) = &args.program {
         let recorded = match function.kernel {
             true => profile.kernel.as_ref().and_then(|kernel| kernel.build_id),
             false => mapping.and_then(|mapping| mapping.build_id),
         };
-        return from_program(path, profile, function, recorded);
+        return read_code_from_file(path, profile, function, recorded);
     }
     if function.kernel
         && let Some(path) = &args.symbols.vmlinux
     {
         let recorded = profile.kernel.as_ref().and_then(|kernel| kernel.build_id);
-        return from_program(path, profile, function, recorded);
+        return read_code_from_file(path, profile, function, recorded);
     }
     if let Some(mapping) = mapping
         && let Some(mut files) = guest_files(&args.symbols).map_err(FileError::from)?
@@ -210,9 +214,9 @@ fn code_of(profile: &Profile, function: &Function, args: &AnnotateArgs) -> Resul
 }
 
 /// Returns the mapping of a program that contains the function.
-fn mapping_of<'p>(
+fn find_mapping<'p>(
     profile: &'p Profile,
-    function: &Function,
+    function: &SampledFunction,
 ) -> Option<&'p guest_profile::export::FileMapping> {
     let mut latest_first = profile.mappings.iter().rev().filter(|_| !function.kernel);
     latest_first.find(|m| {
@@ -221,7 +225,11 @@ fn mapping_of<'p>(
     })
 }
 
-fn from_vm(name: &str, profile: &Profile, function: &Function) -> Result<Code, AnnotateError> {
+fn read_code_from_vm(
+    name: &str,
+    profile: &Profile,
+    function: &SampledFunction,
+) -> Result<FunctionCode, AnnotateError> {
     if function.cr3 == 0 {
         return Err(AnnotateError::NoAddressSpace(function.name.clone()));
     }
@@ -233,7 +241,7 @@ fn from_vm(name: &str, profile: &Profile, function: &Function) -> Result<Code, A
     if let Some(recorded) = profile.kernel.as_ref().and_then(|kernel| kernel.build_id) {
         let (info, _): (SymbolsInfo, _) = client.call_with_file(request::Symbols).map_err(vm)?;
         let place = format!("--vm {name}");
-        same_build(&place, info.build_id, recorded)?;
+        check_build_id(&place, info.build_id, recorded)?;
     }
     let info: CodeInfo = client
         .call(request::Code {
@@ -245,14 +253,14 @@ fn from_vm(name: &str, profile: &Profile, function: &Function) -> Result<Code, A
     let bytes = info
         .bytes()
         .ok_or_else(|| AnnotateError::Reply(name.to_owned()))?;
-    Ok(Code {
+    Ok(FunctionCode {
         bytes,
         source: format!("memory of the running VM {name}, as it is now"),
     })
 }
 
 /// Checks that the build IDs of the code and the recording match, if both are known.
-fn same_build(place: &str, found: Option<String>, recorded: BuildId) -> Result<(), AnnotateError> {
+fn check_build_id(place: &str, found: Option<String>, recorded: BuildId) -> Result<(), AnnotateError> {
     match found {
         Some(found) if found != recorded.to_string() => Err(AnnotateError::OtherBuild {
             place: place.to_owned(),
@@ -265,12 +273,12 @@ fn same_build(place: &str, found: Option<String>, recorded: BuildId) -> Result<(
 
 /// Reads the code from an ELF file, by file offset if the program is mapped, and otherwise by
 /// address.
-fn from_program(
+fn read_code_from_file(
     path: &Path,
     profile: &Profile,
-    function: &Function,
+    function: &SampledFunction,
     recorded: Option<BuildId>,
-) -> Result<Code, AnnotateError> {
+) -> Result<FunctionCode, AnnotateError> {
     let data = read(path, MAX_PROGRAM).map_err(FileError::from)?;
     from_bytes(&data, path, profile, function, recorded)
 }
@@ -280,16 +288,16 @@ fn from_bytes(
     data: &[u8],
     path: &Path,
     profile: &Profile,
-    function: &Function,
+    function: &SampledFunction,
     recorded: Option<BuildId>,
-) -> Result<Code, AnnotateError> {
+) -> Result<FunctionCode, AnnotateError> {
     let place = one_line(&path.display().to_string());
     let file = ProgramFile::parse(path, data)?;
     if let Some(recorded) = recorded {
-        same_build(&place, file.build_id().map(|id| id.to_string()), recorded)?;
+        check_build_id(&place, file.build_id().map(|id| id.to_string()), recorded)?;
     }
     let length = usize::try_from(function.length()).unwrap_or(usize::MAX);
-    let bytes = match mapping_of(profile, function) {
+    let bytes = match find_mapping(profile, function) {
         Some(m) => file.at_offset((function.start - m.start).wrapping_add(m.file_offset), length),
         None => {
             // The recording contains the run-time address of one kernel symbol.
@@ -316,7 +324,7 @@ fn from_bytes(
     } else {
         ""
     };
-    Ok(Code {
+    Ok(FunctionCode {
         bytes: bytes.to_vec(),
         source: format!("{place}{patched}"),
     })

@@ -13,13 +13,13 @@ use guest_agent::request::AgentOperation;
 use guest_agent::send::{SendError, send_stream, send_tree};
 use guest_agent::wire::{Frame, FrameKind, write_frame};
 
-use super::guest::{GuestError, Way};
+use super::guest::{AgentAddress, GuestError};
 use super::{DONE, OutputError, say, written};
 use crate::exit::ExitStatus;
 use crate::values::parse_seconds;
 
 /// Interval of the progress display.
-const SHOW: Duration = Duration::from_millis(200);
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 /// `perfvisor cp`.
 #[derive(Clone, Debug, Args)]
@@ -62,17 +62,17 @@ pub enum CpError {
 
 /// Source or destination of a copy.
 #[derive(Debug, PartialEq, Eq)]
-enum Side<'a> {
+enum CopyEndpoint<'a> {
     Here(&'a Path),
     Guest(&'a str, &'a str),
 }
 
 /// Parses a source or destination. `NAME:PATH` is in a guest; `./NAME:PATH` is a file of the host.
-fn side(text: &str) -> Result<Side<'_>, CpError> {
+fn side(text: &str) -> Result<CopyEndpoint<'_>, CpError> {
     match text.split_once(':') {
         Some((name, "")) if place::check_name(name).is_ok() => Err(CpError::NoPath(text.to_owned())),
-        Some((name, path)) if place::check_name(name).is_ok() => Ok(Side::Guest(name, path)),
-        _ => Ok(Side::Here(Path::new(text))),
+        Some((name, path)) if place::check_name(name).is_ok() => Ok(CopyEndpoint::Guest(name, path)),
+        _ => Ok(CopyEndpoint::Here(Path::new(text))),
     }
 }
 
@@ -81,27 +81,27 @@ fn side(text: &str) -> Result<Side<'_>, CpError> {
 /// # Errors
 /// Returns [`CpError`] if a file cannot be copied.
 pub fn cp(args: &CpArgs) -> Result<ExitStatus, CpError> {
-    let way = |name: &str| Way {
+    let way = |name: &str| AgentAddress {
         name: name.to_owned(),
         socket: args.socket.clone(),
         wait: args.wait,
     };
     match (side(&args.source)?, side(&args.target)?) {
-        (Side::Here(source), Side::Guest(name, target)) => put(&way(name), source, target),
-        (Side::Guest(name, source), Side::Here(target)) => get(&way(name), source, target),
+        (CopyEndpoint::Here(source), CopyEndpoint::Guest(name, target)) => put(&way(name), source, target),
+        (CopyEndpoint::Guest(name, source), CopyEndpoint::Here(target)) => get(&way(name), source, target),
         _ => Err(CpError::Sides),
     }
 }
 
 /// Counts copied bytes for the progress display, and records skipped files.
-struct Meter {
+struct TransferMeter {
     bytes: u64,
     shown: Instant,
     terminal: bool,
     skipped: bool,
 }
 
-impl Meter {
+impl TransferMeter {
     fn new() -> Self {
         Self {
             bytes: 0,
@@ -113,7 +113,7 @@ impl Meter {
 
     fn add(&mut self, count: usize) {
         self.bytes = self.bytes.saturating_add(count as u64);
-        if self.terminal && self.shown.elapsed() > SHOW {
+        if self.terminal && self.shown.elapsed() > PROGRESS_INTERVAL {
             self.shown = Instant::now();
             say(&format!("\r{} MiB ", self.bytes >> 20));
         }
@@ -141,7 +141,7 @@ impl Meter {
     }
 }
 
-fn put(way: &Way, source: &Path, target: &str) -> Result<ExitStatus, CpError> {
+fn put(way: &AgentAddress, source: &Path, target: &str) -> Result<ExitStatus, CpError> {
     let piped = source == Path::new("-");
     let name = if piped {
         String::new()
@@ -156,8 +156,8 @@ fn put(way: &Way, source: &Path, target: &str) -> Result<ExitStatus, CpError> {
         text.ok_or_else(|| CpError::NoName(source.to_owned()))?.to_owned()
     };
     let path = target.to_owned();
-    let stream = way.ask(AgentOperation::Put { path, name })?;
-    let mut meter = Meter::new();
+    let stream = way.request_job(AgentOperation::Put { path, name })?;
+    let mut meter = TransferMeter::new();
     let mut out = |kind: FrameKind, payload: &[u8]| {
         match kind {
             FrameKind::Data => meter.add(payload.len()),
@@ -197,7 +197,7 @@ fn put(way: &Way, source: &Path, target: &str) -> Result<ExitStatus, CpError> {
     }
 }
 
-fn get(way: &Way, source: &str, target: &Path) -> Result<ExitStatus, CpError> {
+fn get(way: &AgentAddress, source: &str, target: &Path) -> Result<ExitStatus, CpError> {
     let piped = target == Path::new("-");
     // Local errors are detected before the guest is contacted.
     let name = Path::new(source).file_name().and_then(|name| name.to_str());
@@ -206,10 +206,10 @@ fn get(way: &Way, source: &str, target: &Path) -> Result<ExitStatus, CpError> {
     } else {
         Some(TreeReceiver::new(target, name)?)
     };
-    let stream = way.ask(AgentOperation::Get {
+    let stream = way.request_job(AgentOperation::Get {
         path: source.to_owned(),
     })?;
-    let mut meter = Meter::new();
+    let mut meter = TransferMeter::new();
     loop {
         let frame = way.next(&mut &stream)?;
         if frame.kind == FrameKind::Data {
@@ -265,11 +265,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_and_a_colon_are_a_guest() {
-        assert_eq!(side("vm:/tmp/x").unwrap(), Side::Guest("vm", "/tmp/x"));
-        assert_eq!(side("vm:x:y").unwrap(), Side::Guest("vm", "x:y"));
+    fn name_and_colon_select_a_guest() {
+        assert_eq!(side("vm:/tmp/x").unwrap(), CopyEndpoint::Guest("vm", "/tmp/x"));
+        assert_eq!(side("vm:x:y").unwrap(), CopyEndpoint::Guest("vm", "x:y"));
         for here in ["x", "./vm:/x", "/a:b", "-", ""] {
-            assert_eq!(side(here).unwrap(), Side::Here(Path::new(here)));
+            assert_eq!(side(here).unwrap(), CopyEndpoint::Here(Path::new(here)));
         }
         assert!(matches!(side("vm:"), Err(CpError::NoPath(_))));
     }

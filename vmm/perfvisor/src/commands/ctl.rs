@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, Subcommand};
 
-use super::ps::of_most;
+use super::ps::vcpu_count_text;
 use super::{CommandError, DONE, OutputError, connect, print};
 use crate::exit::ExitStatus;
 use crate::input;
@@ -20,9 +20,9 @@ use perfvisor_vmm::vcpu::registry;
 use vpmu::filter::FilterError;
 
 /// Time limit for vCPUs to leave the guest and for a VM to end.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 /// Polling interval.
-const LOOK: Duration = Duration::from_millis(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Maximum size of a filter file, in bytes, chosen to fit into a request.
 const MAX_FILTER: u64 = 32 << 10;
 
@@ -163,12 +163,12 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
         Action::Stop => stop(&mut client)?,
         Action::Status => {
             let info: VmInfo = client.call(request::Status)?;
-            return say_status(&info);
+            return print_status(&info);
         }
         Action::Vcpus { count, wait } => {
             vcpus(&mut client, count, wait)?;
             let info: VmInfo = client.call(request::Status)?;
-            return say_status(&info);
+            return print_status(&info);
         }
         Action::Resume | Action::Powerdown | Action::Share { .. } | Action::Filter { .. } => {
             client.call(call)?;
@@ -196,7 +196,7 @@ fn filter_text(path: &Path) -> Result<String, CtlError> {
 
 /// Pauses the VM and waits until all vCPUs are parked.
 fn pause(client: &mut Client) -> Result<(), CtlError> {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     let mut info: VmInfo = client.call(request::Pause)?;
     while info.parked < info.vcpus {
         if info.state != VmState::Paused {
@@ -208,13 +208,13 @@ fn pause(client: &mut Client) -> Result<(), CtlError> {
                 vcpus: info.vcpus,
             });
         }
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
         info = client.call(request::Status)?;
     }
     Ok(())
 }
 
-fn say_status(info: &VmInfo) -> Result<ExitStatus, CtlError> {
+fn print_status(info: &VmInfo) -> Result<ExitStatus, CtlError> {
     let plural = if info.vcpus.max(info.max_vcpus) == 1 {
         ""
     } else {
@@ -224,7 +224,7 @@ fn say_status(info: &VmInfo) -> Result<ExitStatus, CtlError> {
         "{}: {}, {} vCPU{plural}\n",
         info.name,
         info.state,
-        of_most(info)
+        vcpu_count_text(info)
     ))?;
     if !matches!(info.console.as_str(), "" | "tty") {
         print(&format!("ttyS0 at {}\n", info.console))?;
@@ -279,27 +279,27 @@ fn vcpus(client: &mut Client, count: u32, wait: Duration) -> Result<(), CtlError
                     .filter(|v| plug.present.contains(v))
                     .collect();
                 return Err(CtlError::NoAnswer {
-                    vcpus: named(&stay),
+                    vcpus: format_vcpus(&stay),
                     wait,
                     present: plug.present.len(),
                 });
             }
             if !plug.leaving.is_empty() {
-                return Err(CtlError::Leaving(named(&plug.leaving)));
+                return Err(CtlError::Leaving(format_vcpus(&plug.leaving)));
             }
             log::warn!(
                 "the guest has taken no note of {} in {} s (does its kernel know ACPI CPU hot-plug?)",
-                named(&unnoticed),
+                format_vcpus(&unnoticed),
                 wait.as_secs_f64()
             );
             return Ok(());
         }
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
         plug = client.call(request::VcpuPlug)?;
     }
 }
 
-fn named(vcpus: &[u32]) -> String {
+fn format_vcpus(vcpus: &[u32]) -> String {
     let one = |vcpu: &u32| u8::try_from(*vcpu).map_or_else(|_| VcpuSet::default(), VcpuSet::of);
     registry::named(vcpus.iter().map(one).fold(VcpuSet::default(), VcpuSet::with))
 }
@@ -320,7 +320,7 @@ fn ost_status(status: u32) -> String {
 
 /// Stops the VM and waits until its process has closed the socket.
 fn stop(client: &mut Client) -> Result<(), CtlError> {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     let mut result: Result<VmInfo, ClientError> = client.call(request::Stop);
     loop {
         match result {
@@ -329,7 +329,7 @@ fn stop(client: &mut Client) -> Result<(), CtlError> {
             Ok(_) if Instant::now() > until => return Err(CtlError::NotEnded),
             Ok(_) => {}
         }
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
         result = client.call(request::Status);
     }
 }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::files::{FileError, SymbolArgs, read_profile, symbolizer, warn_of};
+use super::files::{FileError, SymbolArgs, read_profile, symbolizer, warn_missing_data};
 use super::{DONE, print};
 use crate::exit::ExitStatus;
 use crate::values::{SortKeys, parse_percent, parse_sort};
@@ -61,7 +61,7 @@ pub fn diff(args: &DiffArgs) -> Result<ExitStatus, FileError> {
     for event in alone {
         log::warn!("'{event}' is in one of the recordings only: it is not compared");
     }
-    warn_of(&old, &old_symbols);
-    warn_of(&new, &new_symbols);
+    warn_missing_data(&old, &old_symbols);
+    warn_missing_data(&new, &new_symbols);
     Ok(DONE)
 }

@@ -18,23 +18,23 @@ use perf_core::error_line;
 use perfvisor_vmm::console::{EscapeParser, KeyAction};
 use ratatui::crossterm::terminal;
 
-use super::guest::{GuestError, Way};
+use super::guest::{AgentAddress, GuestError};
 use super::{CommandError, NAP, say};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::values::parse_seconds;
 
 /// Maximum size of the input in one frame, in bytes.
-const PIECE: usize = 32 << 10;
+const MAX_INPUT_FRAME: usize = 32 << 10;
 /// Polling interval of the terminal size, in units of [`NAP`].
-const SIZE_LOOKS: u32 = 10;
+const SIZE_POLL_NAPS: u32 = 10;
 /// Exit status of a process killed by SIGPIPE, as a shell reports it.
-const READER_GONE: u8 = 141;
+const SIGPIPE_STATUS: u8 = 141;
 
 /// Number of stop signals that end this program regardless of the guest.
-const MOST_SIGNALS: usize = 3;
+const FORCED_EXIT_SIGNALS: usize = 3;
 /// Time within which these stop signals must arrive.
-const IMPATIENCE: Duration = Duration::from_secs(5);
+const FORCED_EXIT_WINDOW: Duration = Duration::from_secs(5);
 
 const EXIT_STATUS_HELP: &str = "\
 Exit status: the command's; 128 and the number of the signal that ended it; 2 if it could not be started; 8 if
@@ -94,9 +94,9 @@ pub enum ExecError {
 }
 
 /// A terminal in raw mode, restored on drop.
-struct Raw;
+struct RawModeGuard;
 
-impl Raw {
+impl RawModeGuard {
     fn enter() -> io::Result<Option<Self>> {
         if !io::stdin().is_terminal() {
             return Ok(None);
@@ -106,7 +106,7 @@ impl Raw {
     }
 }
 
-impl Drop for Raw {
+impl Drop for RawModeGuard {
     fn drop(&mut self) {
         let _ = terminal::disable_raw_mode();
     }
@@ -114,12 +114,12 @@ impl Drop for Raw {
 
 /// Flow-control window: bytes that may be sent before the agent acknowledges some.
 #[derive(Default)]
-struct Window {
+struct FlowControlWindow {
     used: Mutex<u32>,
     taken: Condvar,
 }
 
-impl Window {
+impl FlowControlWindow {
     fn take(&self, count: u32) {
         let used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         let mut used = self
@@ -137,9 +137,9 @@ impl Window {
 }
 
 /// The sending end of the connection, shared by several threads.
-type Out = Arc<Mutex<UnixStream>>;
+type SharedOutput = Arc<Mutex<UnixStream>>;
 
-fn send(out: &Out, kind: FrameKind, payload: &[u8]) -> io::Result<()> {
+fn send(out: &SharedOutput, kind: FrameKind, payload: &[u8]) -> io::Result<()> {
     let mut stream = out.lock().unwrap_or_else(PoisonError::into_inner);
     write_frame(&mut *stream, kind, payload)
 }
@@ -149,7 +149,7 @@ fn send(out: &Out, kind: FrameKind, payload: &[u8]) -> io::Result<()> {
 /// # Errors
 /// Returns [`ExecError`] if the command cannot be started.
 pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecError> {
-    let way = Way {
+    let way = AgentAddress {
         name: args.name.clone(),
         socket: args.socket.clone(),
         wait: args.wait,
@@ -158,7 +158,7 @@ pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecError> {
     if let (true, Ok(term)) = (args.terminal, std::env::var("TERM")) {
         env.insert(0, ("TERM".to_owned(), term));
     }
-    let stream = way.ask(AgentOperation::Exec(Exec {
+    let stream = way.request_job(AgentOperation::Exec(Exec {
         argv: args.command.clone(),
         env,
         cwd: args.directory.clone(),
@@ -167,17 +167,17 @@ pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecError> {
     // Until the command runs, the signals end this program.
     let signals = StopSignals::block().map_err(CommandError::Signals)?;
     let raw = if args.terminal {
-        Raw::enter().map_err(ExecError::Terminal)?
+        RawModeGuard::enter().map_err(ExecError::Terminal)?
     } else {
         None
     };
     let copy = || stream.try_clone().map_err(|error| lost(&way, error));
-    let out: Out = Arc::new(Mutex::new(copy()?));
-    let exit = Arc::new(WayOut {
+    let out: SharedOutput = Arc::new(Mutex::new(copy()?));
+    let exit = Arc::new(ConnectionShutdown {
         stream: copy()?,
         taken: AtomicBool::new(false),
     });
-    let window = Arc::new(Window::default());
+    let window = Arc::new(FlowControlWindow::default());
     // These threads end with the process.
     let (input_out, input_window) = (out.clone(), window.clone());
     let escape = raw.is_some().then(|| exit.clone());
@@ -198,18 +198,18 @@ pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecError> {
     status
 }
 
-fn lost(way: &Way, error: io::Error) -> GuestError {
+fn lost(way: &AgentAddress, error: io::Error) -> GuestError {
     let (name, source) = (way.name.clone(), error.into());
     GuestError::Wire { name, source }
 }
 
 /// Ends the program while the command runs: shuts the connection down, which wakes all threads.
-struct WayOut {
+struct ConnectionShutdown {
     stream: UnixStream,
     taken: AtomicBool,
 }
 
-impl WayOut {
+impl ConnectionShutdown {
     fn take(&self) {
         self.taken.store(true, Ordering::SeqCst);
         let _ = self.stream.shutdown(Shutdown::Both);
@@ -218,10 +218,10 @@ impl WayOut {
 
 /// Prints the output of the command until the command ends.
 fn serve(
-    way: &Way,
+    way: &AgentAddress,
     mut stream: &UnixStream,
-    window: &Window,
-    exit: &WayOut,
+    window: &FlowControlWindow,
+    exit: &ConnectionShutdown,
 ) -> Result<ExitStatus, ExecError> {
     loop {
         let frame = match way.next(&mut stream) {
@@ -256,14 +256,14 @@ fn serve(
         if written.is_err() {
             // The reader of the output has closed the pipe. The agent ends the command when the
             // connection closes.
-            return Ok(ExitStatus::Command(READER_GONE));
+            return Ok(ExitStatus::Command(SIGPIPE_STATUS));
         }
     }
 }
 
 /// Forwards standard input. If the input is a terminal in raw mode, `escape` handles Ctrl-A x.
-fn forward_input(out: &Out, window: &Window, escape: Option<&WayOut>) {
-    let mut buffer = vec![0; PIECE];
+fn forward_input(out: &SharedOutput, window: &FlowControlWindow, escape: Option<&ConnectionShutdown>) {
+    let mut buffer = vec![0; MAX_INPUT_FRAME];
     let mut keys = EscapeParser::default();
     loop {
         let count = match io::stdin().read(&mut buffer) {
@@ -300,7 +300,7 @@ fn forward_signals(
     words: &Sender<(FrameKind, Vec<u8>)>,
     signals: &StopSignals,
     follows_size: bool,
-    exit: &WayOut,
+    exit: &ConnectionShutdown,
 ) {
     let mut last = size();
     let mut came: VecDeque<Instant> = VecDeque::new();
@@ -308,9 +308,9 @@ fn forward_signals(
         std::thread::sleep(NAP);
         let signal = signals.take().and_then(|signal| u32::try_from(signal).ok());
         if let Some(signal) = signal {
-            came.retain(|at| at.elapsed() < IMPATIENCE);
+            came.retain(|at| at.elapsed() < FORCED_EXIT_WINDOW);
             came.push_back(Instant::now());
-            if came.len() >= MOST_SIGNALS {
+            if came.len() >= FORCED_EXIT_SIGNALS {
                 return exit.take();
             }
             if words
@@ -320,7 +320,7 @@ fn forward_signals(
                 return;
             }
         }
-        if follows_size && nap.is_multiple_of(SIZE_LOOKS) {
+        if follows_size && nap.is_multiple_of(SIZE_POLL_NAPS) {
             let now = size();
             if now != std::mem::replace(&mut last, now)
                 && words.send((FrameKind::Resize, now.to_bytes().to_vec())).is_err()

@@ -14,7 +14,7 @@ use guest_profile::disk::{DiskBytes, DiskError, GuestDisk};
 use guest_profile::export::report::ReportOptions;
 use guest_profile::export::symbolize::{Symbolizer, complete_chains};
 use guest_profile::export::{Profile, folded, pprof, reader, report, script};
-use guest_profile::programs::{GuestFiles, GuestMount};
+use guest_profile::programs::{GuestFiles, GuestSymbols};
 use kernel_images::image::KernelImage;
 use kernel_images::symbols::KernelSymbols;
 use perf_core::error_line;
@@ -154,13 +154,13 @@ pub enum FileError {
     Symbols(#[from] SymbolsError),
     #[error(transparent)]
     Output(#[from] OutputError),
-    #[error("{} cannot be written", place(path))]
+    #[error("{} cannot be written", output_name(path))]
     Write {
         path: PathBuf,
         #[source]
         source: io::Error,
     },
-    #[error("{}", place(path))]
+    #[error("{}", output_name(path))]
     Draw {
         path: PathBuf,
         #[source]
@@ -212,7 +212,7 @@ pub(super) fn symbolizer<'p>(
 }
 
 /// Logs warnings about missing data.
-pub(super) fn warn_of(profile: &Profile, symbols: &Symbolizer<'_>) {
+pub(super) fn warn_missing_data(profile: &Profile, symbols: &Symbolizer<'_>) {
     for problem in symbols.problems() {
         log::warn!("{problem}");
     }
@@ -231,7 +231,7 @@ fn with_profile(
     };
     let mut symbols = symbolizer(&profile, &args.symbols)?;
     show(&profile, &mut symbols)?;
-    warn_of(&profile, &symbols);
+    warn_missing_data(&profile, &symbols);
     Ok(DONE)
 }
 
@@ -239,8 +239,8 @@ fn with_profile(
 ///
 /// # Errors
 /// Returns [`SymbolsError`] if the directory or image is unusable.
-pub(super) fn guest_mount(args: &SymbolArgs) -> Result<Option<GuestMount>, SymbolsError> {
-    Ok(guest_files(args)?.map(GuestMount::of))
+pub(super) fn guest_mount(args: &SymbolArgs) -> Result<Option<GuestSymbols>, SymbolsError> {
+    Ok(guest_files(args)?.map(GuestSymbols::of))
 }
 
 /// Opens the guest's file system for reading programs, if the user named its location.
@@ -253,7 +253,7 @@ pub(super) fn guest_files(args: &SymbolArgs) -> Result<Option<GuestFiles>, Symbo
         (Some(dir), _) => Err(SymbolsError::NoDirectory(dir.clone())),
         (None, Some(config)) => {
             let view = DiskView::open(config).map_err(SymbolsError::DiskImage)?;
-            let disk = GuestDisk::open(Box::new(Looked(view))).map_err(|source| SymbolsError::Disk {
+            let disk = GuestDisk::open(Box::new(HostDisk(view))).map_err(|source| SymbolsError::Disk {
                 path: config.path.clone(),
                 source,
             })?;
@@ -264,9 +264,9 @@ pub(super) fn guest_files(args: &SymbolArgs) -> Result<Option<GuestFiles>, Symbo
 }
 
 /// A disk image of the host, read as the guest's disk.
-struct Looked(DiskView);
+struct HostDisk(DiskView);
 
-impl DiskBytes for Looked {
+impl DiskBytes for HostDisk {
     fn len(&self) -> u64 {
         self.0.bytes()
     }
@@ -325,7 +325,7 @@ pub(super) fn read(path: &Path, limit: u64) -> Result<Vec<u8>, SymbolsError> {
 }
 
 /// Returns the name of an output for error messages.
-fn place(output: &Path) -> String {
+fn output_name(output: &Path) -> String {
     if output == Path::new("-") {
         return "standard output".into();
     }
@@ -424,7 +424,7 @@ mod tests {
 
     /// Regression test: `pprof -o /dev/full` as root removed the device.
     #[test]
-    fn a_failed_output_is_removed_only_where_it_is_a_file() {
+    fn failed_output_is_removed_only_if_regular_file() {
         let dir = tempfile::tempdir().unwrap();
         let (file, link) = (dir.path().join("file"), dir.path().join("full"));
         std::os::unix::fs::symlink("/dev/full", &link).unwrap();
@@ -445,7 +445,7 @@ mod tests {
     /// The qcow2 image is compressed and has an overlay, as in a VM.
     #[test]
     #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
-    fn a_guest_s_programs_are_read_from_a_qcow2_image_that_a_vm_has() {
+    fn guest_programs_are_read_from_open_qcow2_image() {
         let temp = tempfile::tempdir().unwrap();
         let run = |line: &str| {
             let path = format!("{}:/usr/sbin:/sbin", std::env::var("PATH").unwrap_or_default());
@@ -502,7 +502,7 @@ mod tests {
 
     /// Regression test: reading an endless device exhausted the memory of the host.
     #[test]
-    fn files_of_symbols_are_read_within_their_bound() {
+    fn symbol_file_size_is_bounded() {
         let why = read(Path::new("/dev/zero"), 1 << 20).unwrap_err();
         assert_eq!(
             why.to_string(),

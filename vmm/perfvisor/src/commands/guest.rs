@@ -14,7 +14,7 @@ use guest_agent::wire::{Frame, FrameKind, WireError, read_frame, write_frame};
 use super::NAP;
 
 /// Time limit for the guest kernel to accept a connection and for the agent to accept a request.
-const PATIENCE: Duration = Duration::from_secs(40);
+const TIMEOUT: Duration = Duration::from_secs(40);
 
 /// Errors of a request to the guest's agent.
 #[derive(Debug, thiserror::Error)]
@@ -53,19 +53,19 @@ pub enum GuestError {
 
 /// A stream with a deadline for all reads together, so that a slow sender cannot delay the reader
 /// indefinitely.
-struct Until<'s> {
+struct DeadlineStream<'s> {
     stream: &'s UnixStream,
     end: Instant,
 }
 
-impl<'s> Until<'s> {
+impl<'s> DeadlineStream<'s> {
     fn patience(stream: &'s UnixStream) -> Self {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         Self { stream, end }
     }
 }
 
-impl Read for Until<'_> {
+impl Read for DeadlineStream<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let left = self.end.saturating_duration_since(Instant::now());
         // A zero timeout would disable the limit.
@@ -77,7 +77,7 @@ impl Read for Until<'_> {
 
 /// The location of an agent.
 #[derive(Clone, Debug)]
-pub struct Way {
+pub struct AgentAddress {
     /// Name of the VM.
     pub name: String,
     /// Path of the vsock socket, if it differs from the default.
@@ -86,12 +86,12 @@ pub struct Way {
     pub wait: Option<Duration>,
 }
 
-impl Way {
+impl AgentAddress {
     /// Connects to the agent and requests `job`. Returns after the agent has accepted the request.
     ///
     /// # Errors
     /// Returns [`GuestError`] if the agent is unreachable or refuses the request.
-    pub fn ask(&self, job: AgentOperation) -> Result<UnixStream, GuestError> {
+    pub fn request_job(&self, job: AgentOperation) -> Result<UnixStream, GuestError> {
         let until = self.wait.map(|wait| Instant::now() + wait);
         let mut before = None;
         let stream = loop {
@@ -111,7 +111,7 @@ impl Way {
             io::ErrorKind::InvalidInput => GuestError::TooLong,
             _ => self.wire(error.into()),
         })?;
-        match self.next(&mut Until::patience(&stream))? {
+        match self.next(&mut DeadlineStream::patience(&stream))? {
             Frame {
                 kind: FrameKind::Accepted,
                 ..
@@ -143,7 +143,7 @@ impl Way {
             Err(_) if self.socket.is_none() => return Err(GuestError::NoVsock(self.name.clone())),
             Err(source) => return Err(GuestError::Socket { path, source }),
         };
-        let mut reader = Until::patience(&stream);
+        let mut reader = DeadlineStream::patience(&stream);
         reader.end = until.map_or(reader.end, |until| until.min(reader.end));
         let mut line = Vec::new();
         loop {
@@ -211,8 +211,8 @@ mod tests {
 
     use super::*;
 
-    fn way(socket: &Path, wait: Duration) -> Way {
-        Way {
+    fn way(socket: &Path, wait: Duration) -> AgentAddress {
+        AgentAddress {
             name: "vm".into(),
             socket: Some(socket.into()),
             wait: Some(wait),
@@ -245,7 +245,7 @@ mod tests {
 
     /// Neither the guest nor the VM needs to exist when the wait begins.
     #[test]
-    fn who_waits_may_come_before_the_vm() {
+    fn wait_may_precede_vm_start() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("vsock");
         let late = socket.clone();
@@ -253,34 +253,34 @@ mod tests {
             std::thread::sleep(Duration::from_millis(300));
             accept(&UnixListener::bind(late).unwrap());
         });
-        way(&socket, Duration::from_secs(600)).ask(job()).unwrap();
+        way(&socket, Duration::from_secs(600)).request_job(job()).unwrap();
         agent.join().unwrap();
-        let error = way(&dir.path().join("none"), Duration::from_millis(100)).ask(job());
+        let error = way(&dir.path().join("none"), Duration::from_millis(100)).request_job(job());
         assert!(matches!(error, Err(GuestError::Socket { .. })), "{error:?}");
     }
 
     /// The user's deadline also limits the wait for a silent guest kernel.
     #[test]
-    fn who_waits_a_moment_does_not_wait_for_a_silent_guest() {
+    fn user_deadline_bounds_wait_for_silent_guest() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("vsock");
         let listener = UnixListener::bind(&socket).unwrap();
         let began = Instant::now();
-        let error = way(&socket, Duration::from_millis(300)).ask(job());
+        let error = way(&socket, Duration::from_millis(300)).request_job(job());
         assert!(matches!(error, Err(GuestError::NoAnswer(_))), "{error:?}");
-        assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
+        assert!(began.elapsed() < TIMEOUT, "{:?}", began.elapsed());
         drop(listener);
     }
 
     #[test]
-    fn a_byte_now_and_then_holds_nobody_up() {
+    fn slow_agent_hits_deadline() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let drips = std::thread::spawn(move || {
             while theirs.write_all(b"x").is_ok() {
                 std::thread::sleep(Duration::from_millis(20));
             }
         });
-        let mut reader = Until {
+        let mut reader = DeadlineStream {
             stream: &ours,
             end: Instant::now() + Duration::from_millis(200),
         };
@@ -293,7 +293,7 @@ mod tests {
     /// Regression test: a guest without an agent was reported as lacking the driver if the last
     /// attempt began just before the deadline.
     #[test]
-    fn a_guest_that_has_refused_is_not_said_to_be_silent() {
+    fn refused_connection_is_reported_at_deadline() {
         let (refused, silent) = (GuestError::NoAgent("g".into()), GuestError::NoAnswer("g".into()));
         assert!(matches!(last(Some(refused), silent), GuestError::NoAgent(_)));
         let (refused, silent) = (GuestError::NoAgent("g".into()), GuestError::NoAnswer("g".into()));

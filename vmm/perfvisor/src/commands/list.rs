@@ -8,7 +8,7 @@ use clap::Args;
 use super::{CommandError, DONE, connect, print};
 use crate::exit::ExitStatus;
 use crate::vendor::cpu::CpuName;
-use crate::vendor::{self, PerfError, Select, VendorEvent};
+use crate::vendor::{self, EventSelector, PerfError, VendorEvent};
 use control_api::events::names;
 use control_api::nearest::did_you_mean;
 use control_api::protocol::Opened;
@@ -37,9 +37,9 @@ pub struct ListArgs {
 /// Event kind that is printed with code and description.
 const VENDOR: &str = "vendor";
 /// Maximum length of a description, in characters.
-const DESCRIPTION: usize = 100;
+const MAX_DESCRIPTION_CHARS: usize = 100;
 /// Number of events that are opened on a VM at a time.
-const TRIED: usize = 32;
+const OPEN_BATCH: usize = 32;
 
 /// Event kinds: their argument words and the text printed after their names.
 const KINDS: [(&str, &str); 7] = [
@@ -105,7 +105,7 @@ pub fn list(args: &ListArgs) -> Result<ExitStatus, ListError> {
                 Ok(events) => {
                     names.extend(events.iter().map(|event| event.name.clone()));
                     let events = events.into_iter().filter(|event| wanted(&event.name)).collect();
-                    out += &vendors(events, args.vm.as_deref())?;
+                    out += &format_vendor_events(events, args.vm.as_deref())?;
                     continue;
                 }
                 Err(error) if kinds.contains(&VENDOR) => return Err(ListError::NoVendor(error)),
@@ -114,7 +114,7 @@ pub fn list(args: &ListArgs) -> Result<ExitStatus, ListError> {
                     continue;
                 }
             },
-            kind => of_kind(kind),
+            kind => events_of_kind(kind),
         };
         names.extend(events.iter().cloned());
         let events: Vec<&String> = events.iter().filter(|event| wanted(event)).collect();
@@ -182,7 +182,7 @@ fn glob(pattern: &[u8], name: &[u8]) -> bool {
 
 /// Formats the vendor events: name, code and description. Events that need more than a selector are
 /// only counted. With `vm`, only events that the VM can count are included.
-fn vendors(events: Vec<VendorEvent>, vm: Option<&str>) -> Result<String, ListError> {
+fn format_vendor_events(events: Vec<VendorEvent>, vm: Option<&str>) -> Result<String, ListError> {
     let mut plain = Vec::new();
     let mut others = Vec::new();
     for event in events {
@@ -200,7 +200,7 @@ fn vendors(events: Vec<VendorEvent>, vm: Option<&str>) -> Result<String, ListErr
             out,
             "  {name:<48} {:<12} {}",
             select.raw(),
-            shortened(description)
+            truncate_description(description)
         );
     }
     if let Some((name, term)) = others.first() {
@@ -218,14 +218,14 @@ fn vendors(events: Vec<VendorEvent>, vm: Option<&str>) -> Result<String, ListErr
 
 /// Returns the events that the VM can open. They are closed with the connection.
 fn counted(
-    events: Vec<(String, Select, String)>,
+    events: Vec<(String, EventSelector, String)>,
     vm: &str,
-) -> Result<Vec<(String, Select, String)>, ListError> {
+) -> Result<Vec<(String, EventSelector, String)>, ListError> {
     let (mut can, mut why) = (Vec::new(), None);
     let tried = events.len();
     let mut events = events.into_iter().peekable();
     while events.peek().is_some() {
-        let some: Vec<_> = events.by_ref().take(TRIED).collect();
+        let some: Vec<_> = events.by_ref().take(OPEN_BATCH).collect();
         let list: Vec<String> = some
             .iter()
             .map(|(name, select, _)| format!("cpu/{},name={name}/", select.terms()))
@@ -257,21 +257,21 @@ fn counted(
 }
 
 /// Truncates a description to one line.
-fn shortened(text: &str) -> String {
-    if text.chars().count() <= DESCRIPTION {
+fn truncate_description(text: &str) -> String {
+    if text.chars().count() <= MAX_DESCRIPTION_CHARS {
         return text.to_owned();
     }
-    let begin: String = text.chars().take(DESCRIPTION).collect();
+    let begin: String = text.chars().take(MAX_DESCRIPTION_CHARS).collect();
     let whole = begin.rfind(' ').unwrap_or(begin.len());
     format!("{} …", &begin[..whole])
 }
 
 /// Returns the events of one kind, each with its aliases.
-fn of_kind(kind: &str) -> Vec<String> {
+fn events_of_kind(kind: &str) -> Vec<String> {
     match kind {
-        "hw" => named_once(names::HARDWARE.map(|(name, event)| (name, event as u64))),
+        "hw" => join_aliases(names::HARDWARE.map(|(name, event)| (name, event as u64))),
         "cache" => names::caches(),
-        "sw" => named_once(names::SOFTWARE.map(|(name, event)| (name, event as u64))),
+        "sw" => join_aliases(names::SOFTWARE.map(|(name, event)| (name, event as u64))),
         "pv" => names::PARAVIRTUAL.map(|name| format!("pv/{name}/")).to_vec(),
         "raw" => ["rNNN", "cpu/event=N,umask=N/"].map(str::to_owned).to_vec(),
         _ => Vec::new(),
@@ -279,7 +279,7 @@ fn of_kind(kind: &str) -> Vec<String> {
 }
 
 /// Joins aliases of the same event into one line, as `perf list` does.
-fn named_once<const N: usize>(names: [(&str, u64); N]) -> Vec<String> {
+fn join_aliases<const N: usize>(names: [(&str, u64); N]) -> Vec<String> {
     let mut lines: Vec<(u64, String)> = Vec::new();
     for (name, event) in names {
         match lines.iter_mut().find(|(known, _)| *known == event) {
@@ -310,10 +310,10 @@ mod tests {
 
     /// Every listed name is accepted as an event, and each event has one line.
     #[test]
-    fn every_line_is_an_event() {
+    fn listed_names_are_valid_events() {
         let mut lines = 0;
         for kind in ["hw", "cache", "sw", "pv"] {
-            for line in of_kind(kind) {
+            for line in events_of_kind(kind) {
                 for name in line.split(" OR ") {
                     assert!(parse(name).is_ok(), "{name}");
                 }
@@ -321,11 +321,11 @@ mod tests {
             }
         }
         assert!(lines > 60, "{lines}");
-        assert_eq!(of_kind("hw")[0], "cycles OR cpu-cycles");
+        assert_eq!(events_of_kind("hw")[0], "cycles OR cpu-cycles");
     }
 
     #[test]
-    fn stars_and_question_marks_stand_for_text() {
+    fn glob_matches_stars_and_question_marks() {
         for (word, name, is) in [
             ("l1d", "l1d.replacement", true),
             ("L1D", "l1d.replacement", true),
@@ -346,19 +346,19 @@ mod tests {
     }
 
     #[test]
-    fn a_description_has_one_line() {
-        assert_eq!(shortened("L1D line"), "L1D line");
-        let long = shortened(&"word ".repeat(50));
+    fn description_is_truncated_to_one_line() {
+        assert_eq!(truncate_description("L1D line"), "L1D line");
+        let long = truncate_description(&"word ".repeat(50));
         assert!(
-            long.ends_with("word …") && long.chars().count() <= DESCRIPTION + 2,
+            long.ends_with("word …") && long.chars().count() <= MAX_DESCRIPTION_CHARS + 2,
             "{long}"
         );
-        assert!(shortened(&"é".repeat(200)).chars().count() <= DESCRIPTION + 2);
+        assert!(truncate_description(&"é".repeat(200)).chars().count() <= MAX_DESCRIPTION_CHARS + 2);
     }
 
     #[test]
     #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
-    fn kvm_tells_its_statistics_where_there_is_one() {
+    fn kvm_statistics_are_listed() {
         if host::open().is_err() {
             return eprintln!("SKIPPED: no KVM here");
         }

@@ -27,8 +27,8 @@ use control_api::protocol::Opened;
 use perf_core::ring::ReadError;
 
 use crate::signals::StopSignals;
-use crate::vendor::NamedError;
-pub(crate) use output::{DONE, create_private, is_unread, written};
+use crate::vendor::EventNameError;
+pub(crate) use output::{DONE, create_private, is_reader_closed, written};
 pub use output::{OutputError, one_line, print, say};
 
 /// Errors common to several operator commands.
@@ -37,7 +37,7 @@ pub enum CommandError {
     #[error(transparent)]
     Client(#[from] ClientError),
     #[error(transparent)]
-    Events(#[from] NamedError),
+    Events(#[from] EventNameError),
     #[error(transparent)]
     Symbols(#[from] files::SymbolsError),
     #[error(transparent)]
@@ -98,7 +98,7 @@ fn connect(name: Option<&str>, socket: Option<&Path>) -> Result<Client, ClientEr
 }
 
 /// Checks that all events of a list support sampling.
-fn all_sampled(opened: &[Opened]) -> Result<(), CommandError> {
+fn check_sampling_support(opened: &[Opened]) -> Result<(), CommandError> {
     match opened.iter().find_map(|o| Some((o, o.unsupported.as_ref()?))) {
         None => Ok(()),
         Some((event, why)) => Err(CommandError::NotSampled {
@@ -113,7 +113,7 @@ const NAP: Duration = Duration::from_millis(20);
 
 /// Reason why a wait ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Woken {
+pub(crate) enum WaitResult {
     /// The deadline passed.
     Time,
     /// Ctrl-C or another stop signal arrived.
@@ -121,14 +121,14 @@ pub(crate) enum Woken {
 }
 
 /// Waits until the deadline or a stop signal.
-pub(crate) fn wait_until(until: Instant, signals: &StopSignals) -> Woken {
+pub(crate) fn wait_until(until: Instant, signals: &StopSignals) -> WaitResult {
     loop {
         if signals.take().is_some() {
-            return Woken::Signal;
+            return WaitResult::Signal;
         }
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Woken::Time;
+            return WaitResult::Time;
         }
         std::thread::sleep(left.min(NAP));
     }

@@ -18,12 +18,12 @@ pub enum OutputError {
 }
 
 /// Set when a write to a closed pipe has failed.
-static UNREAD: AtomicBool = AtomicBool::new(false);
+static READER_CLOSED: AtomicBool = AtomicBool::new(false);
 
 /// Returns whether the reader of standard output has closed the pipe. Commands that print
 /// indefinitely end in that case, as other programs do by SIGPIPE.
-pub(crate) fn is_unread() -> bool {
-    UNREAD.load(Ordering::Relaxed)
+pub(crate) fn is_reader_closed() -> bool {
+    READER_CLOSED.load(Ordering::Relaxed)
 }
 
 /// Prints to standard output. A closed pipe is not an error.
@@ -69,7 +69,7 @@ pub fn one_line(text: &str) -> String {
 pub(crate) fn written(result: io::Result<()>) -> Result<(), OutputError> {
     match result {
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {
-            UNREAD.store(true, Ordering::Relaxed);
+            READER_CLOSED.store(true, Ordering::Relaxed);
             Ok(())
         }
         Err(e) => Err(OutputError::Write(e)),

@@ -10,12 +10,12 @@ use super::{CommandError, DONE, OutputError, one_line, print};
 use crate::exit::ExitStatus;
 use control_api::client::{Client, ClientError};
 use control_api::peer;
-use control_api::place::{self, Place, PlaceError, Places};
+use control_api::place::{self, SocketDir, SocketDirs, SocketError};
 use control_api::protocol::VmInfo;
 use perf_core::error_line;
 
 /// Time limit for a VM to describe itself.
-const PATIENCE: Duration = Duration::from_secs(1);
+const TIMEOUT: Duration = Duration::from_secs(1);
 
 /// `perfvisor ps`.
 #[derive(Clone, Debug, Args)]
@@ -36,12 +36,13 @@ pub fn ps(args: &PsArgs) -> Result<ExitStatus, CommandError> {
     let sockets = if args.all {
         everywhere()
     } else {
-        in_usual_directory()?
+        in_default_directory()?
     };
     // VMs are queried concurrently, so that several unresponsive ones cost one time limit.
     let seen: Vec<_> = std::thread::scope(|scope| {
-        let ask =
-            |vm: &Found| Client::connect_at(&vm.path, vm.owner, PATIENCE).map(|client| client.info().clone());
+        let ask = |vm: &VmSocket| {
+            Client::connect_at(&vm.path, vm.owner, TIMEOUT).map(|client| client.info().clone())
+        };
         let asked: Vec<_> = sockets
             .into_iter()
             .map(|vm| (vm.clone(), scope.spawn(move || ask(&vm))))
@@ -68,7 +69,7 @@ pub fn ps(args: &PsArgs) -> Result<ExitStatus, CommandError> {
         let mut out = String::new();
         for (found, info) in &vms {
             let state = info.is_none().then_some("not_responding");
-            let line = serde_json::to_string(&Line {
+            let line = serde_json::to_string(&VmJson {
                 name: info.is_none().then_some(&found.name),
                 state,
                 vm: info.as_ref(),
@@ -86,7 +87,7 @@ pub fn ps(args: &PsArgs) -> Result<ExitStatus, CommandError> {
 
 /// A control socket of a VM.
 #[derive(Clone)]
-pub(crate) struct Found {
+pub(crate) struct VmSocket {
     /// Name of the VM.
     pub(crate) name: String,
     /// Path of the socket.
@@ -95,7 +96,7 @@ pub(crate) struct Found {
     pub(crate) owner: Option<u32>,
 }
 
-impl Found {
+impl VmSocket {
     /// Returns the VM's name, followed by `@` and the user if the owner is another user.
     pub(crate) fn label(&self) -> String {
         match self.owner {
@@ -106,9 +107,9 @@ impl Found {
 }
 
 /// Returns the sockets in this user's default directory in sorted order.
-pub(crate) fn in_usual_directory() -> Result<Vec<Found>, ClientError> {
+pub(crate) fn in_default_directory() -> Result<Vec<VmSocket>, ClientError> {
     let dir = place::directory();
-    let found = place::names(&dir)?.into_iter().map(|name| Found {
+    let found = place::names(&dir)?.into_iter().map(|name| VmSocket {
         path: place::socket_path(&dir, &name),
         name,
         owner: None,
@@ -117,8 +118,8 @@ pub(crate) fn in_usual_directory() -> Result<Vec<Found>, ClientError> {
 }
 
 /// Returns the sockets of all users. Prints which directories are unreadable or ignored.
-pub(crate) fn everywhere() -> Vec<Found> {
-    let places = Places::everywhere();
+pub(crate) fn everywhere() -> Vec<VmSocket> {
+    let places = SocketDirs::everywhere();
     let list = |dirs: &[PathBuf]| {
         let dirs: Vec<String> = dirs.iter().map(|dir| dir.display().to_string()).collect();
         one_line(&dirs.join(", "))
@@ -136,15 +137,17 @@ pub(crate) fn everywhere() -> Vec<Found> {
 }
 
 /// Returns the sockets of all users without printing messages, for repeated calls.
-pub(crate) fn everywhere_again() -> Vec<Found> {
-    found_in(Places::everywhere().found, |e| log::debug!("{}", error_line(&e)))
+pub(crate) fn everywhere_quietly() -> Vec<VmSocket> {
+    found_in(SocketDirs::everywhere().found, |e| {
+        log::debug!("{}", error_line(&e))
+    })
 }
 
-fn found_in(places: Vec<Place>, failed: impl Fn(PlaceError)) -> Vec<Found> {
+fn found_in(places: Vec<SocketDir>, failed: impl Fn(SocketError)) -> Vec<VmSocket> {
     let mut found = Vec::new();
     for place in places {
         match place.sockets() {
-            Ok(sockets) => found.extend(sockets.into_iter().map(|(name, path)| Found {
+            Ok(sockets) => found.extend(sockets.into_iter().map(|(name, path)| VmSocket {
                 name,
                 path,
                 owner: Some(place.owner),
@@ -157,7 +160,7 @@ fn found_in(places: Vec<Place>, failed: impl Fn(PlaceError)) -> Vec<Found> {
 
 /// The JSON output for one VM: its description, or the fact that it does not respond.
 #[derive(serde::Serialize)]
-struct Line<'a> {
+struct VmJson<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     name: Option<&'a String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -171,7 +174,7 @@ struct Line<'a> {
 }
 
 /// Formats the table. `all` adds users and sockets.
-fn table(vms: &[(Found, Option<VmInfo>)], all: bool) -> String {
+fn table(vms: &[(VmSocket, Option<VmInfo>)], all: bool) -> String {
     let mut rows = vec![
         [
             "NAME", "PID", "VCPUS", "THREADS", "STATE", "UPTIME", "PMU", "CONSOLE", "GUEST",
@@ -184,7 +187,7 @@ fn table(vms: &[(Found, Option<VmInfo>)], all: bool) -> String {
             Some(vm) => vec![
                 vm.name.clone(),
                 vm.pid.to_string(),
-                of_most(vm),
+                vcpu_count_text(vm),
                 threads(vm),
                 vm.state.to_string(),
                 uptime(vm.uptime_ms / 1000),
@@ -246,7 +249,7 @@ fn threads(vm: &VmInfo) -> String {
 }
 
 /// Returns the number of vCPUs, and the maximum if vCPUs can be hot-plugged.
-pub(super) fn of_most(vm: &VmInfo) -> String {
+pub(super) fn vcpu_count_text(vm: &VmInfo) -> String {
     match vm.max_vcpus {
         max if max > vm.vcpus => format!("{} of {max}", vm.vcpus),
         _ => vm.vcpus.to_string(),

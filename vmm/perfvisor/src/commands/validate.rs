@@ -278,7 +278,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pmu_that_is_none_cannot_be_validated() {
+    fn missing_pmu_cannot_be_validated() {
         assert!(parse_pmu("intel").is_ok() && parse_pmu("amd-v2").is_ok());
         assert!(parse_pmu("off").unwrap_err().to_string().contains("intel or amd"));
         assert!(parse_pmu("sparc").is_err());

@@ -58,13 +58,13 @@ pub enum Origin {
 
 /// The access rules: which clients are served.
 #[derive(Clone, Debug, Default)]
-pub struct Access {
+pub struct AccessRules {
     users: Vec<u32>,
     hosts: Vec<String>,
     token: Option<String>,
 }
 
-impl Access {
+impl AccessRules {
     /// Creates rules that serve `users` in addition to the exporter's own user and root, accept the
     /// host names `hosts` in addition to those of this host, and serve every client with the token
     /// in `token_file`.
@@ -289,8 +289,8 @@ mod tests {
         }
     }
 
-    fn access(token: Option<&str>) -> Access {
-        Access {
+    fn access(token: Option<&str>) -> AccessRules {
+        AccessRules {
             users: vec![0, peer::own_uid()],
             hosts: vec!["localhost".into(), "host-1.example".into()],
             token: token.map(str::to_owned),
@@ -330,7 +330,7 @@ mod tests {
     /// The kernel's table shows the test's connection in both directions.
     #[test]
     #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
-    fn the_user_of_a_connection_is_found() {
+    fn connection_owner_is_found() {
         for at in ["127.0.0.1:0", "[::1]:0"] {
             let Ok(listener) = TcpListener::bind(at) else {
                 eprintln!("SKIP: no {at} here");
@@ -357,7 +357,7 @@ mod tests {
 
     /// Sockets without a process appear as root's and must be ignored.
     #[test]
-    fn rows_of_sockets_without_an_owner_do_not_count() {
+    fn unowned_sockets_are_ignored() {
         let row = |state: &str, inode: u32| {
             format!(
                 "   3: 0100007F:9C40 0100007F:24F9 {state} 00000000:00000000 00:00000000 00000000     0        0 {inode} 1 0"
@@ -376,10 +376,10 @@ mod tests {
     }
 
     #[test]
-    fn over_other_addresses_a_token_is_needed_if_there_is_one() {
+    fn non_loopback_addresses_require_token() {
         let [peer, local] = ["10.0.0.9:40000", "10.0.0.7:9465"].map(|text| text.parse().unwrap());
         let origin = Origin::Tcp { peer, local };
-        let status = |access: &Access, bearer| {
+        let status = |access: &AccessRules, bearer| {
             let host = Host::Named("10.0.0.7:9465".into());
             access
                 .check(&request(host, bearer), origin)
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_and_users_are_read_or_refused() {
+    fn invalid_tokens_and_users_are_rejected() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("token");
         for (text, good) in [

@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn directories_are_private_and_go() {
+    fn profile_directories_are_private_and_removed() {
         let temp = tempfile::tempdir().unwrap();
         let directory = ProfileDirectory::create(temp.path()).unwrap();
         let mode = fs::metadata(directory.path()).unwrap().permissions().mode();
@@ -102,7 +102,7 @@ mod tests {
 
     /// Removes the directory of a killed exporter, and keeps locked directories and other files.
     #[test]
-    fn only_what_was_left_behind_is_removed() {
+    fn only_stale_directories_are_removed() {
         let temp = tempfile::tempdir().unwrap();
         let at = |name: &str| temp.path().join(name);
         let used = ProfileDirectory::create(temp.path()).unwrap();

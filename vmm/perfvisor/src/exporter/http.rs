@@ -148,7 +148,7 @@ impl Reply {
 
     /// Sets `Retry-After`, in seconds.
     #[must_use]
-    pub fn again_in(mut self, seconds: u32) -> Self {
+    pub fn with_retry_after(mut self, seconds: u32) -> Self {
         self.retry_after = Some(seconds);
         self
     }
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_get_is_refused() {
+    fn malformed_http_requests_are_rejected() {
         let status = |text: &str| parse(text.as_bytes()).map(|parsed| parsed.map_err(|reply| reply.status));
         for (text, refused) in [
             ("POST /metrics HTTP/1.1\r\n\r\n", 405),
@@ -247,12 +247,12 @@ mod tests {
     }
 
     #[test]
-    fn replies_say_how_long_they_are() {
+    fn replies_have_content_length() {
         let head = |reply: &Reply| String::from_utf8(reply.head()).unwrap();
         let ok = Reply::ok(TEXT, *b"ok\n");
         assert!(head(&ok).starts_with("HTTP/1.1 200 OK\r\n") && head(&ok).ends_with("\r\n\r\n"));
         assert!(head(&ok).contains("Content-Length: 3\r\n") && *ok.body == *b"ok\n");
-        let busy = head(&Reply::refusal(503, "busy").again_in(7));
+        let busy = head(&Reply::refusal(503, "busy").with_retry_after(7));
         assert!(busy.contains("503 Service Unavailable") && busy.contains("Retry-After: 7\r\n"));
         assert!(head(&Reply::refusal(405, "no")).contains("Allow: GET"));
         assert!(head(&Reply::refusal(401, "no")).contains("WWW-Authenticate: Bearer"));
@@ -261,7 +261,7 @@ mod tests {
     proptest! {
         /// The parser reaches a decision for any input of maximum size.
         #[test]
-        fn no_bytes_keep_a_connection_open(bytes in prop::collection::vec(any::<u8>(), MAX_HEAD..MAX_HEAD + 50)) {
+        fn parser_decides_at_size_limit(bytes in prop::collection::vec(any::<u8>(), MAX_HEAD..MAX_HEAD + 50)) {
             prop_assert!(parse(&bytes).is_some());
         }
 

@@ -21,37 +21,37 @@ const SOCKET_MODE: u32 = 0o660;
 
 /// A listening address, as given by `--listen`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Address {
+pub enum ListenAddress {
     /// TCP address; with port 0, the kernel chooses a port.
     Tcp(SocketAddr),
     /// Path of a Unix socket.
     Unix(PathBuf),
 }
 
-/// Errors of parsing an [`Address`].
+/// Errors of parsing an [`ListenAddress`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum AddressError {
+pub enum ListenAddressError {
     #[error("must be an IP address with a port, as in 127.0.0.1:9465, or unix:PATH")]
     Shape,
     #[error("the path of a Unix socket has 1 to {MAX_PATH} bytes")]
     Path,
 }
 
-impl FromStr for Address {
-    type Err = AddressError;
+impl FromStr for ListenAddress {
+    type Err = ListenAddressError;
 
-    fn from_str(text: &str) -> Result<Self, AddressError> {
+    fn from_str(text: &str) -> Result<Self, ListenAddressError> {
         match text.strip_prefix("unix:") {
             Some(path) if (1..=MAX_PATH).contains(&path.len()) && !path.contains('\0') => {
                 Ok(Self::Unix(path.into()))
             }
-            Some(_) => Err(AddressError::Path),
-            None => text.parse().map(Self::Tcp).map_err(|_| AddressError::Shape),
+            Some(_) => Err(ListenAddressError::Path),
+            None => text.parse().map(Self::Tcp).map_err(|_| ListenAddressError::Shape),
         }
     }
 }
 
-impl fmt::Display for Address {
+impl fmt::Display for ListenAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Tcp(address) => write!(f, "{address}"),
@@ -63,26 +63,26 @@ impl fmt::Display for Address {
 /// A nonblocking listening socket. The file of a Unix socket is accessible to its owner and group,
 /// and is removed on drop.
 #[derive(Debug)]
-pub enum Listener {
+pub enum ExporterListener {
     /// TCP socket.
     Tcp(TcpListener),
     /// Unix socket and its path.
     Unix(UnixListener, PathBuf),
 }
 
-impl Listener {
+impl ExporterListener {
     /// Binds `address` and listens. Replaces a stale Unix socket.
     ///
     /// # Errors
     /// Returns the error of `bind(2)` or `listen(2)`.
-    pub fn bind(address: &Address) -> io::Result<Self> {
+    pub fn bind(address: &ListenAddress) -> io::Result<Self> {
         match address {
-            Address::Tcp(at) => {
+            ListenAddress::Tcp(at) => {
                 let listener = TcpListener::bind(at)?;
                 listener.set_nonblocking(true)?;
                 Ok(Self::Tcp(listener))
             }
-            Address::Unix(path) => {
+            ListenAddress::Unix(path) => {
                 let listener = paths::bind(path, Some(SOCKET_MODE))?;
                 listener
                     .set_nonblocking(true)
@@ -96,10 +96,10 @@ impl Listener {
     ///
     /// # Errors
     /// Returns the error of `getsockname(2)`.
-    pub fn address(&self) -> io::Result<Address> {
+    pub fn address(&self) -> io::Result<ListenAddress> {
         match self {
-            Self::Tcp(listener) => listener.local_addr().map(Address::Tcp),
-            Self::Unix(_, path) => Ok(Address::Unix(path.clone())),
+            Self::Tcp(listener) => listener.local_addr().map(ListenAddress::Tcp),
+            Self::Unix(_, path) => Ok(ListenAddress::Unix(path.clone())),
         }
     }
 
@@ -107,20 +107,20 @@ impl Listener {
     ///
     /// # Errors
     /// Returns the error of `accept(2)`.
-    pub fn accept(&self) -> io::Result<Stream> {
+    pub fn accept(&self) -> io::Result<ClientStream> {
         let stream = match self {
-            Self::Tcp(listener) => Stream::Tcp(listener.accept()?.0),
-            Self::Unix(listener, _) => Stream::Unix(listener.accept()?.0),
+            Self::Tcp(listener) => ClientStream::Tcp(listener.accept()?.0),
+            Self::Unix(listener, _) => ClientStream::Unix(listener.accept()?.0),
         };
         match &stream {
-            Stream::Tcp(stream) => stream.set_nonblocking(false)?,
-            Stream::Unix(stream) => stream.set_nonblocking(false)?,
+            ClientStream::Tcp(stream) => stream.set_nonblocking(false)?,
+            ClientStream::Unix(stream) => stream.set_nonblocking(false)?,
         }
         Ok(stream)
     }
 }
 
-impl AsFd for Listener {
+impl AsFd for ExporterListener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
             Self::Tcp(listener) => listener.as_fd(),
@@ -129,7 +129,7 @@ impl AsFd for Listener {
     }
 }
 
-impl Drop for Listener {
+impl Drop for ExporterListener {
     fn drop(&mut self) {
         if let Self::Unix(_, path) = self {
             let _ = fs::remove_file(path);
@@ -139,14 +139,14 @@ impl Drop for Listener {
 
 /// A client connection.
 #[derive(Debug)]
-pub enum Stream {
+pub enum ClientStream {
     /// TCP connection.
     Tcp(TcpStream),
     /// Unix socket connection.
     Unix(UnixStream),
 }
 
-impl Stream {
+impl ClientStream {
     /// Returns the origin of the connection.
     ///
     /// # Errors
@@ -230,7 +230,7 @@ fn time_left(until: Instant) -> io::Result<Duration> {
     }
 }
 
-impl AsFd for Stream {
+impl AsFd for ClientStream {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
             Self::Tcp(stream) => stream.as_fd(),
@@ -246,43 +246,43 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_are_ports_or_paths() {
-        let parse = Address::from_str;
-        assert_eq!(parse("unix:/run/m"), Ok(Address::Unix("/run/m".into())));
-        assert!(matches!(parse("[::1]:0"), Ok(Address::Tcp(_))));
+    fn listen_addresses_are_ports_or_paths() {
+        let parse = ListenAddress::from_str;
+        assert_eq!(parse("unix:/run/m"), Ok(ListenAddress::Unix("/run/m".into())));
+        assert!(matches!(parse("[::1]:0"), Ok(ListenAddress::Tcp(_))));
         assert_eq!(parse("0.0.0.0:9465").unwrap().to_string(), "0.0.0.0:9465");
         for bad in ["", "9465", "127.0.0.1", "127.0.0.1:65536", "localhost:1"] {
-            assert_eq!(parse(bad), Err(AddressError::Shape), "{bad}");
+            assert_eq!(parse(bad), Err(ListenAddressError::Shape), "{bad}");
         }
         for bad in ["unix:".to_owned(), format!("unix:/{}", "x".repeat(200))] {
-            assert_eq!(parse(&bad), Err(AddressError::Path), "{bad}");
+            assert_eq!(parse(&bad), Err(ListenAddressError::Path), "{bad}");
         }
     }
 
     /// Keeps a socket that has a listener, and any file that is not a socket.
     #[test]
-    fn a_unix_socket_replaces_only_a_dead_one() {
+    fn unix_socket_replaces_only_stale_socket() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("e.sock");
-        let address = Address::Unix(path.clone());
-        let first = Listener::bind(&address).unwrap();
+        let address = ListenAddress::Unix(path.clone());
+        let first = ExporterListener::bind(&address).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o660);
-        let in_use = Listener::bind(&address).unwrap_err();
+        let in_use = ExporterListener::bind(&address).unwrap_err();
         assert_eq!(in_use.kind(), io::ErrorKind::AddrInUse);
         drop(first);
         assert!(!path.exists());
         drop(UnixListener::bind(&path).unwrap());
-        drop(Listener::bind(&address).unwrap());
+        drop(ExporterListener::bind(&address).unwrap());
         fs::write(&path, "data").unwrap();
-        assert!(Listener::bind(&address).is_err());
+        assert!(ExporterListener::bind(&address).is_err());
         assert_eq!(fs::read(&path).unwrap(), b"data");
     }
 
     /// The deadline also ends the connection of a client that sends or reads slowly.
     #[test]
-    fn time_is_over_when_it_is() {
+    fn deadline_ends_slow_clients() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
-        let mut stream = Stream::Unix(ours);
+        let mut stream = ClientStream::Unix(ours);
         let soon = || Instant::now() + Duration::from_millis(50);
         let late = stream.read_until(&mut [0], soon()).unwrap_err();
         assert_eq!(late.kind(), io::ErrorKind::TimedOut);

@@ -39,9 +39,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
-use crate::vendor::{self, NamedError};
-use access::{Access, AccessError};
-use listen::{Address, Listener};
+use crate::vendor::{self, EventNameError};
+use access::{AccessError, AccessRules};
+use listen::{ExporterListener, ListenAddress};
 use server::Exporter;
 use vms::Vms;
 
@@ -49,7 +49,7 @@ use vms::Vms;
 const DEFAULT_EVENTS: &str =
     "task-clock,context-switches,cpu-migrations,page-faults,kvm:exits,kvm:halt_exits,kvm:irq_injections";
 /// Interval at which signals are polled.
-const LOOK: Duration = Duration::from_millis(200);
+const SIGNAL_POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Maximum duration of a connection after the exporter begins to exit.
 const END_TIME: Duration = Duration::from_secs(2);
 
@@ -60,7 +60,7 @@ pub struct ExporterArgs {
     /// the group may connect to. At a loopback address only this user, root and --allow-user are served; at
     /// another address whoever can connect, unless --token-file is given.
     #[arg(long, value_name = "ADDR:PORT|unix:PATH", default_value = "127.0.0.1:9465")]
-    pub listen: Address,
+    pub listen: ListenAddress,
     /// Only the VMs that have a socket for observers in this directory (perfvisor run --observers
     /// DIR/NAME.look), whoever's they are: they are counted, and have no profiles.
     #[arg(long, value_name = "DIR")]
@@ -88,12 +88,12 @@ pub struct ExporterArgs {
 #[derive(Debug, thiserror::Error)]
 pub enum ExporterError {
     #[error("--events")]
-    Events(#[from] NamedError),
+    Events(#[from] EventNameError),
     #[error(transparent)]
-    Access(#[from] AccessError),
+    AccessRules(#[from] AccessError),
     #[error("--listen {address}: nothing can be served there{}", remedy(.source))]
     Listen {
-        address: Address,
+        address: ListenAddress,
         #[source]
         source: io::Error,
     },
@@ -139,19 +139,19 @@ fn look_into(dir: &Path) -> Result<(), ExporterError> {
 /// # Errors
 /// Returns [`ExporterError`] if the arguments are invalid or the exporter cannot listen.
 pub fn exporter(args: &ExporterArgs) -> Result<ExitStatus, ExporterError> {
-    let events = vendor::by_selector(&args.events)?;
+    let events = vendor::resolve_vendor_events(&args.events)?;
     if let Some(dir) = &args.vms {
         look_into(dir)?;
     }
     let owners = args.vm_owner.iter().map(|user| access::uid_of(user));
     let owners = owners.collect::<Result<Vec<u32>, _>>()?;
-    let access = Access::new(&args.allow_user, &args.allow_host, args.token_file.as_deref())?;
+    let access = AccessRules::new(&args.allow_user, &args.allow_host, args.token_file.as_deref())?;
     let signals = StopSignals::block().map_err(ExporterError::Signals)?;
     let refused = |source| ExporterError::Listen {
         address: args.listen.clone(),
         source,
     };
-    let listener = Listener::bind(&args.listen).map_err(refused)?;
+    let listener = ExporterListener::bind(&args.listen).map_err(refused)?;
     let address = listener.address().map_err(refused)?;
     // The exporter needs no capability, and its threads and child processes inherit the current
     // set.
@@ -159,7 +159,7 @@ pub fn exporter(args: &ExporterArgs) -> Result<ExitStatus, ExporterError> {
     // Profiles contain data from guest memory.
     privileges::forbid_core_dumps();
     directory::remove_left_behind(&std::env::temp_dir());
-    if let Address::Tcp(at) = &address
+    if let ListenAddress::Tcp(at) = &address
         && !at.ip().is_loopback()
         && args.token_file.is_none()
     {
@@ -174,7 +174,7 @@ pub fn exporter(args: &ExporterArgs) -> Result<ExitStatus, ExporterError> {
     while signals.take().is_none() {
         let wait = Timespec {
             tv_sec: 0,
-            tv_nsec: LOOK.subsec_nanos().into(),
+            tv_nsec: SIGNAL_POLL_INTERVAL.subsec_nanos().into(),
         };
         let mut polled = [PollFd::new(&listener, PollFlags::IN)];
         match poll(&mut polled, Some(&wait)) {
@@ -192,7 +192,7 @@ pub fn exporter(args: &ExporterArgs) -> Result<ExitStatus, ExporterError> {
             Err(e) => {
                 // The most likely cause is that no descriptor is free.
                 log::warn!("accept: {}; no new connections for a moment", error_line(&e));
-                std::thread::sleep(LOOK);
+                std::thread::sleep(SIGNAL_POLL_INTERVAL);
             }
         }
     }

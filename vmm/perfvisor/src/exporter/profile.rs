@@ -18,8 +18,8 @@ use rustix::process::{Pid, Resource, Rlimit, prlimit};
 
 use super::directory::ProfileDirectory;
 use super::http::{Reply, Request};
-use super::listen::Stream;
-use super::vms::Target;
+use super::listen::ClientStream;
+use super::vms::VmTarget;
 use crate::commands::one_line;
 
 /// Maximum number of concurrent profiles.
@@ -48,7 +48,7 @@ const MAX_PROFILE: u64 = 32 << 20;
 /// Maximum number of bytes read from standard error.
 const MAX_SAID: u64 = 4 << 10;
 /// Interval at which the end of the process and of the connection are polled.
-const LOOK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Media type of a profile.
 const PPROF: &str = "application/octet-stream";
 
@@ -64,13 +64,13 @@ pub struct Profiles {
 
 /// The parameters of a profile request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Wanted {
+struct ProfileRequest {
     seconds: u64,
     hz: u64,
     event: String,
 }
 
-impl Wanted {
+impl ProfileRequest {
     fn of(request: &Request) -> Result<Self, Reply> {
         let number = |name: &str, default: u64, most: u64| match request.parameter(name) {
             None => Ok(default),
@@ -97,12 +97,12 @@ impl Wanted {
 }
 
 /// A reserved slot among the concurrent profiles, released on drop.
-struct Place<'p> {
+struct ProfileSlot<'p> {
     profiles: &'p Profiles,
     label: String,
 }
 
-impl Drop for Place<'_> {
+impl Drop for ProfileSlot<'_> {
     fn drop(&mut self) {
         let mut running = self
             .profiles
@@ -114,7 +114,7 @@ impl Drop for Place<'_> {
 }
 
 impl Profiles {
-    fn place(&self, label: &str) -> Result<Place<'_>, Reply> {
+    fn place(&self, label: &str) -> Result<ProfileSlot<'_>, Reply> {
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         let why = if running.contains(label) {
             "a profile of this VM is being made; one at a time".to_owned()
@@ -122,18 +122,24 @@ impl Profiles {
             format!("{MAX_PROFILES} profiles are being made, and no more at a time")
         } else {
             running.insert(label.to_owned());
-            return Ok(Place {
+            return Ok(ProfileSlot {
                 profiles: self,
                 label: label.to_owned(),
             });
         };
-        Err(Reply::refusal(503, &why).again_in(5))
+        Err(Reply::refusal(503, &why).with_retry_after(5))
     }
 
     /// Produces a profile of the VM at `target` for the client at `stream`. `stop` is set when the
     /// exporter exits.
-    pub fn make(&self, request: &Request, target: &Target, stream: &Stream, stop: &AtomicBool) -> Reply {
-        let made = Wanted::of(request).and_then(|wanted| {
+    pub fn make(
+        &self,
+        request: &Request,
+        target: &VmTarget,
+        stream: &ClientStream,
+        stop: &AtomicBool,
+    ) -> Reply {
+        let made = ProfileRequest::of(request).and_then(|wanted| {
             let _place = self.place(&target.label)?;
             record(&wanted, target, stream, stop)
         });
@@ -146,12 +152,17 @@ impl Profiles {
     }
 }
 
-fn record(wanted: &Wanted, target: &Target, stream: &Stream, stop: &AtomicBool) -> Result<Vec<u8>, Reply> {
+fn record(
+    wanted: &ProfileRequest,
+    target: &VmTarget,
+    stream: &ClientStream,
+    stop: &AtomicBool,
+) -> Result<Vec<u8>, Reply> {
     let until = Instant::now() + Duration::from_secs(wanted.seconds) + MORE_TIME;
     let failed = |e: std::io::Error| Reply::refusal(500, &format!("no profile can be made here: {e}"));
     let dir = ProfileDirectory::create(&std::env::temp_dir()).map_err(failed)?;
     let file = dir.path().join("perf.data");
-    let mut command = of_ours("record");
+    let mut command = own_command("record");
     command
         .arg("--socket")
         .arg(&target.socket)
@@ -161,7 +172,7 @@ fn record(wanted: &Wanted, target: &Target, stream: &Stream, stop: &AtomicBool) 
         .args(["--quiet", "--no-buildid-cache", "--output"])
         .arg(&file);
     run(command, stream, stop, until)?;
-    let mut command = of_ours("pprof");
+    let mut command = own_command("pprof");
     command.args([OsStr::new("--input"), file.as_os_str()]);
     command.args(["--labels", "task,event", "--output", "-"]);
     run(command, stream, stop, until)
@@ -171,7 +182,7 @@ fn record(wanted: &Wanted, target: &Target, stream: &Stream, stop: &AtomicBool) 
 ///
 /// The program is found even if its file was replaced. The child is killed when the calling thread
 /// ends, and thus also if the exporter is killed.
-fn of_ours(command: &str) -> Command {
+fn own_command(command: &str) -> Command {
     let mut program = Command::new(Path::new("/proc/self/exe"));
     program
         .arg(format!("--parent={}", std::process::id()))
@@ -183,9 +194,9 @@ fn of_ours(command: &str) -> Command {
 }
 
 /// A child process, killed on drop.
-struct Running(Child);
+struct ChildGuard(Child);
 
-impl Drop for Running {
+impl Drop for ChildGuard {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -194,9 +205,14 @@ impl Drop for Running {
 
 /// Runs `command` to its end and returns its output. Stops when the client disconnects, the
 /// deadline passes or the exporter exits.
-fn run(mut command: Command, stream: &Stream, stop: &AtomicBool, until: Instant) -> Result<Vec<u8>, Reply> {
+fn run(
+    mut command: Command,
+    stream: &ClientStream,
+    stop: &AtomicBool,
+    until: Instant,
+) -> Result<Vec<u8>, Reply> {
     let failed = |e: &std::io::Error| Reply::refusal(500, &format!("no profile can be made here: {e}"));
-    let mut running = Running(command.spawn().map_err(|e| failed(&e))?);
+    let mut running = ChildGuard(command.spawn().map_err(|e| failed(&e))?);
     limit(&running.0);
     let out = running.0.stdout.take().map(|out| read_all(out, MAX_PROFILE + 1));
     let said = running.0.stderr.take().map(|said| read_all(said, MAX_SAID));
@@ -204,7 +220,7 @@ fn run(mut command: Command, stream: &Stream, stop: &AtomicBool, until: Instant)
         if let Some(status) = running.0.try_wait().map_err(|e| failed(&e))? {
             break status;
         }
-        if has_gone(stream) {
+        if is_disconnected(stream) {
             return Err(Reply::refusal(408, "the client has gone"));
         }
         if stop.load(Ordering::Relaxed) {
@@ -213,7 +229,7 @@ fn run(mut command: Command, stream: &Stream, stop: &AtomicBool, until: Instant)
         if Instant::now() >= until {
             return Err(Reply::refusal(504, "making the profile took too long"));
         }
-        thread::sleep(LOOK);
+        thread::sleep(POLL_INTERVAL);
     };
     let text = |reader: Option<thread::JoinHandle<Vec<u8>>>| {
         reader.and_then(|reader| reader.join().ok()).unwrap_or_default()
@@ -257,7 +273,7 @@ fn limit(child: &Child) {
 }
 
 /// Returns whether the client has closed the connection.
-fn has_gone(stream: &Stream) -> bool {
+fn is_disconnected(stream: &ClientStream) -> bool {
     let mut polled = [PollFd::new(stream, PollFlags::RDHUP)];
     match poll(&mut polled, Some(&rustix::event::Timespec::default())) {
         Ok(_) => polled[0]
@@ -280,13 +296,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_asked_for_has_bounds() {
-        let wanted = Wanted::of(&request("seconds=120&hz=1000&event=instructions:u")).unwrap();
+    fn profile_parameters_are_bounded() {
+        let wanted = ProfileRequest::of(&request("seconds=120&hz=1000&event=instructions:u")).unwrap();
         assert_eq!(
             (wanted.seconds, wanted.hz, wanted.event.as_str()),
             (120, 1000, "instructions:u")
         );
-        let wanted = Wanted::of(&request("vm=a")).unwrap();
+        let wanted = ProfileRequest::of(&request("vm=a")).unwrap();
         assert_eq!(
             (wanted.seconds, wanted.hz, wanted.event.as_str()),
             (30, 99, "cycles")
@@ -300,12 +316,16 @@ mod tests {
             "event=",
             "event=a%20b",
         ] {
-            assert_eq!(Wanted::of(&request(bad)).unwrap_err().status, 400, "{bad}");
+            assert_eq!(
+                ProfileRequest::of(&request(bad)).unwrap_err().status,
+                400,
+                "{bad}"
+            );
         }
     }
 
     #[test]
-    fn few_profiles_are_made_at_a_time_and_one_of_a_vm() {
+    fn concurrent_profiles_are_limited() {
         let profiles = Profiles::default();
         let mut places: Vec<_> = (0..MAX_PROFILES)
             .map(|n| profiles.place(&n.to_string()).ok().unwrap())
@@ -328,9 +348,9 @@ mod tests {
     /// A process that fails, writes without limit or never ends makes the profile fail with a
     /// reason.
     #[test]
-    fn a_process_that_goes_wrong_is_told_of() {
+    fn profile_process_failure_is_reported() {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let (stream, stop) = (Stream::Unix(ours), AtomicBool::new(false));
+        let (stream, stop) = (ClientStream::Unix(ours), AtomicBool::new(false));
         let far = Instant::now() + Duration::from_secs(600);
         let of = |script: &str, until| {
             run(shell(script), &stream, &stop, until).map_err(|r| (r.status, r.body.to_vec()))

@@ -14,12 +14,12 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
-use super::access::Access;
+use super::access::AccessRules;
 use super::http::{self, Host, OPENMETRICS, Reply, Request, TEXT};
-use super::listen::Stream;
+use super::listen::ClientStream;
 use super::profile::Profiles;
-use super::snapshot::{self, Families, Labels, Snapshot};
-use super::vms::{Target, Vms};
+use super::snapshot::{self, Labels, MetricFamilies, Snapshot};
+use super::vms::{VmTarget, Vms};
 
 /// Maximum number of concurrent connections.
 const MAX_CONNECTIONS: usize = 64;
@@ -33,16 +33,16 @@ const LINGER_TIME: Duration = Duration::from_secs(1);
 /// Maximum amount of input discarded after the reply, in bytes.
 const LINGER_BYTES: usize = 256 << 10;
 /// Maximum age of a cached scrape of all VMs.
-const FRESH: Duration = Duration::from_millis(500);
+const MAX_SCRAPE_AGE: Duration = Duration::from_millis(500);
 
 /// The state that all connections share.
 pub struct Exporter {
     vms: Vms,
-    access: Access,
+    access: AccessRules,
     profiles: Profiles,
     /// Address of the listening socket, for requests without a `Host` field.
     address: String,
-    slots: Mutex<Slots>,
+    slots: Mutex<HttpConnectionSlots>,
     /// The last scrape of all VMs and its time. Concurrent scrapes wait for the lock and share the
     /// result.
     text: Mutex<Option<(Instant, Arc<str>)>>,
@@ -54,19 +54,19 @@ pub struct Exporter {
 
 /// The open connections.
 #[derive(Default)]
-struct Slots {
+struct HttpConnectionSlots {
     next: u64,
     /// Connections by age; `None` after the request has been received.
-    taken: BTreeMap<u64, Option<Stream>>,
+    taken: BTreeMap<u64, Option<ClientStream>>,
 }
 
 /// The slot of one connection, released on drop.
-struct Slot {
+struct HttpConnectionSlot {
     exporter: Arc<Exporter>,
     id: u64,
 }
 
-impl Slot {
+impl HttpConnectionSlot {
     /// Marks the request as received, so that no new connection can replace this one.
     fn is_served(&self) {
         let mut slots = self.exporter.slots.lock().unwrap_or_else(PoisonError::into_inner);
@@ -74,7 +74,7 @@ impl Slot {
     }
 }
 
-impl Drop for Slot {
+impl Drop for HttpConnectionSlot {
     fn drop(&mut self) {
         let mut slots = self.exporter.slots.lock().unwrap_or_else(PoisonError::into_inner);
         slots.taken.remove(&self.id);
@@ -83,7 +83,7 @@ impl Drop for Slot {
 
 impl Exporter {
     /// Creates an exporter at `address` that serves the clients allowed by `access`.
-    pub fn new(vms: Vms, access: Access, address: String) -> Self {
+    pub fn new(vms: Vms, access: AccessRules, address: String) -> Self {
         Self {
             vms,
             access,
@@ -112,10 +112,10 @@ impl Exporter {
     }
 
     /// Serves a connection on a new thread, or refuses the connection if the limit is reached.
-    pub fn admit(self: &Arc<Self>, stream: Stream) {
+    pub fn admit(self: &Arc<Self>, stream: ClientStream) {
         let Some(slot) = self.slot(&stream) else {
             self.refused.fetch_add(1, Ordering::Relaxed);
-            let busy = Reply::refusal(503, "too many connections").again_in(1);
+            let busy = Reply::refusal(503, "too many connections").with_retry_after(1);
             // The short deadline suffices for a reply that fits into the socket buffer.
             let (mut stream, until) = (stream, Instant::now() + Duration::from_millis(1));
             let _ = stream.write_until(&[&busy.head(), &*busy.body].concat(), until);
@@ -130,7 +130,7 @@ impl Exporter {
         }
     }
 
-    fn slot(self: &Arc<Self>, stream: &Stream) -> Option<Slot> {
+    fn slot(self: &Arc<Self>, stream: &ClientStream) -> Option<HttpConnectionSlot> {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         if slots.taken.len() >= MAX_CONNECTIONS {
             let (id, oldest) = slots.taken.iter().find_map(|(id, s)| Some((*id, s.as_ref()?)))?;
@@ -140,13 +140,13 @@ impl Exporter {
         let id = slots.next;
         slots.next += 1;
         slots.taken.insert(id, Some(stream.again().ok()?));
-        Some(Slot {
+        Some(HttpConnectionSlot {
             exporter: self.clone(),
             id,
         })
     }
 
-    fn serve(&self, mut stream: Stream, slot: &Slot) {
+    fn serve(&self, mut stream: ClientStream, slot: &HttpConnectionSlot) {
         let origin = stream.origin();
         let (Some(parsed), Ok(origin)) = (head(&mut stream), origin) else {
             self.refused.fetch_add(1, Ordering::Relaxed);
@@ -180,7 +180,7 @@ impl Exporter {
         }
     }
 
-    fn answer(&self, request: &Request, stream: &Stream) -> Reply {
+    fn answer(&self, request: &Request, stream: &ClientStream) -> Reply {
         match request.path.as_str() {
             "/metrics" => self.metrics(request),
             "/debug/pprof/profile" => match self.one(request) {
@@ -200,7 +200,7 @@ impl Exporter {
     }
 
     /// Returns the requested VM, or the only VM if the request names none.
-    fn one(&self, request: &Request) -> Result<Target, Reply> {
+    fn one(&self, request: &Request) -> Result<VmTarget, Reply> {
         let (targets, _) = self.vms.targets();
         match request.parameter("vm") {
             Some(label) => {
@@ -208,7 +208,7 @@ impl Exporter {
                 found
                     .ok_or_else(|| Reply::refusal(404, "no VM of that name has a socket that can be reached"))
             }
-            None => match <[Target; 1]>::try_from(targets) {
+            None => match <[VmTarget; 1]>::try_from(targets) {
                 Ok([only]) => Ok(only),
                 Err(_) => Err(Reply::refusal(400, "name a VM: ?vm=NAME; /sd lists them")),
             },
@@ -218,19 +218,19 @@ impl Exporter {
     fn metrics(&self, request: &Request) -> Reply {
         if request.parameter("vm").is_some() {
             return match self.one(request) {
-                Ok(target) => Reply::ok(OPENMETRICS, self.text_of(&[target], None).into_bytes()),
+                Ok(target) => Reply::ok(OPENMETRICS, self.encode_metrics(&[target], None).into_bytes()),
                 Err(refusal) => refusal,
             };
         }
         // Concurrent scrapes share one result.
         let mut text = self.text.lock().unwrap_or_else(PoisonError::into_inner);
-        let fresh = text.as_ref().filter(|(made, _)| made.elapsed() < FRESH);
+        let fresh = text.as_ref().filter(|(made, _)| made.elapsed() < MAX_SCRAPE_AGE);
         let fresh = match fresh {
             Some((_, text)) => text.clone(),
             None => {
                 let (targets, closed) = self.vms.targets();
-                self.vms.forget_all_but(&targets);
-                let made: Arc<str> = self.text_of(&targets, Some(closed)).into();
+                self.vms.retain_workers(&targets);
+                let made: Arc<str> = self.encode_metrics(&targets, Some(closed)).into();
                 *text = Some((Instant::now(), made.clone()));
                 made
             }
@@ -241,9 +241,9 @@ impl Exporter {
 
     /// Returns the metrics of `targets`. For a scrape of all VMs, `closed` is the number of
     /// unreadable directories.
-    fn text_of(&self, targets: &[Target], closed: Option<usize>) -> String {
+    fn encode_metrics(&self, targets: &[VmTarget], closed: Option<usize>) -> String {
         let asked = self.vms.ask(targets);
-        let mut own = Families::default();
+        let mut own = MetricFamilies::default();
         let of_vm = |label: &str| -> Labels { vec![("vm", label.to_owned())] };
         let up = |snapshot: &Option<Snapshot>| if snapshot.is_some() { 1.0 } else { 0.0 };
         own.gauges(
@@ -321,7 +321,7 @@ impl Exporter {
 
 /// Reads the head of a request. Returns the refusal of an invalid request, or `None` if the client
 /// has disconnected.
-fn head(stream: &mut Stream) -> Option<Result<Request, Reply>> {
+fn head(stream: &mut ClientStream) -> Option<Result<Request, Reply>> {
     let until = Instant::now() + HEAD_TIME;
     let (mut bytes, mut chunk) = (Vec::new(), [0; 2048]);
     loop {

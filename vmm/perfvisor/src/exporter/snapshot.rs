@@ -44,7 +44,7 @@ pub fn with_steal(events: &str) -> String {
 
 /// Removes duplicate events, which would produce duplicate series. Returns the operator events that
 /// cannot be counted, with the reasons.
-pub fn each_once(opened: &mut Vec<Opened>) -> Vec<(String, String)> {
+pub fn remove_duplicates(opened: &mut Vec<Opened>) -> Vec<(String, String)> {
     let mut seen = HashSet::new();
     opened.retain(|o| seen.insert((o.index > 0, o.vcpu, o.name.clone())));
     let told = opened.iter().filter(|o| o.index > 0);
@@ -86,7 +86,7 @@ pub fn by_vcpu(opened: &[Opened], readings: &[EventReading]) -> (EventReadings, 
 
 /// Encodes snapshots of several VMs and the metric families `families` in the OpenMetrics text
 /// format. The labels of the snapshots must be unique.
-pub fn encode(snapshots: &[Snapshot], mut families: Families) -> String {
+pub fn encode(snapshots: &[Snapshot], mut families: MetricFamilies) -> String {
     for snapshot in snapshots {
         families.vm = Some(snapshot.label.clone());
         snapshot.add_to(&mut families);
@@ -111,7 +111,7 @@ pub type Labels = Vec<(&'static str, String)>;
 
 /// The series of a metric family.
 #[derive(Debug)]
-enum Series {
+enum MetricSeries {
     Counts(Vec<(Labels, u64)>),
     /// Counters in nanoseconds, exported in seconds.
     Seconds(Vec<(Labels, u64)>),
@@ -120,32 +120,32 @@ enum Series {
 }
 
 #[derive(Debug)]
-struct Family {
+struct MetricFamily {
     name: &'static str,
     help: &'static str,
     unit: Option<Unit>,
-    series: Series,
+    series: MetricSeries,
 }
 
 /// Metric families in order of first use. Families without series are omitted.
 #[derive(Debug, Default)]
-pub struct Families {
+pub struct MetricFamilies {
     /// Value of the label `vm` for added series.
     vm: Option<String>,
-    list: Vec<Family>,
+    list: Vec<MetricFamily>,
     /// Positions by name and unit.
     index: HashMap<(&'static str, Option<&'static str>), usize>,
 }
 
-impl Families {
+impl MetricFamilies {
     /// Adds counters.
     pub fn counts(&mut self, name: &'static str, help: &'static str, series: Vec<(Labels, u64)>) {
-        self.add(name, help, None, Series::Counts(series));
+        self.add(name, help, None, MetricSeries::Counts(series));
     }
 
     /// Adds counters in nanoseconds, exported in seconds.
     pub fn seconds(&mut self, name: &'static str, help: &'static str, series: Vec<(Labels, u64)>) {
-        self.add(name, help, Some(Unit::Seconds), Series::Seconds(series));
+        self.add(name, help, Some(Unit::Seconds), MetricSeries::Seconds(series));
     }
 
     /// Adds gauges.
@@ -156,22 +156,22 @@ impl Families {
         unit: Option<Unit>,
         series: Vec<(Labels, f64)>,
     ) {
-        self.add(name, help, unit, Series::Gauges(series));
+        self.add(name, help, unit, MetricSeries::Gauges(series));
     }
 
-    fn add(&mut self, name: &'static str, help: &'static str, unit: Option<Unit>, mut series: Series) {
+    fn add(&mut self, name: &'static str, help: &'static str, unit: Option<Unit>, mut series: MetricSeries) {
         let vm = self.vm.as_ref();
         let label = |labels: &mut Labels| labels.splice(..0, vm.map(|vm| ("vm", vm.clone()))).count();
         let empty = match &mut series {
-            Series::Counts(list) | Series::Seconds(list) => {
+            MetricSeries::Counts(list) | MetricSeries::Seconds(list) => {
                 list.iter_mut().for_each(|(labels, _)| _ = label(labels));
                 list.is_empty()
             }
-            Series::Gauges(list) => {
+            MetricSeries::Gauges(list) => {
                 list.iter_mut().for_each(|(labels, _)| _ = label(labels));
                 list.is_empty()
             }
-            Series::Infos(list) => {
+            MetricSeries::Infos(list) => {
                 list.iter_mut().for_each(|labels| _ = label(labels));
                 list.is_empty()
             }
@@ -186,7 +186,7 @@ impl Families {
         };
         let Some(at) = self.index.get(&(name, unit_name)) else {
             self.index.insert((name, unit_name), self.list.len());
-            self.list.push(Family {
+            self.list.push(MetricFamily {
                 name,
                 help,
                 unit,
@@ -195,11 +195,12 @@ impl Families {
             return;
         };
         match (&mut self.list[*at].series, series) {
-            (Series::Counts(to), Series::Counts(from)) | (Series::Seconds(to), Series::Seconds(from)) => {
+            (MetricSeries::Counts(to), MetricSeries::Counts(from))
+            | (MetricSeries::Seconds(to), MetricSeries::Seconds(from)) => {
                 to.extend(from);
             }
-            (Series::Gauges(to), Series::Gauges(from)) => to.extend(from),
-            (Series::Infos(to), Series::Infos(from)) => to.extend(from),
+            (MetricSeries::Gauges(to), MetricSeries::Gauges(from)) => to.extend(from),
+            (MetricSeries::Infos(to), MetricSeries::Infos(from)) => to.extend(from),
             _ => log::error!("metrics: {name} is a family of two kinds"),
         }
     }
@@ -217,36 +218,36 @@ fn labelled(
     encode(&mut out.encode_family(labels)?)
 }
 
-impl Collector for Families {
+impl Collector for MetricFamilies {
     fn encode(&self, mut out: DescriptorEncoder<'_>) -> fmt::Result {
         for family in &self.list {
             let kind = match &family.series {
-                Series::Counts(_) | Series::Seconds(_) => MetricType::Counter,
-                Series::Gauges(_) => MetricType::Gauge,
-                Series::Infos(_) => MetricType::Info,
+                MetricSeries::Counts(_) | MetricSeries::Seconds(_) => MetricType::Counter,
+                MetricSeries::Gauges(_) => MetricType::Gauge,
+                MetricSeries::Infos(_) => MetricType::Info,
             };
             let mut out = out.encode_descriptor(family.name, family.help, family.unit.as_ref(), kind)?;
             match &family.series {
-                Series::Counts(series) => {
+                MetricSeries::Counts(series) => {
                     for (labels, value) in series {
                         labelled(&mut out, labels, |out| {
                             out.encode_counter::<NoLabelSet, _, u64>(value, None)
                         })?;
                     }
                 }
-                Series::Seconds(series) => {
+                MetricSeries::Seconds(series) => {
                     for (labels, ns) in series {
                         labelled(&mut out, labels, |out| {
                             out.encode_counter::<NoLabelSet, _, u64>(&in_seconds(*ns), None)
                         })?;
                     }
                 }
-                Series::Gauges(series) => {
+                MetricSeries::Gauges(series) => {
                     for (labels, value) in series {
                         labelled(&mut out, labels, |out| out.encode_gauge(value))?;
                     }
                 }
-                Series::Infos(series) => {
+                MetricSeries::Infos(series) => {
                     for labels in series {
                         out.encode_info(labels)?;
                     }
@@ -271,7 +272,7 @@ fn vcpu_label(vcpu: impl fmt::Display) -> (&'static str, String) {
 }
 
 impl Snapshot {
-    fn add_to(&self, out: &mut Families) {
+    fn add_to(&self, out: &mut MetricFamilies) {
         self.encode_vm(out);
         self.encode_loop(out);
         self.encode_guest_counters(out);
@@ -279,14 +280,14 @@ impl Snapshot {
         self.encode_contexts(out);
     }
 
-    fn encode_vm(&self, out: &mut Families) {
+    fn encode_vm(&self, out: &mut MetricFamilies) {
         let vm = &self.vm;
         let info: Labels = vec![
             ("version", vm.version.clone()),
             ("pmu", vm.pmu.clone()),
             ("guest", vm.guest.clone()),
         ];
-        let infos = Series::Infos(vec![info]);
+        let infos = MetricSeries::Infos(vec![info]);
         out.add("vm", "The VM and what runs in it.", None, infos);
         let one = |value| vec![(Labels::new(), value)];
         out.gauges(
@@ -313,7 +314,7 @@ impl Snapshot {
         self.vcpus.iter().map(series).collect()
     }
 
-    fn encode_loop(&self, out: &mut Families) {
+    fn encode_loop(&self, out: &mut MetricFamilies) {
         let help = "Returns of KVM_RUN to Perfvisor, for whatever reason.";
         out.counts("vcpu_exits", help, self.each(|c| c.exits));
         let mut kinds = Vec::new();
@@ -366,7 +367,7 @@ impl Snapshot {
         out.seconds("vcpu_steal", help, steal)
     }
 
-    fn encode_guest_counters(&self, out: &mut Families) {
+    fn encode_guest_counters(&self, out: &mut MetricFamilies) {
         let (mut counted, mut enabled, mut running, mut shares) = (vec![], vec![], vec![], vec![]);
         let (mut on, mut overflows, mut requests) = (vec![], vec![], vec![]);
         let (mut uncounted, mut fallbacks, mut vcpu_uncounted, mut places_lost) =
@@ -429,7 +430,7 @@ impl Snapshot {
         out.counts("guest_counter_pmi_requests", help, requests);
     }
 
-    fn encode_events(&self, out: &mut Families) {
+    fn encode_events(&self, out: &mut MetricFamilies) {
         let (mut counts, mut times) = (vec![], vec![]);
         let (mut enabled, mut running, mut shares) = (vec![], vec![], vec![]);
         for (event, reading) in &self.events {
@@ -464,7 +465,7 @@ impl Snapshot {
         out.gauges("event_running", help, Some(unit), shares);
     }
 
-    fn encode_contexts(&self, out: &mut Families) {
+    fn encode_contexts(&self, out: &mut MetricFamilies) {
         let contexts: Vec<_> = self
             .vcpus
             .iter()
@@ -574,8 +575,8 @@ mod tests {
     /// Counts are exported with enabled and running times. An unbacked counter has none, and the
     /// guest-written value is not exported as a count.
     #[test]
-    fn guest_counters_come_with_their_times() {
-        let text = encode(&[snapshot()], Families::default());
+    fn guest_counters_include_times() {
+        let text = encode(&[snapshot()], MetricFamilies::default());
         let gp0 = "{vm=\"a\",vcpu=\"0\",counter=\"gp0\",event=\"cycles:u\",backing=\"clock\"}";
         for line in [
             format!("perfvisor_guest_counter_events_total{gp0} 1234"),
@@ -602,12 +603,12 @@ mod tests {
 
     /// OpenMetrics requires the series of a family to be contiguous.
     #[test]
-    fn families_of_several_vms_are_in_one_piece() {
+    fn families_of_several_vms_are_contiguous() {
         let other = Snapshot {
             label: "b".into(),
             ..snapshot()
         };
-        let mut own = Families::default();
+        let mut own = MetricFamilies::default();
         own.gauges("up", "Up.", None, vec![(vec![("vm", "c".into())], 0.0)]);
         let text = encode(&[snapshot(), other], own);
         let families: Vec<&str> = text.lines().filter_map(|l| l.strip_prefix("# TYPE ")).collect();
@@ -630,7 +631,7 @@ mod tests {
     /// Quotes and newlines in a label value are escaped.
     #[test]
     fn labels_are_escaped() {
-        let text = encode(&[snapshot()], Families::default());
+        let text = encode(&[snapshot()], MetricFamilies::default());
         let line = text.lines().find(|l| l.starts_with("perfvisor_vm_info")).unwrap();
         assert!(line.contains(r#"guest="a \"b\\c\"\nd""#), "{line}");
     }

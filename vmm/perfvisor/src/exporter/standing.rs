@@ -14,7 +14,7 @@ use perf_core::guest_log::LogLimiter;
 /// Minimum and maximum time for which a VM is skipped after a failure.
 const BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 /// Minimum and maximum time for which scrapes do not wait for the VMs of a user after a stall.
-const IMPATIENCE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(3600));
+const USER_BACK_OFF: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(3600));
 /// Maximum number of users on record.
 const MAX_USERS: usize = 4096;
 /// Maximum length of a log message about a VM, in characters.
@@ -41,9 +41,9 @@ impl BackOff {
 
 /// The back-off state of one VM.
 #[derive(Debug, Default)]
-pub struct VmStanding(Mutex<BackOff>);
+pub struct VmBackOff(Mutex<BackOff>);
 
-impl VmStanding {
+impl VmBackOff {
     /// Returns whether the VM may be queried at `now`.
     pub fn is_due(&self, now: Instant) -> bool {
         lock(&self.0).is_over(now)
@@ -67,23 +67,23 @@ impl VmStanding {
 
 /// The back-off state of one user.
 #[derive(Debug, Default)]
-struct User {
+struct UserBackOff {
     impatience: BackOff,
     log: LogLimiter,
 }
 
 /// The back-off states of all users whose VMs are served.
 #[derive(Debug, Default)]
-pub struct Users(Mutex<HashMap<u32, User>>);
+pub struct UserBackOffs(Mutex<HashMap<u32, UserBackOff>>);
 
-impl Users {
+impl UserBackOffs {
     /// Records a stall of a VM of user `uid` at `now`.
     pub fn stalled(&self, uid: u32, now: Instant) {
         let mut users = lock(&self.0);
         if let Some(user) = entry(&mut users, uid) {
             // Several stalls within one scrape count as one failure.
             if user.impatience.is_over(now) {
-                user.impatience.fail(now, IMPATIENCE);
+                user.impatience.fail(now, USER_BACK_OFF);
             }
         }
     }
@@ -112,7 +112,7 @@ impl Users {
     }
 }
 
-fn entry(users: &mut HashMap<u32, User>, uid: u32) -> Option<&mut User> {
+fn entry(users: &mut HashMap<u32, UserBackOff>, uid: u32) -> Option<&mut UserBackOff> {
     if users.len() >= MAX_USERS && !users.contains_key(&uid) {
         return None;
     }
@@ -138,15 +138,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// The back-off state that scrapes and the VM's thread share.
-pub type SharedStanding = Arc<VmStanding>;
+pub type SharedVmBackOff = Arc<VmBackOff>;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_vm_that_fails_is_left_alone_ever_longer_until_it_answers() {
-        let (vm, now) = (VmStanding::default(), Instant::now());
+    fn failing_vm_backs_off_until_it_answers() {
+        let (vm, now) = (VmBackOff::default(), Instant::now());
         assert!(vm.is_due(now) && !vm.has_failed());
         for seconds in [1, 2, 4, 8, 16, 32, 60, 60] {
             vm.failed(now);
@@ -165,8 +165,8 @@ mod tests {
     }
 
     #[test]
-    fn scrapes_stop_waiting_for_a_user_whose_vms_stall_by_turns() {
-        let (users, begin) = (Users::default(), Instant::now());
+    fn stalling_user_is_not_waited_for() {
+        let (users, begin) = (UserBackOffs::default(), Instant::now());
         // One scrape every 15 s for an hour; in each, a different VM of the user stalls if the
         // scrape waits for it.
         let scrapes = (0..240).map(|n| begin + Duration::from_secs(15 * n));
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_vm_says_is_short_and_one_line() {
+    fn vm_messages_are_truncated_to_one_line() {
         assert_eq!(shown("a\nb\u{1b}[31m"), "a b [31m");
         let long = shown(&"\u{fc}".repeat(15_000_000));
         assert_eq!(long.chars().count(), MAX_LINE + 1);

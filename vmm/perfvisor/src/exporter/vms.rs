@@ -14,20 +14,20 @@ use std::time::{Duration, Instant};
 use control_api::budget::{HeldBytes, ReplyBudget, ReplyLimits};
 use control_api::client::{Client, ClientError};
 use control_api::peer;
-use control_api::place::{self, PlaceError, Places};
+use control_api::place::{self, SocketDirs, SocketError};
 use control_api::protocol::{Generation, GuestViews, Opened};
 use control_api::request;
 use perf_core::error_line;
 
 use super::snapshot::{self, Snapshot};
-use super::standing::{SharedStanding, Users, shown};
+use super::standing::{SharedVmBackOff, UserBackOffs, shown};
 
 /// Maximum number of VMs.
 const MAX_VMS: usize = 1024;
 /// Maximum number of VMs of one user in a shared directory (`--vms`).
 const MAX_VMS_OF_USER: usize = 256;
 /// Time limit for one reply.
-const PATIENCE: Duration = Duration::from_secs(2);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time limit for all replies of a VM to one scrape.
 pub const SCRAPE_TIME: Duration = Duration::from_secs(3);
 /// Time for which a scrape runs on for VMs that it does not wait for.
@@ -55,7 +55,7 @@ const MAX_KINDS: usize = 64;
 
 /// A VM and its control socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Target {
+pub struct VmTarget {
     /// Label of the VM: its name, followed by `@` and the user if the exporter runs as another
     /// user.
     pub label: String,
@@ -69,7 +69,7 @@ pub struct Target {
 
 /// The result of querying a VM.
 #[derive(Debug)]
-pub struct Asked {
+pub struct VmReply {
     /// Label of the VM.
     pub label: String,
     /// Metrics of the VM; `None` if the VM did not answer in time.
@@ -81,23 +81,23 @@ pub struct Asked {
 }
 
 /// A query of a scrape to the thread of a VM.
-struct Job {
+struct ScrapeJob {
     until: Instant,
-    tell: Sender<Asked>,
+    tell: Sender<VmReply>,
 }
 
 /// The thread of a VM, which ends on drop.
-struct Worker {
-    target: Target,
-    jobs: SyncSender<Job>,
-    standing: SharedStanding,
+struct ScrapeWorker {
+    target: VmTarget,
+    jobs: SyncSender<ScrapeJob>,
+    standing: SharedVmBackOff,
 }
 
 /// The state that the threads of all VMs share.
-struct Shared {
+struct ScrapeShared {
     /// Events counted for the metrics of each VM, in perf's syntax.
     events: String,
-    users: Users,
+    users: UserBackOffs,
     budgets: Budgets,
 }
 
@@ -138,12 +138,12 @@ fn is_trusted(uid: u32) -> bool {
 
 /// All VMs on this host.
 pub struct Vms {
-    shared: Arc<Shared>,
+    shared: Arc<ScrapeShared>,
     /// Directory of observer sockets; `None` to search all known directories.
     dir: Option<PathBuf>,
     /// Users whose VMs are served; empty for all users.
     owners: Vec<u32>,
-    workers: Mutex<BTreeMap<String, Worker>>,
+    workers: Mutex<BTreeMap<String, ScrapeWorker>>,
     /// Directories that were already reported as unreadable or ignored.
     told: Mutex<HashSet<PathBuf>>,
 }
@@ -154,9 +154,9 @@ impl Vms {
     /// `events` are counted for each VM. Unless `owners` is empty, only VMs of these users are
     /// served.
     pub fn new(events: String, dir: Option<PathBuf>, owners: Vec<u32>) -> Self {
-        let shared = Shared {
+        let shared = ScrapeShared {
             events,
-            users: Users::default(),
+            users: UserBackOffs::default(),
             budgets: Budgets::new(),
         };
         Self {
@@ -170,7 +170,7 @@ impl Vms {
 
     /// Returns the current VMs in order of their labels, and the number of directories that this
     /// user may not read.
-    pub fn targets(&self) -> (Vec<Target>, usize) {
+    pub fn targets(&self) -> (Vec<VmTarget>, usize) {
         match &self.dir {
             Some(dir) => (self.observed(dir), 0),
             None => self.everywhere(),
@@ -183,14 +183,14 @@ impl Vms {
 
     /// Returns the VMs with an observer socket in `dir`. The label includes the owner, because any
     /// user can choose any name.
-    fn observed(&self, dir: &Path) -> Vec<Target> {
+    fn observed(&self, dir: &Path) -> Vec<VmTarget> {
         let found = place::observed_in(dir, MAX_VMS_OF_USER).unwrap_or_else(|e| {
-            self.tell_once(dir, &error_line(&e));
+            self.log_once(dir, &error_line(&e));
             Vec::new()
         });
         let own = peer::own_uid();
-        let target = |socket: place::Observed| Target {
-            label: labelled(socket.name, socket.owner, own),
+        let target = |socket: place::ObserverSocket| VmTarget {
+            label: vm_label(socket.name, socket.owner, own),
             socket: socket.path,
             owner: socket.owner,
             observed: true,
@@ -202,16 +202,16 @@ impl Vms {
         targets
     }
 
-    fn everywhere(&self) -> (Vec<Target>, usize) {
-        let places = Places::everywhere();
+    fn everywhere(&self) -> (Vec<VmTarget>, usize) {
+        let places = SocketDirs::everywhere();
         let own = peer::own_uid();
-        let mut targets: BTreeMap<String, Target> = BTreeMap::new();
+        let mut targets: BTreeMap<String, VmTarget> = BTreeMap::new();
         for place in places.found.iter().filter(|place| self.is_served(place.owner)) {
             for (name, socket) in self.listed(place.listed()) {
-                let label = labelled(name, place.owner, own);
+                let label = vm_label(name, place.owner, own);
                 // The user's first directory takes precedence.
                 if targets.len() < MAX_VMS {
-                    targets.entry(label.clone()).or_insert(Target {
+                    targets.entry(label.clone()).or_insert(VmTarget {
                         label,
                         socket,
                         owner: place.owner,
@@ -221,10 +221,10 @@ impl Vms {
             }
         }
         for dir in &places.closed {
-            self.tell_once(dir, "only its user or root may look for VMs there");
+            self.log_once(dir, "only its user or root may look for VMs there");
         }
         for dir in &places.squatted {
-            self.tell_once(
+            self.log_once(
                 dir,
                 "passed by: it is another user's than its name says, or others may write there",
             );
@@ -232,14 +232,14 @@ impl Vms {
         (targets.into_values().collect(), places.closed.len())
     }
 
-    fn listed(&self, listed: Result<Vec<(String, PathBuf)>, PlaceError>) -> Vec<(String, PathBuf)> {
+    fn listed(&self, listed: Result<Vec<(String, PathBuf)>, SocketError>) -> Vec<(String, PathBuf)> {
         listed.unwrap_or_else(|e| {
             log::debug!("{}", error_line(&e));
             Vec::new()
         })
     }
 
-    fn tell_once(&self, dir: &Path, what: &str) {
+    fn log_once(&self, dir: &Path, what: &str) {
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
         // Bounds the log in case another user fills /tmp.
         if told.len() < MAX_VMS && told.insert(dir.to_owned()) {
@@ -249,7 +249,7 @@ impl Vms {
 
     /// Queries all `targets` concurrently. The result has no snapshot for a VM that does not answer
     /// within [`SCRAPE_TIME`] or is in back-off.
-    pub fn ask(&self, targets: &[Target]) -> Vec<Asked> {
+    pub fn ask(&self, targets: &[VmTarget]) -> Vec<VmReply> {
         let began = Instant::now();
         let until = began + SCRAPE_TIME;
         let (tell, told) = channel();
@@ -258,9 +258,9 @@ impl Vms {
         let mut answered = Vec::new();
         for target in targets {
             let tell = tell.clone();
-            match self.send_job(target, began, Job { until, tell }) {
+            match self.send_job(target, began, ScrapeJob { until, tell }) {
                 Some(waited_for) => _ = missing.insert(target.label.clone(), waited_for),
-                None => answered.push(Asked::nothing(&target.label, Duration::ZERO)),
+                None => answered.push(VmReply::nothing(&target.label, Duration::ZERO)),
             }
         }
         drop(tell);
@@ -276,18 +276,18 @@ impl Vms {
             answered.push(asked);
         }
         let took = began.elapsed();
-        answered.extend(missing.keys().map(|label| Asked::nothing(label, took)));
+        answered.extend(missing.keys().map(|label| VmReply::nothing(label, took)));
         answered.sort_by(|a, b| a.label.cmp(&b.label));
         answered
     }
 
     /// Sends a job to the thread of a VM. Returns whether the scrape waits for the answer, or
     /// `None` if the VM is skipped.
-    fn send_job(&self, target: &Target, now: Instant, job: Job) -> Option<bool> {
+    fn send_job(&self, target: &VmTarget, now: Instant, job: ScrapeJob) -> Option<bool> {
         let label = &target.label;
         let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
         if workers.get(label).is_none_or(|worker| worker.target != *target) {
-            match Worker::start(target.clone(), self.shared.clone()) {
+            match ScrapeWorker::start(target.clone(), self.shared.clone()) {
                 Ok(worker) => _ = workers.insert(label.clone(), worker),
                 Err(e) => {
                     self.shared
@@ -308,7 +308,7 @@ impl Vms {
     }
 
     /// Ends the threads of VMs that no longer exist.
-    pub fn forget_all_but(&self, targets: &[Target]) {
+    pub fn retain_workers(&self, targets: &[VmTarget]) {
         let labels: HashSet<&str> = targets.iter().map(|target| target.label.as_str()).collect();
         let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
         workers.retain(|label, _| labels.contains(label.as_str()));
@@ -316,14 +316,14 @@ impl Vms {
 }
 
 /// Returns the label of a VM: its name, followed by `@` and the user if the owner is another user.
-fn labelled(name: String, owner: u32, own: u32) -> String {
+fn vm_label(name: String, owner: u32, own: u32) -> String {
     match owner == own {
         true => name,
         false => format!("{name}@{owner}"),
     }
 }
 
-impl Asked {
+impl VmReply {
     fn nothing(label: &str, took: Duration) -> Self {
         Self {
             label: label.to_owned(),
@@ -334,10 +334,10 @@ impl Asked {
     }
 }
 
-impl Worker {
-    fn start(target: Target, shared: Arc<Shared>) -> std::io::Result<Self> {
+impl ScrapeWorker {
+    fn start(target: VmTarget, shared: Arc<ScrapeShared>) -> std::io::Result<Self> {
         let (jobs, waiting) = sync_channel(1);
-        let standing = SharedStanding::default();
+        let standing = SharedVmBackOff::default();
         let (its, its_standing) = (target.clone(), standing.clone());
         thread::Builder::new()
             .name("vm".into())
@@ -351,9 +351,9 @@ impl Worker {
 }
 
 /// The main function of a VM's thread.
-fn work(target: &Target, shared: &Shared, standing: &SharedStanding, jobs: &Receiver<Job>) {
+fn work(target: &VmTarget, shared: &ScrapeShared, standing: &SharedVmBackOff, jobs: &Receiver<ScrapeJob>) {
     let limits = ReplyLimits {
-        timeout: PATIENCE,
+        timeout: REPLY_TIMEOUT,
         max_bytes: MAX_REPLY,
         budget: shared.budgets.of_user(target.owner),
     };
@@ -388,7 +388,7 @@ fn work(target: &Target, shared: &Shared, standing: &SharedStanding, jobs: &Rece
             }
         };
         // The scrape may have timed out.
-        let _ = job.tell.send(Asked {
+        let _ = job.tell.send(VmReply {
             label: target.label.clone(),
             snapshot,
             took: began.elapsed(),
@@ -407,8 +407,8 @@ struct Connection {
 
 impl Connection {
     fn open(
-        target: &Target,
-        shared: &Shared,
+        target: &VmTarget,
+        shared: &ScrapeShared,
         limits: &ReplyLimits,
         until: Instant,
     ) -> Result<Self, ClientError> {
@@ -424,7 +424,7 @@ impl Connection {
             match client.call(call) {
                 Ok(list) => {
                     opened = list;
-                    for (name, why) in snapshot::each_once(&mut opened) {
+                    for (name, why) in snapshot::remove_duplicates(&mut opened) {
                         log::info!(
                             "{}: '{}' cannot be counted and is left out: {}",
                             target.label,
@@ -453,8 +453,8 @@ impl Connection {
     /// Reads the metrics of the VM over an existing or new connection, and accounts for their size.
     fn snapshot(
         connection: &mut Option<Self>,
-        target: &Target,
-        shared: &Shared,
+        target: &VmTarget,
+        shared: &ScrapeShared,
         limits: &ReplyLimits,
         until: Instant,
     ) -> Result<(Snapshot, Option<HeldBytes>), ClientError> {
@@ -475,7 +475,7 @@ impl Connection {
             false => client.call(request::Read)?,
         };
         let (events, steal_ns) = snapshot::by_vcpu(opened, &readings);
-        let snapshot = bounded(Snapshot {
+        let snapshot = sanitize(Snapshot {
             label: target.label.clone(),
             vm,
             vcpus,
@@ -503,7 +503,7 @@ fn views(client: &mut Client, until: Instant) -> Result<Vec<control_api::protoco
 
 /// Sanitizes the metrics of an untrusted VM: limits the number of series, removes duplicates and
 /// truncates values.
-fn bounded(mut vm: Snapshot) -> Snapshot {
+fn sanitize(mut vm: Snapshot) -> Snapshot {
     let short = |text: &mut String| {
         if let Some((end, _)) = text.char_indices().find(|(at, _)| *at >= MAX_VALUE) {
             text.truncate(end);
@@ -558,7 +558,7 @@ mod tests {
 
     /// Duplicate, long and excess values are removed.
     #[test]
-    fn a_vm_s_words_are_bounded() {
+    fn vm_metrics_are_bounded() {
         let vm: VmInfo = serde_json::from_str(
             r#"{"protocol":1,"version":"1","name":"a","pid":1,"vcpus":1,"pmu":"amd","guest":"","state":"running",
                 "parked":0,"uptime_ms":0,"role":"admin"}"#,
@@ -579,7 +579,7 @@ mod tests {
             kinds: (0..100).map(|kind| (kind.to_string(), 1)).collect(),
             ..VcpuCounts::default()
         };
-        let of = bounded(Snapshot {
+        let of = sanitize(Snapshot {
             label: "a".into(),
             vm: VmInfo {
                 guest: "\u{fc}".repeat(1000),

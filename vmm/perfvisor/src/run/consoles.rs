@@ -60,13 +60,13 @@ impl Consoles {
             }
         }
         let serial = Console::open(&args.console).map_err(ConsolesError::Serial)?;
-        say_place(&args.console, &serial, "console");
+        print_location(&args.console, &serial, "console");
         let Some(target) = &args.virtio_console else {
             let virtio = None;
             return Ok((Self { serial, virtio }, None));
         };
         let console = Console::open(target).map_err(ConsolesError::Virtio)?;
-        say_place(target, &console, "virtio console");
+        print_location(target, &console, "virtio console");
         let device = virtio::Console::new(console.impatient_writer(), console.window_size())
             .map_err(ConsolesError::Device)?;
         let virtio = Some((console, device.port().clone()));
@@ -79,7 +79,7 @@ impl Consoles {
     }
 
     /// Returns the location of the virtio console.
-    pub fn virtio_place(&self) -> Option<&str> {
+    pub fn virtio_location(&self) -> Option<&str> {
         self.virtio.as_ref().map(|(console, _)| console.place())
     }
 
@@ -112,7 +112,7 @@ impl Consoles {
             all.extend(console.subscriber(port.clone(), quit.try_clone()?));
             if console.is_terminal() {
                 let port = port.clone();
-                all.push(Arc::new(Mutex::new(Window { resized, port })));
+                all.push(Arc::new(Mutex::new(WindowSizeForwarder { resized, port })));
             }
         }
         Ok(all)
@@ -131,19 +131,19 @@ impl Consoles {
 }
 
 /// Prints the location of a console whose path the kernel chose.
-fn say_place(target: &ConsoleTarget, console: &Console, what: &str) {
+fn print_location(target: &ConsoleTarget, console: &Console, what: &str) {
     if *target == ConsoleTarget::Pty {
         say(&format!("perfvisor: the {what} is {}\n", console.place()));
     }
 }
 
 /// Forwards the size of the terminal window to the guest.
-struct Window {
+struct WindowSizeForwarder {
     resized: EventFd,
     port: Arc<ConsolePort>,
 }
 
-impl MutEventSubscriber for Window {
+impl MutEventSubscriber for WindowSizeForwarder {
     fn process(&mut self, _: Events, _: &mut EventOps) {
         let _ = self.resized.read();
         if let Some(size) = window_size() {

@@ -11,7 +11,7 @@ use vpmu::filter::FilterError;
 use super::consoles::ConsolesError;
 use crate::background::DaemonError;
 use crate::devices::DeviceError;
-use control_api::place::PlaceError;
+use control_api::place::SocketError;
 use perfvisor_vmm::gdb::server::GdbError;
 use perfvisor_vmm::kvm::host::HostError;
 use perfvisor_vmm::kvm::own_pmu::KvmVpmuModelError;
@@ -61,9 +61,9 @@ pub enum RunError {
     #[error(transparent)]
     Gdb(#[from] GdbError),
     #[error(transparent)]
-    Name(#[from] PlaceError),
+    Name(#[from] SocketError),
     #[error("--observers")]
-    Observers(#[source] PlaceError),
+    Observers(#[source] SocketError),
     #[error(transparent)]
     Device(#[from] DeviceError),
     #[error(

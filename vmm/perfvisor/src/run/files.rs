@@ -20,7 +20,7 @@ use crate::devices;
 
 /// Host files that any VM may read, none of which is secret: /proc for client states, vCPU run
 /// times and the process's own memory files, and the list of CPUs for the C library.
-const OF_THE_HOST: [&str; 2] = [PROC, "/sys/devices/system/cpu"];
+const HOST_FILES: [&str; 2] = [PROC, "/sys/devices/system/cpu"];
 /// Mount point of procfs. A jail has its own instance.
 pub(super) const PROC: &str = "/proc";
 
@@ -49,17 +49,17 @@ pub(super) fn begin(args: &RunArgs) -> Result<(), FileAccessError> {
 /// # Errors
 /// Returns [`FileAccessError`] if the kernel refuses the rules.
 pub(super) fn restrict(args: &RunArgs) -> Result<(), FileAccessError> {
-    sandbox::only_files(&needed(args))
+    sandbox::only_files(&allowed_files(args))
 }
 
 /// Returns the files that a running VM of `args` needs.
-pub(super) fn needed(args: &RunArgs) -> AccessibleFiles {
-    let mut read: Vec<PathBuf> = OF_THE_HOST.iter().map(PathBuf::from).collect();
+pub(super) fn allowed_files(args: &RunArgs) -> AccessibleFiles {
+    let mut read: Vec<PathBuf> = HOST_FILES.iter().map(PathBuf::from).collect();
     if args.on_reset == ResetPolicy::Restart {
         // The rules are for the parent directories, because a file may be replaced before a
         // restart.
         let again = [&args.kernel, &args.initrd].into_iter().flatten();
-        read.extend(again.flat_map(|path| places(path)));
+        read.extend(again.flat_map(|path| parent_directories(path)));
     }
     read.sort();
     read.dedup();
@@ -75,7 +75,7 @@ pub(super) fn needed(args: &RunArgs) -> AccessibleFiles {
 ///
 /// # Errors
 /// Returns [`RunError::Seal`] if the broker cannot be confined.
-pub(super) fn give_sockets_to_broker(
+pub(super) fn register_sockets_for_removal(
     args: &RunArgs,
     name: &str,
     control: &[PathBuf],
@@ -139,7 +139,7 @@ pub(super) fn sockets(args: &RunArgs) -> impl Iterator<Item = &Path> {
 
 /// Returns the parent directories of `path`, before and after the resolution of symbolic links. For
 /// a file in the root directory, returns the file itself.
-pub(super) fn places(path: &Path) -> Vec<PathBuf> {
+pub(super) fn parent_directories(path: &Path) -> Vec<PathBuf> {
     let whole = fs::canonicalize(path).ok();
     let both = [Some(path), whole.as_deref()].into_iter().flatten();
     both.map(|path| match path.parent() {

@@ -7,25 +7,25 @@ const OWN_MAPPING_BYTES: libc::c_int = 128 << 10;
 /// Maximum number of heap arenas. By default, glibc creates arenas per thread, and each retains
 /// freed memory.
 #[cfg(target_env = "gnu")]
-const MOST_HEAPS: libc::c_int = 2;
+const MAX_ARENAS: libc::c_int = 2;
 
 /// Configures glibc to return freed memory to the host.
 ///
 /// The start reads and frees a kernel, an initrd and symbols. By default, glibc raises its mmap
 /// threshold when the first large buffer is freed, and retains such buffers in the heap for the
 /// lifetime of the VM.
-pub(super) fn give_back_what_is_freed() {
+pub(super) fn configure_malloc() {
     // SAFETY: mallopt takes two integers, and no other thread exists yet.
     #[cfg(target_env = "gnu")]
     unsafe {
         libc::mallopt(libc::M_MMAP_THRESHOLD, OWN_MAPPING_BYTES);
-        libc::mallopt(libc::M_ARENA_MAX, MOST_HEAPS);
+        libc::mallopt(libc::M_ARENA_MAX, MAX_ARENAS);
     }
 }
 
 /// Drops the program's code and constants from the resident set, because most pages were needed
 /// only for the start. Pages used later are faulted in from the page cache.
-pub(super) fn let_go_of_the_start() {
+pub(super) fn drop_startup_pages() {
     let (start, bytes) = text();
     // SAFETY: the range is a private file mapping of the program that is never written, so a
     // dropped page has the same contents when it is faulted in again. A failure has no effect.
@@ -68,7 +68,7 @@ mod tests {
     /// again.
     #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
     #[test]
-    fn what_the_start_needed_of_the_program_is_let_go() {
+    fn startup_pages_are_dropped() {
         let (start, bytes) = text();
         // SAFETY: the range belongs to the program and is only read.
         let read = unsafe { libc::madvise(start.cast_mut().cast(), bytes, libc::MADV_POPULATE_READ) };
@@ -79,7 +79,7 @@ mod tests {
         }
         let before = resident_kib();
         assert!(before >= bytes / 1024 - 4, "{before} KiB of {bytes} bytes");
-        let_go_of_the_start();
+        drop_startup_pages();
         let after = resident_kib();
         assert!(after < before / 2, "{after} KiB of {before} KiB");
     }

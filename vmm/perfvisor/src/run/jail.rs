@@ -16,7 +16,7 @@ use crate::background;
 use crate::cli::RunArgs;
 
 /// Time limit for the exit of threads.
-const LAST_MOMENTS: Duration = Duration::from_secs(5);
+const THREAD_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Joins the control group of the jail, if any.
 ///
@@ -55,7 +55,7 @@ pub(super) fn separate(args: &RunArgs, config: &VmConfig) -> Result<Option<Jail>
         return Ok(None);
     }
     let counted = !counting_is_denied();
-    let jail = separate_alone().map_err(RunError::Jail)?;
+    let jail = separate_when_single_threaded().map_err(RunError::Jail)?;
     if counted && !config.pmu.model.is_off() && counting_is_denied() {
         return Err(RunError::JailDoesNotCount);
     }
@@ -67,8 +67,8 @@ pub(super) fn separate(args: &RunArgs, config: &VmConfig) -> Result<Option<Jail>
 
 /// Enters the namespaces once the probe threads are gone. The kernel refuses a user namespace
 /// (EINVAL) while exiting threads still belong to the process.
-fn separate_alone() -> Result<Jail, JailError> {
-    let until = Instant::now() + LAST_MOMENTS;
+fn separate_when_single_threaded() -> Result<Jail, JailError> {
+    let until = Instant::now() + THREAD_EXIT_TIMEOUT;
     loop {
         match sandbox::separate() {
             Err(JailError::NoUserNamespace(e))
@@ -122,10 +122,10 @@ fn set_limit(resource: Resource, word: &'static str, limit: u64) -> Result<(), R
 /// Returns [`RunError::Jail`] if the jail cannot be completed.
 pub(super) fn close(jail: Option<Jail>, args: &RunArgs, inherited: Inherited) -> Result<(), RunError> {
     let Some(jail) = jail else { return Ok(()) };
-    let needed = files::needed(args);
+    let allowed_files = files::allowed_files(args);
     let mut inside = JailContents {
-        read: needed.read,
-        change: needed.remove,
+        read: allowed_files.read,
+        change: allowed_files.remove,
     };
     inside.read.retain(|path| path != Path::new(PROC));
     inherited.close();

@@ -10,7 +10,7 @@ use vpmu::{ArchEvent, BackingPolicy, CountableEvents, EventFilter, HostPmu, PmuM
 use super::error::RunError;
 use crate::cli::RunArgs;
 use crate::input;
-use crate::values::Profile;
+use crate::values::SecurityProfile;
 use perfvisor_vmm::boot::KernelSource;
 use perfvisor_vmm::kvm::cpuid;
 use perfvisor_vmm::kvm::host::Kvm;
@@ -28,7 +28,7 @@ use perfvisor_vmm::vm::{DebuggerConfig, VmConfig};
 pub(crate) const DEFAULT_LINUX_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check";
 
 /// The guest's PMU and its backing on this host.
-struct Backed {
+struct BackedPmu {
     model: PmuModel,
     has_pmu: bool,
     own: Option<KvmPmuOffer>,
@@ -40,14 +40,14 @@ struct Backed {
 ///
 /// # Errors
 /// Returns [`RunError`] if an option is unsupported on this host.
-pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<VmConfig, RunError> {
+pub(super) fn build_config(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<VmConfig, RunError> {
     let free = probe.slots();
     if args.reserve_counters > free.saturating_sub(1) {
         let asked = args.reserve_counters;
         return Err(RunError::Reserve { asked, free });
     }
     let backed = backed(args, kvm, probe)?;
-    let tenant = args.profile == Profile::Tenant;
+    let tenant = args.profile == SecurityProfile::Tenant;
     let vendor = backed.model.vendor();
     let filter = match &args.pmu_filter {
         Some(path) => {
@@ -85,7 +85,7 @@ pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<
             (Some(line), _) => line.clone(),
             (None, Some(_)) => DEFAULT_LINUX_CMDLINE.to_owned(),
             (None, None) => String::new(),
-        } + &words(args, probe, &backed),
+        } + &builtin_guest_args(args, probe, &backed),
         cpus: args.cpus,
         memory_bytes: args.memory,
         memory_kind: MemoryBackingConfig {
@@ -130,12 +130,12 @@ pub(super) fn asked_for(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<
     })
 }
 
-fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<Backed, RunError> {
+fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, RunError> {
     let policy = args.backing;
     let width = args.pmu_width.map(u32::from);
     let mut model = PmuModel::resolve(args.pmu, args.pmu_counters, width, &mut cpuid::read_host)?;
     let has_pmu = !model.is_off();
-    if !has_pmu && let Some(option) = means_nothing_without_pmu(args) {
+    if !has_pmu && let Some(option) = option_that_requires_pmu(args) {
         return Err(RunError::WithoutPmu(option));
     }
     if has_pmu {
@@ -194,7 +194,7 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<Backed, RunErr
     if model != fitted {
         log::warn!("fixed counter 3 is left out: it counts top-down slots, which nothing here can count");
     }
-    Ok(Backed {
+    Ok(BackedPmu {
         model,
         has_pmu,
         own,
@@ -204,7 +204,7 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<Backed, RunErr
 }
 
 /// Removes the events that `filter` denies from the announced features.
-fn announced(backed: Backed, filter: &EventFilter) -> Backed {
+fn announced(backed: BackedPmu, filter: &EventFilter) -> BackedPmu {
     let vendor = backed.model.vendor();
     if backed.has_pmu && vendor == Vendor::Amd {
         log::info!(
@@ -212,14 +212,14 @@ fn announced(backed: Backed, filter: &EventFilter) -> Backed {
              Linux's tables where those are found (--hide-uncounted), and read 0 elsewhere"
         );
     }
-    Backed {
+    BackedPmu {
         backability: backed.backability.and(filter.allowed_events(vendor)),
         ..backed
     }
 }
 
 /// Returns an option that has no meaning for a guest without a PMU.
-fn means_nothing_without_pmu(args: &RunArgs) -> Option<&'static str> {
+fn option_that_requires_pmu(args: &RunArgs) -> Option<&'static str> {
     [
         ("--pmu-filter", args.pmu_filter.is_some()),
         ("--pmi-limit", args.pmi_limit.is_some()),
@@ -248,7 +248,7 @@ fn turns(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<(MuxPolicy, Opt
 
 /// Returns the command line words that describe the PMU to a built-in guest; empty for other
 /// guests.
-fn words(args: &RunArgs, probe: &HostProbe, backed: &Backed) -> String {
+fn builtin_guest_args(args: &RunArgs, probe: &HostProbe, backed: &BackedPmu) -> String {
     if args.kernel.is_some() || !backed.has_pmu {
         return String::new();
     }

@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn signatures_are_named_as_perf_names_them() {
+    fn cpuid_signature_maps_to_perf_name() {
         let name = |vendor, signature| CpuName::of(vendor, signature).0;
         assert_eq!(name("GenuineIntel", 0x806E9), "GenuineIntel-6-8E-9");
         assert_eq!(name("AuthenticAMD", 0xA0_0F10), "AuthenticAMD-25-1-0");
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_has_four_parts() {
+    fn cpu_name_requires_four_parts() {
         let parsed = "GenuineIntel-6-8e-a".parse::<CpuName>().unwrap();
         assert_eq!(parsed.as_str(), "GenuineIntel-6-8E-A");
         for wrong in [

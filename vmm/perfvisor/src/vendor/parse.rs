@@ -25,7 +25,7 @@ const PMUS: [&str; 3] = ["cpu", "cpu_core", "default_core"];
 
 /// The event-select register fields of an event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Select {
+pub struct EventSelector {
     event: u64,
     umask: u64,
     edge: bool,
@@ -42,10 +42,10 @@ pub struct VendorEvent {
     pub description: String,
     /// Selector of the event, or the term that a selector cannot express, such as an extra register
     /// or another PMU.
-    pub select: Result<Select, String>,
+    pub select: Result<EventSelector, String>,
 }
 
-impl Select {
+impl EventSelector {
     /// Formats the terms of `pmu/…/`, equivalent to [`Self::raw`].
     pub fn terms(self) -> String {
         let mut terms = format!("event={:#x},umask={:#x}", self.event, self.umask);
@@ -109,7 +109,7 @@ impl Select {
 
 /// Parses the output of `perf list --details pmu` into events sorted by name.
 pub fn from_text(text: &str) -> Vec<VendorEvent> {
-    let mut found = Found::default();
+    let mut found = VendorEventMap::default();
     let mut name = None;
     let mut description = String::new();
     for line in text.lines() {
@@ -145,7 +145,7 @@ pub fn from_text(text: &str) -> Vec<VendorEvent> {
 pub fn from_json(text: &[u8]) -> Option<Vec<VendorEvent>> {
     /// The fields used of a JSON entry.
     #[derive(Deserialize)]
-    struct Entry {
+    struct JsonEvent {
         #[serde(rename = "EventName")]
         name: Option<String>,
         #[serde(rename = "BriefDescription")]
@@ -155,8 +155,8 @@ pub fn from_json(text: &[u8]) -> Option<Vec<VendorEvent>> {
         #[serde(rename = "Encoding")]
         encoding: Option<String>,
     }
-    let entries: Vec<Entry> = serde_json::from_slice(text).ok()?;
-    let mut found = Found::default();
+    let entries: Vec<JsonEvent> = serde_json::from_slice(text).ok()?;
+    let mut found = VendorEventMap::default();
     for entry in entries {
         if let (Some(name), Some(encoding)) = (entry.name, entry.encoding)
             && is_encoding(&encoding)
@@ -170,9 +170,9 @@ pub fn from_json(text: &[u8]) -> Option<Vec<VendorEvent>> {
 
 /// Events by name. The first event with a name takes precedence.
 #[derive(Default)]
-struct Found(BTreeMap<String, VendorEvent>);
+struct VendorEventMap(BTreeMap<String, VendorEvent>);
 
-impl Found {
+impl VendorEventMap {
     fn take(&mut self, name: &str, description: &str, encoding: &str) {
         let word = (1..=MAX_NAME).contains(&name.len())
             && name
@@ -184,7 +184,7 @@ impl Found {
         self.0.entry(name.to_owned()).or_insert_with(|| VendorEvent {
             name: name.to_owned(),
             description: printable(description),
-            select: Select::of(encoding),
+            select: EventSelector::of(encoding),
         });
     }
 
@@ -231,9 +231,9 @@ mod tests {
 
     /// Output of perf 6.1.187 for GenuineIntel-6-8E-9, reduced to a few events.
     #[test]
-    fn intels_events_have_a_name_a_code_and_a_description() {
+    fn intel_events_are_parsed() {
         let events = from_text(INTEL);
-        let raw = |name| event(&events, name).select.clone().map(Select::raw);
+        let raw = |name| event(&events, name).select.clone().map(EventSelector::raw);
         assert_eq!(raw("l1d.replacement"), Ok("r0151".into()));
         assert_eq!(raw("l1d_pend_miss.pending_cycles"), Ok("r1000148".into()));
         assert_eq!(raw("l1d_pend_miss.pending_cycles_any"), Err("any".into()));
@@ -262,9 +262,9 @@ mod tests {
     /// Output of perf 6.1.187 for AuthenticAMD-25-1-0, reduced to a few events. AMD event codes
     /// have 12 bits.
     #[test]
-    fn amds_codes_have_four_more_bits() {
+    fn amd_event_codes_have_12_bits() {
         let events = from_text(AMD);
-        let raw = |name| event(&events, name).select.clone().map(Select::raw);
+        let raw = |name| event(&events, name).select.clone().map(EventSelector::raw);
         assert_eq!(raw("bp_dyn_ind_pred"), Ok("r008e".into()));
         assert_eq!(raw("ex_ret_fused_instr"), Ok("r1000000d0".into()));
         assert_eq!(raw("all_tlbs_flushed"), Ok("rff78".into()));
@@ -272,7 +272,7 @@ mod tests {
 
     /// Output format of perf 6.3 and later.
     #[test]
-    fn json_is_read_as_well() {
+    fn json_output_is_parsed() {
         let json = br#"[
             {"Unit": "cpu", "Topic": "cache", "EventName": "l1d.replacement",
              "EventType": "Kernel PMU event", "BriefDescription": "L1D data line replacements",
@@ -283,7 +283,7 @@ mod tests {
             {"MetricGroup": "Summary", "MetricName": "IPC"}
         ]"#;
         let events = from_json(json).unwrap();
-        let raw = |name| event(&events, name).select.clone().map(Select::raw);
+        let raw = |name| event(&events, name).select.clone().map(EventSelector::raw);
         assert_eq!(events.len(), 3);
         assert_eq!(raw("l1d.replacement"), Ok("r0151".into()));
         assert_eq!(raw("l1d.hwpf_miss"), Ok("r2051".into()));
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn selectors_out_of_range_are_none() {
+    fn out_of_range_selectors_are_rejected() {
         for (encoding, term) in [
             ("cpu/event=0x1000/", "event"),
             ("cpu/umask=0x100,event=1/", "umask"),
@@ -305,15 +305,15 @@ mod tests {
             ("cpu/config=0x1/", "config"),
             ("gpu/event=1/", "gpu"),
         ] {
-            assert_eq!(Select::of(encoding), Err(term.into()), "{encoding}");
+            assert_eq!(EventSelector::of(encoding), Err(term.into()), "{encoding}");
         }
         // Zero is the default of the field.
-        let reference = Select::of("cpu/event=0x0,umask=0x3,any=0x0/").unwrap();
+        let reference = EventSelector::of("cpu/event=0x0,umask=0x3,any=0x0/").unwrap();
         assert_eq!(reference.raw(), "r0300");
     }
 
     #[test]
-    fn what_a_terminal_would_obey_does_not_reach_it() {
+    fn control_sequences_are_removed() {
         let events = from_text("  a.b\n    [x\x1b[2Jy]\n    cpu/event=1/\n  \x1b[2J\n    cpu/event=1/\n");
         assert_eq!(events.len(), 1);
         assert_eq!(events[0].description, "x [2Jy");
@@ -321,7 +321,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_text_is_read_without_a_panic(text in "([ a-z\\[\\]/=,.0-9é]{0,30}\n){0,8}", bytes: Vec<u8>) {
+        fn arbitrary_text_does_not_panic(text in "([ a-z\\[\\]/=,.0-9é]{0,30}\n){0,8}", bytes: Vec<u8>) {
             let _ = from_text(&text);
             let _ = from_json(&bytes);
         }

@@ -15,7 +15,7 @@ use super::cpu::CpuName;
 use super::parse::{VendorEvent, from_json, from_text};
 
 /// Time limit for perf, which takes about 20 ms.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 /// Maximum size of perf's standard output, in bytes. The largest table has a fifth of a mebibyte.
 const MAX_OUTPUT: usize = 16 << 20;
 /// Maximum number of bytes read from perf's standard error.
@@ -23,7 +23,7 @@ const MAX_ERRORS: usize = 4096;
 /// Maximum size of one read, in bytes.
 const CHUNK: usize = 64 << 10;
 /// Interval at which the end of perf is polled.
-const LOOK: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Errors of running perf.
 #[derive(Debug, thiserror::Error)]
@@ -32,7 +32,7 @@ pub enum PerfError {
     NotInstalled,
     #[error("perf cannot be started")]
     Start(#[source] io::Error),
-    #[error("perf list did not end within {} s", PATIENCE.as_secs())]
+    #[error("perf list did not end within {} s", TIMEOUT.as_secs())]
     Slow,
     #[error("perf list printed more than {} MiB", MAX_OUTPUT >> 20)]
     Large,
@@ -57,7 +57,7 @@ pub fn events_of(cpu: &CpuName) -> Result<Vec<VendorEvent>, PerfError> {
     for pmu in ["cpu", "cpu_core"] {
         let dir = tempfile::tempdir().map_err(PerfError::Directory)?;
         show_pmu(dir.path(), pmu, cpu).map_err(PerfError::Directory)?;
-        let events = ask(Path::new("perf"), dir.path(), cpu, PATIENCE)?;
+        let events = ask(Path::new("perf"), dir.path(), cpu, TIMEOUT)?;
         if !events.is_empty() {
             return Ok(events);
         }
@@ -97,7 +97,7 @@ fn ask(perf: &Path, dir: &Path, cpu: &CpuName, patience: Duration) -> Result<Vec
 }
 
 /// Returns the events that `perf` prints, as JSON if the version supports it and otherwise as text.
-fn answer(perf: impl Fn(&[&str]) -> Result<Printed, PerfError>) -> Result<Vec<VendorEvent>, PerfError> {
+fn answer(perf: impl Fn(&[&str]) -> Result<ProcessOutput, PerfError>) -> Result<Vec<VendorEvent>, PerfError> {
     let printed = perf(&["list", "--json", "pmu"])?;
     if printed.status.success()
         && let Some(events) = from_json(&printed.out)
@@ -117,16 +117,16 @@ fn answer(perf: impl Fn(&[&str]) -> Result<Printed, PerfError>) -> Result<Vec<Ve
 }
 
 /// The output and exit status of a process.
-struct Printed {
+struct ProcessOutput {
     status: ExitStatus,
     out: Vec<u8>,
     errors: Vec<u8>,
 }
 
 /// A child process, killed on drop.
-struct Killed(Child);
+struct KillOnDrop(Child);
 
-impl Drop for Killed {
+impl Drop for KillOnDrop {
     fn drop(&mut self) {
         // The process may have ended already.
         let _ = self.0.kill();
@@ -140,7 +140,7 @@ fn run(
     dir: &Path,
     cpu: &CpuName,
     until: Instant,
-) -> Result<Printed, PerfError> {
+) -> Result<ProcessOutput, PerfError> {
     let child = Command::new(perf)
         .args(arguments)
         .env("SYSFS_PATH", dir)
@@ -151,12 +151,12 @@ fn run(
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn();
-    let mut child = Killed(child.map_err(|e| match e.kind() {
+    let mut child = KillOnDrop(child.map_err(|e| match e.kind() {
         ErrorKind::NotFound => PerfError::NotInstalled,
         _ => PerfError::Start(e),
     })?);
-    let mut out = Pipe::new(child.0.stdout.take(), MAX_OUTPUT);
-    let mut errors = Pipe::new(child.0.stderr.take(), MAX_ERRORS);
+    let mut out = BoundedPipe::new(child.0.stdout.take(), MAX_OUTPUT);
+    let mut errors = BoundedPipe::new(child.0.stderr.take(), MAX_ERRORS);
     read(&mut out, &mut errors, until)?;
     if out.has_more {
         return Err(PerfError::Large);
@@ -165,10 +165,10 @@ fn run(
         match child.0.try_wait().map_err(PerfError::Read)? {
             Some(status) => break status,
             None if Instant::now() >= until => return Err(PerfError::Slow),
-            None => thread::sleep(LOOK),
+            None => thread::sleep(POLL_INTERVAL),
         }
     };
-    Ok(Printed {
+    Ok(ProcessOutput {
         status,
         out: out.bytes,
         errors: errors.bytes,
@@ -177,7 +177,7 @@ fn run(
 
 /// The bounded output of a process. At the limit, the pipe is closed, and a further write ends the
 /// process.
-struct Pipe<R> {
+struct BoundedPipe<R> {
     /// `None` after the end of the output or at the limit.
     from: Option<R>,
     bytes: Vec<u8>,
@@ -185,7 +185,7 @@ struct Pipe<R> {
     has_more: bool,
 }
 
-impl<R: Read> Pipe<R> {
+impl<R: Read> BoundedPipe<R> {
     fn new(from: Option<R>, limit: usize) -> Self {
         Self {
             from,
@@ -214,7 +214,7 @@ impl<R: Read> Pipe<R> {
 
 /// Reads both pipes to their ends without threads: a VM that is about to start must be
 /// single-threaded.
-fn read<A, B>(out: &mut Pipe<A>, errors: &mut Pipe<B>, until: Instant) -> Result<(), PerfError>
+fn read<A, B>(out: &mut BoundedPipe<A>, errors: &mut BoundedPipe<B>, until: Instant) -> Result<(), PerfError>
 where
     A: Read + AsFd,
     B: Read + AsFd,
@@ -277,22 +277,22 @@ mod tests {
     }
 
     #[test]
-    fn a_perf_without_json_is_asked_for_text() {
+    fn perf_without_json_falls_back_to_text() {
         let old = r#"[ "$2" = --json ] && { echo "Error: unknown option" >&2; exit 129; }
             [ "$PERF_CPUID" = GenuineIntel-6-8E-9 ] || exit 1
             [ -e "$SYSFS_PATH/bus/event_source/devices/cpu/format/event" ] || exit 2
             cat table"#;
-        let events = asked(old, PATIENCE).unwrap();
+        let events = asked(old, TIMEOUT).unwrap();
         assert!(events.iter().any(|event| event.name == "l1d.replacement"));
         let new = r#"echo '[{"EventName": "a.b", "Encoding": "cpu/event=0x1/"}]'"#;
-        assert_eq!(asked(new, PATIENCE).unwrap()[0].name, "a.b");
+        assert_eq!(asked(new, TIMEOUT).unwrap()[0].name, "a.b");
     }
 
     #[test]
-    fn a_perf_that_fails_is_quoted_in_one_line() {
+    fn perf_failure_is_quoted_in_one_line() {
         let error = asked(
             "echo >&2; echo WARNING: no perf for this kernel >&2; exit 2",
-            PATIENCE,
+            TIMEOUT,
         );
         assert_eq!(
             error_line(&error.unwrap_err()),
@@ -301,30 +301,30 @@ mod tests {
     }
 
     #[test]
-    fn rubbish_is_no_event() {
-        assert!(asked("head -c 100000 /dev/urandom", PATIENCE).unwrap().is_empty());
+    fn invalid_perf_output_yields_no_event() {
+        assert!(asked("head -c 100000 /dev/urandom", TIMEOUT).unwrap().is_empty());
     }
 
     /// Zero time limit and a program that never ends, so that the result does not depend on timing.
     #[test]
-    fn a_perf_that_never_ends_or_prints_without_end_is_given_up() {
+    fn endless_perf_is_killed() {
         let error = asked("exec sleep 1000000", Duration::ZERO).unwrap_err();
         assert!(matches!(error, PerfError::Slow), "{error}");
-        let error = asked("exec cat /dev/zero", PATIENCE).unwrap_err();
+        let error = asked("exec cat /dev/zero", TIMEOUT).unwrap_err();
         assert!(matches!(error, PerfError::Large), "{error}");
     }
 
     #[test]
-    fn no_perf_is_said() {
+    fn missing_perf_is_reported() {
         let dir = tempfile::tempdir().unwrap();
-        let error = ask(&dir.path().join("none"), dir.path(), &cpu(), PATIENCE).unwrap_err();
+        let error = ask(&dir.path().join("none"), dir.path(), &cpu(), TIMEOUT).unwrap_err();
         assert!(matches!(error, PerfError::NotInstalled), "{error}");
     }
 
     /// The installed perf has the events of a known processor on any host.
     #[test]
     #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
-    fn the_installed_perf_has_the_events_of_a_known_processor() {
+    fn installed_perf_lists_events_of_known_processor() {
         let events = match events_of(&cpu()) {
             Ok(events) => events,
             Err(error) => return eprintln!("SKIP: {}", error_line(&error)),

@@ -9,7 +9,7 @@ use crate::common::operator::TestVm;
 fn recorded(vm: &TestVm, name: &str) -> PathBuf {
     let file = vm.vm.runtime.path().join(name);
     let path = file.to_str().unwrap();
-    vm.vm.looked_at_while_it_ran(0.5, |seconds| {
+    vm.vm.observe_while_running(0.5, |seconds| {
         vm.say(&["record", "test", "-q", "-d", seconds, "-F", "500", "-o", path]);
     });
     file
@@ -28,7 +28,7 @@ fn refused(out: &Output, words: &[&str]) {
 /// The output names the source of the code, and code that differs from the recorded build is
 /// rejected.
 #[test]
-fn a_function_is_annotated_from_the_vm_s_memory() {
+fn function_is_annotated_from_guest_memory() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let file = recorded(&vm, "perf.data");
     let file = file.to_str().unwrap();
@@ -78,7 +78,7 @@ fn a_function_is_annotated_from_the_vm_s_memory() {
 
 /// A recording equals itself, and the shares of each recording add up to 100 %.
 #[test]
-fn a_recording_differs_from_itself_in_nothing() {
+fn recording_has_no_diff_to_itself() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let (old, new) = (recorded(&vm, "old.data"), recorded(&vm, "new.data"));
     let (old, new) = (old.to_str().unwrap(), new.to_str().unwrap());

@@ -7,14 +7,14 @@ use crate::common::vm::PROGRAM;
 use crate::common::vm::SpinningVm;
 
 /// Returns the writing end of a pipe without a reader.
-fn without_reader() -> Stdio {
+fn pipe_without_reader() -> Stdio {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
     writer.into()
 }
 
 #[test]
-fn output_that_nobody_reads_is_no_failure() {
+fn closed_pipe_is_no_failure() {
     for (arguments, status) in [
         (&["--help"][..], 0),
         (&["run", "--help"], 0),
@@ -29,8 +29,8 @@ fn output_that_nobody_reads_is_no_failure() {
         let ended = Command::new(PROGRAM)
             .args(arguments)
             .stdin(Stdio::null())
-            .stdout(without_reader())
-            .stderr(without_reader())
+            .stdout(pipe_without_reader())
+            .stderr(pipe_without_reader())
             .status()
             .unwrap();
         assert_eq!(ended.code(), Some(status), "{arguments:?}");
@@ -39,7 +39,7 @@ fn output_that_nobody_reads_is_no_failure() {
 
 /// Other write errors on standard output make the command fail.
 #[test]
-fn output_that_cannot_be_written_is_a_failure() {
+fn write_error_is_a_failure() {
     for arguments in [&["--help"][..], &["check"]] {
         let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
         let output = Command::new(PROGRAM)
@@ -59,7 +59,7 @@ fn output_that_cannot_be_written_is_a_failure() {
 
 /// `perfvisor stat -I 50 | head -n 3`: an endless command ends successfully when its reader exits.
 #[test]
-fn what_comes_at_intervals_ends_when_nobody_reads_it() {
+fn endless_output_ends_with_its_reader() {
     let Some(vm) = SpinningVm::start("read", &[]) else {
         return;
     };

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Stdio};
 
 use crate::common::test_lock::{self, SharedLock};
-use crate::common::vm::{PROGRAM, eventually, has_kvm, with_answers};
+use crate::common::vm::{PROGRAM, eventually, has_kvm, ps_until_all_answer};
 use tempfile::TempDir;
 
 /// One of the last lines of a spinning guest.
@@ -50,7 +50,7 @@ impl ConsoleVm {
 
     /// Returns the output of `ps`, once the VM has answered.
     fn ps(&self) -> String {
-        with_answers(|| self.say(&["ps"]))
+        ps_until_all_answer(|| self.say(&["ps"]))
     }
 
     fn say(&self, args: &[&str]) -> String {
@@ -88,7 +88,7 @@ impl Drop for ConsoleVm {
 }
 
 #[test]
-fn a_file_gets_all_and_the_terminal_nothing() {
+fn console_file_receives_all_output() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("log");
     let Some(vm) = ConsoleVm::start(dir, &format!("file={}", path.display())) else {
@@ -101,7 +101,7 @@ fn a_file_gets_all_and_the_terminal_nothing() {
 }
 
 #[test]
-fn a_client_of_the_socket_gets_what_came_before_it() {
+fn console_socket_replays_earlier_output() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("console");
     let Some(vm) = ConsoleVm::start(dir, &format!("socket={}", path.display())) else {
@@ -124,7 +124,7 @@ fn a_client_of_the_socket_gets_what_came_before_it() {
 }
 
 #[test]
-fn a_pseudo_terminal_is_named_at_the_start_and_in_the_status() {
+fn console_pty_path_is_reported() {
     let Some(mut vm) = ConsoleVm::start(tempfile::tempdir().unwrap(), "pty") else {
         return;
     };
@@ -148,7 +148,7 @@ fn a_pseudo_terminal_is_named_at_the_start_and_in_the_status() {
 }
 
 #[test]
-fn none_is_silent_and_a_place_that_cannot_be_is_one_line() {
+fn invalid_console_is_rejected_in_one_line() {
     let Some(vm) = ConsoleVm::start(tempfile::tempdir().unwrap(), "none") else {
         return;
     };
@@ -166,7 +166,7 @@ fn none_is_silent_and_a_place_that_cannot_be_is_one_line() {
 
 /// Two consoles cannot share one location, and errors of both console options have the same form.
 #[test]
-fn a_virtio_console_has_a_place_of_its_own() {
+fn virtio_console_needs_its_own_location() {
     let dir = tempfile::tempdir().unwrap();
     let both = format!("socket={}", dir.path().join("both").display());
     for (args, says) in [
@@ -183,7 +183,7 @@ fn a_virtio_console_has_a_place_of_its_own() {
 }
 
 #[test]
-fn the_status_says_where_the_virtio_console_is() {
+fn status_reports_virtio_console_location() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("log");
     let place = format!("file={}", path.display());

@@ -17,7 +17,7 @@ const ROOM: usize = 32;
 /// A client that connects before the VM is complete can count all vCPUs with its first request,
 /// even if their threads have not started.
 #[test]
-fn the_first_client_counts_every_vcpu() {
+fn first_client_counts_every_vcpu() {
     if !has_kvm() {
         return;
     }
@@ -65,7 +65,7 @@ fn the_first_client_counts_every_vcpu() {
 /// A client above the connection limit receives an error, which the commands report. The client
 /// that was replaced without a greeting is notified.
 #[test]
-fn one_too_many_is_told_so() {
+fn client_above_connection_limit_is_refused() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let line_of = |stream: UnixStream| {
         let mut line = String::new();

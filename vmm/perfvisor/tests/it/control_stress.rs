@@ -21,7 +21,7 @@ const CONNECTORS: usize = 10;
 const HELLO: &[u8] = b"{\"id\":1,\"call\":\"hello\",\"protocol\":1}\n";
 
 /// Misbehaves like client number `n`. Errors due to a closed connection are ignored.
-fn behave(n: usize, stream: &mut UnixStream) {
+fn misbehave(n: usize, stream: &mut UnixStream) {
     let wait = Some(Duration::from_millis(20));
     stream.set_write_timeout(wait).unwrap();
     let _ = match n % 5 {
@@ -41,7 +41,7 @@ fn behave(n: usize, stream: &mut UnixStream) {
 }
 
 #[test]
-fn a_thousand_clients_at_once_keep_nobody_out_and_leave_nothing() {
+fn thousand_clients_block_nobody_and_leak_nothing() {
     // A thousand clients load all CPUs.
     let _lock = test_lock::exclusive();
     let Some(vm) = TestVm::spinning(2) else { return };
@@ -62,7 +62,7 @@ fn a_thousand_clients_at_once_keep_nobody_out_and_leave_nothing() {
                 scope.spawn(move || {
                     for n in (connector..CLIENTS).step_by(CONNECTORS) {
                         let mut stream = UnixStream::connect(path).unwrap();
-                        behave(n / CONNECTORS, &mut stream);
+                        misbehave(n / CONNECTORS, &mut stream);
                         clients.lock().unwrap().push(stream);
                     }
                 })

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::process::Command;
 use std::time::Duration;
 
-use crate::common::vm::{SpinningVm, eventually, with_answers};
+use crate::common::vm::{SpinningVm, eventually, ps_until_all_answer};
 
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{
@@ -17,7 +17,7 @@ use control_api::request;
 
 /// Tests ps, pause, resume, share, filter, guest view and stop.
 #[test]
-fn an_operator_controls_a_vm() {
+fn operator_commands_control_vm() {
     let Some(mut vm) = TestVm::spinning(2) else { return };
     let seen = vm.ps();
     assert_eq!(seen.len(), 1);
@@ -70,7 +70,7 @@ fn an_operator_controls_a_vm() {
 /// With a guest without CPU hot-plug support, an added vCPU runs, is counted from its start and is
 /// listed, and remains because the guest does not respond to its removal.
 #[test]
-fn vcpus_are_added_and_stay_if_the_guest_does_not_answer() {
+fn added_vcpus_stay_if_guest_does_not_respond() {
     let Some(mut vm) = TestVm::spinning_with_room(3, &[]) else {
         return;
     };
@@ -79,7 +79,7 @@ fn vcpus_are_added_and_stay_if_the_guest_does_not_answer() {
         "test: running, 1 of 3 vCPUs\n"
     );
     assert_eq!((vm.ps()[0].vcpus, vm.ps()[0].max_vcpus), (1, 3));
-    assert!(with_answers(|| vm.say(&["ps"])).contains(" 1 of 3 "));
+    assert!(ps_until_all_answer(|| vm.say(&["ps"])).contains(" 1 of 3 "));
     assert_eq!(vm.vcpu_threads(), ["vcpu0"]);
 
     // Opened in advance: one VM-wide event, and events with rings on each vCPU.
@@ -183,7 +183,7 @@ fn vcpus_are_added_and_stay_if_the_guest_does_not_answer() {
 /// vCPUs can be added up to the maximum at once, further ones are refused, and each contributes to
 /// a VM-wide event.
 #[test]
-fn as_many_vcpus_can_be_added_as_a_vm_may_have() {
+fn vcpus_can_be_added_up_to_maximum() {
     let Some(mut vm) = TestVm::spinning_with_room(64, &[]) else {
         return;
     };
@@ -219,7 +219,7 @@ fn as_many_vcpus_can_be_added_as_a_vm_may_have() {
 
 /// With `--backing exact`, an added vCPU is single-stepped like the others, and the VM continues.
 #[test]
-fn a_vcpu_is_added_to_a_vm_that_counts_exactly() {
+fn vcpu_can_be_added_with_exact_backing() {
     let Some(mut vm) = TestVm::spinning_with_room(2, &["--backing", "exact"]) else {
         return;
     };
@@ -240,7 +240,7 @@ fn a_vcpu_is_added_to_a_vm_that_counts_exactly() {
 
 /// Requests to the vCPUs of a paused VM are answered, and their events accumulate no time.
 #[test]
-fn a_look_at_a_paused_vm_leaves_its_events_off() {
+fn reading_paused_vm_keeps_events_off() {
     let Some(vm) = TestVm::spinning(2) else { return };
     let mut client = vm.client();
     let opened: Vec<Opened> = client
@@ -279,7 +279,7 @@ fn a_look_at_a_paused_vm_leaves_its_events_off() {
 
 /// A vCPU that cannot join the perf core is not added and leaves no resources.
 #[test]
-fn a_vcpu_that_finds_no_descriptors_is_not_added() {
+fn vcpu_without_descriptors_is_not_added() {
     let Some(vm) = SpinningVm::start_with_few_descriptors("test", &["--cpus", "1,max=3"], 64) else {
         return;
     };
@@ -324,7 +324,7 @@ fn a_vcpu_that_finds_no_descriptors_is_not_added() {
 
 /// Invalid arguments produce one line that names them, and exit status 2.
 #[test]
-fn mistakes_of_an_operator_are_one_line() {
+fn invalid_operator_commands_print_one_line() {
     let Some(vm) = TestVm::spinning(1) else { return };
     for (args, word) in [
         (&["ctl", "nobody", "pause"][..], "running are test"),
@@ -363,7 +363,7 @@ fn mistakes_of_an_operator_are_one_line() {
 /// events. The VM continues, refuses further clients individually, and recovers when the client
 /// disconnects.
 #[test]
-fn a_client_that_takes_all_descriptors_leaves_a_vm_that_works() {
+fn vm_survives_client_that_exhausts_descriptors() {
     let Some(vm) = SpinningVm::start_with_few_descriptors("test", &[], 64) else {
         return;
     };
@@ -427,7 +427,7 @@ fn a_client_that_takes_all_descriptors_leaves_a_vm_that_works() {
 /// Clients that violate the protocol are disconnected. The VM and the events of other clients
 /// continue.
 #[test]
-fn a_hostile_client_harms_nobody_else() {
+fn hostile_client_affects_no_other_client() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let mut honest = vm.client();
     let open = |events: &str, sampling| request::Open {
@@ -499,7 +499,7 @@ fn a_hostile_client_harms_nobody_else() {
 /// A client learns why it was disconnected, even if it reads only after the replies have filled the
 /// socket.
 #[test]
-fn a_refusal_reaches_a_client_that_reads_late() {
+fn refusal_reaches_slow_reader() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let mut stream = vm.raw();
     let hello = "{\"id\":1,\"call\":\"hello\",\"protocol\":1}\n";
@@ -525,7 +525,7 @@ fn a_refusal_reaches_a_client_that_reads_late() {
 
 /// The events of a client end with its connection, and no other events do.
 #[test]
-fn a_client_s_events_end_with_it() {
+fn client_events_end_with_connection() {
     let Some(vm) = TestVm::spinning(2) else { return };
     let mut keeps = vm.client();
     let open = |events: &str, sampling| request::Open {
@@ -576,7 +576,7 @@ fn a_client_s_events_end_with_it() {
 /// A killed VM disappears from the list, and its socket from the directory. A guest with an unknown
 /// kernel reports no processes, and replies above the size limit are refused.
 #[test]
-fn processes_and_stacks_are_refused_with_the_reason() {
+fn unavailable_processes_and_stacks_report_reason() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let mut client = vm.client();
     let refused = |result: Result<(), ClientError>| match result {
@@ -615,7 +615,7 @@ fn processes_and_stacks_are_refused_with_the_reason() {
 }
 
 #[test]
-fn a_killed_vm_leaves_the_list() {
+fn killed_vm_is_removed_from_list() {
     let Some(mut vm) = TestVm::spinning(1) else { return };
     // The process that would remove the socket is killed as well.
     let broker = Command::new("pkill")
@@ -638,7 +638,7 @@ fn a_killed_vm_leaves_the_list() {
 /// `stat` prints perf's columns, intervals, separators and JSON, and no number for uncountable
 /// events.
 #[test]
-fn stat_prints_what_was_counted() {
+fn stat_output_formats() {
     let Some(vm) = TestVm::spinning(2) else { return };
     let text = vm.say(&[
         "stat",
@@ -684,7 +684,7 @@ fn stat_prints_what_was_counted() {
 /// A VM-wide event is the sum over its vCPUs, and a VM statistic is a single number even if
 /// per-vCPU values are requested.
 #[test]
-fn events_of_the_whole_vm_are_counted_once() {
+fn vm_wide_events_are_counted_once() {
     let Some(vm) = TestVm::spinning(2) else { return };
     let mut client = vm.client();
     let open = |events: &str, whole, vcpus| request::Open {

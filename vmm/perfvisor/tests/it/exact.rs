@@ -55,7 +55,7 @@ fn text(bytes: &[u8]) -> String {
 
 /// Hand-counted blocks are counted exactly on models of both vendors, without a lost step.
 #[test]
-fn hand_counted_code_counts_exactly() {
+fn hand_counted_code_is_counted_exactly() {
     let Some(host) = host() else { return };
     let kernel = guest("exact.elf", guest_images::bare_metal::EXACT_TESTS);
     let words = if host.user { "" } else { "no-user" };
@@ -84,7 +84,7 @@ fn hand_counted_code_counts_exactly() {
 /// On hosts with working hardware breakpoints, straight runs give the same counts as single steps:
 /// the same blocks pass and the same instructions retire, with fewer stops.
 #[test]
-fn straight_runs_are_counted_as_steps_are() {
+fn straight_runs_match_single_steps() {
     let Some(host) = host() else { return };
     let kernel = guest("runs.elf", guest_images::bare_metal::EXACT_TESTS);
     let words = if host.user { "" } else { "no-user" };
@@ -121,7 +121,7 @@ fn straight_runs_are_counted_as_steps_are() {
 /// The same blocks pass with the same number of steps in every run. Varying counts would be
 /// estimates.
 #[test]
-fn the_same_guest_is_counted_the_same_every_time() {
+fn exact_counts_are_repeatable() {
     let Some(host) = host() else { return };
     let kernel = guest("again.elf", guest_images::bare_metal::EXACT_TESTS);
     let words = if host.user { "" } else { "no-user" };
@@ -151,7 +151,7 @@ fn the_same_guest_is_counted_the_same_every_time() {
 
 /// On hosts that cannot single-step CPL 3, a line at the start says so instead of a count of zero.
 #[test]
-fn a_host_that_cannot_step_user_code_is_told_of() {
+fn host_without_user_stepping_is_reported() {
     let Some(host) = host() else { return };
     let run = perfvisor(&["--pmu", "intel", "--backing", "exact", "--cmdline", "lines quiet"]);
     assert_eq!(
@@ -182,7 +182,7 @@ fn a_host_that_cannot_step_user_code_is_told_of() {
 
 /// Hardware has four breakpoints: five RDPMC instructions are refused in one line with a remedy.
 #[test]
-fn five_rdpmc_sites_are_too_many_for_breakpoints() {
+fn five_rdpmc_sites_exceed_breakpoints() {
     let Some(host) = host() else { return };
     let kernel = guest("vpmu.elf", guest_images::bare_metal::VPMU_TESTS);
     let run = perfvisor(&[
@@ -236,7 +236,7 @@ fn rdpmc_guest(selector: u32) -> Vec<u8> {
 /// RDPMC by hardware breakpoint returns the same value as by trap, also in single-stepped code,
 /// where the instruction is counted like any other.
 #[test]
-fn rdpmc_by_breakpoint_reads_the_counter_stepped_or_not() {
+fn rdpmc_by_breakpoint_matches_trap() {
     let Some(host) = host() else { return };
     let (off, instructions_at_cpl0) = (0, 0x42_00C0);
     for (rdpmc, wanted) in [("trap", true), ("hwbp", host.breakpoints)] {

@@ -46,7 +46,7 @@ fn accept(listener: &UnixListener) -> UnixStream {
 
 /// Before the command starts, a signal ends `perfvisor exec` itself.
 #[test]
-fn exec_ends_at_a_signal_while_it_waits_for_a_guest() {
+fn exec_ends_on_signal_while_waiting() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("vsock");
     let listener = UnixListener::bind(&socket).unwrap();
@@ -67,7 +67,7 @@ fn exec_ends_at_a_signal_while_it_waits_for_a_guest() {
 /// Signals are forwarded to the command. If the guest does not react, the third signal ends
 /// `perfvisor exec`.
 #[test]
-fn exec_can_be_left_whatever_the_guest_does() {
+fn third_signal_ends_exec() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("vsock");
     let listener = UnixListener::bind(&socket).unwrap();

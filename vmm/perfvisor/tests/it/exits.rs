@@ -21,7 +21,7 @@ fn count(of: &Value, list: &str, key: &str, name: &str) -> u64 {
 /// Kicks are counted and timed during the observation, intervals add up to the total, and KVM's
 /// statistics are shown as well.
 #[test]
-fn exits_are_counted_and_timed_while_watched() {
+fn exits_are_counted_and_timed_while_observed() {
     let Some(vm) = TestVm::spinning(2) else { return };
     // Each reading of the guest counters kicks both vCPUs, which produces exits.
     let mut watching = vm
@@ -74,12 +74,12 @@ fn exits_are_counted_and_timed_while_watched() {
 
 /// Checks that KVM's exits have times if the user may trace and KVM's tracepoints work, or that a
 /// line explains their absence.
-fn says_whether_kvms_exits_are_timed(text: &str) -> bool {
+fn reports_kvm_exit_timing(text: &str) -> bool {
     text.contains("\n KVM's exits   ") != text.contains("KVM's exits are not timed: ")
 }
 
 #[test]
-fn the_tables_say_what_was_not_timed() {
+fn tables_report_untimed_exits() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let text = vm.say(&["exits", "test", "-d", "0.3"]);
     for part in [
@@ -91,7 +91,7 @@ fn the_tables_say_what_was_not_timed() {
     ] {
         assert!(text.contains(part), "no {part:?} in {text}");
     }
-    assert!(says_whether_kvms_exits_are_timed(&text), "{text}");
+    assert!(reports_kvm_exit_timing(&text), "{text}");
     let without = vm.say(&["exits", "test", "-d", "0.1", "--no-trace"]);
     assert!(
         without.contains("KVM's exits are not timed: --no-trace"),
@@ -112,11 +112,11 @@ fn the_tables_say_what_was_not_timed() {
     for part in ["exits to Perfvisor", "all of "] {
         assert!(text.contains(part), "no {part:?} in {text}");
     }
-    assert!(says_whether_kvms_exits_are_timed(&text), "{text}");
+    assert!(reports_kvm_exit_timing(&text), "{text}");
 }
 
 #[test]
-fn bad_intervals_are_refused_in_one_line() {
+fn invalid_intervals_are_rejected_in_one_line() {
     for value in ["-1", "0", "x"] {
         let mut command = Command::new(crate::common::vm::PROGRAM);
         let out = command.args(["exits", "vm", "-i", value]).output().unwrap();

@@ -14,7 +14,7 @@ use crate::common::vm::{PROGRAM, eventually};
 /// A scrape contains all VMs, with contiguous families. A VM that stops, dies, appears or
 /// disappears does not affect the others.
 #[test]
-fn one_scrape_has_all_vms_whatever_becomes_of_one() {
+fn scrape_contains_all_vms_despite_failures() {
     let Some(mut host) = Host::start(&[("a", &["--cpus", "2"]), ("b", &[]), ("off", &["--pmu", "off"])])
     else {
         return;
@@ -82,7 +82,7 @@ fn one_scrape_has_all_vms_whatever_becomes_of_one() {
 
 /// The endpoint serves the requests of `go tool pprof` and Pyroscope.
 #[test]
-fn a_profile_is_pprof_s() {
+fn profile_endpoint_serves_pprof() {
     let Some(host) = Host::start(&[("a", &[]), ("b", &[])]) else {
         return;
     };
@@ -134,7 +134,7 @@ fn a_profile_is_pprof_s() {
 }
 
 #[test]
-fn vms_are_discovered_and_paths_told_apart() {
+fn service_discovery_and_paths() {
     let Some(host) = Host::start(&[("a", &[])]) else {
         return;
     };
@@ -163,7 +163,7 @@ fn vms_are_discovered_and_paths_told_apart() {
 
 /// Clients that are silent, slow, send invalid requests or read nothing do not exclude others.
 #[test]
-fn hostile_clients_keep_nobody_out() {
+fn hostile_clients_do_not_exclude_others() {
     let Some(host) = Host::start(&[("a", &[])]) else {
         return;
     };
@@ -221,7 +221,7 @@ fn hostile_clients_keep_nobody_out() {
 
 /// Fake VM sockets that do not answer, send nonsense or endless data, or send slowly.
 #[test]
-fn hostile_vms_spoil_only_their_own_metrics() {
+fn hostile_vms_affect_only_their_metrics() {
     let Some(host) = Host::start(&[("good", &[])]) else {
         return;
     };
@@ -261,7 +261,7 @@ fn hostile_vms_spoil_only_their_own_metrics() {
 
 /// The exporter has no capability, also listens on a Unix socket, and exits on a signal.
 #[test]
-fn it_has_no_rights_and_ends_in_order() {
+fn exporter_has_no_capabilities_and_exits_on_signal() {
     let runtime = tempfile::tempdir().unwrap();
     let socket = runtime.path().join("exporter.sock");
     let mut exporter = Command::new(PROGRAM)

@@ -129,7 +129,7 @@ fn get_as_nobody(port: u16, path: &str) -> String {
 /// Another user of the host cannot read from a loopback address unless the operator allows that
 /// user.
 #[test]
-fn another_user_is_served_only_if_that_is_allowed() {
+fn other_user_needs_permission() {
     if !can_be_nobody() {
         return;
     }
@@ -150,7 +150,7 @@ fn another_user_is_served_only_if_that_is_allowed() {
 
 /// DNS rebinding: a page whose name resolves to this host sends that name.
 #[test]
-fn requests_for_another_host_are_refused() {
+fn foreign_host_field_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let exporter = Exporter::start(&["--allow-host", "vms.example"], dir.path(), dir.path());
     for (host, expected) in [
@@ -172,7 +172,7 @@ fn requests_for_another_host_are_refused() {
 
 /// A token admits other users, and a file without a token is rejected.
 #[test]
-fn a_token_lets_another_user_in() {
+fn token_admits_other_user() {
     if !can_be_nobody() {
         return;
     }
@@ -299,7 +299,7 @@ impl Drop for HostileUser {
 
 /// Sixty sockets that answer a greeting with 15 MB fill neither the log nor the memory.
 #[test]
-fn long_answers_fill_neither_log_nor_memory() {
+fn long_answers_do_not_fill_log_or_memory() {
     if !can_be_nobody() {
         return;
     }
@@ -334,7 +334,7 @@ fn long_answers_fill_neither_log_nor_memory() {
 
 /// Stalled sockets enter a back-off, during which scrapes do not wait for them.
 #[test]
-fn sockets_that_stall_are_left_alone() {
+fn stalling_sockets_back_off() {
     if !can_be_nobody() {
         return;
     }
@@ -390,7 +390,7 @@ fn descendants(pid: u32) -> Vec<u32> {
 /// No other user can read the files of a profile in progress. If the exporter is killed, the
 /// recording process ends too, and the next exporter removes the files.
 #[test]
-fn a_killed_exporter_leaves_no_recorder_and_no_files_for_long() {
+fn killed_exporter_leaves_no_processes_and_files() {
     let Some(vm) = SpinningVm::start("profiled", &[]) else {
         return;
     };

@@ -23,7 +23,7 @@ const SENDS_INIT: [u8; 23] = [
 
 /// The first vCPU starts at the reset vector, where the firmware of a PC would reset the machine.
 #[test]
-fn an_init_to_the_first_vcpu_is_a_reset_by_the_guest() {
+fn init_to_first_vcpu_resets_machine() {
     let dir = tempfile::tempdir().unwrap();
     let kernel = dir.path().join("kernel");
     let mut image = KERNEL.to_vec();
@@ -53,7 +53,7 @@ fn children(pid: u32) -> Vec<(u32, char)> {
 /// Killed helper processes do not remain zombies: the supervisor of kernel readers and both
 /// brokers.
 #[test]
-fn a_child_that_is_killed_is_reaped() {
+fn killed_child_is_reaped() {
     let Some(vm) = SpinningVm::start("reaper", &[]) else {
         return;
     };
@@ -78,7 +78,7 @@ fn a_child_that_is_killed_is_reaped() {
 /// virtiofsd, which a guest may be able to crash, writes no core dump, because it maps the guest's
 /// memory.
 #[test]
-fn a_back_end_of_a_shared_directory_may_leave_no_core_dump() {
+fn virtiofsd_writes_no_core_dump() {
     let dir = tempfile::tempdir().unwrap();
     let limits = dir.path().join("limits");
     let (ours, its) = UnixStream::pair().unwrap();
@@ -108,7 +108,7 @@ fn a_back_end_of_a_shared_directory_may_leave_no_core_dump() {
 
 /// Files written by `record` are readable by their owner only, for any umask.
 #[test]
-fn a_recording_is_for_its_user_only() {
+fn recording_is_readable_by_owner_only() {
     let Some(vm) = SpinningVm::start("private", &[]) else {
         return;
     };

@@ -45,7 +45,7 @@ fn descriptors(pid: u32) -> Vec<(u32, PathBuf)> {
 }
 
 /// Starts a VM from a shell with descriptor 77 open and a secret in the environment.
-fn with_a_careless_parent(args: &[&str]) -> Option<SpinningVm> {
+fn vm_with_inherited_state(args: &[&str]) -> Option<SpinningVm> {
     let mut shell = Command::new("/bin/bash");
     shell
         .args(["-c", "exec 77</etc/passwd; exec \"$0\" \"$@\"", PROGRAM])
@@ -54,11 +54,11 @@ fn with_a_careless_parent(args: &[&str]) -> Option<SpinningVm> {
 }
 
 #[test]
-fn jailed_vm_has_no_descriptor_that_it_inherited() {
+fn jailed_vm_closes_inherited_descriptors() {
     if !is_root() {
         return;
     }
-    let Some(vm) = with_a_careless_parent(&["--jail"]) else {
+    let Some(vm) = vm_with_inherited_state(&["--jail"]) else {
         return;
     };
     let processes = processes(&vm);
@@ -75,8 +75,8 @@ fn jailed_vm_has_no_descriptor_that_it_inherited() {
 
 /// Child processes do not inherit the descriptor.
 #[test]
-fn descriptor_that_a_vm_inherited_is_close_on_exec() {
-    let Some(vm) = with_a_careless_parent(&[]) else {
+fn inherited_descriptor_is_close_on_exec() {
+    let Some(vm) = vm_with_inherited_state(&[]) else {
         return;
     };
     let info = fs::read_to_string(format!("/proc/{}/fdinfo/77", vm.child.id())).unwrap();
@@ -86,12 +86,12 @@ fn descriptor_that_a_vm_inherited_is_close_on_exec() {
 }
 
 #[test]
-fn environment_is_in_no_process_of_a_vm() {
+fn environment_is_cleared_in_all_processes() {
     for args in [&[][..], &["--jail"]] {
         if !args.is_empty() && !is_root() {
             return;
         }
-        let Some(vm) = with_a_careless_parent(args) else {
+        let Some(vm) = vm_with_inherited_state(args) else {
             return;
         };
         for (pid, name) in processes(&vm) {
@@ -106,7 +106,7 @@ fn environment_is_in_no_process_of_a_vm() {
 /// An abstract socket belongs to the host's network namespace, so a VM must connect before it
 /// enters the jail.
 #[test]
-fn service_manager_with_an_abstract_socket_hears_a_jailed_vm() {
+fn jailed_vm_notifies_abstract_socket() {
     if !is_root() {
         return;
     }
@@ -131,7 +131,7 @@ fn service_manager_with_an_abstract_socket_hears_a_jailed_vm() {
 }
 
 /// Creates a directory of user NOBODY with a symbolic link to a file of root.
-fn with_a_link() -> (tempfile::TempDir, PathBuf, PathBuf) {
+fn directory_with_link() -> (tempfile::TempDir, PathBuf, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
     let (secret, theirs) = (dir.path().join("secret"), dir.path().join("theirs"));
@@ -146,11 +146,11 @@ fn with_a_link() -> (tempfile::TempDir, PathBuf, PathBuf) {
 }
 
 #[test]
-fn links_of_the_jails_user_lead_to_no_file_of_roots() {
+fn links_of_jail_user_do_not_reach_root_files() {
     if !is_root() {
         return;
     }
-    let (_dir, secret, link) = with_a_link();
+    let (_dir, secret, link) = directory_with_link();
     let user = format!("uid={NOBODY}");
     let link = link.display();
     for option in [format!("--console=file={link}"), format!("--log-file={link}")] {

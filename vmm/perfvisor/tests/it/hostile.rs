@@ -134,7 +134,7 @@ fn xorshift(state: &mut u64) -> u64 {
 }
 
 /// Starts and kills operator commands for a given time. Returns the number of commands.
-fn commands_that_die(vm: &Machine, for_how_long: Duration, random: &mut u64) -> u64 {
+fn run_killed_commands(vm: &Machine, for_how_long: Duration, random: &mut u64) -> u64 {
     let until = Instant::now() + for_how_long;
     let mut count = 0;
     while Instant::now() < until {
@@ -172,7 +172,7 @@ fn length() -> Duration {
 }
 
 #[test]
-fn a_guest_and_clients_that_mean_no_good_leave_the_vmm_as_it_was() {
+fn hostile_guest_and_clients_leave_vmm_unchanged() {
     // The guest and the commands load all CPUs.
     let _lock = test_lock::exclusive();
     let pmus = ["intel", "amd"];
@@ -193,11 +193,11 @@ fn a_guest_and_clients_that_mean_no_good_leave_the_vmm_as_it_was() {
         };
         vm.new_line_with("hostile: round");
         // Buffers and tables are allocated on first use.
-        let first = commands_that_die(&vm, each / 4, &mut random);
+        let first = run_killed_commands(&vm, each / 4, &mut random);
         std::thread::sleep(Duration::from_millis(300));
         let before = ResourceUse::most_of(pid, 30);
         row("at first", first, before);
-        let killed = commands_that_die(&vm, each - each / 4, &mut random);
+        let killed = run_killed_commands(&vm, each - each / 4, &mut random);
         eventually("nothing is left of the clients", || {
             ResourceUse::of(pid).is_within(before)
         });
@@ -239,7 +239,7 @@ fn neighbour(cpu: usize, end: &AtomicBool) -> (u64, u64, u64) {
 /// than the vCPU, which is measured and bounded. The neighbour's own share is only printed, because
 /// it also depends on other load of the host. The VM survives the interrupt storm.
 #[test]
-fn what_a_storming_guest_takes_from_a_neighbour_is_little_and_shown() {
+fn storming_guest_takes_little_from_neighbour() {
     // The test loads two CPUs and measures the share of one.
     let _lock = test_lock::exclusive();
     let cpus = sched_getaffinity(None).unwrap();

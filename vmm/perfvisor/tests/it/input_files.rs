@@ -36,7 +36,7 @@ fn refused(args: &[&str], out: &Output, parts: &[&str]) {
 
 /// Opening such a pipe would block until a writer or reader appears.
 #[test]
-fn pipes_that_nobody_has_at_the_other_end_are_not_waited_for() {
+fn pipes_without_peer_are_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let path = pipe(dir.path());
     let pipe = path.to_str().unwrap();
@@ -54,7 +54,7 @@ fn pipes_that_nobody_has_at_the_other_end_are_not_waited_for() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let data = dir.path().join("data");
     let data = data.to_str().unwrap();
-    vm.vm.looked_at_while_it_ran(0.2, |seconds| {
+    vm.vm.observe_while_running(0.2, |seconds| {
         vm.say(&["record", "test", "-d", seconds, "-o", data]);
     });
     let annotate = |option| ["annotate", "-i", data, option, pipe, "spin_hot"];
@@ -79,7 +79,7 @@ fn pipes_that_nobody_has_at_the_other_end_are_not_waited_for() {
 /// Regression test: for an unwritable directory, the message was `perf.data: No such file or
 /// directory`.
 #[test]
-fn what_cannot_be_written_is_called_so() {
+fn unwritable_output_is_reported() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let dir = tempfile::tempdir().unwrap();
     let data = dir.path().join("data");
@@ -101,7 +101,7 @@ fn what_cannot_be_written_is_called_so() {
 
 /// The shell's `<(COMMAND)` is a pipe with a writer.
 #[test]
-fn pipes_that_somebody_writes_to_are_files_like_others() {
+fn pipes_with_writer_are_accepted() {
     let dir = tempfile::tempdir().unwrap();
     let path = pipe(dir.path());
     // A descriptor for both ends, so that opening the pipe for writing does not block.
@@ -128,7 +128,7 @@ fn pipes_that_somebody_writes_to_are_files_like_others() {
 /// standard error of the caller, so `$(perfvisor run --daemonize … 2>&1)` blocked until the end of
 /// the VM.
 #[test]
-fn a_daemon_with_a_shared_directory_lets_its_starter_s_streams_go() {
+fn daemon_with_shared_directory_releases_streams() {
     let places = [
         "/usr/libexec/virtiofsd",
         "/usr/lib/virtiofsd",
@@ -179,7 +179,7 @@ fn a_daemon_with_a_shared_directory_lets_its_starter_s_streams_go() {
 /// A VM waits for a silent pipe with its stop signals blocked, so the wait itself must poll for
 /// signals.
 #[test]
-fn a_pipe_that_is_waited_for_can_be_given_up() {
+fn wait_for_pipe_ends_on_signal() {
     if !has_kvm() {
         return;
     }
@@ -211,7 +211,7 @@ fn a_pipe_that_is_waited_for_can_be_given_up() {
 
 /// Regression test: the message about an unreadable filter file named the file twice.
 #[test]
-fn a_filter_that_cannot_be_used_is_named_once() {
+fn unusable_filter_is_named_once() {
     if !has_kvm() {
         return;
     }
@@ -246,7 +246,7 @@ fn blocks_interrupt(pid: u32) -> bool {
 }
 
 #[test]
-fn a_directory_for_sockets_that_is_not_there_names_its_variable() {
+fn missing_socket_directory_names_variable() {
     if !has_kvm() {
         return;
     }

@@ -30,11 +30,11 @@ fn names(dir: &str) -> Vec<String> {
 }
 
 /// Checks that the operator commands work from outside the jail.
-fn is_operated(vm: &SpinningVm, name: &str) {
+fn assert_operable(vm: &SpinningVm, name: &str) {
     let (status, text) = said(&mut vm.operator(&["ctl", name, "status"]));
     assert_eq!(status, Some(0), "{text}");
     let events = "cycles,task-clock,steal-ns";
-    let text = vm.looked_at_while_it_ran(1.0, |seconds| {
+    let text = vm.observe_while_running(1.0, |seconds| {
         let args = ["stat", name, "-x,", "-e", events, "-d", seconds];
         let (status, text) = said(&mut vm.operator(&args));
         assert_eq!(status, Some(0), "{text}");
@@ -47,7 +47,7 @@ fn is_operated(vm: &SpinningVm, name: &str) {
     }
     let file = vm.runtime.path().join("perf.data");
     let file = file.to_str().unwrap();
-    vm.looked_at_while_it_ran(1.0, |seconds| {
+    vm.observe_while_running(1.0, |seconds| {
         let args = ["record", name, "-F", "500", "-d", seconds, "-q", "-o", file];
         let (status, text) = said(&mut vm.operator(&args));
         assert_eq!(status, Some(0), "{text}");
@@ -57,7 +57,7 @@ fn is_operated(vm: &SpinningVm, name: &str) {
 }
 
 /// Checks that all threads of a process are isolated from the host.
-fn is_jailed(pid: u32, socket_dir: &Path) {
+fn assert_jailed(pid: u32, socket_dir: &Path) {
     for kind in ["mnt", "net", "ipc", "uts"] {
         let of = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/{kind}")).unwrap();
         assert_ne!(of(&pid.to_string()), of("self"), "{kind}");
@@ -78,16 +78,16 @@ fn is_jailed(pid: u32, socket_dir: &Path) {
 }
 
 #[test]
-fn a_jailed_vm_is_operated_and_sees_no_host() {
+fn jailed_vm_is_operable_and_isolated() {
     if !is_root() {
         return;
     }
     let Some(mut vm) = SpinningVm::start("jailed", &["--jail", "--cpus", "2"]) else {
         return;
     };
-    is_operated(&vm, "jailed");
+    assert_operable(&vm, "jailed");
     let sockets = vm.runtime.path().join("perfvisor");
-    is_jailed(vm.child.id(), &sockets);
+    assert_jailed(vm.child.id(), &sockets);
     let (status, text) = said(&mut vm.operator(&["ctl", "jailed", "stop"]));
     assert_eq!(status, Some(0), "{text}");
     assert_eq!(vm.child.wait().unwrap().code(), Some(0), "{:?}", vm.said());
@@ -97,7 +97,7 @@ fn a_jailed_vm_is_operated_and_sees_no_host() {
 /// The jail confines the VM without landlock and without seccomp filters, each of which is disabled
 /// in turn.
 #[test]
-fn a_jail_needs_neither_filters_nor_landlock() {
+fn jail_works_without_filters_and_landlock() {
     if !is_root() {
         return;
     }
@@ -105,11 +105,11 @@ fn a_jail_needs_neither_filters_nor_landlock() {
     let Some(vm) = SpinningVm::start("jailed", &off) else {
         return;
     };
-    is_jailed(vm.child.id(), &vm.runtime.path().join("perfvisor"));
+    assert_jailed(vm.child.id(), &vm.runtime.path().join("perfvisor"));
 }
 
 #[test]
-fn a_jailed_vm_is_the_user_that_was_named_and_still_counts() {
+fn jailed_vm_changes_user_and_counts() {
     if !is_root() {
         return;
     }
@@ -124,9 +124,9 @@ fn a_jailed_vm_is_the_user_that_was_named_and_still_counts() {
         status.contains("Groups:\t \n") || status.contains("Groups:\t\n"),
         "{status}"
     );
-    is_operated(&vm, "somebody");
+    assert_operable(&vm, "somebody");
     let sockets = vm.runtime.path().join("perfvisor");
-    is_jailed(vm.child.id(), &sockets);
+    assert_jailed(vm.child.id(), &sockets);
     assert_eq!(fs::metadata(&sockets).unwrap().uid(), NOBODY);
     let (status, text) = said(&mut vm.operator(&["ctl", "somebody", "stop"]));
     assert_eq!(status, Some(0), "{text}");
@@ -135,7 +135,7 @@ fn a_jailed_vm_is_the_user_that_was_named_and_still_counts() {
 }
 
 #[test]
-fn a_user_without_rights_has_a_jail_by_a_user_namespace() {
+fn unprivileged_jail_uses_user_namespace() {
     // The user has no capabilities, but may create a user namespace.
     let Some(nobody) = UnprivilegedUser::with(&["--bounding-set=-all"], &["unshare", "-U", "true"]) else {
         return;
@@ -172,7 +172,7 @@ fn a_user_without_rights_has_a_jail_by_a_user_namespace() {
     });
     let user = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/user")).unwrap();
     assert_ne!(user(&vm.id().to_string()), user("self"));
-    is_jailed(vm.id(), &nobody.dir().join("perfvisor"));
+    assert_jailed(vm.id(), &nobody.dir().join("perfvisor"));
     let (status, text) = said(&mut nobody.perfvisor(&["ctl", "mine", "stop"]));
     assert_eq!(status, Some(0), "{text}");
     vm.wait().unwrap();
@@ -181,7 +181,7 @@ fn a_user_without_rights_has_a_jail_by_a_user_namespace() {
 
 /// After a reset, the kernel and the devices are accessible in the jail as another user.
 #[test]
-fn a_jailed_vm_boots_again_in_place() {
+fn jailed_vm_restarts_in_place() {
     if !is_root() {
         return;
     }
@@ -202,7 +202,7 @@ fn a_jailed_vm_boots_again_in_place() {
 /// Sockets at user-chosen paths are removed with the VM if its user may remove them, regardless of
 /// the owners of the parent directories. The VM warns at its start about sockets that will remain.
 #[test]
-fn sockets_go_with_a_jailed_vm_or_it_says_that_they_stay() {
+fn jailed_vm_removes_sockets_or_warns() {
     if !is_root() {
         return;
     }
@@ -273,7 +273,7 @@ impl Drop for ControlGroup {
 
 /// The error occurs before anything that the guest could access exists.
 #[test]
-fn a_wrong_jail_is_refused_in_a_line() {
+fn invalid_jail_is_rejected_in_one_line() {
     for (words, why) in [
         ("uid=", "--jail"),
         ("uid=4294967295", "4294967294"),
@@ -292,7 +292,7 @@ fn a_wrong_jail_is_refused_in_a_line() {
 
 /// The kernel accounts the whole VM to the group, although the VM's user may not join it.
 #[test]
-fn a_jailed_vm_joins_its_control_group() {
+fn jailed_vm_joins_control_group() {
     if !is_root() {
         return;
     }
@@ -309,8 +309,8 @@ fn a_jailed_vm_joins_its_control_group() {
         let own = groups.lines().find(|line| line.starts_with("0::")).unwrap();
         assert!(own.ends_with(&format!("/{name}")), "{groups}");
     }
-    is_operated(&vm, "grouped");
-    is_jailed(vm.child.id(), &vm.runtime.path().join("perfvisor"));
+    assert_operable(&vm, "grouped");
+    assert_jailed(vm.child.id(), &vm.runtime.path().join("perfvisor"));
     let (status, text) = said(&mut vm.operator(&["ctl", "grouped", "stop"]));
     assert_eq!(status, Some(0), "{text}");
     assert_eq!(vm.child.wait().unwrap().code(), Some(0), "{:?}", vm.said());
@@ -319,7 +319,7 @@ fn a_jailed_vm_joins_its_control_group() {
 /// Missing directories, similar files, cgroup v1 groups and a group that the kernel lets no process
 /// join are rejected.
 #[test]
-fn what_is_no_control_group_to_join_is_refused_in_a_line() {
+fn invalid_control_group_is_rejected_in_one_line() {
     let refused = |dir: &Path, why: &str| {
         let jail = format!("cgroup={}", dir.display());
         let (status, text) = said(Command::new(PROGRAM).args(["run", "--jail", &jail]));

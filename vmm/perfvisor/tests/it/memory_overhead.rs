@@ -41,7 +41,7 @@ fn release_build() -> Option<PathBuf> {
 }
 
 #[test]
-fn a_vm_takes_few_pages_of_its_own_and_few_more_for_each_vcpu() {
+fn vm_memory_overhead_is_bounded() {
     let Some(program) = release_build() else {
         println!("SKIPPED: PERFVISOR_STATIC_DIR names no directory with a release build");
         return;

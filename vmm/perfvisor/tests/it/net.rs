@@ -18,7 +18,7 @@ fn refused(nets: &[&str]) -> String {
 }
 
 #[test]
-fn mistakes_in_the_option_are_named() {
+fn invalid_net_options_are_reported() {
     for (net, words) in [
         ("tap0", "must be tap=NAME"),
         ("tap=a/b", "1 to 15 bytes"),
@@ -31,7 +31,7 @@ fn mistakes_in_the_option_are_named() {
 }
 
 #[test]
-fn a_tap_device_that_is_missing_is_not_made() {
+fn missing_tap_device_is_not_created() {
     if !has_kvm() {
         return;
     }

@@ -20,12 +20,12 @@ fn observed(name: &str, mode: &str) -> Option<(SpinningVm, tempfile::TempDir, St
 }
 
 /// Returns the arguments of a command, the first word of `args`, at the socket `path`.
-fn looking<'a>(path: &'a str, args: &[&'a str]) -> Vec<&'a str> {
+fn observer_args<'a>(path: &'a str, args: &[&'a str]) -> Vec<&'a str> {
     [&args[..1], &["--socket", path], &args[1..]].concat()
 }
 
 #[test]
-fn an_observer_counts_and_changes_nothing() {
+fn observer_can_only_count() {
     let Some((vm, _dir, path)) = observed("seen", "") else {
         return;
     };
@@ -37,7 +37,7 @@ fn an_observer_counts_and_changes_nothing() {
         (&["stat", "-A", "-e", "task-clock", "-d", "0.2"], "task-clock"),
         (&["stat", "--guest-view"], "vcpu"),
     ] {
-        let args = &looking(&path, args);
+        let args = &observer_args(&path, args);
         let (status, text) = said(&mut vm.operator(args));
         assert_eq!(status, Some(0), "{args:?}: {text}");
         assert!(text.to_lowercase().contains(word), "{args:?}: {text}");
@@ -55,7 +55,7 @@ fn an_observer_counts_and_changes_nothing() {
         &["ctl", "filter", filter.to_str().unwrap()],
         &["record", "-d", "0.2", "-o", data.to_str().unwrap()],
     ] {
-        let args = &looking(&path, args);
+        let args = &observer_args(&path, args);
         let (status, text) = said(&mut vm.operator(args));
         assert_eq!(status, Some(2), "{args:?}: {text}");
         assert!(
@@ -72,7 +72,7 @@ fn an_observer_counts_and_changes_nothing() {
 
 /// The maximum number of observers leaves connections for operators.
 #[test]
-fn observers_do_not_keep_operators_out() {
+fn observers_do_not_exclude_operators() {
     let Some((vm, _dir, path)) = observed("crowded", "") else {
         return;
     };
@@ -88,7 +88,7 @@ fn observers_do_not_keep_operators_out() {
 }
 
 #[test]
-fn another_user_looks_on_if_the_file_lets_him() {
+fn socket_mode_admits_other_observer() {
     let able = Command::new("setpriv")
         .args(["--reuid", "65534", "--clear-groups", "true"])
         .output();
@@ -115,7 +115,7 @@ fn another_user_looks_on_if_the_file_lets_him() {
 /// An exporter of an unprivileged user serves the VMs of another user through their observer
 /// sockets. Labels contain the owner's user ID, fake VMs are down, and profiles are refused.
 #[test]
-fn an_exporter_of_another_user_serves_what_is_in_a_directory() {
+fn exporter_of_other_user_serves_observer_directory() {
     let able = Command::new("setpriv")
         .args(["--reuid", "65534", "--clear-groups", "true"])
         .output();
@@ -161,7 +161,7 @@ fn an_exporter_of_another_user_serves_what_is_in_a_directory() {
 
 /// An unreadable directory is reported at the start.
 #[test]
-fn a_directory_that_is_none_is_said_in_a_line() {
+fn unreadable_directory_is_reported_in_one_line() {
     let none = ["exporter", "--listen", "127.0.0.1:0", "--vms", "/nowhere/at/all"];
     let (status, text) = said(Command::new(PROGRAM).args(none));
     assert_eq!(status, Some(2), "{text}");
@@ -172,7 +172,7 @@ fn a_directory_that_is_none_is_said_in_a_line() {
 }
 
 #[test]
-fn a_socket_that_cannot_be_is_said_in_a_line() {
+fn invalid_observer_socket_is_rejected_in_one_line() {
     let (status, text) = said(Command::new(PROGRAM).args(["run", "--observers", "/nowhere/at/all"]));
     assert_eq!(status, Some(2), "{text}");
     assert!(

@@ -41,7 +41,7 @@ fn panicking(kind: &str) -> Option<(Option<i32>, String)> {
 
 /// Checks that the output consists of lines about that panic: one, or one per vCPU.
 #[track_caller]
-fn is_one_line_of(said: &str, thread: &str, most: usize) {
+fn assert_panic_lines(said: &str, thread: &str, most: usize) {
     let lines: Vec<&str> = said.lines().collect();
     assert!((1..=most).contains(&lines.len()), "{said}");
     for line in lines {
@@ -55,27 +55,27 @@ fn is_one_line_of(said: &str, thread: &str, most: usize) {
 }
 
 #[test]
-fn a_main_loop_that_panics_ends_the_vm_in_one_line() {
+fn main_loop_panic_ends_vm_in_one_line() {
     let Some((status, said)) = panicking("main") else {
         return;
     };
     assert_eq!(status, Some(8), "{said}");
-    is_one_line_of(&said, "main", 1);
+    assert_panic_lines(&said, "main", 1);
 }
 
 #[test]
-fn a_vcpu_that_panics_ends_the_vm_in_one_line() {
+fn vcpu_panic_ends_vm_in_one_line() {
     let Some((status, said)) = panicking("vcpu") else {
         return;
     };
     assert_eq!(status, Some(8), "{said}");
-    is_one_line_of(&said, "vcpu", 2);
+    assert_panic_lines(&said, "vcpu", 2);
 }
 
 /// In contrast to a fault, a signal sent by another process does not recur when the handler
 /// returns.
 #[test]
-fn a_fault_s_signal_that_somebody_sends_ends_the_vm_in_one_line() {
+fn sent_fault_signal_ends_vm_in_one_line() {
     for signal in ["SEGV", "BUS", "ILL", "FPE"] {
         let Some(mut vm) = SpinningVm::start("sent", &["--cpus", "2"]) else {
             return;
@@ -98,7 +98,7 @@ fn a_fault_s_signal_that_somebody_sends_ends_the_vm_in_one_line() {
 
 /// KVM's emulator lacks some instructions. The message contains the instruction for bug reports.
 #[test]
-fn an_instruction_that_kvm_cannot_emulate_is_named() {
+fn emulation_failure_names_instruction() {
     let Some(mut vm) = Machine::start(&["--cmdline", "unemulated"]) else {
         return;
     };

@@ -84,7 +84,7 @@ fn counts(client: &mut Client, handle: u32) -> bool {
 }
 
 #[test]
-fn an_operator_s_event_is_refused_in_a_line_and_can_be_had_later() {
+fn refused_operator_event_can_be_opened_later() {
     let Some(refused) = FaultyVm::start(&[]) else {
         return;
     };
@@ -111,7 +111,7 @@ fn an_operator_s_event_is_refused_in_a_line_and_can_be_had_later() {
 
 /// The kernel takes locks interruptibly, and a vCPU receives signals all the time.
 #[test]
-fn an_open_that_a_signal_interrupts_is_tried_again() {
+fn interrupted_open_is_retried() {
     let Some(refused) = FaultyVm::start(&[]) else {
         return;
     };
@@ -127,7 +127,7 @@ fn an_open_that_a_signal_interrupts_is_tried_again() {
 
 /// The guest reprograms its counters repeatedly, so that their events fail at random moments.
 #[test]
-fn a_guest_s_counters_do_without_and_the_guest_goes_on() {
+fn guest_survives_counters_without_backing() {
     if !cfg!(debug_assertions) {
         return eprintln!("SKIP: a release has no faults for tests");
     }

@@ -25,7 +25,7 @@ fn field(status: &str, name: &str) -> u64 {
 }
 
 #[test]
-fn no_thread_of_a_vm_has_a_capability() {
+fn vm_threads_have_no_capability() {
     let Some(vm) = SpinningVm::start("rights", &["--cpus", "2"]) else {
         return;
     };
@@ -66,7 +66,7 @@ fn service_process(pid: u32, comm: &str) -> u32 {
 
 /// The broker has only the capability to count and one socket, and ends with the VM.
 #[test]
-fn the_broker_of_perf_events_has_one_capability_and_ends_with_the_vm() {
+fn perf_broker_has_one_capability_and_ends_with_vm() {
     let own = fs::read_to_string("/proc/self/status").unwrap();
     let cases: [(&str, &[&str], u64); 3] = [
         ("broker", &[], 2),
@@ -105,7 +105,7 @@ fn the_broker_of_perf_events_has_one_capability_and_ends_with_the_vm() {
 
 /// A VM whose broker is killed keeps its open counters, logs one line and refuses new counters.
 #[test]
-fn a_vm_whose_broker_is_killed_says_once_that_it_opens_no_counter() {
+fn killed_perf_broker_is_reported_once() {
     let Some(vm) = SpinningVm::start("brokerless", &[]) else {
         return;
     };
@@ -170,7 +170,7 @@ fn children(pid: u32) -> Vec<(u32, String)> {
 /// The helper processes that start kernel readers and connect to sockets have no capability, no
 /// file and no access to the VM's descriptors. They end with the VM, even if the VM is killed.
 #[test]
-fn the_keeper_of_kernel_readers_has_no_rights_and_ends_with_the_vm() {
+fn reader_supervisor_has_no_privileges_and_ends_with_vm() {
     let cases: [(&str, &[&str], u64); 3] = [
         ("kept", &[], 2),
         ("kept-off", &["--seccomp", "off", "--landlock", "off"], 0),
@@ -233,7 +233,7 @@ const HALTS: &[u8] = include_bytes!("../../../fuzz/seeds/boot/pvh");
 /// A running VM cannot restart the supervisor of its kernel readers. The VM continues, logs one
 /// line, and reports the reason to clients.
 #[test]
-fn a_vm_whose_keeper_is_killed_says_once_what_it_cannot_do_any_more() {
+fn killed_reader_supervisor_is_reported_once() {
     let dir = tempfile::tempdir().unwrap();
     let kernel = dir.path().join("kernel");
     fs::write(&kernel, &HALTS[1..]).unwrap();
@@ -263,7 +263,7 @@ fn a_vm_whose_keeper_is_killed_says_once_what_it_cannot_do_any_more() {
 
 /// `--seccomp off` omits the filters and changes no thread.
 #[test]
-fn filters_are_left_out_if_the_operator_says_so() {
+fn seccomp_off_installs_no_filters() {
     let Some(vm) = SpinningVm::start("unfiltered", &["--seccomp", "off"]) else {
         return;
     };
@@ -273,7 +273,7 @@ fn filters_are_left_out_if_the_operator_says_so() {
 }
 
 #[test]
-fn a_vm_needs_no_root_and_shows_its_memory_to_nobody() {
+fn unprivileged_vm_protects_its_memory() {
     let rights = &["--inh-caps", "+perfmon", "--ambient-caps", "+perfmon"];
     let Some(nobody) = UnprivilegedUser::with(rights, &["true"]) else {
         return;

@@ -72,7 +72,7 @@ fn get_lax(mut stream: TcpStream, target: &str) -> (String, Vec<u8>) {
 
 /// Prometheus scrapes 20 VMs at once, discovers the VMs over HTTP, and detects a stopped VM.
 #[test]
-fn prometheus_scrapes_twenty_vms() {
+fn prometheus_scrapes_20_vms() {
     if !is_installed("prometheus", "--version") {
         return;
     }
@@ -201,7 +201,7 @@ fn assert_dashboard(prometheus: &Prometheus, metrics: &str) {
 
 /// Go's pprof reads a profile of the exporter, with the functions of the guest.
 #[test]
-fn go_s_pprof_reads_a_profile() {
+fn go_pprof_reads_exporter_profile() {
     if !is_installed("go", "version") {
         return;
     }

@@ -19,7 +19,7 @@ fn samples(vm: &Machine, data: &Path) -> usize {
 
 /// A recorder that is killed leaves a file with the samples up to one second before.
 #[test]
-fn a_recorder_that_is_killed_leaves_its_samples() {
+fn killed_recorder_leaves_its_samples() {
     let Some(mut vm) = Machine::start(&BUSY) else {
         return;
     };
@@ -43,7 +43,7 @@ fn a_recorder_that_is_killed_leaves_its_samples() {
 /// A full disk ends the recording with one line that names the file, status 1 and a readable file.
 /// The guest continues.
 #[test]
-fn a_full_disk_ends_the_recording_and_leaves_what_fitted() {
+fn full_disk_leaves_readable_recording() {
     let Some(mut vm) = Machine::start(&BUSY) else {
         return;
     };
@@ -81,7 +81,7 @@ fn a_full_disk_ends_the_recording_and_leaves_what_fitted() {
 
 /// A recording without samples logs a warning and leaves a readable file.
 #[test]
-fn a_recording_without_samples_warns() {
+fn recording_without_samples_warns() {
     let Some(vm) = Machine::start(&BUSY) else {
         return;
     };

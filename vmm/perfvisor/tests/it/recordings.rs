@@ -14,7 +14,7 @@ use guest_profile::export::{Profile, folded, reader, report};
 /// and every output format can be produced. This holds whether the vCPU is stopped for every sample
 /// or for few of them.
 #[test]
-fn a_recording_attributes_time_to_functions_and_chains() {
+fn recording_attributes_time_to_functions_and_chains() {
     let Some(vm) = TestVm::spinning(2) else { return };
     for chain_every in [1, 10] {
         profile_of_the_spinning_guest(&vm, chain_every);
@@ -106,7 +106,7 @@ fn profile_of_the_spinning_guest(vm: &TestVm, chain_every: u32) {
 /// A control pipe enables and disables sampling, and each command is acknowledged after its
 /// execution.
 #[test]
-fn a_recording_is_switched_on_and_off_through_pipes() {
+fn control_pipes_switch_recording() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let place = |name: &str| vm.vm.runtime.path().join(name);
     let (ctl, ack, data) = (place("ctl"), place("ack"), place("perf.data"));
@@ -198,7 +198,7 @@ fn a_recording_is_switched_on_and_off_through_pipes() {
 
 /// The recording of a VM that ends is complete.
 #[test]
-fn a_recording_outlives_its_vm() {
+fn recording_survives_end_of_vm() {
     let Some(mut vm) = TestVm::spinning(1) else { return };
     let data = vm.vm.runtime.path().join("perf.data");
     let recorder = Command::new(PROGRAM)
@@ -220,7 +220,7 @@ fn a_recording_outlives_its_vm() {
 
 /// An empty file is accepted, and a damaged one is rejected without a panic.
 #[test]
-fn empty_and_broken_files_are_told_apart() {
+fn empty_and_damaged_recordings_differ() {
     let temp = tempfile::tempdir().unwrap();
     let empty = temp.path().join("empty");
     let broken = temp.path().join("broken");
@@ -242,7 +242,7 @@ fn empty_and_broken_files_are_told_apart() {
 
 /// Devices are endless, and a pipe without a writer never delivers data.
 #[test]
-fn what_is_no_file_is_refused_in_a_line() {
+fn devices_and_silent_pipes_are_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let pipe = dir.path().join("pipe");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
@@ -278,7 +278,7 @@ fn what_is_no_file_is_refused_in_a_line() {
 /// Neither an invalid file nor an oversized recording is read into memory. Both files are sparse
 /// with 1 TiB, and the address space is limited to 1 GiB.
 #[test]
-fn large_files_are_refused_before_they_are_read() {
+fn large_files_are_rejected_before_reading() {
     let dir = tempfile::tempdir().unwrap();
     for (begin, what) in [("", "no perf.data file"), ("PERFILE2", "larger than 4096 MiB")] {
         let path = dir.path().join("large");
@@ -303,7 +303,7 @@ fn large_files_are_refused_before_they_are_read() {
 
 /// An unreadable guest disk is reported before the first sample, and a disk in use is accepted.
 #[test]
-fn a_guest_s_disk_that_cannot_be_read_is_said_in_a_line() {
+fn unreadable_guest_disk_is_reported_in_one_line() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let dir = tempfile::tempdir().unwrap();
     let empty = dir.path().join("empty");

@@ -14,7 +14,7 @@ fn booting(way: &str, args: &[&str]) -> Option<Machine> {
 }
 
 #[test]
-fn without_restart_a_reset_ends_the_vm() {
+fn reset_without_restart_ends_vm() {
     for (way, status) in [("keyboard", 4), ("cf9", 4), ("a20", 4), ("triple", 6)] {
         let Some(mut vm) = booting(way, &[]) else { return };
         assert_eq!(vm.line_with("boot"), NEW);
@@ -25,7 +25,7 @@ fn without_restart_a_reset_ends_the_vm() {
 /// After every kind of reset, the guest finds zeroed memory, PMU and devices, and both vCPUs. The
 /// VM holds no more descriptors and threads after 50 resets than after 10.
 #[test]
-fn a_machine_that_resets_for_ever_is_new_each_time_and_leaks_nothing() {
+fn repeated_resets_leak_nothing() {
     for (pmu, way) in [
         ("intel", "keyboard"),
         ("amd", "cf9"),
@@ -39,7 +39,7 @@ fn a_machine_that_resets_for_ever_is_new_each_time_and_leaks_nothing() {
             assert_eq!(vm.line_with("boot"), NEW, "{way}: {:?}", vm.said());
         }
         vm.operator(&["ctl", "machine", "pause"]);
-        let before = vm.holds();
+        let before = vm.resource_counts();
         vm.operator(&["ctl", "machine", "resume"]);
         for _ in 0..if way == "cf9" { 50 } else { 10 } {
             assert_eq!(vm.line_with("boot"), NEW, "{way}: {:?}", vm.said());
@@ -47,7 +47,7 @@ fn a_machine_that_resets_for_ever_is_new_each_time_and_leaks_nothing() {
         vm.operator(&["ctl", "machine", "pause"]);
         // The operator's connection closes asynchronously.
         eventually(&format!("{way}: no more than {before:?}"), || {
-            let now = vm.holds();
+            let now = vm.resource_counts();
             now.0 <= before.0 && now.1 <= before.1
         });
         vm.operator(&["ctl", "machine", "stop"]);
@@ -60,7 +60,7 @@ fn a_machine_that_resets_for_ever_is_new_each_time_and_leaks_nothing() {
 
 /// The operator's events and samples continue across resets on the same vCPUs.
 #[test]
-fn an_operator_s_events_outlive_a_reset() {
+fn operator_events_survive_reset() {
     let Some(mut vm) = booting("cf9 key", &["--on-reset", "restart"]) else {
         return;
     };
@@ -110,7 +110,7 @@ fn an_operator_s_events_outlive_a_reset() {
 
 /// A reset removes hot-plugged vCPUs, which can be added again.
 #[test]
-fn a_reset_leads_back_to_the_number_of_vcpus_at_the_start() {
+fn reset_removes_hot_plugged_vcpus() {
     let args = [
         "--cmdline",
         "reset=cf9 key",
@@ -141,7 +141,7 @@ fn vcpus(vm: &Machine) -> u64 {
 
 /// A VM that is paused during a restart stays paused afterwards.
 #[test]
-fn a_pause_and_a_reset_do_not_undo_each_other() {
+fn pause_survives_reset() {
     let Some(mut vm) = booting("cf9", &["--on-reset", "restart"]) else {
         return;
     };
@@ -163,7 +163,7 @@ fn a_pause_and_a_reset_do_not_undo_each_other() {
 /// redirected elsewhere is not followed, unless the operator gives the VM access to all files of
 /// its user.
 #[test]
-fn a_reset_reads_the_directory_of_the_kernel_and_no_other() {
+fn reset_reads_kernel_from_same_directory() {
     let dir = tempfile::tempdir().unwrap();
     let (here, elsewhere) = (dir.path().join("here"), dir.path().join("elsewhere"));
     for at in [&here, &elsewhere] {
@@ -205,7 +205,7 @@ fn a_reset_reads_the_directory_of_the_kernel_and_no_other() {
 }
 
 #[test]
-fn a_kernel_that_is_gone_at_the_reset_is_one_line_and_bad_input() {
+fn missing_kernel_at_reset_is_bad_input() {
     let dir = tempfile::tempdir().unwrap();
     let kernel = dir.path().join("kernel");
     std::fs::write(&kernel, guest_images::bare_metal::BUILTIN).unwrap();

@@ -21,7 +21,7 @@ fn signal(vm: &Machine, signal: libc::c_int) {
 /// A guest that handles its power button powers off with status 0, after the operator's command and
 /// after SIGTERM.
 #[test]
-fn a_guest_that_listens_to_its_power_button_powers_off() {
+fn power_button_powers_off_guest() {
     for by_signal in [false, true] {
         let Some(mut vm) = Machine::start(&["--cmdline", "button"]) else {
             return;
@@ -40,7 +40,7 @@ fn a_guest_that_listens_to_its_power_button_powers_off() {
 
 /// A guest that has not enabled the button event ends immediately, and the operator is informed.
 #[test]
-fn a_guest_that_does_not_listen_ends_at_once() {
+fn power_button_without_handler_ends_vm_immediately() {
     let Some(mut vm) = Machine::start(&["--cmdline", "loop"]) else {
         return;
     };
@@ -58,7 +58,7 @@ fn a_guest_that_does_not_listen_ends_at_once() {
 
 /// A guest that ignores the enabled button ends at the time limit, or at a second signal.
 #[test]
-fn a_guest_that_does_nothing_at_the_button_ends_after_its_time() {
+fn ignored_power_button_ends_vm_at_timeout() {
     let Some(mut vm) = Machine::start(&["--cmdline", "button deaf", "--stop-timeout", "0.2"]) else {
         return;
     };
@@ -86,7 +86,7 @@ fn a_guest_that_does_nothing_at_the_button_ends_after_its_time() {
 
 /// `--daemonize` returns when the VM runs. Later messages are written to the log file.
 #[test]
-fn a_daemon_runs_on_its_own_and_a_failed_one_says_why() {
+fn daemonize_detaches_or_reports_failure() {
     if !has_kvm() {
         return;
     }
@@ -153,7 +153,7 @@ fn a_daemon_runs_on_its_own_and_a_failed_one_says_why() {
 }
 
 #[test]
-fn a_service_manager_is_told() {
+fn service_manager_is_notified() {
     if !has_kvm() {
         return;
     }
@@ -184,7 +184,7 @@ fn a_service_manager_is_told() {
 
 /// A VM started as a background job of a shell is not stopped by SIGTTOU.
 #[test]
-fn a_vm_in_the_background_of_a_terminal_is_not_stopped() {
+fn background_vm_is_not_stopped_by_sigttou() {
     if !has_kvm() {
         return;
     }
@@ -224,7 +224,7 @@ fn a_vm_in_the_background_of_a_terminal_is_not_stopped() {
 
 /// vCPU threads are pinned to the given CPUs, and `ps` lists their thread IDs.
 #[test]
-fn vcpus_stay_on_their_cpus_and_ps_names_their_threads() {
+fn pinned_vcpus_are_listed_by_ps() {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let list = status
         .lines()
@@ -259,7 +259,7 @@ fn vcpus_stay_on_their_cpus_and_ps_names_their_threads() {
 }
 
 #[test]
-fn wrong_pins_and_too_much_memory_are_one_line() {
+fn invalid_pinning_and_memory_print_one_line() {
     if !has_kvm() {
         return;
     }
@@ -278,7 +278,7 @@ fn wrong_pins_and_too_much_memory_are_one_line() {
 /// A VM whose process is stopped is listed as not responding, in contrast to one that has ended,
 /// and continues normally. `ps` does not wait for it until the client timeout.
 #[test]
-fn a_stopped_vm_is_said_to_be_not_responding_and_goes_on() {
+fn stopped_vm_is_listed_as_not_responding() {
     let Some(mut vm) = Machine::start(&["--cmdline", "loop"]) else {
         return;
     };

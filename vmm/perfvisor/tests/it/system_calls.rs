@@ -23,7 +23,7 @@ const END: &str = "<!-- filters: end -->";
 /// After a change of the filters, `UPDATE_DOCS=1 cargo test --workspace --test it system_calls::`
 /// regenerates the table.
 #[test]
-fn the_documented_filters_are_those_of_the_code() {
+fn documented_filters_match_code() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/reference/isolation.md");
     let text = fs::read_to_string(&path).unwrap();
     let (before, rest) = text.split_once(BEGIN).unwrap();
@@ -304,7 +304,7 @@ fn threads(pid: u32) -> Vec<(i32, ThreadKind)> {
 }
 
 /// Injects every call into every thread of the VM `pid`, and compares the results with the table.
-fn answers_are_those_of_the_table(pid: u32, counting: PerfEventAccess, kinds: &[ThreadKind]) {
+fn assert_calls_match_table(pid: u32, counting: PerfEventAccess, kinds: &[ThreadKind]) {
     let victim = Victim::start();
     let instruction = syscall_instruction(pid);
     let (mut wrong, mut seen) = (Vec::new(), Vec::new());
@@ -355,7 +355,7 @@ fn may_trace() -> bool {
 }
 
 #[test]
-fn injected_calls_of_a_root_vm_are_answered_as_the_table_says() {
+fn root_vm_calls_match_filter_table() {
     if !may_trace() {
         return;
     }
@@ -370,7 +370,7 @@ fn injected_calls_of_a_root_vm_are_answered_as_the_table_says() {
         let Some(vm) = SpinningVm::start("inject", options) else {
             return;
         };
-        answers_are_those_of_the_table(vm.child.id(), PerfEventAccess::Broker, &EACH);
+        assert_calls_match_table(vm.child.id(), PerfEventAccess::Broker, &EACH);
         let debugged = at == 0;
         let has_debugger = threads(vm.child.id())
             .iter()
@@ -388,7 +388,7 @@ fn injected_calls_of_a_root_vm_are_answered_as_the_table_says() {
 
 /// Uses `--pmu off`, so that the VM starts regardless of the user's permission to count.
 #[test]
-fn injected_calls_of_an_ordinary_user_s_vm_are_answered_as_the_table_says() {
+fn unprivileged_vm_calls_match_filter_table() {
     if !may_trace() {
         return;
     }
@@ -438,7 +438,7 @@ fn injected_calls_of_an_ordinary_user_s_vm_are_answered_as_the_table_says() {
         } else {
             PerfEventAccess::OwnThread
         };
-        answers_are_those_of_the_table(vm.id(), counting, &EACH);
+        assert_calls_match_table(vm.id(), counting, &EACH);
         vm.kill().unwrap();
         vm.wait().unwrap();
     }
@@ -447,7 +447,7 @@ fn injected_calls_of_an_ordinary_user_s_vm_are_answered_as_the_table_says() {
 /// The signal that the other tests suppress ends the VM with a line that names the thread and the
 /// call.
 #[test]
-fn a_thread_that_counts_a_process_outside_ends_its_vm() {
+fn counting_outside_process_ends_vm() {
     if !may_trace() {
         return;
     }

@@ -113,7 +113,7 @@ fn child_leaves_raw_mode() {
 }
 
 #[test]
-fn every_way_out_restores_the_terminal() {
+fn every_exit_of_run_restores_terminal() {
     let ways = [
         ("drop", None),
         ("exit", None),

@@ -30,9 +30,9 @@ impl TestVm {
 /// The text output contains the sampled functions and rows for each vCPU and counter, and errors
 /// are one line.
 #[test]
-fn one_screen_as_text_has_all_there_is() {
+fn text_screen_shows_all_views() {
     let Some(vm) = TestVm::spinning() else { return };
-    let out = vm.0.looked_at_while_it_ran(1.5, |seconds| {
+    let out = vm.0.observe_while_running(1.5, |seconds| {
         let args = ["test", "--once", "-d", seconds, "-F", "500"];
         vm.top(&args).output().unwrap()
     });
@@ -238,7 +238,7 @@ fn leave_by(vm: &mut TestVm, leave: impl FnOnce(&mut TestVm, &Child, &mut File))
 }
 
 #[test]
-fn every_way_out_restores_the_terminal() {
+fn every_exit_of_top_restores_terminal() {
     let Some(mut vm) = TestVm::spinning() else { return };
     for key in [&b"q"[..], b"\t\ts\x03"] {
         let (status, _) = leave_by(&mut vm, |_, _, terminal| terminal.write_all(key).unwrap());
@@ -259,7 +259,7 @@ fn every_way_out_restores_the_terminal() {
 /// The text output for several VMs has one row per VM and the functions of all, and names the
 /// unresponsive VM with the reason.
 #[test]
-fn all_vms_of_the_host_are_one_screen() {
+fn text_screen_shows_all_vms() {
     let Some(host) = Host::start(&[("a", &[]), ("b", &["--cpus", "2"]), ("c", &[])]) else {
         return;
     };
@@ -312,7 +312,7 @@ fn all_vms_of_the_host_are_one_screen() {
 
 /// A mouse click on a title selects the view.
 #[test]
-fn a_click_shows_a_view() {
+fn mouse_click_selects_view() {
     let Some(vm) = TestVm::spinning() else { return };
     let mut top = OnTerminal::start(&mut vm.top(&["test", "-d", "0.3"]));
     top.shows(&["spin_hot"]);

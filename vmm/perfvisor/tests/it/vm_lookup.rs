@@ -16,7 +16,7 @@ fn elsewhere(vm: &TestVm, args: &[&str]) -> Output {
 }
 
 #[test]
-fn a_vm_is_reached_by_its_socket_from_anywhere() {
+fn vm_is_reachable_by_socket_path() {
     let Some(mut vm) = TestVm::spinning(1) else { return };
     let socket = vm.sockets().join("test.sock");
     let socket = socket.to_str().unwrap();
@@ -68,7 +68,7 @@ fn a_vm_is_reached_by_its_socket_from_anywhere() {
 }
 
 /// Returns the output of `ps` once this VM has answered; other VMs of the host may not answer.
-fn with_its_answer(vm: &TestVm, args: &[&str]) -> String {
+fn ps_until_vm_answers(vm: &TestVm, args: &[&str]) -> String {
     let socket = vm.sockets().join("test.sock");
     let mut text = String::new();
     eventually("the VM is in the list, and has answered", || {
@@ -80,10 +80,10 @@ fn with_its_answer(vm: &TestVm, args: &[&str]) -> String {
 }
 
 #[test]
-fn ps_all_says_whose_a_vm_is_and_where() {
+fn ps_all_lists_owner_and_socket() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let socket = vm.sockets().join("test.sock");
-    let text = with_its_answer(&vm, &["ps", "--all", "--json"]);
+    let text = ps_until_vm_answers(&vm, &["ps", "--all", "--json"]);
     let line = text
         .lines()
         .map(value_of)
@@ -94,7 +94,7 @@ fn ps_all_says_whose_a_vm_is_and_where() {
         (Some("test"), Some(vm.vm.child.id().into()))
     );
     assert!(line["user"].is_u64(), "{line}");
-    let table = with_its_answer(&vm, &["ps", "--all"]);
+    let table = ps_until_vm_answers(&vm, &["ps", "--all"]);
     let row = table.lines().find(|row| row.ends_with(socket.to_str().unwrap()));
     assert!(row.is_some_and(|row| row.starts_with("test ")), "{table}");
     // Without the option, neither is printed.

@@ -5,12 +5,12 @@ use std::process::Command;
 use crate::common::vm::{PROGRAM, SpinningVm, said};
 
 #[test]
-fn an_operator_counts_and_samples_it() {
+fn operator_counts_and_samples_guest_without_pmu() {
     let Some(vm) = SpinningVm::start("bare", &["--pmu", "off", "--cpus", "2"]) else {
         return;
     };
     let events = "cycles,task-clock,io-exits";
-    let text = vm.looked_at_while_it_ran(1.0, |seconds| {
+    let text = vm.observe_while_running(1.0, |seconds| {
         let args = ["stat", "bare", "-x,", "-e", events, "-d", seconds];
         let (status, text) = said(&mut vm.operator(&args));
         assert_eq!(status, Some(0), "{text}");
@@ -23,7 +23,7 @@ fn an_operator_counts_and_samples_it() {
     }
     let file = vm.runtime.path().join("perf.data");
     let file = file.to_str().unwrap();
-    vm.looked_at_while_it_ran(1.0, |seconds| {
+    vm.observe_while_running(1.0, |seconds| {
         let args = ["record", "bare", "-F", "500", "-d", seconds, "-q", "-o", file];
         let (status, text) = said(&mut vm.operator(&args));
         assert_eq!(status, Some(0), "{text}");
@@ -34,7 +34,7 @@ fn an_operator_counts_and_samples_it() {
 }
 
 #[test]
-fn what_is_of_the_guests_pmu_is_refused_in_a_line() {
+fn guest_pmu_options_are_rejected_in_one_line() {
     let Some(vm) = SpinningVm::start("bare", &["--pmu", "off"]) else {
         return;
     };

@@ -319,7 +319,7 @@ impl ControlServer {
                 (running.is_some(), loaded.clone(), info, file)
             }
         };
-        let file = peer::opened_again(&text).map_err(internal)?;
+        let file = peer::reopen_read_only(&text).map_err(internal)?;
         let value = to_value(&info)?;
         self.symbols = Some((of_running, loaded, info, text));
         Ok(RequestOutcome::WithFd(value, FdSource::File(file)))

@@ -8,7 +8,7 @@ use crate::kvm::armed::{ArmedVcpu, SyncReg};
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
 use guest_profile::paging::AddressSpace;
-use guest_profile::{Budget, GuestPhys, GuestRegs};
+use guest_profile::{GuestPhys, GuestRegs, WalkBudget};
 
 /// Maximum number of guest memory reads per check. Sufficient for all 256 gates and their first
 /// instructions, each with a five-level page walk.
@@ -149,7 +149,7 @@ pub struct LinearMemory<'m> {
     memory: &'m GuestMemoryMmap,
     state: &'m VcpuState,
     space: AddressTranslation<'m>,
-    budget: Budget,
+    budget: WalkBudget,
 }
 
 impl<'m> LinearMemory<'m> {
@@ -159,12 +159,12 @@ impl<'m> LinearMemory<'m> {
             memory,
             state,
             space: AddressTranslation::Unknown,
-            budget: Budget::new(MAX_READS, None),
+            budget: WalkBudget::new(MAX_READS, None),
         }
     }
 
     /// Returns the page tables, which are located on first use.
-    fn space(&mut self) -> (&mut AddressTranslation<'m>, &mut Budget) {
+    fn space(&mut self) -> (&mut AddressTranslation<'m>, &mut WalkBudget) {
         if matches!(self.space, AddressTranslation::Unknown) {
             let mut regs = GuestRegs::default();
             crate::kvm::registers::set_system(&mut regs, &self.state.sregs);

@@ -1,6 +1,6 @@
 //! Time and counts of the model: elapsed time, raised events, overflows and their samples.
 
-use super::{EventState, Kind, Model, Part, Passed, Reports, VM};
+use super::{EventState, Kind, Model, Part, PendingOverflows, Reports, VM};
 
 /// A record that the event's ring should contain, or a report to the VMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,7 +111,7 @@ impl Model {
                 part.keep();
             }
             part.apart = false;
-            let Passed { times, at } = std::mem::take(&mut part.kept);
+            let PendingOverflows { times, at } = std::mem::take(&mut part.kept);
             let counted = match part.limit {
                 0 => times,
                 limit => times.min(limit),
@@ -125,7 +125,7 @@ impl Model {
     }
 
     /// Produces one sample for `times` overflows, the last of them at `at`.
-    fn one_overflow(&mut self, p: usize, at: u64, times: u64, may_throttle: bool) -> After {
+    fn one_overflow(&mut self, p: usize, at: u64, times: u64, may_throttle: bool) -> OverflowOutcome {
         let tick = self.contexts[self.parts[p].ctx].ticks;
         let (now, setup, guest) = (self.now, self.setup, self.spec(p).guest);
         let part = &mut self.parts[p];
@@ -153,27 +153,28 @@ impl Model {
             self.disable(p);
             // Exactly the requested number: overflows beyond the last are dropped.
             let part = &mut self.parts[p];
-            (part.kept, part.fresh, part.apart) = (Passed::default(), Passed::default(), false);
+            (part.kept, part.fresh, part.apart) =
+                (PendingOverflows::default(), PendingOverflows::default(), false);
             part.throttled |= throttle;
-            return After::Last;
+            return OverflowOutcome::Last;
         }
         if throttle {
             self.parts[p].keep();
             self.parts[p].throttled = true;
-            return After::Throttled;
+            return OverflowOutcome::Throttled;
         }
-        After::GoesOn
+        OverflowOutcome::GoesOn
     }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum After {
+enum OverflowOutcome {
     GoesOn,
     Throttled,
     Last,
 }
 
-impl After {
+impl OverflowOutcome {
     fn ends(self) -> bool {
         self != Self::GoesOn
     }

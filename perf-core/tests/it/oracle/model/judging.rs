@@ -73,7 +73,7 @@ impl Model {
     /// Returns the flexible groups that do not fit beside the groups that are always on.
     fn hopeless(&self, ctx: usize) -> Vec<usize> {
         let mut hopeless = Vec::new();
-        let mut always = Room::default();
+        let mut always = SlotUsage::default();
         for leader in self.lines(ctx, 0..3) {
             let _ = always.take(self, leader);
         }
@@ -103,13 +103,13 @@ impl Model {
     fn judge(&self, ctx: usize, had: &[(usize, u64)], came: &[(usize, (u64, bool))]) -> Result<(), String> {
         let name = |l: usize| self.parts[l].event;
         let hopeless = self.hopeless(ctx);
-        let mut room = Room::default();
+        let mut room = SlotUsage::default();
         for leader in self.lines(ctx, 0..5) {
             if self.is_on(leader) && self.needs(leader) > 0 && !room.take(self, leader) {
                 return Err(format!("group {} is on and has no room", name(leader)));
             }
         }
-        let mut room = Room::default();
+        let mut room = SlotUsage::default();
         for leader in self.lines(ctx, 0..3) {
             let _ = room.take(self, leader);
         }
@@ -168,13 +168,13 @@ impl Model {
 
 /// The slots taken so far.
 #[derive(Clone, Default)]
-pub(super) struct Room {
+pub(super) struct SlotUsage {
     used: usize,
     of_vcpus: usize,
     exclusive: bool,
 }
 
-impl Room {
+impl SlotUsage {
     pub(super) fn take(&mut self, model: &Model, leader: usize) -> bool {
         let (needs, spec) = (model.needs(leader), model.spec(leader));
         let of_vcpu = if spec.vcpu.is_some() { needs } else { 0 };

@@ -32,7 +32,7 @@ fn layout() -> TaskLayout {
         tgid: 8,
         mm: 16,
         maps: Some(MapsLayout {
-            areas: Areas::List { first: 0, next: 0 },
+            areas: AreaLayout::List { first: 0, next: 0 },
             vm_start: 8,
             vm_end: 16,
             vm_pgoff: 24,
@@ -86,15 +86,15 @@ fn guest() -> (TestGuest, KernelTables) {
     (g, tables)
 }
 
-fn budget() -> Budget {
-    Budget::new(10_000, None)
+fn budget() -> WalkBudget {
+    WalkBudget::new(10_000, None)
 }
 
 #[test]
-fn a_process_is_found_by_its_id_and_its_code_is_listed() {
+fn process_is_found_by_pid_with_executable_mappings() {
     let (g, tables) = guest();
     let layout = layout();
-    let find = |pid| Process::find(&layout, &g.ram[..], tables, pid, &mut budget());
+    let find = |pid| GuestProcess::find(&layout, &g.ram[..], tables, pid, &mut budget());
     let process = find(PID).unwrap();
     assert_eq!((process.mm, process.root), (MM, g.root));
     assert_eq!(find(PID + 1), None);
@@ -115,10 +115,10 @@ fn a_process_is_found_by_its_id_and_its_code_is_listed() {
 /// A touched page is read through the page tables, the next page from the page cache, and the
 /// following one is missing.
 #[test]
-fn memory_that_was_not_touched_comes_from_the_page_cache() {
+fn untouched_memory_is_read_from_page_cache() {
     let (g, tables) = guest();
     let layout = layout();
-    let process = Process::find(&layout, &g.ram[..], tables, PID, &mut budget()).unwrap();
+    let process = GuestProcess::find(&layout, &g.ram[..], tables, PID, &mut budget()).unwrap();
     let mut reader = process.reader(&layout, &g.ram[..], tables);
     let mut bytes = [0xff; 3 * PAGE as usize];
     let mut missing = Vec::new();
@@ -139,10 +139,10 @@ fn memory_that_was_not_touched_comes_from_the_page_cache() {
 }
 
 #[test]
-fn a_process_that_has_gone_is_not_found_again() {
+fn exited_process_is_not_found_again() {
     let (mut g, tables) = guest();
     let layout = layout();
-    let process = Process::find(&layout, &g.ram[..], tables, PID, &mut budget()).unwrap();
+    let process = GuestProcess::find(&layout, &g.ram[..], tables, PID, &mut budget()).unwrap();
     g.put(TASK - DIRECT + 8, 78);
     assert_eq!(process.again(&layout, &g.ram[..], tables, &mut budget()), None);
 }
@@ -150,7 +150,7 @@ fn a_process_that_has_gone_is_not_found_again() {
 proptest! {
     /// Lists point to arbitrary addresses, including themselves.
     #[test]
-    fn hostile_lists_end(
+    fn hostile_task_lists_terminate(
         changes in prop::collection::vec(
             (0x1000u64..0x1900, prop_oneof![any::<u64>(), (0u64..0x3000).prop_map(|at| DIRECT + (at & !7)), 0u64..4096]),
             1..30,
@@ -163,7 +163,7 @@ proptest! {
         }
         let layout = layout();
         let mut budget = budget();
-        if let Some(process) = Process::find(&layout, &g.ram[..], tables, pid, &mut budget) {
+        if let Some(process) = GuestProcess::find(&layout, &g.ram[..], tables, pid, &mut budget) {
             let mut reader = process.reader(&layout, &g.ram[..], tables);
             let mut count = 0;
             reader.code(process.mm, &mut budget, |_, _, _| {

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 
-use super::{CommandError, DONE, Woken, connect, is_unread, print, wait_until};
+use super::{CommandError, DONE, WaitResult, connect, is_reader_closed, print, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::values::parse_seconds;
@@ -21,13 +21,13 @@ use control_api::client::{Client, ClientError};
 use control_api::protocol::{EventReading, Opened, VcpuExits};
 use control_api::request;
 use perf_core::error_line;
-use sums::{Exits, Longest, Seen, Statistic};
-use trace::{Trace, TraceError};
+use sums::{ExitMaxima, ExitReading, ExitTotals, Statistic};
+use trace::{ExitTrace, TraceError};
 
 /// Interval of the readings that are kept in case the VM ends.
-const LOOK: Duration = Duration::from_millis(250);
+const READ_INTERVAL: Duration = Duration::from_millis(250);
 /// Interval at which the tracepoint rings are drained.
-const DRAIN: Duration = Duration::from_millis(50);
+const DRAIN_INTERVAL: Duration = Duration::from_millis(50);
 /// KVM statistics of a vCPU about exits and their handling. Statistics that the host's KVM lacks
 /// are omitted.
 const STATISTICS: [&str; 19] = [
@@ -85,28 +85,28 @@ pub struct ExitsArgs {
 pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, CommandError> {
     let signals = StopSignals::block().map_err(CommandError::Signals)?;
     let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
-    let mut watch = Watch::begin(&mut client)?;
+    let mut watch = ExitObserver::begin(&mut client)?;
     let mut trace = if args.no_trace {
         Err(TraceError::NotWanted)
     } else {
-        Trace::begin(client.info().pid)
+        ExitTrace::begin(client.info().pid)
     };
     let start = Instant::now();
     let end = args.duration.map(|d| start + d);
     let mut next = args.interval.map(|i| start + i);
-    let (mut printed_at, mut total) = (Duration::ZERO, Exits::default());
-    let (mut since, mut longest) = (Exits::default(), Longest::default());
+    let (mut printed_at, mut total) = (Duration::ZERO, ExitTotals::default());
+    let (mut since, mut longest) = (ExitTotals::default(), ExitMaxima::default());
     loop {
-        let look = Instant::now() + LOOK;
+        let look = Instant::now() + READ_INTERVAL;
         let until = [end, next].into_iter().flatten().fold(look, Instant::min);
         let woken = loop {
             let drain = if trace.is_ok() {
-                Instant::now() + DRAIN
+                Instant::now() + DRAIN_INTERVAL
             } else {
                 until
             };
             let woken = wait_until(drain.min(until), &signals);
-            if woken == Woken::Signal || Instant::now() >= until {
+            if woken == WaitResult::Signal || Instant::now() >= until {
                 break woken;
             }
             if let Ok(trace) = &mut trace {
@@ -114,11 +114,11 @@ pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, CommandError> {
             }
         };
         let now = Instant::now();
-        let over = woken == Woken::Signal || end.is_some_and(|end| now >= end) || is_unread();
+        let over = woken == WaitResult::Signal || end.is_some_and(|end| now >= end) || is_reader_closed();
         let gone = match watch.look(&mut client) {
             Ok(mut seen) => {
-                seen.traced = trace.as_mut().map(Trace::look).unwrap_or_default();
-                total.is_now(seen, &mut longest);
+                seen.traced = trace.as_mut().map(ExitTrace::look).unwrap_or_default();
+                total.update_from(seen, &mut longest);
                 false
             }
             Err(ref e) if e.is_gone() => true,
@@ -128,19 +128,25 @@ pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, CommandError> {
         if let (Some(due), Some(interval)) = (next, args.interval)
             && (now >= due || over || gone)
         {
-            let grown = total.grown_since(&since, &std::mem::take(&mut longest));
-            show(&grown, args, at, at.saturating_sub(printed_at), Part::Interval)?;
+            let grown = total.difference_since(&since, &std::mem::take(&mut longest));
+            show(
+                &grown,
+                args,
+                at,
+                at.saturating_sub(printed_at),
+                OutputSection::Interval,
+            )?;
             since = total.clone();
             printed_at = at;
             next = Some((due + interval).max(now));
         }
         if over || gone {
-            show(&total, args, at, at, Part::Total)?;
+            show(&total, args, at, at, OutputSection::Total)?;
             if !args.json {
                 print(&watch.remarks(&total, &trace))?;
             }
             if gone {
-                let ms = LOOK.as_millis();
+                let ms = READ_INTERVAL.as_millis();
                 log::warn!("the VM ended; the counts are as they were at most {ms} ms before");
             }
             return Ok(DONE);
@@ -150,17 +156,17 @@ pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, CommandError> {
 
 /// The part of the output.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Part {
+enum OutputSection {
     Interval,
     Total,
 }
 
 fn show(
-    exits: &Exits,
+    exits: &ExitTotals,
     args: &ExitsArgs,
     at: Duration,
     length: Duration,
-    part: Part,
+    part: OutputSection,
 ) -> Result<(), CommandError> {
     let exits = if args.per_vcpu {
         exits.clone()
@@ -168,11 +174,11 @@ fn show(
         exits.summed()
     };
     let text = if args.json {
-        table::json(&exits, part == Part::Total, at, length)
+        table::json(&exits, part == OutputSection::Total, at, length)
     } else {
         let when = match part {
-            Part::Interval => format!("{:.3} s", at.as_secs_f64()),
-            Part::Total => format!("all of {:.3} s", length.as_secs_f64()),
+            OutputSection::Interval => format!("{:.3} s", at.as_secs_f64()),
+            OutputSection::Total => format!("all of {:.3} s", length.as_secs_f64()),
         };
         table::text(&exits, &when, length)
     };
@@ -180,13 +186,13 @@ fn show(
 }
 
 /// An observation of a VM's exits.
-pub(super) struct Watch {
+pub(super) struct ExitObserver {
     statistics: Vec<Opened>,
     /// Reason why KVM's statistics are unavailable.
     no_statistics: Option<String>,
 }
 
-impl Watch {
+impl ExitObserver {
     /// Opens KVM's statistics and starts the VM's own exit statistics.
     ///
     /// # Errors
@@ -220,7 +226,7 @@ impl Watch {
     }
 
     /// Returns the exits since the start of the observation.
-    fn look(&mut self, client: &mut Client) -> Result<Seen, ClientError> {
+    fn look(&mut self, client: &mut Client) -> Result<ExitReading, ClientError> {
         let readings = client.call(request::Read)?;
         self.with(&readings, client)
     }
@@ -234,13 +240,13 @@ impl Watch {
         &mut self,
         readings: &[EventReading],
         client: &mut Client,
-    ) -> Result<Seen, ClientError> {
+    ) -> Result<ExitReading, ClientError> {
         let ours = client.call(request::Exits)?;
         let of = |name: &Opened| {
             let reading = readings.iter().find(|r| Some(r.handle) == name.handle)?;
             Some(Statistic::of(&name.name, reading))
         };
-        Ok(Seen {
+        Ok(ExitReading {
             ours,
             kvms: self.statistics.iter().filter_map(of).flatten().collect(),
             traced: Vec::new(),
@@ -248,7 +254,7 @@ impl Watch {
     }
 
     /// Returns remarks on incomplete data.
-    fn remarks(&self, total: &Exits, trace: &Result<Trace, TraceError>) -> String {
+    fn remarks(&self, total: &ExitTotals, trace: &Result<ExitTrace, TraceError>) -> String {
         let mut out = String::from("\n");
         let untimed = total.untimed();
         if untimed > 0 {

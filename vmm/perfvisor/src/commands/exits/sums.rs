@@ -28,7 +28,7 @@ impl Statistic {
 
 /// Count and times of the exits with one reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(in super::super) struct Count {
+pub(in super::super) struct ExitTotal {
     pub(in super::super) count: u64,
     pub(in super::super) timed: u64,
     pub(in super::super) time_ns: u64,
@@ -36,14 +36,14 @@ pub(in super::super) struct Count {
 }
 
 /// The vCPU, or `None` for all vCPUs, and the name of a reason or statistic.
-pub(in super::super) type Key = (Option<u32>, String);
+pub(in super::super) type ExitKey = (Option<u32>, String);
 
 /// Timed exits by vCPU and reason.
-pub(in super::super) type Timed = BTreeMap<Key, Count>;
+pub(in super::super) type TimedExits = BTreeMap<ExitKey, ExitTotal>;
 
 /// A reading of a VM's exits.
 #[derive(Debug, Default)]
-pub(in super::super) struct Seen {
+pub(in super::super) struct ExitReading {
     /// Exits to user space since the start of the observation. Maxima are since the previous
     /// reading.
     pub(in super::super) ours: Vec<VcpuExits>,
@@ -56,23 +56,23 @@ pub(in super::super) struct Seen {
 
 /// Maximum durations of the exits in an interval, in nanoseconds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(in super::super) struct Longest {
-    ours: BTreeMap<Key, u64>,
-    traced: BTreeMap<Key, u64>,
+pub(in super::super) struct ExitMaxima {
+    ours: BTreeMap<ExitKey, u64>,
+    traced: BTreeMap<ExitKey, u64>,
 }
 
-/// Exits by vCPU and reason, or by reason alone after [`Exits::summed`].
+/// Exits by vCPU and reason, or by reason alone after [`ExitTotals::summed`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(in super::super) struct Exits {
-    pub(in super::super) ours: Timed,
-    pub(in super::super) kvms: BTreeMap<Key, u64>,
+pub(in super::super) struct ExitTotals {
+    pub(in super::super) ours: TimedExits,
+    pub(in super::super) kvms: BTreeMap<ExitKey, u64>,
     /// Exits timed by KVM's tracepoints.
-    pub(in super::super) traced: Timed,
+    pub(in super::super) traced: TimedExits,
 }
 
-impl Exits {
+impl ExitTotals {
     /// Updates the totals from a reading, and raises the interval's maxima in `longest`.
-    pub(in super::super) fn is_now(&mut self, seen: Seen, longest: &mut Longest) {
+    pub(in super::super) fn update_from(&mut self, seen: ExitReading, longest: &mut ExitMaxima) {
         now(&mut self.ours, seen.ours, &mut longest.ours);
         now(&mut self.traced, seen.traced, &mut longest.traced);
         let kvms = seen.kvms.into_iter();
@@ -80,7 +80,7 @@ impl Exits {
     }
 
     /// Returns the difference to `before`, with the maxima of the interval.
-    pub(in super::super) fn grown_since(&self, before: &Self, longest: &Longest) -> Self {
+    pub(in super::super) fn difference_since(&self, before: &Self, longest: &ExitMaxima) -> Self {
         let kvms = self.kvms.iter().map(|(key, now)| {
             let before = before.kvms.get(key).copied().unwrap_or_default();
             (key.clone(), now.saturating_sub(before))
@@ -114,14 +114,14 @@ impl Exits {
     }
 }
 
-fn now(totals: &mut Timed, seen: Vec<VcpuExits>, longest_ns: &mut BTreeMap<Key, u64>) {
+fn now(totals: &mut TimedExits, seen: Vec<VcpuExits>, longest_ns: &mut BTreeMap<ExitKey, u64>) {
     for vcpu in seen {
         for exits in vcpu.exits {
             let key = (Some(vcpu.vcpu), exits.reason);
             let longest = longest_ns.entry(key.clone()).or_default();
             *longest = exits.max_ns.max(*longest);
             let total = totals.entry(key).or_default();
-            *total = Count {
+            *total = ExitTotal {
                 count: exits.count,
                 timed: exits.timed,
                 time_ns: exits.time_ns,
@@ -131,10 +131,10 @@ fn now(totals: &mut Timed, seen: Vec<VcpuExits>, longest_ns: &mut BTreeMap<Key, 
     }
 }
 
-fn grown(now: &Timed, before: &Timed, longest_ns: &BTreeMap<Key, u64>) -> Timed {
+fn grown(now: &TimedExits, before: &TimedExits, longest_ns: &BTreeMap<ExitKey, u64>) -> TimedExits {
     let grown = now.iter().map(|(key, now)| {
         let before = before.get(key).copied().unwrap_or_default();
-        let count = Count {
+        let count = ExitTotal {
             count: now.count.saturating_sub(before.count),
             timed: now.timed.saturating_sub(before.timed),
             time_ns: now.time_ns.saturating_sub(before.time_ns),
@@ -147,8 +147,8 @@ fn grown(now: &Timed, before: &Timed, longest_ns: &BTreeMap<Key, u64>) -> Timed 
         .collect()
 }
 
-fn summed(each: &Timed) -> Timed {
-    let mut sum = Timed::new();
+fn summed(each: &TimedExits) -> TimedExits {
+    let mut sum = TimedExits::new();
     for ((_, reason), count) in each {
         let all = sum.entry((None, reason.clone())).or_default();
         all.count += count.count;
@@ -189,37 +189,37 @@ pub(super) mod tests {
     }
 
     /// Creates a reading with exits to user space only.
-    pub(in super::super) fn ours(ours: Vec<VcpuExits>) -> Seen {
+    pub(in super::super) fn ours(ours: Vec<VcpuExits>) -> ExitReading {
         both(ours, Vec::new())
     }
 
-    fn both(ours: Vec<VcpuExits>, kvms: Vec<Statistic>) -> Seen {
+    fn both(ours: Vec<VcpuExits>, kvms: Vec<Statistic>) -> ExitReading {
         let traced = Vec::new();
-        Seen { ours, kvms, traced }
+        ExitReading { ours, kvms, traced }
     }
 
     /// The maximum of an interval covers all of its readings; the total has the overall maximum.
     #[test]
-    fn intervals_have_their_own_longest() {
-        let (mut total, mut longest) = (Exits::default(), Longest::default());
-        total.is_now(
+    fn interval_maxima_are_independent() {
+        let (mut total, mut longest) = (ExitTotals::default(), ExitMaxima::default());
+        total.update_from(
             both(vec![seen(0, "kick", 2, 900, 800)], vec![statistic(0, 10)]),
             &mut longest,
         );
-        let first = total.grown_since(&Exits::default(), &std::mem::take(&mut longest));
+        let first = total.difference_since(&ExitTotals::default(), &std::mem::take(&mut longest));
         let key = (Some(0), "kick".to_owned());
         assert_eq!((first.ours[&key].count, first.ours[&key].max_ns), (2, 800));
         let before = total.clone();
-        total.is_now(
+        total.update_from(
             both(vec![seen(0, "kick", 3, 950, 50)], vec![statistic(0, 15)]),
             &mut longest,
         );
-        total.is_now(
+        total.update_from(
             both(vec![seen(0, "kick", 4, 960, 10)], vec![statistic(0, 17)]),
             &mut longest,
         );
-        let second = total.grown_since(&before, &longest);
-        let expected = Count {
+        let second = total.difference_since(&before, &longest);
+        let expected = ExitTotal {
             count: 2,
             timed: 2,
             time_ns: 60,
@@ -232,11 +232,11 @@ pub(super) mod tests {
 
     #[test]
     fn all_vcpus_are_summed() {
-        let mut exits = Exits::default();
+        let mut exits = ExitTotals::default();
         let ours = vec![seen(0, "kick", 2, 900, 800), seen(3, "kick", 1, 1000, 1000)];
-        exits.is_now(
+        exits.update_from(
             both(ours, vec![statistic(0, 10), statistic(3, 5)]),
-            &mut Longest::default(),
+            &mut ExitMaxima::default(),
         );
         let sum = exits.summed();
         let kick = sum.ours[&(None, "kick".to_owned())];

@@ -5,14 +5,14 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
-use super::sums::{Count, Exits, Timed};
+use super::sums::{ExitTotal, ExitTotals, TimedExits};
 use control_api::events::format::thousands;
 
 /// KVM statistic of all exits, which includes the other statistics.
 const ALL_EXITS: &str = "exits";
 
 /// Formats all tables for the period `when`.
-pub(super) fn text(exits: &Exits, when: &str, length: Duration) -> String {
+pub(super) fn text(exits: &ExitTotals, when: &str, length: Duration) -> String {
     let mut out = format!("\n {when}\n\n");
     timed_table(&mut out, "exits to Perfvisor", &exits.ours, length);
     if !exits.traced.is_empty() {
@@ -61,7 +61,7 @@ fn per_vcpu(keys: Option<Option<u32>>) -> &'static str {
 }
 
 /// Formats a table of timed exits with a total.
-fn timed_table(out: &mut String, title: &str, exits: &Timed, length: Duration) {
+fn timed_table(out: &mut String, title: &str, exits: &TimedExits, length: Duration) {
     let rows = sorted(exits);
     let (count, time_ns) = rows.iter().fold((0, 0), |(count, time), (_, _, of)| {
         (count + of.count, time + of.time_ns)
@@ -82,7 +82,7 @@ fn timed_table(out: &mut String, title: &str, exits: &Timed, length: Duration) {
             out,
             "{} {:<27} {:>14} {:>8} {:>14.3} {:>8} {:>12} {:>12}",
             whose(*vcpu),
-            words(reason),
+            describe_reason(reason),
             thousands(of.count),
             share(of.count, count),
             ms(of.time_ns),
@@ -106,7 +106,7 @@ fn timed_table(out: &mut String, title: &str, exits: &Timed, length: Duration) {
 }
 
 /// Sorts by vCPU and then by descending time, as perf does.
-fn sorted(exits: &Timed) -> Vec<(Option<u32>, &str, &Count)> {
+fn sorted(exits: &TimedExits) -> Vec<(Option<u32>, &str, &ExitTotal)> {
     let mut list: Vec<_> = exits
         .iter()
         .map(|((vcpu, reason), of)| (*vcpu, reason.as_str(), of))
@@ -127,7 +127,7 @@ fn share(part: u64, of: u64) -> String {
 }
 
 /// Formats a time in microseconds, if at least one exit was timed.
-fn timed(of: &Count, ns: Option<u64>) -> String {
+fn timed(of: &ExitTotal, ns: Option<u64>) -> String {
     match ns {
         Some(ns) if of.timed > 0 => format!("{:.2}", ns as f64 / 1e3),
         _ => "-".to_owned(),
@@ -135,7 +135,7 @@ fn timed(of: &Count, ns: Option<u64>) -> String {
 }
 
 /// Returns the description of an exit reason, or its name if this version does not know the reason.
-fn words(reason: &str) -> &str {
+fn describe_reason(reason: &str) -> &str {
     match reason {
         "rdmsr" => "PMU register read (RDMSR)",
         "wrmsr" => "PMU register write (WRMSR)",
@@ -153,7 +153,7 @@ fn words(reason: &str) -> &str {
 }
 
 /// Formats one JSON object per line.
-pub(super) fn json(exits: &Exits, total: bool, at: Duration, length: Duration) -> String {
+pub(super) fn json(exits: &ExitTotals, total: bool, at: Duration, length: Duration) -> String {
     let kvms = exits.kvms.iter().map(|((vcpu, name), count)| {
         let mut object = Map::new();
         object.insert("statistic".into(), json!(name));
@@ -178,8 +178,8 @@ fn of_vcpu(vcpu: Option<u32>, mut object: Map<String, Value>) -> Value {
     Value::Object(object)
 }
 
-fn timed_json(exits: &Timed) -> Vec<Value> {
-    let of = |(vcpu, reason, of): (Option<u32>, &str, &Count)| {
+fn timed_json(exits: &TimedExits) -> Vec<Value> {
+    let of = |(vcpu, reason, of): (Option<u32>, &str, &ExitTotal)| {
         let mut object = Map::new();
         object.insert("reason".into(), json!(reason));
         object.insert("count".into(), json!(of.count));
@@ -198,13 +198,13 @@ mod tests {
 
     /// Rows are sorted by time, and the mean covers the timed exits only.
     #[test]
-    fn a_table_has_shares_means_and_maxima() {
-        let mut exits = Exits::default();
+    fn table_shows_shares_means_and_maxima() {
+        let mut exits = ExitTotals::default();
         let seen = vec![
             seen(0, "port_write", 300, 300_000, 5_000),
             seen(1, "wrmsr", 100, 900_000, 20_000),
         ];
-        exits.is_now(ours(seen), &mut Default::default());
+        exits.update_from(ours(seen), &mut Default::default());
         let text = text(&exits.summed(), "all of 2.000 s", Duration::from_secs(2));
         let lines: Vec<Vec<&str>> = text
             .lines()
@@ -227,11 +227,11 @@ mod tests {
 
     /// Untimed exits have no mean instead of a mean of zero.
     #[test]
-    fn what_was_not_timed_has_no_mean() {
+    fn untimed_exits_have_no_mean() {
         let mut vcpu = seen(0, "kick", 1, 0, 0);
         vcpu.exits[0].timed = 0;
-        let mut exits = Exits::default();
-        exits.is_now(ours(vec![vcpu]), &mut Default::default());
+        let mut exits = ExitTotals::default();
+        exits.update_from(ours(vec![vcpu]), &mut Default::default());
         let text = text(&exits, "x", Duration::from_secs(1));
         let line = text.lines().find(|line| line.contains("kick")).unwrap();
         assert!(line.starts_with("VCPU0") && line.ends_with('-'), "{line}");

@@ -22,35 +22,35 @@ const TRACEFS: [&str; 2] = ["/sys/kernel/tracing", "/sys/kernel/debug/tracing"];
 /// into the `perf_event_mlock_kb` limit of unprivileged users.
 const PAGES: [usize; 2] = [512, 64];
 /// Maximum number of records read from a vCPU at a time.
-const MOST_RECORDS: usize = 1 << 17;
+const MAX_RECORDS: usize = 1 << 17;
 /// Maximum size of a `format` file, in bytes.
-const MOST_FORMAT: usize = 256 << 10;
+const MAX_FORMAT_BYTES: usize = 256 << 10;
 /// Maximum number of distinct exit reasons. A kernel has about one hundred.
-const MOST_REASONS: usize = 1024;
+const MAX_REASONS: usize = 1024;
 
 /// `PERF_RECORD_LOST` and `PERF_RECORD_SAMPLE` (linux/perf_event.h).
 const LOST: u32 = 2;
 const SAMPLE: u32 = 9;
 
 /// Names of exit reasons by number.
-type Names = BTreeMap<u32, String>;
+type ReasonNames = BTreeMap<u32, String>;
 
 /// The format of the two tracepoints on the running kernel.
 #[derive(Debug, PartialEq, Eq)]
-struct Points {
+struct ExitTracepoints {
     exit: u64,
     entry: u64,
     /// Offset of the reason in a `kvm_exit` record.
     reason_at: usize,
     /// Offset of the instruction set field: 1 for VT-x, 2 for AMD-V.
     isa_at: usize,
-    vmx: Names,
-    svm: Names,
+    vmx: ReasonNames,
+    svm: ReasonNames,
 }
 
 /// The exits of one vCPU thread.
 #[derive(Debug, Default)]
-struct Counted {
+struct ThreadExits {
     /// Statistics by instruction set and reason.
     exits: BTreeMap<(u32, u32), ExitsOfReason>,
     /// Time and reason of the current exit, while the vCPU is outside the guest.
@@ -58,10 +58,10 @@ struct Counted {
     lost: u64,
 }
 
-struct Vcpu {
+struct TracedVcpu {
     number: u32,
     ring: RingReader,
-    counted: Counted,
+    counted: ThreadExits,
     /// Event that writes to the same ring while it is open.
     _entry: Tracepoint,
     _exit: Tracepoint,
@@ -96,24 +96,24 @@ pub(super) enum TraceError {
 }
 
 /// KVM's tracepoints on the vCPU threads of a VM.
-pub(super) struct Trace {
-    points: Points,
+pub(super) struct ExitTrace {
+    points: ExitTracepoints,
     pid: u32,
-    vcpus: BTreeMap<i32, Vcpu>,
+    vcpus: BTreeMap<i32, TracedVcpu>,
     /// Thread IDs that were already examined.
     known: BTreeSet<i32>,
     /// Reason why a hot-plugged vCPU is not traced.
     failed: Option<TraceError>,
 }
 
-impl Trace {
+impl ExitTrace {
     /// Starts tracing the vCPUs of the VM with process ID `pid`.
     ///
     /// # Errors
     /// Returns [`TraceError`] if the tracepoints are unavailable.
     pub(super) fn begin(pid: u32) -> Result<Self, TraceError> {
         let mut trace = Self {
-            points: Points::of_host()?,
+            points: ExitTracepoints::of_host()?,
             pid,
             vcpus: BTreeMap::new(),
             known: BTreeSet::new(),
@@ -143,7 +143,7 @@ impl Trace {
             let Some(number) = name.trim_end().strip_prefix("vcpu").and_then(|n| n.parse().ok()) else {
                 continue;
             };
-            match Vcpu::open(tid, number, &self.points) {
+            match TracedVcpu::open(tid, number, &self.points) {
                 Ok(vcpu) => {
                     self.vcpus.insert(tid, vcpu);
                 }
@@ -157,7 +157,7 @@ impl Trace {
     /// Drains the rings before they overflow.
     pub(super) fn drain(&mut self) {
         for vcpu in self.vcpus.values_mut() {
-            for _ in 0..MOST_RECORDS {
+            for _ in 0..MAX_RECORDS {
                 match vcpu.ring.next_record() {
                     Ok(Some(record)) => vcpu.counted.record(record, &self.points),
                     Ok(None) => break,
@@ -174,7 +174,7 @@ impl Trace {
             self.failed.get_or_insert(why);
         }
         self.drain();
-        let of = |vcpu: &mut Vcpu| VcpuExits {
+        let of = |vcpu: &mut TracedVcpu| VcpuExits {
             vcpu: vcpu.number,
             exits: vcpu.counted.look(),
         };
@@ -221,8 +221,8 @@ fn add(all: &mut Vec<ExitsOfReason>, exits: ExitsOfReason) {
     }
 }
 
-impl Vcpu {
-    fn open(tid: i32, number: u32, points: &Points) -> io::Result<Self> {
+impl TracedVcpu {
+    fn open(tid: i32, number: u32, points: &ExitTracepoints) -> io::Result<Self> {
         let exit = Tracepoint::open(tid, points.exit)?;
         let entry = Tracepoint::open(tid, points.entry)?;
         let map = |pages| RingReader::map_perf(exit.as_fd(), pages).map_err(io::Error::other);
@@ -233,15 +233,15 @@ impl Vcpu {
         Ok(Self {
             number,
             ring,
-            counted: Counted::default(),
+            counted: ThreadExits::default(),
             _entry: entry,
             _exit: exit,
         })
     }
 }
 
-impl Counted {
-    fn record(&mut self, record: RawRecord<'_>, points: &Points) {
+impl ThreadExits {
+    fn record(&mut self, record: RawRecord<'_>, points: &ExitTracepoints) {
         match record.ty() {
             SAMPLE => {
                 let _ = self.sample(record.body(), points);
@@ -256,7 +256,7 @@ impl Counted {
         }
     }
 
-    fn sample(&mut self, body: &[u8], points: &Points) -> Option<()> {
+    fn sample(&mut self, body: &[u8], points: &ExitTracepoints) -> Option<()> {
         let (time, rest) = body.split_first_chunk()?;
         let (len, fields) = rest.split_first_chunk()?;
         let fields = fields.get(..usize::try_from(u32::from_ne_bytes(*len)).ok()?)?;
@@ -272,7 +272,7 @@ impl Counted {
             of.max_ns = of.max_ns.max(ns);
         } else if id == points.exit {
             let key = (word(points.isa_at)?, word(points.reason_at)?);
-            if self.exits.len() >= MOST_REASONS && !self.exits.contains_key(&key) {
+            if self.exits.len() >= MAX_REASONS && !self.exits.contains_key(&key) {
                 self.outside = None;
                 return None;
             }
@@ -299,7 +299,7 @@ impl Counted {
     }
 }
 
-impl Points {
+impl ExitTracepoints {
     fn of_host() -> Result<Self, TraceError> {
         let root = TRACEFS
             .iter()
@@ -334,11 +334,11 @@ impl Points {
 
     /// Parses the tracepoint IDs and the `format` file of `kvm_exit`.
     fn parse(exit: u64, entry: u64, format: &str) -> Option<Self> {
-        let format = format.get(..format.len().min(MOST_FORMAT))?;
+        let format = format.get(..format.len().min(MAX_FORMAT_BYTES))?;
         let mut names = format
             .split("__print_symbolic(REC->exit_reason")
             .skip(1)
-            .map(names_of);
+            .map(parse_names);
         Some(Self {
             exit,
             entry,
@@ -376,23 +376,23 @@ fn offset_of(format: &str, name: &str) -> Option<usize> {
 }
 
 /// Parses the pairs `{ NUMBER, "NAME" }` of one table.
-fn names_of(table: &str) -> Names {
+fn parse_names(table: &str) -> ReasonNames {
     let pair = |text: &str| {
         let (number, rest) = text.split_once(',')?;
         let mut quoted = rest.split('"');
         let (_, name) = (quoted.next()?, quoted.next()?);
-        Some((number_of(number)?, name.to_owned()))
+        Some((parse_number(number)?, name.to_owned()))
     };
     table
         .split('{')
         .skip(1)
-        .take(MOST_REASONS)
+        .take(MAX_REASONS)
         .filter_map(pair)
         .collect()
 }
 
 /// Parses a sum left by macro expansion, such as `(0x040 + 14)` or `-1`.
-fn number_of(text: &str) -> Option<u32> {
+fn parse_number(text: &str) -> Option<u32> {
     let text = text.replace(['(', ')', ' '], "");
     if let Some(below) = text.strip_prefix('-') {
         return below.parse::<u32>().ok().map(u32::wrapping_neg);
@@ -436,13 +436,13 @@ mod tests {
         "\"FAILED_VMENTRY\" }) : \"\"\n",
     );
 
-    fn points() -> Points {
-        Points::parse(1234, 1235, FORMAT).unwrap()
+    fn points() -> ExitTracepoints {
+        ExitTracepoints::parse(1234, 1235, FORMAT).unwrap()
     }
 
     /// Reason names are looked up in the table of the processor's vendor.
     #[test]
-    fn reasons_are_named_as_the_kernel_does() {
+    fn reason_names_match_kernel() {
         let points = points();
         assert_eq!((points.reason_at, points.isa_at), (8, 24));
         let name = |isa, reason| points.name((isa, reason));
@@ -457,10 +457,10 @@ mod tests {
     }
 
     #[test]
-    fn a_format_without_the_fields_is_not_guessed_at() {
+    fn format_without_fields_is_rejected() {
         let without = FORMAT.replace("u32 isa;\toffset:24;\tsize:4", "u64 isa;\toffset:24;\tsize:8");
-        assert_eq!(Points::parse(1, 2, &without), None);
-        assert_eq!(Points::parse(1, 2, ""), None);
+        assert_eq!(ExitTracepoints::parse(1, 2, &without), None);
+        assert_eq!(ExitTracepoints::parse(1, 2, ""), None);
     }
 
     fn body(time: u64, id: u16, reason: u32) -> Vec<u8> {
@@ -477,8 +477,8 @@ mod tests {
     /// An exit lasts until the next entry; an exit without a recorded entry is counted but not
     /// timed.
     #[test]
-    fn an_exit_lasts_until_the_next_entry() {
-        let (points, mut counted) = (points(), Counted::default());
+    fn exit_duration_ends_at_next_entry() {
+        let (points, mut counted) = (points(), ThreadExits::default());
         for (time, id, reason) in [
             (100, 1235, 0),
             (200, 1234, 0x78),
@@ -502,8 +502,8 @@ mod tests {
     }
 
     #[test]
-    fn records_cut_short_are_left_out() {
-        let (points, mut counted) = (points(), Counted::default());
+    fn truncated_records_are_skipped() {
+        let (points, mut counted) = (points(), ThreadExits::default());
         let whole = body(100, 1234, 0x78);
         for len in 0..whole.len() {
             assert_eq!(counted.sample(&whole[..len], &points), None);

@@ -8,8 +8,8 @@ use clap::Args;
 
 use super::super::files::SymbolArgs;
 use super::error::RecordError;
-use super::remote::Pipes;
-use crate::values::{VcpuList, parse_output, parse_seconds, parse_vcpus, whole};
+use super::remote::ControlPipes;
+use crate::values::{VcpuList, integer_in_range, parse_output, parse_seconds, parse_vcpus};
 use control_api::protocol::Sampling;
 use guest_profile::export::build_id_dir::BuildIdDir;
 use perf_core::attr::STACK_USER_MAX;
@@ -81,10 +81,10 @@ pub struct RecordArgs {
     #[arg(short, long = "event", value_name = "LIST", default_value = "cycles")]
     pub events: String,
     /// A sample every so many events.
-    #[arg(short = 'c', long = "count", value_name = "N", value_parser = whole(1..=(1 << 62) - 1))]
+    #[arg(short = 'c', long = "count", value_name = "N", value_parser = integer_in_range(1..=(1 << 62) - 1))]
     pub period: Option<u64>,
     /// So many samples a second on each vCPU [default: 1000]
-    #[arg(short = 'F', long = "freq", value_name = "HZ", conflicts_with = "period", value_parser = whole(1..=(1 << 32) - 1))]
+    #[arg(short = 'F', long = "freq", value_name = "HZ", conflicts_with = "period", value_parser = integer_in_range(1..=(1 << 32) - 1))]
     pub frequency: Option<u64>,
     /// The guest's call chain with each sample: fp (also -g; the kernel's by its unwind tables or frame
     /// pointers, the program's by frame pointers), dwarf (the program's by its unwind tables, .eh_frame, out
@@ -132,7 +132,7 @@ pub struct RecordArgs {
     /// Follow the words enable, disable, stop and ping that come as lines through a pipe; each is answered
     /// with a line, ack, if a second pipe is given. As with perf: fifo:CTL,ACK
     #[arg(long, value_name = "PIPES")]
-    pub control: Option<Pipes>,
+    pub control: Option<ControlPipes>,
     /// Pages of each vCPU's ring, a power of two.
     #[arg(short, long, value_name = "PAGES", default_value = "256")]
     pub mmap_pages: u32,
@@ -157,7 +157,7 @@ impl RecordArgs {
     ///
     /// # Errors
     /// Returns [`RecordError::SmallRings`] if the rings are too small.
-    pub(super) fn rings_hold_stacks(&self) -> Result<(), RecordError> {
+    pub(super) fn check_ring_size(&self) -> Result<(), RecordError> {
         const PAGE_BYTES: u32 = 4096;
         let CallGraph::Dwarf(stack_bytes) = self.call_graph else {
             return Ok(());
@@ -200,7 +200,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn call_graphs_are_named_as_with_perf() {
+    fn call_graph_modes_are_parsed_like_perf() {
         for (text, meant) in [
             ("fp", CallGraph::Fp),
             ("none", CallGraph::None),

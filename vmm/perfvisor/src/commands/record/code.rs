@@ -12,13 +12,13 @@ use std::time::{Duration, Instant};
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{CodeMapping, FailureKind, MAX_PROCESS_MEMORY};
 use control_api::request;
-use guest_profile::cfi::{CodeMap, Mapped, REGISTERS, Unwinder, Unwound, UserState};
+use guest_profile::cfi::{CodeMap, MappedCode, REGISTERS, UnwindResult, Unwinder, UserThreadState};
 use guest_profile::export::{NO_PID, SavedSymbol};
 use guest_profile::modules::Module;
 use guest_profile::programs::{GuestFiles, ProgramFile};
 use guest_profile::unwind::End;
 use perf_core::error_line;
-use perf_core::record::UserPart;
+use perf_core::record::UserRegsAndStack;
 
 /// Maximum number of cached processes.
 const MAX_PROCESSES: usize = 4096;
@@ -26,17 +26,17 @@ const MAX_PROCESSES: usize = 4096;
 const MAX_BYTES: usize = 1 << 30;
 /// Minimum interval between requests for the mappings of a process, made when a sample falls
 /// outside of the known ones.
-const AGAIN: Duration = Duration::from_secs(1);
+const MIN_REMAP_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of such requests per process.
-const MOST_TIMES: u32 = 64;
+const MAX_REMAPS: u32 = 64;
 /// Minimum mean interval between requests, and maximum burst ahead of that rate.
-const PACE: Duration = Duration::from_micros(1500);
-const AHEAD: Duration = Duration::from_millis(200);
+const REQUEST_INTERVAL: Duration = Duration::from_micros(1500);
+const MAX_REQUEST_BURST: Duration = Duration::from_millis(200);
 /// Maximum number of frames in a user stack.
 const MAX_FRAMES: usize = 127;
 
 /// The cached mappings of one process.
-struct Process {
+struct ProcessMappings {
     mappings: Vec<CodeMapping>,
     map: CodeMap,
     asked: Instant,
@@ -44,14 +44,14 @@ struct Process {
 }
 
 /// Cached information about the guest's programs.
-pub(super) struct Code {
-    source: Option<Source>,
+pub(super) struct ProgramCache {
+    source: Option<PacedClient>,
     /// Guest files, if the user named their location. They contain data that may not be resident in
     /// memory.
     files: Option<GuestFiles>,
     unwinds: bool,
     unwinder: Unwinder,
-    processes: HashMap<u32, Option<Process>>,
+    processes: HashMap<u32, Option<ProcessMappings>>,
     /// Modules by build ID and path, shared between processes; `None` if unreadable.
     modules: HashMap<(String, String), Option<Arc<Module>>>,
     bytes_left: usize,
@@ -70,17 +70,17 @@ pub(super) struct Totals {
 }
 
 /// A connection to the VM with a rate limit.
-struct Source {
+struct PacedClient {
     client: Client,
     paid_until: Instant,
 }
 
-impl Source {
+impl PacedClient {
     fn pace(&mut self) {
         let now = Instant::now();
-        self.paid_until = self.paid_until.max(now) + PACE;
+        self.paid_until = self.paid_until.max(now) + REQUEST_INTERVAL;
         let ahead = self.paid_until.saturating_duration_since(now);
-        std::thread::sleep(ahead.saturating_sub(AHEAD));
+        std::thread::sleep(ahead.saturating_sub(MAX_REQUEST_BURST));
     }
 
     fn code(&mut self, pid: u32) -> Result<Vec<CodeMapping>, ClientError> {
@@ -110,12 +110,12 @@ impl Source {
     }
 }
 
-impl Code {
+impl ProgramCache {
     /// Creates the cache for the VM that `client`, a dedicated connection, is connected to.
     /// `unwinds` enables unwind tables.
     pub(super) fn new(client: Result<Client, ClientError>, files: Option<GuestFiles>, unwinds: bool) -> Self {
         let source = match client {
-            Ok(client) => Some(Source {
+            Ok(client) => Some(PacedClient {
                 client,
                 paid_until: Instant::now(),
             }),
@@ -173,10 +173,10 @@ impl Code {
     pub(super) fn unwind(
         &mut self,
         pid: u32,
-        user: &UserPart<'_>,
+        user: &UserRegsAndStack<'_>,
         asked: usize,
         out: &mut Vec<u64>,
-    ) -> Option<Unwound> {
+    ) -> Option<UnwindResult> {
         const ABI_64: u64 = 2;
         if user.abi != ABI_64 {
             return None;
@@ -213,7 +213,7 @@ impl Code {
             Some(None) => return,
             Some(Some(process)) => {
                 let known = find(&process.mappings, address).is_some();
-                if known || process.times >= MOST_TIMES || process.asked.elapsed() < AGAIN {
+                if known || process.times >= MAX_REMAPS || process.asked.elapsed() < MIN_REMAP_INTERVAL {
                     return;
                 }
                 process.times
@@ -249,12 +249,12 @@ impl Code {
                 return;
             }
         };
-        let mapped = |mapping: &CodeMapping| Mapped {
+        let mapped = |mapping: &CodeMapping| MappedCode {
             start: mapping.start,
             end: mapping.start.saturating_add(mapping.len),
             code: None,
         };
-        let process = Process {
+        let process = ProcessMappings {
             map: CodeMap::new(mappings.iter().map(mapped).collect()),
             mappings,
             asked: Instant::now(),
@@ -346,7 +346,7 @@ fn find(mappings: &[CodeMapping], address: u64) -> Option<&CodeMapping> {
 }
 
 /// Converts the user registers of a sample to DWARF register numbers.
-fn state<'s>(user: &UserPart<'s>, asked: usize) -> Option<UserState<'s>> {
+fn state<'s>(user: &UserRegsAndStack<'s>, asked: usize) -> Option<UserThreadState<'s>> {
     // ax, bx, cx, dx, si, di, bp, sp, ip, and r8 to r15. The flags, cs and ss are not needed.
     const DWARF: [(usize, usize); REGISTERS] = [
         (0, 0),
@@ -372,7 +372,7 @@ fn state<'s>(user: &UserPart<'s>, asked: usize) -> Option<UserState<'s>> {
     for (dwarf, at) in DWARF {
         registers[dwarf] = Some(*words.get(at)?);
     }
-    Some(UserState {
+    Some(UserThreadState {
         registers,
         exact_ip: true,
         stack: user.stack,

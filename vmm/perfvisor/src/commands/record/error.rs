@@ -28,7 +28,7 @@ pub enum RecordError {
     #[error("writing the samples")]
     Write(#[source] io::Error),
     #[error("{}: the recording ends here, with the {samples} samples that fitted; free space or use another disk", path.display())]
-    CutBack {
+    Truncated {
         path: PathBuf,
         samples: u64,
         #[source]

@@ -15,12 +15,12 @@ use std::time::{Duration, Instant};
 
 use perf_core::ReadFormat;
 use perf_core::SampleType;
-use perf_core::pmu::host::{GuestSamples, monotonic_ns};
-use perf_core::record::{Format, Record, Sample as RingSample};
+use perf_core::pmu::host::{GuestSampleRing, monotonic_ns};
+use perf_core::record::{Record, RecordFormat, Sample as RingSample};
 use perf_core::ring::RingReader;
 
 use super::all::for_each_vm;
-use super::{CommandError, DONE, Woken, all_sampled, connect, say, wait_until};
+use super::{CommandError, DONE, WaitResult, check_sampling_support, connect, say, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::vendor;
@@ -30,17 +30,17 @@ use control_api::protocol::{HostRingInfo, Joined, KernelInfo, KernelState, Opene
 use control_api::request::{self, Request};
 pub use error::RecordError;
 use guest_profile::export::NO_PID;
-use guest_profile::merge::{Merge, RingTerms, Totals, Whose};
-use guest_profile::sample::RawSample;
-use names::Names;
+use guest_profile::merge::{HostRingParams, SampleMerger, SampleTask, Totals};
+use guest_profile::sample::SampleData;
+use names::RecordedSymbols;
 use perf_core::error_line;
 use recording::Recording;
-use remote::{Remote, Word};
+use remote::{ControlCommand, RemoteControl};
 
 /// Interval at which the rings are drained.
-const LOOK: Duration = Duration::from_millis(50);
+const DRAIN_INTERVAL: Duration = Duration::from_millis(50);
 /// Polling interval of `--control`.
-const LISTEN: Duration = Duration::from_millis(5);
+const CONTROL_POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Time limit for the VM to find the guest kernel.
 const KERNEL_PATIENCE: Duration = Duration::from_secs(60);
 /// Size of the host kernel's ring, as the binary logarithm of the number of pages. The ring holds
@@ -53,17 +53,17 @@ const HOST_RING_LOG2_PAGES: u32 = 6;
 /// Returns [`RecordError`] if the recording fails.
 pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
     let args = &RecordArgs {
-        events: vendor::by_selector(&args.events).map_err(CommandError::from)?,
+        events: vendor::resolve_vendor_events(&args.events).map_err(CommandError::from)?,
         ..args.clone()
     };
-    let remote = args.control.as_ref().map(Remote::open).transpose()?;
+    let remote = args.control.as_ref().map(RemoteControl::open).transpose()?;
     if args.delay < 0 && remote.is_none() {
         return Err(RecordError::NeverBegins);
     }
-    args.rings_hold_stacks()?;
+    args.check_ring_size()?;
     let signals = StopSignals::block().map_err(CommandError::Signals)?;
     if args.all {
-        let signals = signals.for_all();
+        let signals = signals.visible_to_all_threads();
         return Ok(for_each_vm(|vm, client| {
             let mut output = args.output.clone().into_os_string();
             output.push(format!(".{}", vm.label()));
@@ -83,7 +83,7 @@ fn record_one(
     args: &RecordArgs,
     mut client: Client,
     signals: &StopSignals,
-    mut remote: Option<Remote>,
+    mut remote: Option<RemoteControl>,
 ) -> Result<ExitStatus, RecordError> {
     let sampling = args.sampling();
     let opened: Vec<Opened> = client.call(request::Open {
@@ -92,10 +92,10 @@ fn record_one(
         whole: false,
         sampling: Some(sampling),
     })?;
-    all_sampled(&opened)?;
+    check_sampling_support(&opened)?;
     find_kernel(&mut client, args, signals)?;
-    let names = Names::of(&mut client, args)?;
-    let mut streams = Streams::open(&mut client, args, &opened, sampling)?;
+    let names = RecordedSymbols::of(&mut client, args)?;
+    let mut streams = SampleStreams::open(&mut client, args, &opened, sampling)?;
     let clock_offset_ns = streams.rings.first().and_then(|(_, info)| info.clock_offset_ns);
     let mut recording = Recording::start(args, &client, &opened, sampling, clock_offset_ns, names)?;
     let recorded = match sample(
@@ -107,13 +107,13 @@ fn record_one(
         &mut recording,
     ) {
         Ok(gone) => recording.finish(args, gone, streams.totals()),
-        Err(RecordError::Write(source)) => Err(recording.cut_back(&args.output, source)),
+        Err(RecordError::Write(source)) => Err(recording.truncate_to_records(&args.output, source)),
         Err(error) => Err(error),
     };
     match recorded {
         Ok(()) => Ok(DONE),
         // The part that was written is usable.
-        Err(error @ RecordError::CutBack { .. }) => {
+        Err(error @ RecordError::Truncated { .. }) => {
             say(&format!("perfvisor: {}\n", error_line(&error)));
             Ok(ExitStatus::CheckFailed)
         }
@@ -126,27 +126,27 @@ fn sample(
     args: &RecordArgs,
     client: &mut Client,
     signals: &StopSignals,
-    mut remote: Option<&mut Remote>,
-    streams: &mut Streams,
+    mut remote: Option<&mut RemoteControl>,
+    streams: &mut SampleStreams,
     recording: &mut Recording,
 ) -> Result<bool, RecordError> {
-    let mut clock = Clock::start(args);
+    let mut clock = RecordingSchedule::start(args);
     let mut gone = false;
     let progress = !args.quiet && !args.all && std::io::stderr().is_terminal();
     loop {
-        let look = Instant::now() + LOOK;
+        let look = Instant::now() + DRAIN_INTERVAL;
         // Waits until the rings are due.
         let over = loop {
             if clock.begins() {
-                gone |= switch(client, request::Enable)?;
+                gone |= set_sampling(client, request::Enable)?;
                 log::info!("{} is sampled from now on", client.info().name);
             }
             let stop = match &mut remote {
-                Some(remote) => follow(remote, client, &mut gone)?,
+                Some(remote) => run_control_commands(remote, client, &mut gone)?,
                 None => false,
             };
             let until = clock.next(look, remote.is_some());
-            if stop || wait_until(until, signals) == Woken::Signal || clock.is_over() {
+            if stop || wait_until(until, signals) == WaitResult::Signal || clock.is_over() {
                 break true;
             }
             if gone || Instant::now() >= look {
@@ -154,7 +154,7 @@ fn sample(
             }
         };
         if over {
-            gone |= switch(client, request::Disable)?;
+            gone |= set_sampling(client, request::Disable)?;
         }
         streams.drain(recording)?;
         if over {
@@ -167,7 +167,7 @@ fn sample(
                 for of_vcpu in &joined {
                     streams.join(client, args, of_vcpu, args.sampling(), recording)?;
                 }
-                streams.steer(client)
+                streams.adjust_sampling(client)
             }
             Err(e) => Err(e),
         };
@@ -194,14 +194,14 @@ fn sample(
 }
 
 /// The scheduled begin and end of a recording.
-struct Clock {
+struct RecordingSchedule {
     start: Instant,
     end: Option<Instant>,
     /// Scheduled begin; `None` once the recording has begun.
     begin: Option<Instant>,
 }
 
-impl Clock {
+impl RecordingSchedule {
     fn start(args: &RecordArgs) -> Self {
         let start = Instant::now();
         let delay = u64::try_from(args.delay).ok().map(Duration::from_millis);
@@ -223,7 +223,7 @@ impl Clock {
 
     /// Returns the next wake-up time, at most `look`.
     fn next(&self, look: Instant, listens: bool) -> Instant {
-        let listen = listens.then(|| Instant::now() + LISTEN);
+        let listen = listens.then(|| Instant::now() + CONTROL_POLL_INTERVAL);
         [listen, self.begin, self.end]
             .into_iter()
             .flatten()
@@ -232,7 +232,7 @@ impl Clock {
 }
 
 /// Enables or disables sampling. Returns `true` if the VM has ended.
-fn switch(client: &mut Client, request: impl Request<Reply = ()>) -> Result<bool, ClientError> {
+fn set_sampling(client: &mut Client, request: impl Request<Reply = ()>) -> Result<bool, ClientError> {
     match client.call(request) {
         Err(e) if e.is_gone() => Ok(true),
         result => Ok(result.map(|()| false)?),
@@ -240,15 +240,19 @@ fn switch(client: &mut Client, request: impl Request<Reply = ()>) -> Result<bool
 }
 
 /// Executes the commands from the control pipe. Returns `true` if the recording is to end.
-fn follow(remote: &mut Remote, client: &mut Client, gone: &mut bool) -> Result<bool, ClientError> {
+fn run_control_commands(
+    remote: &mut RemoteControl,
+    client: &mut Client,
+    gone: &mut bool,
+) -> Result<bool, ClientError> {
     for word in remote.words() {
         match word {
-            Word::Enable => *gone |= switch(client, request::Enable)?,
-            Word::Disable => *gone |= switch(client, request::Disable)?,
-            Word::Ping | Word::Stop => {}
+            ControlCommand::Enable => *gone |= set_sampling(client, request::Enable)?,
+            ControlCommand::Disable => *gone |= set_sampling(client, request::Disable)?,
+            ControlCommand::Ping | ControlCommand::Stop => {}
         }
         remote.acknowledge();
-        if word == Word::Stop {
+        if word == ControlCommand::Stop {
             return Ok(true);
         }
     }
@@ -256,27 +260,27 @@ fn follow(remote: &mut Remote, client: &mut Client, gone: &mut bool) -> Result<b
 }
 
 /// An event on one vCPU that is also sampled by the host kernel.
-struct Lane {
+struct SampledEvent {
     handle: u32,
     vcpu: u32,
     /// Stream ID in the samples.
     stream_id: u64,
-    ring: GuestSamples,
+    ring: GuestSampleRing,
     clock_offset_ns: u64,
-    merge: Merge,
+    merge: SampleMerger,
     /// Set once it has been logged that the host kernel cannot sample the guest.
     said_blind: bool,
 }
 
 /// The sample sources of a recording.
-struct Streams {
+struct SampleStreams {
     rings: Vec<(RingReader, RingInfo)>,
-    lanes: Vec<Lane>,
+    lanes: Vec<SampledEvent>,
     /// Lane indices by stream ID.
     by_stream: HashMap<u64, usize>,
 }
 
-impl Streams {
+impl SampleStreams {
     fn open(
         client: &mut Client,
         args: &RecordArgs,
@@ -360,7 +364,7 @@ impl Streams {
                 continue;
             };
             let (info, fd): (HostRingInfo, File) = client.call_with_file(request::HostRing { handle })?;
-            let ring = match GuestSamples::map(fd.into(), HOST_RING_LOG2_PAGES) {
+            let ring = match GuestSampleRing::map(fd.into(), HOST_RING_LOG2_PAGES) {
                 Ok(ring) => ring,
                 Err(e) => {
                     why_not = Some(format!("mapping its ring: {}", error_line(&e)));
@@ -369,13 +373,13 @@ impl Streams {
                 }
             };
             self.by_stream.insert(o.id, self.lanes.len());
-            self.lanes.push(Lane {
+            self.lanes.push(SampledEvent {
                 handle,
                 vcpu,
                 stream_id: o.id,
                 ring,
                 clock_offset_ns: info.clock_offset_ns,
-                merge: Merge::new(RingTerms {
+                merge: SampleMerger::new(HostRingParams {
                     period: info.period,
                     clock_offset_ns: info.clock_offset_ns,
                     interpreted: info.interpreted,
@@ -405,10 +409,10 @@ impl Streams {
 
     fn drain_ring(&mut self, at: usize, recording: &mut Recording) -> Result<(), RecordError> {
         let (reader, info) = &mut self.rings[at];
-        let format = Format {
+        let format = RecordFormat {
             sample_type: SampleType::from_bits_truncate(info.sample_type),
             read_format: ReadFormat::empty(),
-            ..Format::default()
+            ..RecordFormat::default()
         };
         // Bounds the work per vCPU, which may sample as fast as this loop reads.
         for _ in 0..100_000 {
@@ -456,7 +460,7 @@ impl Streams {
 
     /// Adjusts the rate of VM samples to how well host kernel samples cover the guest. Fails if the
     /// VM has ended.
-    fn steer(&mut self, client: &mut Client) -> Result<(), ClientError> {
+    fn adjust_sampling(&mut self, client: &mut Client) -> Result<(), ClientError> {
         for lane in &mut self.lanes {
             let now_ns = monotonic_ns().saturating_sub(lane.clock_offset_ns);
             if let Some(every) = lane.merge.decide(now_ns) {
@@ -489,12 +493,12 @@ impl Streams {
 /// Writes a sample of the VM.
 fn full(
     sample: &RingSample<'_>,
-    merge: Option<&mut Merge>,
+    merge: Option<&mut SampleMerger>,
     recording: &mut Recording,
 ) -> Result<(), RecordError> {
-    let raw = RawSample::decode(sample.raw).unwrap_or_default();
+    let raw = SampleData::decode(sample.raw).unwrap_or_default();
     let (pid, tid) = raw.task.map_or((NO_PID, NO_PID), |(pid, tid, _)| (pid, tid));
-    let whose = Whose {
+    let whose = SampleTask {
         time_ns: sample.time_ns,
         pid,
         tid,
@@ -530,7 +534,7 @@ fn find_kernel(client: &mut Client, args: &RecordArgs, signals: &StopSignals) ->
             }
             KernelState::Found | KernelState::Unknown => return Ok(()),
         }
-        if wait_until(Instant::now() + LOOK, signals) == Woken::Signal {
+        if wait_until(Instant::now() + DRAIN_INTERVAL, signals) == WaitResult::Signal {
             return Err(CommandError::Interrupted);
         }
     }

@@ -10,8 +10,8 @@ use control_api::client::Client;
 use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::perfdata::PerfDataWriter;
 use guest_profile::export::symbolize::Symbolizer;
-use guest_profile::export::{Frame, KernelMap, NO_PID, Profile, SavedSymbol};
-use guest_profile::programs::{GuestFiles, GuestMount, ProgramFile};
+use guest_profile::export::{ChainFrame, KernelMap, NO_PID, Profile, SavedSymbol};
+use guest_profile::programs::{GuestFiles, GuestSymbols, ProgramFile};
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 
@@ -21,7 +21,7 @@ const MAX_PROGRAMS: usize = 1024;
 const MAX_ADDRESSES: usize = 1 << 20;
 
 /// Symbols of guest addresses, from the files that the user named and otherwise from the VM.
-pub(super) struct Names {
+pub(super) struct RecordedSymbols {
     kernel: Option<KernelSymbols>,
     /// Build ID of the running kernel, if known.
     build_id: Option<BuildId>,
@@ -29,14 +29,14 @@ pub(super) struct Names {
     pub(super) release: String,
     /// `true` if the kernel's symbols also cover user addresses.
     flat: bool,
-    mount: Option<GuestMount>,
+    mount: Option<GuestSymbols>,
     /// Addresses to symbolize, by process ID; `None` for the kernel.
     addresses: HashSet<(Option<u32>, u64)>,
     /// Exported functions by process ID and address.
     exported: BTreeMap<(u32, u64), SavedSymbol>,
 }
 
-impl Names {
+impl RecordedSymbols {
     pub(super) fn of(client: &mut Client, args: &RecordArgs) -> Result<Self, CommandError> {
         let (info, text) = client.symbols()?;
         if let Some(path) = &args.save_kallsyms {
@@ -87,13 +87,13 @@ impl Names {
             len: end.unwrap_or(last).saturating_sub(start),
             reference_symbol: name.to_owned(),
             reference_address: start,
-            build_id: self.build_id.or_else(|| made_up_id(symbols, start)),
+            build_id: self.build_id.or_else(|| synthetic_build_id(symbols, start)),
         })
     }
 
     /// Stores the kernel's symbols in `directory`, and copies the guest's programs there if the
     /// user named their location, so that perf finds them. Adds the build IDs to `writer`.
-    pub(super) fn keep_for_perf<W: io::Write + io::Seek>(
+    pub(super) fn store_for_perf<W: io::Write + io::Seek>(
         &mut self,
         directory: Option<&BuildIdDir>,
         mapped: &Profile,
@@ -123,7 +123,7 @@ impl Names {
                 log::warn!("{path} is not the build that the guest runs; the file has build-id {id}");
                 continue;
             }
-            writer.know(path, id);
+            writer.record_build_id(path, id);
             if let Some(directory) = directory {
                 let read = || program_of(mount.files(), path, id);
                 result = result.and(directory.add_program(id, path, read));
@@ -182,7 +182,7 @@ impl Names {
                 });
                 found.into_iter().for_each(&mut keep);
             } else if let Some(pid) = pid {
-                let frame = Frame {
+                let frame = ChainFrame {
                     address,
                     kernel: false,
                     caller: false,
@@ -242,7 +242,7 @@ fn is_file(path: &str) -> bool {
 /// Returns a synthetic build ID for a kernel without one: a hash of its symbols (FNV-1a, 128 bits)
 /// that is independent of the load address. Without a build ID, perf would use the symbols of the
 /// host kernel.
-fn made_up_id(symbols: &KernelSymbols, start: u64) -> Option<BuildId> {
+fn synthetic_build_id(symbols: &KernelSymbols, start: u64) -> Option<BuildId> {
     const BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
     const PRIME: u128 = 0x0100_0000_0000_0000_0000_013b;
     let hash = symbols.iter().fold(BASIS, |hash, symbol| {

@@ -12,25 +12,26 @@ use perf_core::record::Sample as RingSample;
 
 use super::super::{CommandError, connect, create_private, files, say};
 use super::args::{CallGraph, RecordArgs};
-use super::code::{Code, Totals};
+use super::code::{ProgramCache, Totals};
 use super::error::RecordError;
-use super::names::Names;
+use super::names::RecordedSymbols;
 use control_api::client::Client;
 use control_api::protocol::{Opened, Sampling};
 use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::perfdata::PerfDataWriter;
 use guest_profile::export::{
-    EventInfo, FileMapping, Form, Meta, NO_PID, Profile, Rate, Sample, TaskName, WallClock,
+    EventInfo, EventRate, FileMapping, NO_PID, Profile, ProfileMetadata, ProfilePerspective, Sample,
+    TaskName, WallClock,
 };
-use guest_profile::merge::{Light, Totals as MergeTotals, Whose};
-use guest_profile::sample::RawSample;
+use guest_profile::merge::{LightSample, SampleTask, Totals as MergeTotals};
+use guest_profile::sample::SampleData;
 use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, End, Ends};
 use kernel_images::build_id::BuildId;
 
 /// Maximum number of distinct tasks.
 const MAX_TASKS: usize = 1 << 16;
 /// Interval at which the file header is updated: the maximum loss if the recorder is killed.
-const KEEP_EVERY: Duration = Duration::from_secs(1);
+const HEADER_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of distinct mappings.
 const MAX_MAPPINGS: usize = 1 << 16;
 /// Minimum value of a context marker in a call chain.
@@ -39,9 +40,9 @@ const CONTEXT_MAX: u64 = (-4095i64).cast_unsigned();
 /// A recording in progress.
 pub(super) struct Recording {
     writer: PerfDataWriter<BufWriter<File>>,
-    names: Names,
+    names: RecordedSymbols,
     /// Mappings and modules of the guest's programs.
-    code: Code,
+    code: ProgramCache,
     /// Size of the stack copies to unwind, in bytes.
     stack_bytes: Option<u32>,
     /// Frame buffer for unwinding.
@@ -82,7 +83,7 @@ impl Recording {
         opened: &[Opened],
         sampling: Sampling,
         clock_offset_ns: Option<u64>,
-        names: Names,
+        names: RecordedSymbols,
     ) -> Result<Self, CommandError> {
         let mut events: Vec<(u32, EventInfo)> = Vec::new();
         let mut ids = HashMap::new();
@@ -91,9 +92,9 @@ impl Recording {
                 Some((_, event)) => event.id,
                 None => {
                     let rate = if sampling.frequency {
-                        Rate::FrequencyHz(sampling.rate)
+                        EventRate::FrequencyHz(sampling.rate)
                     } else {
-                        Rate::Period(sampling.rate)
+                        EventRate::Period(sampling.rate)
                     };
                     let event = EventInfo {
                         name: o.name.clone(),
@@ -108,16 +109,20 @@ impl Recording {
             };
             ids.insert(o.id, id);
         }
-        let meta = Meta {
+        let meta = ProfileMetadata {
             hostname: client.info().name.clone(),
             os_release: names.release.clone(),
             // Includes vCPUs that are hot-plugged during the recording.
             vcpus: client.info().max_vcpus,
             command: std::env::args().collect(),
-            form: if args.as_host { Form::AsHost } else { Form::InGuest },
+            form: if args.as_host {
+                ProfilePerspective::AsHost
+            } else {
+                ProfilePerspective::InGuest
+            },
             clock: clock_offset_ns.and_then(|_| wall_clock()),
         };
-        keep_old(&args.output)?;
+        back_up_existing(&args.output)?;
         let of_file = || CommandError::file(&args.output);
         let file = create_private(&args.output).map_err(CommandError::create(&args.output))?;
         let listed = events.iter().map(|(index, event)| (*index, event.id)).collect();
@@ -139,7 +144,7 @@ impl Recording {
         Ok(Self {
             writer,
             names,
-            code: Code::new(again, files::guest_files(&args.symbols)?, stack_bytes.is_some()),
+            code: ProgramCache::new(again, files::guest_files(&args.symbols)?, stack_bytes.is_some()),
             stack_bytes,
             frames: Vec::new(),
             ids,
@@ -185,7 +190,7 @@ impl Recording {
     pub(super) fn full(
         &mut self,
         sample: &RingSample<'_>,
-        raw: &RawSample,
+        raw: &SampleData,
         period: u64,
     ) -> Result<(), RecordError> {
         let (pid, tid) = raw.task.map_or((NO_PID, NO_PID), |(pid, tid, _)| (pid, tid));
@@ -212,7 +217,7 @@ impl Recording {
             };
             self.writer.task(&task).map_err(RecordError::Write)?;
         }
-        for mapping in RawSample::mappings(sample.raw) {
+        for mapping in SampleData::mappings(sample.raw) {
             self.mapping(FileMapping {
                 time_ns: self.file_ns(since_ns),
                 pid,
@@ -220,7 +225,7 @@ impl Recording {
                 len: mapping.len,
                 file_offset: mapping.file_offset,
                 path: mapping.path.to_owned(),
-                build_id: RawSample::build_id(sample.raw, mapping.start),
+                build_id: SampleData::build_id(sample.raw, mapping.start),
             })?;
         }
         self.chain.clear();
@@ -262,8 +267,8 @@ impl Recording {
         &mut self,
         vcpu: u32,
         stream_id: u64,
-        light: Light,
-        whose: Option<Whose>,
+        light: LightSample,
+        whose: Option<SampleTask>,
     ) -> Result<(), RecordError> {
         let (pid, tid, cr3) = whose.map_or((NO_PID, NO_PID, 0), |w| (w.pid, w.tid, w.cr3));
         let user = self.names.is_user(light.ip, light.user);
@@ -393,7 +398,7 @@ impl Recording {
     /// Updates the file header periodically, so that the recording is usable if the process or the
     /// host fails.
     pub(super) fn keep(&mut self) -> Result<(), RecordError> {
-        if self.kept.elapsed() < KEEP_EVERY {
+        if self.kept.elapsed() < HEADER_INTERVAL {
             return Ok(());
         }
         self.kept = Instant::now();
@@ -401,10 +406,10 @@ impl Recording {
     }
 
     /// Truncates the file to the last header update after a write failed with `source`.
-    pub(super) fn cut_back(self, path: &Path, source: io::Error) -> RecordError {
+    pub(super) fn truncate_to_records(self, path: &Path, source: io::Error) -> RecordError {
         let path = path.to_owned();
-        match self.writer.cut_back() {
-            Ok(samples) => RecordError::CutBack {
+        match self.writer.truncate_to_records() {
+            Ok(samples) => RecordError::Truncated {
                 path,
                 samples,
                 source,
@@ -431,12 +436,12 @@ impl Recording {
         totals: Option<MergeTotals>,
     ) -> Result<(), RecordError> {
         if let Err(source) = self.writer.checkpoint() {
-            return Err(self.cut_back(&args.output, source));
+            return Err(self.truncate_to_records(&args.output, source));
         }
         if !args.as_host
             && let Err(e) = self
                 .names
-                .keep_for_perf(self.for_perf.as_ref(), &self.mapped, &mut self.writer)
+                .store_for_perf(self.for_perf.as_ref(), &self.mapped, &mut self.writer)
         {
             let place = self.for_perf.as_ref().map_or(Path::new("."), |dir| dir.path());
             log::warn!(
@@ -449,7 +454,7 @@ impl Recording {
         // All samples have been written.
         self.writer
             .finish(&symbols)
-            .map_err(|source| RecordError::CutBack {
+            .map_err(|source| RecordError::Truncated {
                 path: args.output.clone(),
                 samples,
                 source,
@@ -483,7 +488,7 @@ impl Recording {
             log::info!("the VMM took {us:.1} us for each sample that stopped the vCPU");
         }
         if let Some(totals) = totals {
-            tell_totals(&totals);
+            log_totals(&totals);
         }
         if samples == 0 {
             log::warn!(
@@ -530,7 +535,7 @@ fn wall_clock() -> Option<WallClock> {
 }
 
 /// Logs the numbers of VM samples and host kernel samples.
-fn tell_totals(totals: &MergeTotals) {
+fn log_totals(totals: &MergeTotals) {
     let all = totals.light + totals.full;
     if all == 0 {
         return;
@@ -564,7 +569,7 @@ fn printable(comm: &[u8; 16]) -> String {
 }
 
 /// Renames an existing file to `FILE.old`, as perf does.
-fn keep_old(path: &Path) -> Result<(), CommandError> {
+fn back_up_existing(path: &Path) -> Result<(), CommandError> {
     if !std::fs::metadata(path).is_ok_and(|m| m.is_file() && m.len() > 0) {
         return Ok(());
     }

@@ -7,13 +7,13 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 /// Maximum length of a command, in bytes.
-const MOST_BYTES: usize = 64;
+const MAX_COMMAND_BYTES: usize = 64;
 /// Maximum number of commands accepted at a time.
-const MOST_AT_ONCE: usize = 64;
+const MAX_COMMANDS: usize = 64;
 
 /// The pipes of `--control fifo:CTL[,ACK]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Pipes {
+pub struct ControlPipes {
     /// Pipe for commands.
     ctl: PathBuf,
     /// Pipe for acknowledgements.
@@ -29,7 +29,7 @@ pub enum PipesError {
     EmptyPath,
 }
 
-impl FromStr for Pipes {
+impl FromStr for ControlPipes {
     type Err = PipesError;
 
     fn from_str(text: &str) -> Result<Self, PipesError> {
@@ -51,7 +51,7 @@ impl FromStr for Pipes {
 
 /// A command from the control pipe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Word {
+pub enum ControlCommand {
     /// Enables sampling.
     Enable,
     /// Disables sampling.
@@ -77,7 +77,7 @@ pub enum RemoteError {
 
 /// The open pipes.
 #[derive(Debug)]
-pub struct Remote {
+pub struct RemoteControl {
     ctl: File,
     ack: Option<File>,
     line: Vec<u8>,
@@ -85,13 +85,13 @@ pub struct Remote {
     skips: bool,
 }
 
-impl Remote {
+impl RemoteControl {
     /// Opens both pipes for reading and writing, so that neither the open nor a read waits for a
     /// peer.
     ///
     /// # Errors
     /// Returns [`RemoteError`] if a pipe cannot be opened or is no pipe.
-    pub fn open(pipes: &Pipes) -> Result<Self, RemoteError> {
+    pub fn open(pipes: &ControlPipes) -> Result<Self, RemoteError> {
         let open = |path: &PathBuf| {
             let file = OpenOptions::new()
                 .read(true)
@@ -110,16 +110,16 @@ impl Remote {
         Ok(Self {
             ctl: open(&pipes.ctl)?,
             ack: pipes.ack.as_ref().map(open).transpose()?,
-            line: Vec::with_capacity(MOST_BYTES),
+            line: Vec::with_capacity(MAX_COMMAND_BYTES),
             skips: false,
         })
     }
 
     /// Returns the received commands. Logs unknown ones.
-    pub fn words(&mut self) -> Vec<Word> {
+    pub fn words(&mut self) -> Vec<ControlCommand> {
         let mut words = Vec::new();
         let mut bytes = [0; 256];
-        while words.len() < MOST_AT_ONCE {
+        while words.len() < MAX_COMMANDS {
             match self.ctl.read(&mut bytes) {
                 Ok(0) => break,
                 Ok(n) => words.extend(bytes[..n].iter().filter_map(|&byte| self.take(byte))),
@@ -135,9 +135,9 @@ impl Remote {
         words
     }
 
-    fn take(&mut self, byte: u8) -> Option<Word> {
+    fn take(&mut self, byte: u8) -> Option<ControlCommand> {
         if byte != b'\n' && byte != 0 {
-            self.skips |= self.line.len() == MOST_BYTES;
+            self.skips |= self.line.len() == MAX_COMMAND_BYTES;
             if !self.skips {
                 self.line.push(byte);
             }
@@ -147,10 +147,10 @@ impl Remote {
         let skipped = std::mem::take(&mut self.skips);
         match line.trim_ascii() {
             b"" => None,
-            b"enable" if !skipped => Some(Word::Enable),
-            b"disable" if !skipped => Some(Word::Disable),
-            b"stop" if !skipped => Some(Word::Stop),
-            b"ping" if !skipped => Some(Word::Ping),
+            b"enable" if !skipped => Some(ControlCommand::Enable),
+            b"disable" if !skipped => Some(ControlCommand::Disable),
+            b"stop" if !skipped => Some(ControlCommand::Stop),
+            b"ping" if !skipped => Some(ControlCommand::Ping),
             other => {
                 let other: String = other.escape_ascii().to_string();
                 log::warn!("--control: '{other}' is none of enable, disable, stop and ping");
@@ -181,33 +181,33 @@ mod tests {
     }
 
     #[test]
-    fn paths_are_as_with_perf() {
-        let pipes: Pipes = "fifo:/a,/b".parse().unwrap();
+    fn pipe_paths_are_parsed_like_perf() {
+        let pipes: ControlPipes = "fifo:/a,/b".parse().unwrap();
         assert_eq!((pipes.ctl, pipes.ack), ("/a".into(), Some("/b".into())));
-        assert_eq!("fifo:/a".parse::<Pipes>().unwrap().ack, None);
+        assert_eq!("fifo:/a".parse::<ControlPipes>().unwrap().ack, None);
         for bad in ["", "fifo:", "fifo:,/b", "fifo:/a,", "fd:3", "/a"] {
-            assert!(bad.parse::<Pipes>().is_err(), "{bad}");
+            assert!(bad.parse::<ControlPipes>().is_err(), "{bad}");
         }
     }
 
     /// Commands may arrive split or combined; unknown and overlong lines are skipped.
     #[test]
-    fn words_are_lines() {
+    fn commands_are_separated_by_newlines() {
         let directory = tempfile::tempdir().unwrap();
         let (ctl, ack) = (pipe(directory.path(), "ctl"), pipe(directory.path(), "ack"));
-        let pipes: Pipes = format!("fifo:{},{}", ctl.display(), ack.display())
+        let pipes: ControlPipes = format!("fifo:{},{}", ctl.display(), ack.display())
             .parse()
             .unwrap();
-        let mut remote = Remote::open(&pipes).unwrap();
+        let mut remote = RemoteControl::open(&pipes).unwrap();
         let mut writer = OpenOptions::new().write(true).open(&ctl).unwrap();
         assert_eq!(remote.words(), []);
         writer.write_all(b"enable\ndisa").unwrap();
-        assert_eq!(remote.words(), [Word::Enable]);
+        assert_eq!(remote.words(), [ControlCommand::Enable]);
         writer.write_all(b"ble\n\nping\0nonsense\n").unwrap();
-        assert_eq!(remote.words(), [Word::Disable, Word::Ping]);
+        assert_eq!(remote.words(), [ControlCommand::Disable, ControlCommand::Ping]);
         writer.write_all(&[b'e'; 1000]).unwrap();
         writer.write_all(b"\nstop\n").unwrap();
-        assert_eq!(remote.words(), [Word::Stop]);
+        assert_eq!(remote.words(), [ControlCommand::Stop]);
         remote.acknowledge();
         let mut answer = [0; 8];
         let mut reader = OpenOptions::new().read(true).open(&ack).unwrap();
@@ -216,13 +216,18 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_pipe_is_refused() {
+    fn non_pipe_is_rejected() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        let pipes: Pipes = format!("fifo:{}", file.path().display()).parse().unwrap();
-        assert!(Remote::open(&pipes).unwrap_err().to_string().contains("mkfifo"));
-        let pipes: Pipes = "fifo:/nowhere/x".parse().unwrap();
+        let pipes: ControlPipes = format!("fifo:{}", file.path().display()).parse().unwrap();
         assert!(
-            Remote::open(&pipes)
+            RemoteControl::open(&pipes)
+                .unwrap_err()
+                .to_string()
+                .contains("mkfifo")
+        );
+        let pipes: ControlPipes = "fifo:/nowhere/x".parse().unwrap();
+        assert!(
+            RemoteControl::open(&pipes)
                 .unwrap_err()
                 .to_string()
                 .contains("/nowhere/x")

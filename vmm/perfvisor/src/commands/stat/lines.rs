@@ -8,7 +8,9 @@ use serde_json::json;
 use super::args::StatArgs;
 use super::metrics::{self, derived};
 use super::totals::{Total, merge};
-use control_api::events::format::{Counted, Doubt, Fields, csv_line, mean_and_error, stat_line};
+use control_api::events::format::{
+    CountResult, CountUncertainty, StatFields, csv_line, mean_and_error, stat_line,
+};
 
 /// Formats the counts of an interval of duration `length` that ended at `at`.
 pub(super) fn interval_lines(at: Duration, length: Duration, totals: &[Total], args: &StatArgs) -> String {
@@ -99,15 +101,15 @@ fn json_line(total: &Total, all: &[Total], seconds: f64, at_s: Option<f64>) -> S
     if let Some(vcpu) = total.vcpu {
         put("vcpu", json!(vcpu));
     }
-    let fields = Fields::of(&total.counted, total.unit, 6);
+    let fields = StatFields::of(&total.counted, total.unit, 6);
     put("counter-value", json!(fields.value));
     put("unit", json!(fields.unit));
     put("event", json!(total.name));
     match total.doubt {
-        Doubt::Silent => {}
-        Doubt::Error(percent) => put("variance", json!(percent)),
-        Doubt::Within(percent) => put("error-within", json!(percent)),
-        Doubt::Unknown => put("error-unknown", json!(true)),
+        CountUncertainty::Silent => {}
+        CountUncertainty::Error(percent) => put("variance", json!(percent)),
+        CountUncertainty::Within(percent) => put("error-within", json!(percent)),
+        CountUncertainty::Unknown => put("error-unknown", json!(true)),
     }
     put("event-runtime", json!(fields.running_ns));
     put("pcnt-running", json!(fields.share));
@@ -222,7 +224,7 @@ fn elapsed_line(seconds: f64, error_percent: Option<f64>) -> String {
 
 /// Returns the comment after `#`: the metric as in perf, or the backing if it is not the PMU.
 fn note(total: &Total, all: &[Total], seconds: f64) -> Option<String> {
-    if !matches!(total.counted, Counted::Value { .. }) {
+    if !matches!(total.counted, CountResult::Value { .. }) {
         return None;
     }
     if total.estimate {
@@ -237,19 +239,19 @@ fn note(total: &Total, all: &[Total], seconds: f64) -> Option<String> {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use control_api::events::format::Unit;
+    use control_api::events::format::CountUnit;
 
-    pub(in super::super) fn count_of(name: &str, count: u64, unit: Unit) -> Total {
+    pub(in super::super) fn count_of(name: &str, count: u64, unit: CountUnit) -> Total {
         Total {
             name: name.into(),
             vcpu: None,
             unit,
-            counted: Counted::Value {
+            counted: CountResult::Value {
                 count,
                 enabled_ns: 1,
                 running_ns: 1,
             },
-            doubt: Doubt::Silent,
+            doubt: CountUncertainty::Silent,
             backing: "software".into(),
             estimate: false,
         }
@@ -257,12 +259,12 @@ pub(super) mod tests {
 
     /// The expected lines are the output of perf 6.1 for the same counts.
     #[test]
-    fn notes_are_perf_s() {
+    fn notes_match_perf() {
         let all = [
-            count_of("task-clock", 720_000, Unit::Nanoseconds),
-            count_of("context-switches", 1, Unit::Count),
-            count_of("page-faults", 75, Unit::Count),
-            count_of("cycles", 2_160_000, Unit::Count),
+            count_of("task-clock", 720_000, CountUnit::Nanoseconds),
+            count_of("context-switches", 1, CountUnit::Count),
+            count_of("page-faults", 75, CountUnit::Count),
+            count_of("cycles", 2_160_000, CountUnit::Count),
         ];
         let line = |at: usize| plain(&all[at], note(&all[at], &all, 0.24).as_deref());
         assert_eq!(
@@ -291,7 +293,7 @@ pub(super) mod tests {
 
     /// Only the first interval has headings.
     #[test]
-    fn intervals_of_metrics_have_their_headings_once() {
+    fn metric_intervals_print_headings_once() {
         use clap::Parser;
         #[derive(Parser)]
         struct Only {
@@ -299,7 +301,7 @@ pub(super) mod tests {
             stat: StatArgs,
         }
         let args = Only::parse_from(["stat", "--metric-only"]).stat;
-        let all = [count_of("task-clock", 500_000_000, Unit::Nanoseconds)];
+        let all = [count_of("task-clock", 500_000_000, CountUnit::Nanoseconds)];
         let second = Duration::from_secs(1);
         let lines = |at: u32| interval_lines(second * at, second, &all, &args);
         assert_eq!(lines(1).lines().count(), 2);
@@ -310,7 +312,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn elapsed_time_has_as_many_places_as_its_error_allows() {
+    fn elapsed_time_precision_matches_error() {
         assert_eq!(
             elapsed_line(0.207_887_829, None),
             "       0.207887829 seconds time elapsed"

@@ -4,7 +4,7 @@
 use serde_json::{Map, Value, json};
 
 use super::totals::Total;
-use control_api::events::format::{Counted, Unit};
+use control_api::events::format::{CountResult, CountUnit};
 
 /// Miss events, their reference events, and the descriptions in perf.
 const SHARES: [(&str, &str, &str); 7] = [
@@ -58,7 +58,7 @@ impl Metric {
 }
 
 /// Splits an event name into the name that perf prints and the modifiers with their colon.
-fn plain_name(name: &str) -> (&str, &str) {
+fn split_modifiers(name: &str) -> (&str, &str) {
     let (plain, modifiers) = name.split_at(name.find(':').unwrap_or(name.len()));
     let plain = match plain {
         "cpu-cycles" => "cycles",
@@ -83,14 +83,14 @@ fn rate(count: f64, task_clock_ns: f64) -> (f64, String) {
 }
 
 /// A count usable in a metric.
-struct Operand {
+struct MetricOperand {
     count: f64,
     estimate: bool,
 }
 
-impl Operand {
+impl MetricOperand {
     fn of(total: &Total) -> Option<Self> {
-        let Counted::Value {
+        let CountResult::Value {
             count,
             enabled_ns,
             running_ns,
@@ -107,11 +107,12 @@ impl Operand {
 
 /// Returns the metric that perf derives for `total`, if both counts exist.
 pub(super) fn derived(total: &Total, all: &[Total], seconds: f64) -> Option<Metric> {
-    let (name, modifiers) = plain_name(&total.name);
-    let own = Operand::of(total)?;
+    let (name, modifiers) = split_modifiers(&total.name);
+    let own = MetricOperand::of(total)?;
     let with = |wanted: &str, wanted_modifiers: &str| {
-        let same = |t: &&Total| plain_name(&t.name) == (wanted, wanted_modifiers) && t.vcpu == total.vcpu;
-        let found = Operand::of(all.iter().find(same)?)?;
+        let same =
+            |t: &&Total| split_modifiers(&t.name) == (wanted, wanted_modifiers) && t.vcpu == total.vcpu;
+        let found = MetricOperand::of(all.iter().find(same)?)?;
         (found.count > 0.0).then_some(found)
     };
     let metric = |value: f64, unit: String, text: String, estimate: bool| {
@@ -152,7 +153,7 @@ pub(super) fn derived(total: &Total, all: &[Total], seconds: f64) -> Option<Metr
             let text = format!("{value:8.3} GHz");
             metric(value, "GHz".to_owned(), text, own.estimate || clock.estimate)
         }
-        _ if total.unit == Unit::Nanoseconds => None,
+        _ if total.unit == CountUnit::Nanoseconds => None,
         _ => {
             let clock = with("task-clock", "")?;
             let (value, unit) = rate(own.count, clock.count);
@@ -175,7 +176,7 @@ pub(super) fn rows(totals: &[Total], seconds: f64) -> Vec<MetricRow> {
         let Some(metric) = derived(total, totals, seconds) else {
             continue;
         };
-        let Some(heading) = metric.heading(plain_name(&total.name).0) else {
+        let Some(heading) = metric.heading(split_modifiers(&total.name).0) else {
             continue;
         };
         match rows.iter_mut().find(|row| row.vcpu == total.vcpu) {
@@ -269,18 +270,18 @@ mod tests {
 
     fn totals() -> Vec<Total> {
         vec![
-            count_of("task-clock", 1_000_000_000, Unit::Nanoseconds),
-            count_of("cpu-cycles", 3_000_000_000, Unit::Count),
-            count_of("instructions", 1_500_000_000, Unit::Count),
-            count_of("branch-instructions", 200_000_000, Unit::Count),
-            count_of("branch-misses", 5_000_000, Unit::Count),
-            count_of("cache-references", 1_000_000, Unit::Count),
-            count_of("cache-misses", 250_000, Unit::Count),
+            count_of("task-clock", 1_000_000_000, CountUnit::Nanoseconds),
+            count_of("cpu-cycles", 3_000_000_000, CountUnit::Count),
+            count_of("instructions", 1_500_000_000, CountUnit::Count),
+            count_of("branch-instructions", 200_000_000, CountUnit::Count),
+            count_of("branch-misses", 5_000_000, CountUnit::Count),
+            count_of("cache-references", 1_000_000, CountUnit::Count),
+            count_of("cache-misses", 250_000, CountUnit::Count),
         ]
     }
 
     #[test]
-    fn metrics_are_perf_s() {
+    fn metrics_match_perf() {
         let all = totals();
         let text = |at: usize| derived(&all[at], &all, 2.0).unwrap().text;
         assert_eq!(text(0), "   0.500 CPUs utilized");
@@ -293,7 +294,7 @@ mod tests {
 
     /// A metric derived from an estimate is marked as an estimate.
     #[test]
-    fn what_is_made_of_an_estimate_says_so() {
+    fn metric_of_estimate_is_marked() {
         let mut all = totals();
         all[1].backing = "clock".into();
         let ipc = derived(&all[2], &all, 2.0).unwrap();
@@ -302,7 +303,7 @@ mod tests {
             "{ipc:?}"
         );
         assert!(!derived(&all[4], &all, 2.0).unwrap().estimate);
-        all[3].counted = Counted::Value {
+        all[3].counted = CountResult::Value {
             count: 200_000_000,
             enabled_ns: 2,
             running_ns: 1,
@@ -326,7 +327,7 @@ mod tests {
 
     /// Counts with different modifiers are not combined, such as user instructions with all cycles.
     #[test]
-    fn counts_of_the_same_levels_belong_together() {
+    fn metrics_require_equal_modifiers() {
         let mut all = totals();
         all[2].name = "instructions:u".into();
         assert_eq!(derived(&all[2], &all, 2.0).unwrap().unit, "G/sec");
@@ -336,7 +337,7 @@ mod tests {
 
     /// Rows omit rates, and a heading names the event unless perf's unit does.
     #[test]
-    fn a_row_of_metrics_is_perf_s() {
+    fn metric_row_matches_perf() {
         let rows = rows(&totals(), 2.0);
         let (headings, numbers) = rows[0].csv(",");
         assert_eq!(

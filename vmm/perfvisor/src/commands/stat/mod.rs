@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::all::for_each_vm;
-use super::{CommandError, DONE, Woken, connect, is_unread, print, wait_until};
+use super::{CommandError, DONE, WaitResult, connect, is_reader_closed, print, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::vendor;
@@ -23,7 +23,7 @@ use lines::{final_table, interval_lines};
 use totals::{Total, totals};
 
 /// Interval of the readings that are kept in case the VM ends.
-const LOOK: Duration = Duration::from_millis(250);
+const READ_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Errors of `perfvisor stat`.
 #[derive(Debug, thiserror::Error)]
@@ -40,7 +40,7 @@ pub enum StatError {
 /// Returns [`StatError`] if the events cannot be counted.
 pub fn stat(args: &StatArgs) -> Result<ExitStatus, StatError> {
     let args = &StatArgs {
-        events: vendor::by_selector(&args.events).map_err(CommandError::from)?,
+        events: vendor::resolve_vendor_events(&args.events).map_err(CommandError::from)?,
         ..args.clone()
     };
     if args.repeat > 1 && (args.duration.is_none() || args.interval.is_some()) {
@@ -55,7 +55,7 @@ fn count(args: &StatArgs) -> Result<ExitStatus, CommandError> {
         if wants_header(args) {
             print(&format!("{:<16} {}", "# VM", header(args)))?;
         }
-        let (signals, tables) = (signals.for_all(), Mutex::new(BTreeMap::new()));
+        let (signals, tables) = (signals.visible_to_all_threads(), Mutex::new(BTreeMap::new()));
         let status = for_each_vm(|vm, client| {
             let table = count_one(args, client, &signals, Some(&vm.label()))?;
             let mut tables = tables.lock().unwrap_or_else(PoisonError::into_inner);
@@ -86,7 +86,7 @@ fn header(args: &StatArgs) -> String {
 }
 
 /// Prefixes the lines of one of several VMs with its label.
-fn of_vm(lines: &str, label: Option<&str>, args: &StatArgs) -> String {
+fn label_lines(lines: &str, label: Option<&str>, args: &StatArgs) -> String {
     let Some(label) = label else {
         return lines.to_owned();
     };
@@ -122,11 +122,11 @@ fn count_one(
                 unsupported.insert(o.name.clone(), why.clone());
             }
         }
-        let run = one_run(&mut client, args, &mut opened, signals, label)?;
+        let run = measure_once(&mut client, args, &mut opened, signals, label)?;
         elapsed.push(run.elapsed.as_secs_f64());
         runs.push(run.totals);
         gone = run.gone;
-        if gone || run.woken == Woken::Signal {
+        if gone || run.woken == WaitResult::Signal {
             break;
         }
         let () = client.call(request::Close)?;
@@ -136,7 +136,7 @@ fn count_one(
         None => {
             let table = final_table(label.unwrap_or(&client.info().name), &runs, &elapsed, args);
             let for_programs = args.json || args.field_separator.is_some();
-            of_vm(&table, label.filter(|_| for_programs), args)
+            label_lines(&table, label.filter(|_| for_programs), args)
         }
     };
     for (name, why) in unsupported {
@@ -145,7 +145,7 @@ fn count_one(
     if gone {
         log::warn!(
             "the VM ended; the counts are as they were at most {} ms before",
-            LOOK.as_millis()
+            READ_INTERVAL.as_millis()
         );
     }
     Ok(table)
@@ -166,21 +166,21 @@ fn join(client: &mut Client, opened: &mut Vec<Opened>) -> Result<(), CommandErro
     Ok(())
 }
 
-struct Run {
+struct StatMeasurement {
     totals: Vec<Total>,
     elapsed: Duration,
-    woken: Woken,
+    woken: WaitResult,
     gone: bool,
 }
 
 /// Performs one measurement and prints its intervals.
-fn one_run(
+fn measure_once(
     client: &mut Client,
     args: &StatArgs,
     opened: &mut Vec<Opened>,
     signals: &StopSignals,
     label: Option<&str>,
-) -> Result<Run, CommandError> {
+) -> Result<StatMeasurement, CommandError> {
     let () = client.call(request::Enable)?;
     let start = Instant::now();
     log::info!("{} counts from now on", client.info().name);
@@ -192,14 +192,14 @@ fn one_run(
         print(&header(args))?;
     }
     loop {
-        let look = Instant::now() + LOOK;
+        let look = Instant::now() + READ_INTERVAL;
         let until = [end, next_interval]
             .into_iter()
             .flatten()
             .fold(look, Instant::min);
         let woken = wait_until(until, signals);
         let now = Instant::now();
-        let over = woken == Woken::Signal || end.is_some_and(|end| now >= end) || is_unread();
+        let over = woken == WaitResult::Signal || end.is_some_and(|end| now >= end) || is_reader_closed();
         if over {
             // Stops all events before the first one is read.
             match client.call(request::Disable) {
@@ -224,14 +224,14 @@ fn one_run(
         {
             let growth = totals(&*opened, &last, &before, args.per_vcpu);
             let lines = interval_lines(at, at.saturating_sub(printed), &growth, args);
-            print(&of_vm(&lines, label, args))?;
+            print(&label_lines(&lines, label, args))?;
             before.clone_from(&last);
             printed = at;
             // A late reading does not shorten the next interval.
             next_interval = Some((due + interval).max(now));
         }
         if over || gone {
-            return Ok(Run {
+            return Ok(StatMeasurement {
                 totals: totals(&*opened, &last, &[], args.per_vcpu),
                 elapsed: at,
                 woken,

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use control_api::events::format::{Counted, Doubt, Unit, mean_and_error, rounded};
+use control_api::events::format::{CountResult, CountUncertainty, CountUnit, mean_and_error, rounded};
 use control_api::protocol::{EventReading, Opened};
 
 /// The result for an event on one vCPU or on all.
@@ -11,18 +11,18 @@ use control_api::protocol::{EventReading, Opened};
 pub(super) struct Total {
     pub(super) name: String,
     pub(super) vcpu: Option<u32>,
-    pub(super) unit: Unit,
-    pub(super) counted: Counted,
+    pub(super) unit: CountUnit,
+    pub(super) counted: CountResult,
     /// Uncertainty of a scaled count or of repeated runs.
-    pub(super) doubt: Doubt,
+    pub(super) doubt: CountUncertainty,
     pub(super) backing: String,
     pub(super) estimate: bool,
 }
 
 /// Position of the event in the list, and the vCPU; `None` for the sum over all vCPUs.
-type Row = (u32, Option<u32>);
+type TotalKey = (u32, Option<u32>);
 /// Readings that contribute to a row.
-type Parts<'o> = Vec<(&'o Opened, Part)>;
+type Parts<'o> = Vec<(&'o Opened, VcpuCount)>;
 
 /// Returns the counts of events, or their differences to `before`, per vCPU or summed over all
 /// vCPUs.
@@ -33,23 +33,23 @@ pub(super) fn totals(
     per_vcpu: bool,
 ) -> Vec<Total> {
     let find = |list: &[EventReading], handle| list.iter().find(|r| Some(r.handle) == handle).cloned();
-    let mut sums: BTreeMap<Row, Parts<'_>> = BTreeMap::new();
+    let mut sums: BTreeMap<TotalKey, Parts<'_>> = BTreeMap::new();
     for o in opened {
         let part = match (o.handle, find(now, o.handle)) {
-            (None, _) => Part::NotSupported,
-            (Some(_), None) => Part::NotCounted,
-            (Some(_), Some(now)) => Part::of(&now, find(before, o.handle).as_ref()),
+            (None, _) => VcpuCount::NotSupported,
+            (Some(_), None) => VcpuCount::NotCounted,
+            (Some(_), Some(now)) => VcpuCount::of(&now, find(before, o.handle).as_ref()),
         };
         let key = (o.index, o.vcpu.filter(|_| per_vcpu));
         sums.entry(key).or_default().push((o, part));
     }
-    let total = |((_, vcpu), parts): (Row, Parts<'_>)| {
+    let total = |((_, vcpu), parts): (TotalKey, Parts<'_>)| {
         let first = parts.first()?.0;
         let (counted, doubt) = sum(parts.iter().map(|(_, p)| p));
         let unit = if first.nanoseconds {
-            Unit::Nanoseconds
+            CountUnit::Nanoseconds
         } else {
-            Unit::Count
+            CountUnit::Count
         };
         Some(Total {
             name: first.name.clone(),
@@ -66,7 +66,7 @@ pub(super) fn totals(
 
 /// The count of an event on one vCPU.
 #[derive(Clone, Copy, Debug)]
-enum Part {
+enum VcpuCount {
     NotSupported,
     NotCounted,
     Value {
@@ -80,7 +80,7 @@ enum Part {
     },
 }
 
-impl Part {
+impl VcpuCount {
     fn of(now: &EventReading, before: Option<&EventReading>) -> Self {
         now.since(before).map_or(Self::NotCounted, |growth| Self::Value {
             count: growth.count,
@@ -94,14 +94,14 @@ impl Part {
 }
 
 /// Returns the sum over vCPUs, or no sum if one of them was not counted.
-fn sum<'p>(parts: impl Iterator<Item = &'p Part>) -> (Counted, Doubt) {
+fn sum<'p>(parts: impl Iterator<Item = &'p VcpuCount>) -> (CountResult, CountUncertainty) {
     let (mut count, mut enabled, mut running) = (0u64, 0u64, 0u64);
     let (mut variance, mut within, mut intervals) = (Some(0.0), Some(0.0), false);
     for part in parts {
         match *part {
-            Part::NotSupported => return (Counted::NotSupported, Doubt::Silent),
-            Part::NotCounted => return (Counted::NotCounted, Doubt::Silent),
-            Part::Value {
+            VcpuCount::NotSupported => return (CountResult::NotSupported, CountUncertainty::Silent),
+            VcpuCount::NotCounted => return (CountResult::NotCounted, CountUncertainty::Silent),
+            VcpuCount::Value {
                 count: n,
                 enabled_ns,
                 running_ns,
@@ -122,13 +122,13 @@ fn sum<'p>(parts: impl Iterator<Item = &'p Part>) -> (Counted, Doubt) {
     }
     let percent = |off: f64| 100.0 * off / count as f64;
     let doubt = match (variance, within) {
-        _ if running >= enabled || count == 0 || intervals => Doubt::Silent,
-        (Some(variance), _) if variance > 0.0 => Doubt::Error(percent(variance.sqrt())),
-        (Some(_), _) => Doubt::Silent,
-        (None, Some(within)) => Doubt::Within(percent(within)),
-        (None, None) => Doubt::Unknown,
+        _ if running >= enabled || count == 0 || intervals => CountUncertainty::Silent,
+        (Some(variance), _) if variance > 0.0 => CountUncertainty::Error(percent(variance.sqrt())),
+        (Some(_), _) => CountUncertainty::Silent,
+        (None, Some(within)) => CountUncertainty::Within(percent(within)),
+        (None, None) => CountUncertainty::Unknown,
     };
-    let counted = Counted::Value {
+    let counted = CountResult::Value {
         count,
         enabled_ns: enabled,
         running_ns: running,
@@ -148,7 +148,7 @@ pub(super) fn merge(runs: &[Vec<Total>]) -> Vec<Total> {
         // vCPUs that were hot-plugged or removed between runs have no mean.
         let same = |other: &&Total| (&other.name, other.vcpu) == (&total.name, total.vcpu);
         let value = |run: &Vec<Total>| match run.get(at).filter(same)?.counted {
-            Counted::Value {
+            CountResult::Value {
                 count,
                 enabled_ns,
                 running_ns,
@@ -161,16 +161,19 @@ pub(super) fn merge(runs: &[Vec<Total>]) -> Vec<Total> {
                 let counts: Vec<f64> = values.iter().map(|v| v.0 as f64).collect();
                 let (mean, error) = mean_and_error(&counts);
                 let n = values.len() as u64;
-                let counted = Counted::Value {
+                let counted = CountResult::Value {
                     count: rounded(mean),
                     enabled_ns: values.iter().map(|v| v.1).sum::<u64>() / n,
                     running_ns: values.iter().map(|v| v.2).sum::<u64>() / n,
                 };
-                (counted, error.map_or(Doubt::Silent, Doubt::Error))
+                (
+                    counted,
+                    error.map_or(CountUncertainty::Silent, CountUncertainty::Error),
+                )
             }
-            (None, Counted::NotSupported) => (Counted::NotSupported, Doubt::Silent),
+            (None, CountResult::NotSupported) => (CountResult::NotSupported, CountUncertainty::Silent),
             // Not counted in one of the runs: no mean.
-            (None, _) => (Counted::NotCounted, Doubt::Silent),
+            (None, _) => (CountResult::NotCounted, CountUncertainty::Silent),
         };
         Total {
             counted,
@@ -220,7 +223,7 @@ mod tests {
 
     /// The sum requires a count of every vCPU.
     #[test]
-    fn a_sum_needs_every_vcpu() {
+    fn sum_requires_every_vcpu() {
         let events = [
             opened(0, 0, Some(0)),
             opened(0, 1, Some(1)),
@@ -230,21 +233,24 @@ mod tests {
         let both = [reading(0, 5, 10, 10), reading(1, 7, 10, 10)];
         let sums = totals(&events, &both, &[], false);
         assert_eq!(sums.len(), 2);
-        assert!(matches!(sums[0].counted, Counted::Value { count: 12, .. }));
-        assert_eq!(sums[1].counted, Counted::NotSupported);
+        assert!(matches!(sums[0].counted, CountResult::Value { count: 12, .. }));
+        assert_eq!(sums[1].counted, CountResult::NotSupported);
         let one = [reading(0, 5, 10, 10), reading(1, 0, 10, 0)];
-        assert_eq!(totals(&events, &one, &[], false)[0].counted, Counted::NotCounted);
+        assert_eq!(
+            totals(&events, &one, &[], false)[0].counted,
+            CountResult::NotCounted
+        );
         let each = totals(&events, &one, &[], true);
-        assert!(matches!(each[0].counted, Counted::Value { count: 5, .. }));
-        assert_eq!(each[1].counted, Counted::NotCounted);
+        assert!(matches!(each[0].counted, CountResult::Value { count: 5, .. }));
+        assert_eq!(each[1].counted, CountResult::NotCounted);
     }
 
     #[test]
-    fn a_scaled_sum_carries_its_error() {
+    fn scaled_sum_has_standard_error() {
         let events = [opened(0, 0, Some(0)), opened(0, 1, Some(1))];
         let readings = [reading(0, 50, 10, 5), reading(1, 100, 10, 10)];
         let sums = totals(&events, &readings, &[], false);
-        let expected = Counted::Value {
+        let expected = CountResult::Value {
             count: 200,
             enabled_ns: 20,
             running_ns: 15,
@@ -256,7 +262,7 @@ mod tests {
     /// If one part has no standard error, the sum has the bounds of the parts, or nothing if a
     /// bound is unknown.
     #[test]
-    fn no_error_is_made_up() {
+    fn sum_without_known_error_has_none() {
         let events = [opened(0, 0, Some(0)), opened(0, 1, Some(1))];
         let bounded = EventReading {
             standard_error: None,
@@ -264,16 +270,19 @@ mod tests {
         };
         let known = reading(1, 50, 10, 5);
         let doubt = |parts: &[EventReading]| totals(&events, parts, &[], false)[0].doubt;
-        assert_eq!(doubt(&[bounded.clone(), known.clone()]), Doubt::Within(12.0));
+        assert_eq!(
+            doubt(&[bounded.clone(), known.clone()]),
+            CountUncertainty::Within(12.0)
+        );
         let unknown = EventReading {
             bound: None,
             ..bounded
         };
-        assert_eq!(doubt(&[unknown, known]), Doubt::Unknown);
+        assert_eq!(doubt(&[unknown, known]), CountUncertainty::Unknown);
     }
 
     #[test]
-    fn an_interval_is_what_came_since_the_last() {
+    fn interval_is_difference_to_previous_reading() {
         let events = [opened(0, 0, Some(0))];
         let before = [reading(0, 50, 100, 100)];
         // The count is the difference of the estimates, not 30 scaled by one half.
@@ -281,20 +290,23 @@ mod tests {
             estimate: Some(200),
             ..reading(0, 80, 200, 150)
         }];
-        let expected = Counted::Value {
+        let expected = CountResult::Value {
             count: 150,
             enabled_ns: 100,
             running_ns: 50,
         };
         assert_eq!(totals(&events, &now, &before, false)[0].counted, expected);
         let first = totals(&events, &before, &[], false)[0].counted;
-        assert!(matches!(first, Counted::Value { count: 50, .. }), "{first:?}");
-        assert_eq!(totals(&events, &now, &now, false)[0].counted, Counted::NotCounted);
+        assert!(matches!(first, CountResult::Value { count: 50, .. }), "{first:?}");
+        assert_eq!(
+            totals(&events, &now, &now, false)[0].counted,
+            CountResult::NotCounted
+        );
     }
 
     /// A vCPU that leaves keeps its counts in the row when it is added again under its index.
     #[test]
-    fn a_vcpu_that_comes_and_goes_is_one_row() {
+    fn hot_plugged_vcpu_has_one_row() {
         let events = [
             opened(0, 0, Some(0)),
             opened(0, 1, Some(1)),
@@ -308,7 +320,7 @@ mod tests {
         let now = [reading(0, 60, 200, 200), left, reading(2, 5, 10, 10)];
         let counts = |before: &[EventReading]| -> Vec<u64> {
             let count = |total: &Total| match total.counted {
-                Counted::Value { count, .. } => count,
+                CountResult::Value { count, .. } => count,
                 other => panic!("{other:?}"),
             };
             totals(&events, &now, before, true).iter().map(count).collect()
@@ -318,25 +330,25 @@ mod tests {
     }
 
     #[test]
-    fn repeated_runs_have_a_mean_only_if_all_were_counted() {
+    fn mean_requires_all_runs_counted() {
         let total = |counted| Total {
             name: "e".into(),
             vcpu: None,
-            unit: Unit::Count,
+            unit: CountUnit::Count,
             counted,
-            doubt: Doubt::Silent,
+            doubt: CountUncertainty::Silent,
             backing: "hardware".into(),
             estimate: false,
         };
-        let value = |count| Counted::Value {
+        let value = |count| CountResult::Value {
             count,
             enabled_ns: 1,
             running_ns: 1,
         };
         let merged = merge(&[vec![total(value(10))], vec![total(value(20))]]);
-        assert!(matches!(merged[0].counted, Counted::Value { count: 15, .. }));
+        assert!(matches!(merged[0].counted, CountResult::Value { count: 15, .. }));
         assert!((merged[0].doubt.error().unwrap() - 100.0 / 3.0).abs() < 1e-9);
-        let merged = merge(&[vec![total(value(10))], vec![total(Counted::NotCounted)]]);
-        assert_eq!(merged[0].counted, Counted::NotCounted);
+        let merged = merge(&[vec![total(value(10))], vec![total(CountResult::NotCounted)]]);
+        assert_eq!(merged[0].counted, CountResult::NotCounted);
     }
 }

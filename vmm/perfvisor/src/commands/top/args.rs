@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 
 use super::super::files::SymbolArgs;
-use crate::values::{VcpuList, parse_seconds, parse_vcpus, whole};
+use crate::values::{VcpuList, integer_in_range, parse_seconds, parse_vcpus};
 
 /// `perfvisor top`.
 #[derive(Clone, Debug, Args)]
@@ -24,7 +24,7 @@ pub struct TopArgs {
     #[arg(short, long = "event", value_name = "EVENT", default_value = "cycles")]
     pub event: String,
     /// So many samples a second on each vCPU; each takes it out of the guest.
-    #[arg(short = 'F', long = "freq", value_name = "HZ", default_value = "250", value_parser = whole(1..=(1 << 32) - 1))]
+    #[arg(short = 'F', long = "freq", value_name = "HZ", default_value = "250", value_parser = integer_in_range(1..=(1 << 32) - 1))]
     pub frequency: u64,
     /// Between two screens.
     #[arg(short, long, value_name = "SECONDS", default_value = "2", value_parser = parse_seconds)]

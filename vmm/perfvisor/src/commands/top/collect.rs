@@ -6,16 +6,16 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use perf_core::record::{Format, Record};
+use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::{ReadFormat, SampleType, error_line};
 
 use super::args::TopArgs;
-use super::names::{MOST_PLACES, Names, Place};
-use super::seen::{Cell, ExitRow, SymbolRow, VcpuRow, VmScreen};
-use crate::commands::exits::Watch;
-use crate::commands::exits::sums::{Exits, Longest};
-use crate::commands::{CommandError, NAP, all_sampled, one_line};
+use super::names::{CodeLocation, LiveSymbols, MAX_LOCATIONS};
+use super::seen::{ExitRow, RateCell, SymbolRow, VcpuRow, VmScreen};
+use crate::commands::exits::ExitObserver;
+use crate::commands::exits::sums::{ExitMaxima, ExitTotals};
+use crate::commands::{CommandError, NAP, check_sampling_support, one_line};
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{
     EventReading, Generation, GuestViews, Joined, KernelInfo, KernelState, Opened, RingInfo, RingLoss,
@@ -23,27 +23,27 @@ use control_api::protocol::{
 };
 use control_api::request;
 use guest_profile::export::{FileMapping, NO_PID};
-use guest_profile::sample::RawSample;
+use guest_profile::sample::SampleData;
 
 /// Events counted on each vCPU in addition to sampling, in column order.
 const COUNTED: &str = "task-clock,steal-ns,cycles,kvm:exits";
 /// Size of the ring of each vCPU, in pages.
 const RING_PAGES: u32 = 64;
 /// Maximum number of records read from a ring per update.
-const MOST_RECORDS: usize = 100_000;
+const MAX_RECORDS: usize = 100_000;
 /// Factor by which weights decay per update.
 const DECAY: f64 = 7.0 / 8.0;
 /// Minimum weight of a location before it is dropped.
-const FORGOTTEN: f64 = 1e-3;
+const MIN_WEIGHT: f64 = 1e-3;
 /// Maximum number of processes with names.
-const MOST_PROCESSES: usize = 1 << 14;
+const MAX_PROCESS_NAMES: usize = 1 << 14;
 /// Time limit for the VM to find the guest kernel before the first update.
 const KERNEL_PATIENCE: Duration = Duration::from_secs(10);
 /// Time limit for the vCPUs to report their guest counters.
 const VIEW_PATIENCE: Duration = Duration::from_millis(500);
 
 /// A new state of the VM, or the end of the VM.
-pub(super) enum Took {
+pub(super) enum CollectResult {
     Screen(Box<VmScreen>),
     Gone,
 }
@@ -53,9 +53,9 @@ pub(super) struct Collector {
     client: Client,
     rings: Vec<(RingReader, RingInfo)>,
     counted: Vec<Opened>,
-    names: Names,
+    names: LiveSymbols,
     /// Decayed weight and number of samples of each location.
-    places: HashMap<Place, (f64, u64)>,
+    places: HashMap<CodeLocation, (f64, u64)>,
     /// Process names by process ID.
     processes: HashMap<u32, String>,
     /// Number of samples of each vCPU since the last update.
@@ -64,9 +64,9 @@ pub(super) struct Collector {
     lost: u64,
     before: Vec<EventReading>,
     before_at: Instant,
-    exits: Watch,
-    exits_before: Exits,
-    longest: Longest,
+    exits: ExitObserver,
+    exits_before: ExitTotals,
+    longest: ExitMaxima,
     /// vCPUs selected by the user; `None` for all.
     only: Option<Vec<u32>>,
 }
@@ -88,7 +88,7 @@ impl Collector {
             whole: false,
             sampling: Some(sampling),
         })?;
-        all_sampled(&sampled)?;
+        check_sampling_support(&sampled)?;
         let counted: Vec<Opened> = client.call(request::Open {
             events: COUNTED.into(),
             // Hot-plugged vCPUs count from their first instruction.
@@ -96,9 +96,9 @@ impl Collector {
             vcpus: vcpus.clone(),
             sampling: None,
         })?;
-        let exits = Watch::begin(&mut client)?;
+        let exits = ExitObserver::begin(&mut client)?;
         wait_for_kernel(&mut client, stop)?;
-        let names = Names::of(&mut client, args)?;
+        let names = LiveSymbols::of(&mut client, args)?;
         let mut sampled_vcpus: Vec<u32> = sampled.iter().filter_map(|o| o.vcpu).collect();
         sampled_vcpus.sort_unstable();
         sampled_vcpus.dedup();
@@ -121,8 +121,8 @@ impl Collector {
             before,
             before_at: Instant::now(),
             exits,
-            exits_before: Exits::default(),
-            longest: Longest::default(),
+            exits_before: ExitTotals::default(),
+            longest: ExitMaxima::default(),
             only: vcpus,
         })
     }
@@ -135,21 +135,21 @@ impl Collector {
     }
 
     /// Collects the data since the last update.
-    pub(super) fn take(&mut self, now: Instant) -> Result<Took, CommandError> {
+    pub(super) fn take(&mut self, now: Instant) -> Result<CollectResult, CommandError> {
         for (weight, _) in self.places.values_mut() {
             *weight *= DECAY;
         }
-        self.places.retain(|_, (weight, _)| *weight >= FORGOTTEN);
+        self.places.retain(|_, (weight, _)| *weight >= MIN_WEIGHT);
         self.by_vcpu.clear();
         self.drain();
         match self.client.call(request::Joined) {
             Ok(joined) => self.join(&joined)?,
-            Err(e) if e.is_gone() => return Ok(Took::Gone),
+            Err(e) if e.is_gone() => return Ok(CollectResult::Gone),
             Err(e) => return Err(e.into()),
         }
         match self.ask(now) {
-            Ok(screen) => Ok(Took::Screen(Box::new(screen))),
-            Err(e) if e.is_gone() => Ok(Took::Gone),
+            Ok(screen) => Ok(CollectResult::Screen(Box::new(screen))),
+            Err(e) if e.is_gone() => Ok(CollectResult::Gone),
             Err(e) => Err(e.into()),
         }
     }
@@ -169,12 +169,12 @@ impl Collector {
 
     fn drain(&mut self) {
         for at in 0..self.rings.len() {
-            let format = Format {
+            let format = RecordFormat {
                 sample_type: SampleType::from_bits_truncate(self.rings[at].1.sample_type),
                 read_format: ReadFormat::empty(),
-                ..Format::default()
+                ..RecordFormat::default()
             };
-            for _ in 0..MOST_RECORDS {
+            for _ in 0..MAX_RECORDS {
                 let (reader, info) = &mut self.rings[at];
                 let record = match reader.next_record() {
                     Ok(Some(raw)) => Record::decode(raw, format),
@@ -186,11 +186,11 @@ impl Collector {
                 };
                 match record {
                     Ok(Record::Sample(sample)) => {
-                        let raw = RawSample::decode(sample.raw).unwrap_or_default();
+                        let raw = SampleData::decode(sample.raw).unwrap_or_default();
                         let pid = raw.task.map_or(NO_PID, |(pid, ..)| pid);
                         if let Some((pid, tid, comm)) = raw.task {
                             let main = pid == tid;
-                            if self.processes.len() < MOST_PROCESSES || self.processes.contains_key(&pid) {
+                            if self.processes.len() < MAX_PROCESS_NAMES || self.processes.contains_key(&pid) {
                                 let known = self.processes.entry(pid).or_default();
                                 // The name of the main thread takes precedence.
                                 if main || known.is_empty() {
@@ -198,7 +198,7 @@ impl Collector {
                                 }
                             }
                         }
-                        for told in RawSample::mappings(sample.raw) {
+                        for told in SampleData::mappings(sample.raw) {
                             self.names.mapping(FileMapping {
                                 time_ns: sample.time_ns,
                                 pid,
@@ -209,14 +209,14 @@ impl Collector {
                                 build_id: None,
                             });
                         }
-                        let place = Place {
+                        let place = CodeLocation {
                             kernel: raw.cpl != 3,
                             pid,
                             ip: sample.ip,
                         };
                         self.samples += 1;
                         *self.by_vcpu.entry(info.vcpu).or_default() += 1;
-                        if self.places.len() < MOST_PLACES || self.places.contains_key(&place) {
+                        if self.places.len() < MAX_LOCATIONS || self.places.contains_key(&place) {
                             let entry = self.places.entry(place).or_default();
                             entry.0 += sample.period as f64;
                             entry.1 += 1;
@@ -299,14 +299,14 @@ impl Collector {
         let seconds = elapsed.as_secs_f64().max(1e-9);
         let seen = self.exits.with(readings, &mut self.client)?;
         let mut total = self.exits_before.clone();
-        total.is_now(seen, &mut self.longest);
+        total.update_from(seen, &mut self.longest);
         if let Some(only) = &self.only {
             let asked = |vcpu: Option<u32>| vcpu.is_none_or(|vcpu| only.contains(&vcpu));
             total.ours.retain(|(vcpu, _), _| asked(*vcpu));
             total.kvms.retain(|(vcpu, _), _| asked(*vcpu));
         }
         let grown = total
-            .grown_since(&self.exits_before, &std::mem::take(&mut self.longest))
+            .difference_since(&self.exits_before, &std::mem::take(&mut self.longest))
             .summed();
         self.exits_before = total;
         let ours = grown.ours.iter().map(|((_, reason), of)| ExitRow {
@@ -346,8 +346,8 @@ impl Collector {
                     }
                 };
                 match (event.handle, find(readings)) {
-                    (None, _) => Cell::NotSupported,
-                    (Some(_), None) => Cell::NotCounted,
+                    (None, _) => RateCell::NotSupported,
+                    (Some(_), None) => RateCell::NotCounted,
                     (Some(_), Some(now)) => rate(&now, find(&self.before).as_ref(), seconds),
                 }
             };
@@ -373,12 +373,12 @@ fn ring_of(client: &mut Client, vcpu: u32) -> Result<(RingReader, RingInfo), Com
 }
 
 /// Returns the rate since `before` per second, scaled by the running time.
-fn rate(now: &EventReading, before: Option<&EventReading>, seconds: f64) -> Cell {
+fn rate(now: &EventReading, before: Option<&EventReading>, seconds: f64) -> RateCell {
     let Some(growth) = now.since(before).filter(|g| g.running_ns > 0) else {
-        return Cell::NotCounted;
+        return RateCell::NotCounted;
     };
     let share = (growth.running_ns as f64 / growth.enabled_ns.max(growth.running_ns) as f64).min(1.0);
-    Cell::Rate {
+    RateCell::Rate {
         per_second: growth.count as f64 / seconds,
         share,
     }
@@ -432,17 +432,17 @@ mod tests {
     /// Rates cover the interval only, and an event that was not running has no rate instead of
     /// zero.
     #[test]
-    fn rates_are_of_the_interval() {
+    fn rates_cover_the_interval() {
         let before = reading(100, 1000, 1000);
         let cell = rate(&reading(300, 2000, 1500), Some(&before), 2.0);
-        let expected = Cell::Rate {
+        let expected = RateCell::Rate {
             per_second: 200.0,
             share: 0.5,
         };
         assert_eq!(cell, expected);
         assert_eq!(
             rate(&reading(100, 2000, 1000), Some(&before), 2.0),
-            Cell::NotCounted
+            RateCell::NotCounted
         );
     }
 }

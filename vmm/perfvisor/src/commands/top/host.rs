@@ -9,28 +9,28 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::args::TopArgs;
-use super::collect::{Collector, Took};
-use super::seen::{Seen, Vm, VmScreen};
-use crate::commands::ps::{self, Found};
+use super::collect::{CollectResult, Collector};
+use super::seen::{ListedVm, ObservedState, VmScreen};
+use crate::commands::ps::{self, VmSocket};
 use crate::commands::{CommandError, connect};
 use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
 use perf_core::error_line;
 
 /// Interval at which new VMs are searched.
-const NEW_VMS: Duration = Duration::from_secs(5);
+const DISCOVERY_INTERVAL: Duration = Duration::from_secs(5);
 /// Maximum number of observed VMs.
-const MOST_VMS: usize = 512;
+const MAX_VMS: usize = 512;
 
 /// An event from the thread of a VM.
-enum Came {
+enum WatchEvent {
     Screen(Box<VmScreen>),
     Gone,
     Failed(CommandError),
 }
 
 /// A VM and its thread, which ends when `forget` is dropped.
-struct Watched {
-    vm: Vm,
+struct WatchedVm {
+    vm: ListedVm,
     forget: Sender<()>,
     /// Number of the current thread, to ignore messages of a former one.
     number: u64,
@@ -38,11 +38,11 @@ struct Watched {
 }
 
 /// All observed VMs.
-pub(super) struct Host {
+pub(super) struct ObservedVms {
     args: TopArgs,
-    watched: Vec<Watched>,
-    tell: Sender<(u64, Came)>,
-    told: Receiver<(u64, Came)>,
+    watched: Vec<WatchedVm>,
+    tell: Sender<(u64, WatchEvent)>,
+    told: Receiver<(u64, WatchEvent)>,
     stop: Arc<AtomicBool>,
     next_number: u64,
     looked: Instant,
@@ -50,14 +50,14 @@ pub(super) struct Host {
 
 /// A change that the caller must handle.
 #[derive(Debug)]
-pub(super) enum News {
+pub(super) enum DisplayUpdate {
     /// The displayed data has changed.
     Changed,
     /// The only VM has ended.
     Ended,
 }
 
-impl Host {
+impl ObservedVms {
     /// Starts observing the VM that the user named, or all VMs.
     ///
     /// # Errors
@@ -93,9 +93,9 @@ impl Host {
         }
     }
 
-    fn watch_found(&mut self, vm: Found) {
+    fn watch_found(&mut self, vm: VmSocket) {
         let label = vm.label();
-        if self.watched.len() >= MOST_VMS {
+        if self.watched.len() >= MAX_VMS {
             return;
         }
         self.watch(label, move || {
@@ -111,18 +111,18 @@ impl Host {
         let work = move || {
             let looks = || {
                 look(come, &args, &stop, &forgotten, |seen| {
-                    tell.send((number, Came::Screen(seen))).is_ok()
+                    tell.send((number, WatchEvent::Screen(seen))).is_ok()
                 })
             };
             // The receiver may have been dropped.
-            let _ = tell.send((number, end_of(looks)));
+            let _ = tell.send((number, run_observer(looks)));
         };
         let (seen, alive) = match thread::Builder::new().name("vm".into()).spawn(work) {
-            Ok(_) => (Seen::Waiting, true),
-            Err(e) => (Seen::Failed(format!("no thread for it: {e}")), false),
+            Ok(_) => (ObservedState::Waiting, true),
+            Err(e) => (ObservedState::Failed(format!("no thread for it: {e}")), false),
         };
-        let new = Watched {
-            vm: Vm { label, seen },
+        let new = WatchedVm {
+            vm: ListedVm { label, seen },
             forget,
             number,
             alive,
@@ -134,13 +134,16 @@ impl Host {
     }
 
     /// Returns the last observed states of the VMs.
-    pub(super) fn vms(&self) -> Vec<Vm> {
+    pub(super) fn vms(&self) -> Vec<ListedVm> {
         self.watched.iter().map(|w| w.vm.clone()).collect()
     }
 
     /// Returns whether every VM has reported its first state.
-    pub(super) fn all_seen(&self) -> bool {
-        !self.watched.iter().any(|w| matches!(w.vm.seen, Seen::Waiting))
+    pub(super) fn all_reported(&self) -> bool {
+        !self
+            .watched
+            .iter()
+            .any(|w| matches!(w.vm.seen, ObservedState::Waiting))
     }
 
     /// Discards the samples of all VMs.
@@ -155,7 +158,7 @@ impl Host {
     ///
     /// # Errors
     /// Returns an error if the only VM cannot be observed.
-    pub(super) fn news(&mut self, patience: Duration) -> Result<Option<News>, CommandError> {
+    pub(super) fn news(&mut self, patience: Duration) -> Result<Option<DisplayUpdate>, CommandError> {
         let (number, came) = match self.told.recv_timeout(patience) {
             Ok(came) => came,
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return Ok(None),
@@ -165,28 +168,28 @@ impl Host {
             return Ok(None);
         };
         watched.vm.seen = match came {
-            Came::Screen(seen) => Seen::Shown(seen),
-            Came::Gone if only => return Ok(Some(News::Ended)),
-            Came::Failed(e) if only => return Err(e),
-            Came::Gone => {
+            WatchEvent::Screen(seen) => ObservedState::Shown(seen),
+            WatchEvent::Gone if only => return Ok(Some(DisplayUpdate::Ended)),
+            WatchEvent::Failed(e) if only => return Err(e),
+            WatchEvent::Gone => {
                 watched.alive = false;
-                Seen::Ended
+                ObservedState::Ended
             }
-            Came::Failed(e) => {
+            WatchEvent::Failed(e) => {
                 watched.alive = false;
-                Seen::Failed(error_line(&e))
+                ObservedState::Failed(error_line(&e))
             }
         };
-        Ok(Some(News::Changed))
+        Ok(Some(DisplayUpdate::Changed))
     }
 
     /// Adds new VMs and removes those that have ended.
-    pub(super) fn look_for_more(&mut self) -> bool {
-        if !self.args.all || self.looked.elapsed() < NEW_VMS {
+    pub(super) fn refresh_vms(&mut self) -> bool {
+        if !self.args.all || self.looked.elapsed() < DISCOVERY_INTERVAL {
             return false;
         }
         self.looked = Instant::now();
-        let found = ps::everywhere_again();
+        let found = ps::everywhere_quietly();
         let before = self.watched.len();
         self.watched
             .retain(|w| w.alive || found.iter().any(|vm| vm.label() == w.vm.label));
@@ -202,7 +205,7 @@ impl Host {
     }
 }
 
-impl Drop for Host {
+impl Drop for ObservedVms {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
     }
@@ -216,19 +219,19 @@ thread_local! {
 /// Runs the observation `looks` of a VM and returns its result. A panic is reported as the failure
 /// of this VM; otherwise the VM would show its last state forever, and the first screen would wait
 /// for it.
-fn end_of(looks: impl FnOnce() -> Result<(), CommandError>) -> Came {
+fn run_observer(looks: impl FnOnce() -> Result<(), CommandError>) -> WatchEvent {
     PANICKED.set(Some(String::new()));
     match panic::catch_unwind(AssertUnwindSafe(looks)) {
-        Ok(Ok(())) => Came::Gone,
-        Ok(Err(e)) => Came::Failed(e),
-        Err(_) => Came::Failed(CommandError::Panicked(PANICKED.take().unwrap_or_default())),
+        Ok(Ok(())) => WatchEvent::Gone,
+        Ok(Err(e)) => WatchEvent::Failed(e),
+        Err(_) => WatchEvent::Failed(CommandError::Panicked(PANICKED.take().unwrap_or_default())),
     }
 }
 
 /// Installs a panic hook that stores panics of observer threads for display, without touching the
 /// terminal. Must be called after [`ratatui`] has installed its own hook, which restores the
 /// terminal.
-pub(super) fn panics_are_shown_with_their_vm() {
+pub(super) fn install_observer_panic_hook() {
     let others = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
         let of_vm = PANICKED.with_borrow_mut(|panicked| match panicked {
@@ -260,8 +263,8 @@ fn look(
             Ok(()) => collector.reset(),
             Err(RecvTimeoutError::Disconnected) => return Ok(()),
             Err(RecvTimeoutError::Timeout) => match collector.take(Instant::now())? {
-                Took::Gone => return Ok(()),
-                Took::Screen(seen) => {
+                CollectResult::Gone => return Ok(()),
+                CollectResult::Screen(seen) => {
                     if !tell(seen) {
                         return Ok(());
                     }
@@ -286,18 +289,18 @@ mod tests {
 
     /// A panic in the thread of a VM is displayed as its failure, and does not delay other VMs.
     #[test]
-    fn a_thread_that_panics_is_shown_in_its_row() {
-        panics_are_shown_with_their_vm();
-        let mut host = Host::of_nobody(&Top::parse_from(["top", "--all"]).args);
+    fn observer_panic_is_shown_in_vm_row() {
+        install_observer_panic_hook();
+        let mut host = ObservedVms::of_nobody(&Top::parse_from(["top", "--all"]).args);
         host.watch("odd".into(), || panic!("a VM that nobody thought of"));
         // The time limit only bounds a failing test.
         let news = host.news(Duration::from_secs(300));
-        assert!(matches!(news, Ok(Some(News::Changed))), "{news:?}");
+        assert!(matches!(news, Ok(Some(DisplayUpdate::Changed))), "{news:?}");
         match &host.vms()[0].seen {
-            Seen::Failed(why) => assert!(why.contains("a VM that nobody thought of"), "{why}"),
+            ObservedState::Failed(why) => assert!(why.contains("a VM that nobody thought of"), "{why}"),
             other => panic!("{other:?}"),
         }
-        assert!(host.all_seen());
+        assert!(host.all_reported());
         assert!(!host.watched[0].alive);
     }
 }

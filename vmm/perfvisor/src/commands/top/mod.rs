@@ -32,10 +32,10 @@ use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::vendor;
 pub use args::TopArgs;
-use host::{Host, News};
+use host::{DisplayUpdate, ObservedVms};
 use screen::Screen;
-use seen::Seen;
-use ui::{Act, Ui};
+use seen::ObservedState;
+use ui::{UiAction, UiState};
 
 /// Polling interval of the keyboard.
 const KEY_WAIT: Duration = Duration::from_millis(50);
@@ -65,32 +65,32 @@ impl From<OutputError> for TopError {
 /// Returns [`TopError`] if no VM can be observed or the terminal fails.
 pub fn top(args: &TopArgs) -> Result<ExitStatus, TopError> {
     let args = &TopArgs {
-        event: vendor::by_selector(&args.event).map_err(CommandError::from)?,
+        event: vendor::resolve_vendor_events(&args.event).map_err(CommandError::from)?,
         ..args.clone()
     };
     let signals = StopSignals::block().map_err(CommandError::Signals)?;
-    let mut host = Host::begin(args)?;
+    let mut host = ObservedVms::begin(args)?;
     if args.once || !std::io::stdin().is_terminal() || !std::io::stdout().is_terminal() {
-        host::panics_are_shown_with_their_vm();
+        host::install_observer_panic_hook();
         return once(args, &mut host, &signals);
     }
     let mut terminal = Terminal::enter(!args.no_mouse)?;
-    host::panics_are_shown_with_their_vm();
+    host::install_observer_panic_hook();
     let ended = watch(&mut terminal.screen, &mut host, args, &signals);
     drop(terminal);
-    if ended? == End::VmGone {
+    if ended? == ViewEnd::VmGone {
         print("the VM ended\n")?;
     }
     Ok(DONE)
 }
 
 /// Prints one screen as text after all VMs have reported.
-fn once(args: &TopArgs, host: &mut Host, signals: &StopSignals) -> Result<ExitStatus, TopError> {
-    while !host.all_seen() {
+fn once(args: &TopArgs, host: &mut ObservedVms, signals: &StopSignals) -> Result<ExitStatus, TopError> {
+    while !host.all_reported() {
         if signals.take().is_some() {
             return Ok(DONE);
         }
-        if let Some(News::Ended) = host.news(KEY_WAIT)? {
+        if let Some(DisplayUpdate::Ended) = host.news(KEY_WAIT)? {
             return Err(TopError::VmEnded);
         }
     }
@@ -99,16 +99,16 @@ fn once(args: &TopArgs, host: &mut Host, signals: &StopSignals) -> Result<ExitSt
     let mut status = DONE;
     for vm in &screen.vms {
         match &vm.seen {
-            Seen::Failed(why) => log::warn!("{}: {why}", vm.label),
-            Seen::Ended => log::warn!("{}: the VM ended", vm.label),
-            Seen::Waiting | Seen::Shown(_) => continue,
+            ObservedState::Failed(why) => log::warn!("{}: {why}", vm.label),
+            ObservedState::Ended => log::warn!("{}: the VM ended", vm.label),
+            ObservedState::Waiting | ObservedState::Shown(_) => continue,
         }
         status = ExitStatus::CheckFailed;
     }
     Ok(status)
 }
 
-fn screen_of(args: &TopArgs, host: &Host) -> Screen {
+fn screen_of(args: &TopArgs, host: &ObservedVms) -> Screen {
     Screen {
         event: args.event.clone(),
         frequency_hz: args.frequency,
@@ -119,7 +119,7 @@ fn screen_of(args: &TopArgs, host: &Host) -> Screen {
 
 /// Reason why the live view ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum End {
+enum ViewEnd {
     Asked,
     VmGone,
 }
@@ -157,11 +157,11 @@ impl Drop for Terminal {
 
 fn watch(
     terminal: &mut DefaultTerminal,
-    host: &mut Host,
+    host: &mut ObservedVms,
     args: &TopArgs,
     signals: &StopSignals,
-) -> Result<End, TopError> {
-    let mut ui = Ui::new(args.all);
+) -> Result<ViewEnd, TopError> {
+    let mut ui = UiState::new(args.all);
     let mut screen = screen_of(args, host);
     let mut changed = true;
     loop {
@@ -171,15 +171,15 @@ fn watch(
                 .map_err(TopError::Terminal)?;
         }
         if signals.take().is_some() {
-            return Ok(End::Asked);
+            return Ok(ViewEnd::Asked);
         }
-        let mut news = host.look_for_more();
+        let mut news = host.refresh_vms();
         let began = Instant::now();
         // Handles all pending events within the time limit.
         while let Some(came) = host.news(Duration::ZERO)? {
             match came {
-                News::Ended => return Ok(End::VmGone),
-                News::Changed => news = true,
+                DisplayUpdate::Ended => return Ok(ViewEnd::VmGone),
+                DisplayUpdate::Changed => news = true,
             }
             if began.elapsed() > KEY_WAIT {
                 break;
@@ -192,9 +192,9 @@ fn watch(
         if event::poll(KEY_WAIT).map_err(TopError::Terminal)? {
             match event::read().map_err(TopError::Terminal)? {
                 Event::Key(key) if key.kind != KeyEventKind::Release => match ui.key(key) {
-                    Act::Quit => return Ok(End::Asked),
-                    Act::Reset => host.forget(),
-                    Act::Draw => {}
+                    UiAction::Quit => return Ok(ViewEnd::Asked),
+                    UiAction::Reset => host.forget(),
+                    UiAction::Draw => {}
                 },
                 Event::Mouse(mouse) => {
                     changed |= ui.mouse(mouse);

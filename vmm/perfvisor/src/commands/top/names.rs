@@ -7,17 +7,17 @@ use crate::commands::{CommandError, files, one_line};
 use control_api::client::Client;
 use guest_profile::export::FileMapping;
 use guest_profile::export::symbolize::{KERNEL_OBJECT, USER_OBJECT};
-use guest_profile::programs::GuestMount;
+use guest_profile::programs::GuestSymbols;
 use kernel_images::symbols::KernelSymbols;
 
 /// Maximum number of distinct locations.
-pub(super) const MOST_PLACES: usize = 1 << 16;
+pub(super) const MAX_LOCATIONS: usize = 1 << 16;
 /// Maximum number of mappings of guest programs.
-const MOST_MAPPINGS: usize = 1 << 16;
+const MAX_PROGRAM_MAPPINGS: usize = 1 << 16;
 
 /// A sampled code location.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Place {
+pub(super) struct CodeLocation {
     /// `true` for a location in the guest kernel.
     pub(super) kernel: bool,
     /// Process ID, or [`NO_PID`](guest_profile::export::NO_PID).
@@ -27,16 +27,16 @@ pub(super) struct Place {
 }
 
 /// Symbols of guest addresses.
-pub(super) struct Names {
+pub(super) struct LiveSymbols {
     kernel: Option<KernelSymbols>,
     /// `true` if the kernel's symbols also cover user addresses.
     flat: bool,
-    mount: Option<GuestMount>,
+    mount: Option<GuestSymbols>,
     mappings: Vec<FileMapping>,
-    known: HashMap<Place, (String, String)>,
+    known: HashMap<CodeLocation, (String, String)>,
 }
 
-impl Names {
+impl LiveSymbols {
     pub(super) fn of(client: &mut Client, args: &TopArgs) -> Result<Self, CommandError> {
         let (info, text) = client.symbols()?;
         // The VM may have no symbols.
@@ -56,7 +56,7 @@ impl Names {
     }
 
     pub(super) fn mapping(&mut self, mapping: FileMapping) {
-        if self.mappings.len() < MOST_MAPPINGS {
+        if self.mappings.len() < MAX_PROGRAM_MAPPINGS {
             // The new mapping may resolve further locations of this process.
             self.known.retain(|place, _| place.pid != mapping.pid);
             self.mappings.push(mapping);
@@ -65,20 +65,20 @@ impl Names {
 
     /// Returns the printable module and function names of a location. The guest controls their
     /// contents.
-    pub(super) fn name(&mut self, place: Place) -> (String, String) {
+    pub(super) fn name(&mut self, place: CodeLocation) -> (String, String) {
         if let Some(known) = self.known.get(&place) {
             return known.clone();
         }
         let (object, symbol) = self.look_up(place);
         let named = (one_line(&object), one_line(&symbol));
-        if self.known.len() >= 2 * MOST_PLACES {
+        if self.known.len() >= 2 * MAX_LOCATIONS {
             self.known.clear();
         }
         self.known.insert(place, named.clone());
         named
     }
 
-    fn look_up(&mut self, place: Place) -> (String, String) {
+    fn look_up(&mut self, place: CodeLocation) -> (String, String) {
         if place.kernel || self.flat {
             let object = if place.kernel { KERNEL_OBJECT } else { USER_OBJECT };
             let found = self.kernel.as_ref().and_then(|symbols| {
@@ -122,8 +122,8 @@ mod tests {
 
     /// Guest-controlled names cannot contain terminal control sequences.
     #[test]
-    fn names_hold_no_control_characters() {
-        let mut names = Names {
+    fn guest_names_have_no_control_characters() {
+        let mut names = LiveSymbols {
             kernel: KernelSymbols::parse_text(b"ffffffff81000000 T a\x1b[2Jb\nffffffff81000100 T end\n").ok(),
             flat: false,
             mount: None,
@@ -139,7 +139,7 @@ mod tests {
             path: "/bin/\x1b]0;x\x07".into(),
             build_id: None,
         });
-        let place = |kernel, pid, ip| Place { kernel, pid, ip };
+        let place = |kernel, pid, ip| CodeLocation { kernel, pid, ip };
         for place in [
             place(true, NO_PID, 0xffff_ffff_8100_0010),
             place(false, 7, 0x1800),

@@ -8,9 +8,9 @@ use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 
-use super::seen::{Cell, Seen, SymbolRow, VcpuRow, Vm, VmScreen};
-use super::sheet::{Column, Kind, Sheet, SheetRow, Value, Whose};
-use super::ui::{Drawn, Ui, View};
+use super::seen::{ListedVm, ObservedState, RateCell, SymbolRow, VcpuRow, VmScreen};
+use super::sheet::{CellValue, ColumnKind, RowOwner, SortableTable, TableColumn, TableRow};
+use super::ui::{ScreenAreas, TopView, UiState};
 use crate::commands::one_line;
 use control_api::events::format::{rounded, thousands};
 use control_api::protocol::GuestCounter;
@@ -29,36 +29,36 @@ pub struct Screen {
     /// `true` if all VMs of the host are displayed.
     pub all_vms: bool,
     /// Displayed VMs.
-    pub vms: Vec<Vm>,
+    pub vms: Vec<ListedVm>,
 }
 
-const fn column(title: &'static str, width: u16, kind: Kind) -> Column {
-    Column { title, width, kind }
+const fn column(title: &'static str, width: u16, kind: ColumnKind) -> TableColumn {
+    TableColumn { title, width, kind }
 }
 
 /// The sums of a process.
 #[derive(Default)]
-struct Sum<'a> {
+struct ProcessSum<'a> {
     weight: f64,
     samples: u64,
     kernel: f64,
     process: &'a str,
-    whose: Whose,
+    whose: RowOwner,
     hottest: Option<(&'a SymbolRow, f64)>,
 }
 
 impl Screen {
     /// Returns the selected VMs that have reported data.
-    fn seen<'a>(&'a self, ui: &'a Ui) -> impl Iterator<Item = (&'a str, &'a VmScreen)> {
+    fn seen<'a>(&'a self, ui: &'a UiState) -> impl Iterator<Item = (&'a str, &'a VmScreen)> {
         let chosen = |label: &str| ui.vm.as_deref().is_none_or(|only| only == label);
         self.vms.iter().filter_map(move |vm| match &vm.seen {
-            Seen::Shown(seen) if chosen(&vm.label) => Some((vm.label.as_str(), &**seen)),
+            ObservedState::Shown(seen) if chosen(&vm.label) => Some((vm.label.as_str(), &**seen)),
             _ => None,
         })
     }
 
     fn headline(&self) -> String {
-        let ui = Ui::default();
+        let ui = UiState::default();
         let sum = |of: fn(&VmScreen) -> u64| self.seen(&ui).map(|(_, vm)| of(vm)).sum();
         let (samples, lost): (u64, u64) = (sum(|vm| vm.samples), sum(|vm| vm.lost));
         let taken = format!(
@@ -96,12 +96,12 @@ impl Screen {
     pub fn text(&self) -> String {
         let mut out = self.headline();
         out.push('\n');
-        let mut ui = Ui::new(self.all_vms);
-        for view in View::there_are(self.all_vms) {
+        let mut ui = UiState::new(self.all_vms);
+        for view in TopView::available(self.all_vms) {
             ui.view = *view;
             let mut sheet = self.sheet(&ui);
             let _ = writeln!(out, "\n{}", view.title());
-            if matches!(view, View::Symbols | View::Processes) {
+            if matches!(view, TopView::Symbols | TopView::Processes) {
                 sheet.rows.truncate(TEXT_LINES);
             }
             sheet.write(&mut out);
@@ -110,7 +110,7 @@ impl Screen {
     }
 
     /// Draws the selected view on a terminal.
-    pub fn draw(&self, frame: &mut Frame<'_>, ui: &mut Ui) {
+    pub fn draw(&self, frame: &mut Frame<'_>, ui: &mut UiState) {
         let rows = [
             Constraint::Length(1),
             Constraint::Length(1),
@@ -119,10 +119,10 @@ impl Screen {
         ];
         let [head, tabs, body, foot] = Layout::vertical(rows).areas(frame.area());
         frame.render_widget(Line::from(self.headline()).style(Modifier::BOLD), head);
-        let mut drawn = Drawn::default();
+        let mut drawn = ScreenAreas::default();
         let mut spans = Vec::new();
         let mut x = tabs.x;
-        for (i, view) in View::there_are(self.all_vms).iter().enumerate() {
+        for (i, view) in TopView::available(self.all_vms).iter().enumerate() {
             let name = format!(" {} {} ", i + 1, view.title());
             let width = u16::try_from(name.len()).unwrap_or(u16::MAX);
             drawn.tabs.push(Rect::new(x, tabs.y, width, 1).intersection(tabs));
@@ -167,7 +167,7 @@ impl Screen {
     }
 
     /// Returns the footer: why the selected VM has no rows, or which rows are hidden.
-    fn foot(&self, ui: &Ui, found: usize) -> Option<String> {
+    fn foot(&self, ui: &UiState, found: usize) -> Option<String> {
         if ui.typing {
             return Some(format!(
                 "/{}_  ({found} found; Enter keeps, Esc takes back)",
@@ -175,8 +175,8 @@ impl Screen {
             ));
         }
         let chosen = ui.drawn.whose.get(ui.shown().cursor).map(|whose| &whose.vm);
-        if let (View::Vms, Some(vm)) = (ui.view, self.vms.iter().find(|vm| Some(&vm.label) == chosen))
-            && let Seen::Failed(why) = &vm.seen
+        if let (TopView::Vms, Some(vm)) = (ui.view, self.vms.iter().find(|vm| Some(&vm.label) == chosen))
+            && let ObservedState::Failed(why) = &vm.seen
         {
             return Some(format!("{}: {}", one_line(&vm.label), one_line(why)));
         }
@@ -184,7 +184,7 @@ impl Screen {
         if let Some(vm) = &ui.vm {
             said.push(format!("VM {}", one_line(vm)));
         }
-        if let (Some(whose), View::Symbols) = (&ui.process, ui.view) {
+        if let (Some(whose), TopView::Symbols) = (&ui.process, ui.view) {
             said.push(match whose.pid {
                 Some(pid) => format!("process {pid} of {}", one_line(&whose.vm)),
                 None => format!("no process of {}", one_line(&whose.vm)),
@@ -196,81 +196,81 @@ impl Screen {
         (!said.is_empty()).then(|| format!("only {}; Esc: back", said.join(", ")))
     }
 
-    fn sheet(&self, ui: &Ui) -> Sheet {
+    fn sheet(&self, ui: &UiState) -> SortableTable {
         let (columns, rows) = match ui.view {
-            View::Vms => self.vm_rows(),
-            View::Symbols => self.symbol_rows(ui),
-            View::Processes => self.process_rows(ui),
-            View::Vcpus => self.vcpu_rows(ui),
-            View::Exits => self.exit_rows(ui),
-            View::Counters => self.counter_rows(ui),
+            TopView::Vms => self.vm_rows(),
+            TopView::Symbols => self.symbol_rows(ui),
+            TopView::Processes => self.process_rows(ui),
+            TopView::Vcpus => self.vcpu_rows(ui),
+            TopView::Exits => self.exit_rows(ui),
+            TopView::Counters => self.counter_rows(ui),
         };
-        let mut sheet = Sheet { columns, rows };
+        let mut sheet = SortableTable { columns, rows };
         // With several VMs, the first column is the VM.
-        if self.all_vms && !matches!(ui.view, View::Vms | View::Symbols) {
-            sheet.columns.insert(0, column("VM", 16, Kind::Text));
+        if self.all_vms && !matches!(ui.view, TopView::Vms | TopView::Symbols) {
+            sheet.columns.insert(0, column("VM", 16, ColumnKind::Text));
             for row in &mut sheet.rows {
-                row.cells.insert(0, Value::text(one_line(&row.whose.vm)));
+                row.cells.insert(0, CellValue::text(one_line(&row.whose.vm)));
             }
         }
         sheet
     }
 
-    fn vm_rows(&self) -> (Vec<Column>, Vec<SheetRow>) {
-        let everything = Ui::default();
+    fn vm_rows(&self) -> (Vec<TableColumn>, Vec<TableRow>) {
+        let everything = UiState::default();
         let weight = |vm: &VmScreen| vm.symbols.iter().map(|row| row.weight).sum::<f64>();
         let all: f64 = self.seen(&everything).map(|(_, vm)| weight(vm)).sum();
-        let row = |vm: &Vm| {
-            let mut cells = vec![Value::text(one_line(&vm.label))];
+        let row = |vm: &ListedVm| {
+            let mut cells = vec![CellValue::text(one_line(&vm.label))];
             match &vm.seen {
-                Seen::Shown(seen) => {
+                ObservedState::Shown(seen) => {
                     let its = weight(seen);
-                    let sum = |at| Cell::sum(seen.vcpus.iter().map(|vcpu| cell(vcpu, at)));
+                    let sum = |at| RateCell::sum(seen.vcpus.iter().map(|vcpu| cell(vcpu, at)));
                     cells.extend([
-                        Value::text(seen.vm.state.to_string()),
+                        CellValue::text(seen.vm.state.to_string()),
                         share_of(its, all),
-                        Value::number(seen.vm.vcpus.into(), seen.vm.vcpus.to_string()),
-                        of_all(sum(0), percent),
-                        of_all(sum(1), percent),
-                        of_all(sum(2), whole),
-                        of_all(sum(3), whole),
+                        CellValue::number(seen.vm.vcpus.into(), seen.vm.vcpus.to_string()),
+                        narrow_rate(sum(0), percent),
+                        narrow_rate(sum(1), percent),
+                        narrow_rate(sum(2), whole),
+                        narrow_rate(sum(3), whole),
                         count(seen.samples),
                         count(seen.lost),
-                        Value::text(one_line(&seen.vm.pmu)),
+                        CellValue::text(one_line(&seen.vm.pmu)),
                     ]);
                 }
                 other => {
                     let state = match other {
-                        Seen::Ended => "ended",
-                        Seen::Failed(_) => "failed",
+                        ObservedState::Ended => "ended",
+                        ObservedState::Failed(_) => "failed",
                         _ => "waiting",
                     };
-                    cells.push(Value::text(state));
-                    cells.resize(11, Value::text("-"));
+                    cells.push(CellValue::text(state));
+                    cells.resize(11, CellValue::text("-"));
                 }
             }
-            SheetRow::of_vm(&vm.label, cells)
+            TableRow::of_vm(&vm.label, cells)
         };
         let columns = vec![
-            column("VM", 16, Kind::Text),
-            column("State", 14, Kind::Text),
-            column("Share", 7, Kind::Count),
-            column("vCPUs", 5, Kind::Count),
-            column("Busy", 7, Kind::Count),
-            column("Steal", 7, Kind::Count),
-            column("Cycles/s", 15, Kind::Count),
-            column("KVM exits/s", 11, Kind::Count),
-            column("Samples", 9, Kind::Count),
-            column("Lost", 6, Kind::Count),
-            column("PMU", 6, Kind::Text),
+            column("VM", 16, ColumnKind::Text),
+            column("State", 14, ColumnKind::Text),
+            column("Share", 7, ColumnKind::Count),
+            column("vCPUs", 5, ColumnKind::Count),
+            column("Busy", 7, ColumnKind::Count),
+            column("Steal", 7, ColumnKind::Count),
+            column("Cycles/s", 15, ColumnKind::Count),
+            column("KVM exits/s", 11, ColumnKind::Count),
+            column("Samples", 9, ColumnKind::Count),
+            column("Lost", 6, ColumnKind::Count),
+            column("PMU", 6, ColumnKind::Text),
         ];
         (columns, self.vms.iter().map(row).collect())
     }
 
     /// Returns the functions of the selected VM and process, or all functions.
-    fn functions<'a>(&'a self, ui: &'a Ui) -> impl Iterator<Item = (&'a str, &'a SymbolRow)> {
+    fn functions<'a>(&'a self, ui: &'a UiState) -> impl Iterator<Item = (&'a str, &'a SymbolRow)> {
         let chosen = |label: &str, row: &SymbolRow| match &ui.process {
-            Some(only) if ui.view == View::Symbols => only.vm == label && only.pid == row.pid,
+            Some(only) if ui.view == TopView::Symbols => only.vm == label && only.pid == row.pid,
             _ => true,
         };
         let functions = |(label, vm): (&'a str, &'a VmScreen)| vm.symbols.iter().map(move |row| (label, row));
@@ -279,7 +279,7 @@ impl Screen {
             .filter(move |(label, row)| chosen(label, row))
     }
 
-    fn symbol_rows(&self, ui: &Ui) -> (Vec<Column>, Vec<SheetRow>) {
+    fn symbol_rows(&self, ui: &UiState) -> (Vec<TableColumn>, Vec<TableRow>) {
         let mut sums: BTreeMap<(&str, &str, bool), (f64, u64)> = BTreeMap::new();
         let mut all = 0.0;
         for (_, row) in self.functions(ui) {
@@ -295,18 +295,24 @@ impl Screen {
                 _ => Style::new(),
             };
             let level = if kernel { "[k]" } else { "[.]" };
-            let more = [Value::text(object), Value::text(format!("{level} {symbol}"))];
-            SheetRow {
+            let more = [
+                CellValue::text(object),
+                CellValue::text(format!("{level} {symbol}")),
+            ];
+            TableRow {
                 style,
-                ..hot_row(weight, all, samples, more)
+                ..sample_row(weight, all, samples, more)
             }
         };
-        let more = [column("Object", 28, Kind::Text), column("Symbol", 0, Kind::Text)];
-        hottest_first(sums.into_iter().map(row), more)
+        let more = [
+            column("Object", 28, ColumnKind::Text),
+            column("Symbol", 0, ColumnKind::Text),
+        ];
+        sample_columns_and_rows(sums.into_iter().map(row), more)
     }
 
-    fn process_rows(&self, ui: &Ui) -> (Vec<Column>, Vec<SheetRow>) {
-        let mut sums: BTreeMap<(&str, Option<u32>), Sum<'_>> = BTreeMap::new();
+    fn process_rows(&self, ui: &UiState) -> (Vec<TableColumn>, Vec<TableRow>) {
+        let mut sums: BTreeMap<(&str, Option<u32>), ProcessSum<'_>> = BTreeMap::new();
         let mut all = 0.0;
         for (label, row) in self.functions(ui) {
             let sum = sums.entry((label, row.pid)).or_default();
@@ -314,7 +320,7 @@ impl Screen {
             sum.samples += row.samples;
             sum.kernel += if row.kernel { row.weight } else { 0.0 };
             sum.process = &row.process;
-            sum.whose = Whose {
+            sum.whose = RowOwner {
                 vm: label.to_owned(),
                 pid: row.pid,
             };
@@ -323,53 +329,53 @@ impl Screen {
             }
             all += row.weight;
         }
-        let row = |sum: Sum<'_>| {
+        let row = |sum: ProcessSum<'_>| {
             let more = [
                 share_of(sum.kernel, sum.weight),
                 sum.whose.pid.map_or_else(
-                    || Value::text("-"),
-                    |pid| Value::number(pid.into(), pid.to_string()),
+                    || CellValue::text("-"),
+                    |pid| CellValue::number(pid.into(), pid.to_string()),
                 ),
-                Value::text(if sum.whose.pid.is_none() {
+                CellValue::text(if sum.whose.pid.is_none() {
                     "[unknown]"
                 } else {
                     sum.process
                 }),
-                Value::text(sum.hottest.map_or("", |(row, _)| &row.symbol)),
+                CellValue::text(sum.hottest.map_or("", |(row, _)| &row.symbol)),
             ];
-            SheetRow {
+            TableRow {
                 whose: sum.whose,
-                ..hot_row(sum.weight, all, sum.samples, more)
+                ..sample_row(sum.weight, all, sum.samples, more)
             }
         };
         let more = [
-            column("In kernel", 9, Kind::Count),
-            column("PID", 7, Kind::Id),
-            column("Process", 16, Kind::Text),
-            column("Hottest function", 0, Kind::Text),
+            column("In kernel", 9, ColumnKind::Count),
+            column("PID", 7, ColumnKind::Id),
+            column("Process", 16, ColumnKind::Text),
+            column("Hottest function", 0, ColumnKind::Text),
         ];
-        hottest_first(sums.into_values().map(row), more)
+        sample_columns_and_rows(sums.into_values().map(row), more)
     }
 
-    fn vcpu_rows(&self, ui: &Ui) -> (Vec<Column>, Vec<SheetRow>) {
+    fn vcpu_rows(&self, ui: &UiState) -> (Vec<TableColumn>, Vec<TableRow>) {
         let row = |label: &str, v: &VcpuRow| {
             let cells = vec![
-                Value::number(v.vcpu.into(), v.vcpu.to_string()),
+                CellValue::number(v.vcpu.into(), v.vcpu.to_string()),
                 rate(cell(v, 0), percent),
                 rate(cell(v, 1), percent),
                 rate(cell(v, 2), whole),
                 rate(cell(v, 3), whole),
                 count(v.samples),
             ];
-            SheetRow::of_vm(label, cells)
+            TableRow::of_vm(label, cells)
         };
         let columns = vec![
-            column("vCPU", 5, Kind::Id),
-            column("Busy", 15, Kind::Count),
-            column("Steal", 15, Kind::Count),
-            column("Cycles/s", 20, Kind::Count),
-            column("KVM exits/s", 15, Kind::Count),
-            column("Samples", 10, Kind::Count),
+            column("vCPU", 5, ColumnKind::Id),
+            column("Busy", 15, ColumnKind::Count),
+            column("Steal", 15, ColumnKind::Count),
+            column("Cycles/s", 20, ColumnKind::Count),
+            column("KVM exits/s", 15, ColumnKind::Count),
+            column("Samples", 10, ColumnKind::Count),
         ];
         let rows = self
             .seen(ui)
@@ -377,10 +383,10 @@ impl Screen {
         (columns, rows.collect())
     }
 
-    fn exit_rows(&self, ui: &Ui) -> (Vec<Column>, Vec<SheetRow>) {
+    fn exit_rows(&self, ui: &UiState) -> (Vec<TableColumn>, Vec<TableRow>) {
         let us = |ns: Option<u64>| match ns {
-            Some(ns) => Value::number(ns as f64, format!("{:.1}", ns as f64 / 1e3)),
-            None => Value::text("-"),
+            Some(ns) => CellValue::number(ns as f64, format!("{:.1}", ns as f64 / 1e3)),
+            None => CellValue::text("-"),
         };
         let mut rows = Vec::new();
         for (label, vm) in self.seen(ui) {
@@ -394,72 +400,75 @@ impl Screen {
             });
             rows.extend(exits.into_iter().map(|exit| {
                 let cells = vec![
-                    Value::text(if exit.kvm { "KVM" } else { "Perfvisor" }),
-                    Value::text(exit.what.clone()),
-                    Value::number(exit.per_second, format!("{:.1}", exit.per_second)),
+                    CellValue::text(if exit.kvm { "KVM" } else { "Perfvisor" }),
+                    CellValue::text(exit.what.clone()),
+                    CellValue::number(exit.per_second, format!("{:.1}", exit.per_second)),
                     exit.time_share.map_or_else(
-                        || Value::text("-"),
-                        |share| Value::number(share, format!("{:.2}%", 100.0 * share)),
+                        || CellValue::text("-"),
+                        |share| CellValue::number(share, format!("{:.2}%", 100.0 * share)),
                     ),
                     us(exit.mean_ns),
                     us(exit.longest_ns),
                 ];
-                SheetRow::of_vm(label, cells)
+                TableRow::of_vm(label, cells)
             }));
         }
         let columns = vec![
-            column("Of", 9, Kind::Text),
-            column("Exits", 24, Kind::Text),
-            column("A second", 12, Kind::Count),
-            column("Time", 8, Kind::Count),
-            column("Mean (us)", 10, Kind::Count),
-            column("Max (us)", 10, Kind::Count),
+            column("Of", 9, ColumnKind::Text),
+            column("Exits", 24, ColumnKind::Text),
+            column("A second", 12, ColumnKind::Count),
+            column("Time", 8, ColumnKind::Count),
+            column("Mean (us)", 10, ColumnKind::Count),
+            column("Max (us)", 10, ColumnKind::Count),
         ];
         (columns, rows)
     }
 
-    fn counter_rows(&self, ui: &Ui) -> (Vec<Column>, Vec<SheetRow>) {
+    fn counter_rows(&self, ui: &UiState) -> (Vec<TableColumn>, Vec<TableRow>) {
         let mut rows = Vec::new();
         for (label, vm) in self.seen(ui) {
             for view in &vm.views {
-                let its = view.counters.iter().map(|c| SheetRow {
+                let its = view.counters.iter().map(|c| TableRow {
                     style: match state(c) {
                         "on" => Style::new().add_modifier(Modifier::BOLD),
                         _ => Style::new(),
                     },
-                    ..SheetRow::of_vm(label, counter(view.vcpu, c))
+                    ..TableRow::of_vm(label, counter(view.vcpu, c))
                 });
                 rows.extend(its);
             }
         }
         let columns = vec![
-            column("vCPU", 5, Kind::Id),
-            column("Counter", 8, Kind::Text),
-            column("State", 8, Kind::Text),
-            column("Event", 24, Kind::Text),
-            column("Backing", 9, Kind::Text),
-            column("Counted", 22, Kind::Count),
-            column("Running", 8, Kind::Count),
-            column("Overflows", 12, Kind::Count),
-            column("PMIs asked", 12, Kind::Count),
+            column("vCPU", 5, ColumnKind::Id),
+            column("Counter", 8, ColumnKind::Text),
+            column("State", 8, ColumnKind::Text),
+            column("Event", 24, ColumnKind::Text),
+            column("Backing", 9, ColumnKind::Text),
+            column("Counted", 22, ColumnKind::Count),
+            column("Running", 8, ColumnKind::Count),
+            column("Overflows", 12, ColumnKind::Count),
+            column("PMIs asked", 12, ColumnKind::Count),
         ];
         (columns, rows)
     }
 }
 
 /// Creates a row of sampled data: share of the total weight, number of samples, and further cells.
-fn hot_row(weight: f64, all: f64, samples: u64, more: impl IntoIterator<Item = Value>) -> SheetRow {
+fn sample_row(weight: f64, all: f64, samples: u64, more: impl IntoIterator<Item = CellValue>) -> TableRow {
     let cells = [share_of(weight, all), count(samples)].into_iter().chain(more);
-    SheetRow::new(cells.collect())
+    TableRow::new(cells.collect())
 }
 
 /// Returns the columns and rows of sampled data in descending order of weight. The sort is stable.
-fn hottest_first(
-    rows: impl Iterator<Item = SheetRow>,
-    more: impl IntoIterator<Item = Column>,
-) -> (Vec<Column>, Vec<SheetRow>) {
-    let first = [column("Self", 8, Kind::Count), column("Samples", 10, Kind::Count)];
-    let mut sheet = Sheet {
+fn sample_columns_and_rows(
+    rows: impl Iterator<Item = TableRow>,
+    more: impl IntoIterator<Item = TableColumn>,
+) -> (Vec<TableColumn>, Vec<TableRow>) {
+    let first = [
+        column("Self", 8, ColumnKind::Count),
+        column("Samples", 10, ColumnKind::Count),
+    ];
+    let mut sheet = SortableTable {
         columns: first.into_iter().chain(more).collect(),
         rows: rows.collect(),
     };
@@ -467,8 +476,8 @@ fn hottest_first(
     (sheet.columns, sheet.rows)
 }
 
-fn cell(vcpu: &VcpuRow, at: usize) -> Cell {
-    vcpu.cells.get(at).copied().unwrap_or(Cell::NotSupported)
+fn cell(vcpu: &VcpuRow, at: usize) -> RateCell {
+    vcpu.cells.get(at).copied().unwrap_or(RateCell::NotSupported)
 }
 
 fn percent(ns: f64) -> String {
@@ -479,39 +488,39 @@ fn whole(n: f64) -> String {
     thousands(rounded(n))
 }
 
-fn count(n: u64) -> Value {
-    Value::number(n as f64, thousands(n))
+fn count(n: u64) -> CellValue {
+    CellValue::number(n as f64, thousands(n))
 }
 
 /// Formats a number that KVM's own vPMU may not report.
-fn known(n: Option<u64>) -> Value {
-    n.map_or_else(|| Value::text("unknown"), count)
+fn count_or_unknown(n: Option<u64>) -> CellValue {
+    n.map_or_else(|| CellValue::text("unknown"), count)
 }
 
-fn share_of(part: f64, all: f64) -> Value {
+fn share_of(part: f64, all: f64) -> CellValue {
     match all > 0.0 {
-        true => Value::number(part / all, format!("{:.2}%", 100.0 * part / all)),
-        false => Value::text("-"),
+        true => CellValue::number(part / all, format!("{:.2}%", 100.0 * part / all)),
+        false => CellValue::text("-"),
     }
 }
 
-fn rate(cell: Cell, show: impl Fn(f64) -> String) -> Value {
+fn rate(cell: RateCell, show: impl Fn(f64) -> String) -> CellValue {
     match cell {
-        Cell::NotSupported => Value::text("<not supported>"),
-        Cell::NotCounted => Value::text("<not counted>"),
-        Cell::Rate { per_second, share } if share < 0.995 => Value::number(
+        RateCell::NotSupported => CellValue::text("<not supported>"),
+        RateCell::NotCounted => CellValue::text("<not counted>"),
+        RateCell::Rate { per_second, share } if share < 0.995 => CellValue::number(
             per_second,
             format!("{} ({:.0}%)", show(per_second), 100.0 * share),
         ),
-        Cell::Rate { per_second, .. } => Value::number(per_second, show(per_second)),
+        RateCell::Rate { per_second, .. } => CellValue::number(per_second, show(per_second)),
     }
 }
 
 /// Formats the sum over all vCPUs for a narrow column; `-` if a vCPU was not counted.
-fn of_all(cell: Cell, show: impl Fn(f64) -> String) -> Value {
+fn narrow_rate(cell: RateCell, show: impl Fn(f64) -> String) -> CellValue {
     match cell {
-        Cell::NotSupported | Cell::NotCounted => Value::text("-"),
-        Cell::Rate { per_second, .. } => Value::number(per_second, show(per_second)),
+        RateCell::NotSupported | RateCell::NotCounted => CellValue::text("-"),
+        RateCell::Rate { per_second, .. } => CellValue::number(per_second, show(per_second)),
     }
 }
 
@@ -525,35 +534,35 @@ fn state(c: &GuestCounter) -> &'static str {
 }
 
 /// Formats the row of a guest counter.
-fn counter(vcpu: u32, c: &GuestCounter) -> Vec<Value> {
+fn counter(vcpu: u32, c: &GuestCounter) -> Vec<CellValue> {
     let backing = c.backing.as_deref().unwrap_or("-");
     // The value of an unbacked counter is what the guest wrote and no count.
     let counted = match backing {
-        "none" => Value::text("<not supported>"),
-        "-" => Value::text("-"),
-        _ => known(c.counted),
+        "none" => CellValue::text("<not supported>"),
+        "-" => CellValue::text("-"),
+        _ => count_or_unknown(c.counted),
     };
     let share = match (c.enabled_ns, c.running_ns) {
-        (Some(0), _) => Value::text("-"),
+        (Some(0), _) => CellValue::text("-"),
         (Some(enabled), Some(running)) => {
             let share = running as f64 / enabled as f64;
-            Value::number(share, format!("{:.1}%", 100.0 * share))
+            CellValue::number(share, format!("{:.1}%", 100.0 * share))
         }
-        _ => Value::text("unknown"),
+        _ => CellValue::text("unknown"),
     };
     vec![
-        Value::number(vcpu.into(), vcpu.to_string()),
-        Value::text(one_line(&c.counter)),
-        Value::text(state(c)),
-        Value::text(c.event.as_deref().map_or_else(|| "-".to_owned(), one_line)),
-        Value::text(match c.fallback {
+        CellValue::number(vcpu.into(), vcpu.to_string()),
+        CellValue::text(one_line(&c.counter)),
+        CellValue::text(state(c)),
+        CellValue::text(c.event.as_deref().map_or_else(|| "-".to_owned(), one_line)),
+        CellValue::text(match c.fallback {
             true => format!("{} (fallback)", one_line(backing)),
             false => one_line(backing),
         }),
         counted,
         share,
-        known(c.overflows),
-        known(c.pmi_requests),
+        count_or_unknown(c.overflows),
+        count_or_unknown(c.pmi_requests),
     ]
 }
 

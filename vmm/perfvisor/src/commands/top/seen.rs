@@ -4,16 +4,16 @@ use control_api::protocol::{VcpuView, VmInfo};
 
 /// A VM in the list.
 #[derive(Clone, Debug)]
-pub struct Vm {
+pub struct ListedVm {
     /// Name of the VM, followed by `@` and the user if the owner is another user.
     pub label: String,
     /// Observed state of the VM.
-    pub seen: Seen,
+    pub seen: ObservedState,
 }
 
 /// The observed state of a VM.
 #[derive(Clone, Debug)]
-pub enum Seen {
+pub enum ObservedState {
     /// No data yet.
     Waiting,
     /// Data of the last update.
@@ -70,7 +70,7 @@ pub struct VcpuRow {
     /// Number of samples since the last update.
     pub samples: u64,
     /// Rates of task-clock, steal-ns, cycles and KVM exits per second.
-    pub cells: Vec<Cell>,
+    pub cells: Vec<RateCell>,
 }
 
 /// The exits of all vCPUs with one reason.
@@ -92,7 +92,7 @@ pub struct ExitRow {
 
 /// A rate, or the reason why it is missing.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Cell {
+pub enum RateCell {
     /// The event is unsupported on this host.
     NotSupported,
     /// The event was not running.
@@ -106,7 +106,7 @@ pub enum Cell {
     },
 }
 
-impl Cell {
+impl RateCell {
     /// Returns the sum over several vCPUs, or no sum if one of them was not counted.
     pub fn sum(cells: impl Iterator<Item = Self>) -> Self {
         let add = |sum: Option<Self>, cell: Self| match (sum, cell) {

@@ -10,7 +10,7 @@ use ratatui::widgets::{Row, Table};
 
 /// The type of a column, which determines the sort order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum ColumnKind {
     /// Text, in alphabetical order.
     Text,
     /// Identifying numbers, in ascending order.
@@ -21,23 +21,23 @@ pub enum Kind {
 
 /// A column of a table.
 #[derive(Clone, Copy, Debug)]
-pub struct Column {
+pub struct TableColumn {
     /// Title of the column.
     pub title: &'static str,
     /// Width in characters; 0 for the remaining width.
     pub width: u16,
     /// Type of the values.
-    pub kind: Kind,
+    pub kind: ColumnKind,
 }
 
 /// A cell: its text, and its sort key if it is a number.
 #[derive(Clone, Debug)]
-pub struct Value {
+pub struct CellValue {
     text: String,
     number: Option<f64>,
 }
 
-impl Value {
+impl CellValue {
     /// Creates a text cell.
     pub fn text(text: impl Into<String>) -> Self {
         let text = text.into();
@@ -53,7 +53,7 @@ impl Value {
 
 /// The VM and process that a row belongs to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Whose {
+pub struct RowOwner {
     /// Label of the VM.
     pub vm: String,
     /// Process ID in the guest.
@@ -62,29 +62,29 @@ pub struct Whose {
 
 /// A row of a table.
 #[derive(Clone, Debug)]
-pub struct SheetRow {
+pub struct TableRow {
     /// Cells, one per column.
-    pub cells: Vec<Value>,
+    pub cells: Vec<CellValue>,
     /// Style of the row on a terminal.
     pub style: Style,
     /// VM and process of the row.
-    pub whose: Whose,
+    pub whose: RowOwner,
 }
 
-impl SheetRow {
+impl TableRow {
     /// Creates a row in the default style that belongs to no VM.
-    pub fn new(cells: Vec<Value>) -> Self {
+    pub fn new(cells: Vec<CellValue>) -> Self {
         Self {
             cells,
             style: Style::new(),
-            whose: Whose::default(),
+            whose: RowOwner::default(),
         }
     }
 
     /// Creates a row that belongs to the VM with this label.
-    pub fn of_vm(label: &str, cells: Vec<Value>) -> Self {
+    pub fn of_vm(label: &str, cells: Vec<CellValue>) -> Self {
         Self {
-            whose: Whose {
+            whose: RowOwner {
                 vm: label.to_owned(),
                 pid: None,
             },
@@ -95,21 +95,21 @@ impl SheetRow {
 
 /// A table of columns and rows.
 #[derive(Clone, Debug)]
-pub struct Sheet {
+pub struct SortableTable {
     /// Columns of the table.
-    pub columns: Vec<Column>,
+    pub columns: Vec<TableColumn>,
     /// Rows of the table.
-    pub rows: Vec<SheetRow>,
+    pub rows: Vec<TableRow>,
 }
 
-impl Sheet {
+impl SortableTable {
     /// Keeps the rows that contain `text` in any cell, ignoring case.
     pub fn search(&mut self, text: &str) {
         if text.is_empty() {
             return;
         }
         let text = text.to_lowercase();
-        let has = |row: &SheetRow| {
+        let has = |row: &TableRow| {
             row.cells
                 .iter()
                 .any(|cell| cell.text.to_lowercase().contains(&text))
@@ -123,7 +123,7 @@ impl Sheet {
             self.rows.sort_by(|a, b| {
                 let (a, b) = (&a.cells[at], &b.cells[at]);
                 match (a.number, b.number) {
-                    (Some(a), Some(b)) if kind == Kind::Count => b.total_cmp(&a),
+                    (Some(a), Some(b)) if kind == ColumnKind::Count => b.total_cmp(&a),
                     (Some(a), Some(b)) => a.total_cmp(&b),
                     // Cells without a number sort last.
                     (Some(_), None) => Ordering::Less,
@@ -147,8 +147,8 @@ impl Sheet {
             for (column, cell) in self.columns.iter().zip(row) {
                 let width = usize::from(column.width);
                 let _ = match column.kind {
-                    Kind::Text => write!(line, " {cell:<width$}"),
-                    Kind::Id | Kind::Count => write!(line, " {cell:>width$}"),
+                    ColumnKind::Text => write!(line, " {cell:<width$}"),
+                    ColumnKind::Id | ColumnKind::Count => write!(line, " {cell:>width$}"),
                 };
             }
             out.push_str(line.trim_end());
@@ -157,7 +157,7 @@ impl Sheet {
     }
 
     fn widths(&self) -> Vec<Constraint> {
-        let of = |column: &Column| match column.width {
+        let of = |column: &TableColumn| match column.width {
             0 => Constraint::Min(10),
             width => Constraint::Length(width),
         };
@@ -172,14 +172,14 @@ impl Sheet {
     /// Creates the terminal widget with up to `room` rows from row `offset`. Marks the row `cursor`
     /// and the column `sorted`.
     pub fn table(&self, offset: usize, room: usize, cursor: usize, sorted: Option<usize>) -> Table<'static> {
-        let line = |kind: Kind, text: &str| {
+        let line = |kind: ColumnKind, text: &str| {
             let line = Line::from(text.to_owned());
             match kind {
-                Kind::Text => line,
-                Kind::Id | Kind::Count => line.right_aligned(),
+                ColumnKind::Text => line,
+                ColumnKind::Id | ColumnKind::Count => line.right_aligned(),
             }
         };
-        let title = |(at, column): (usize, &Column)| {
+        let title = |(at, column): (usize, &TableColumn)| {
             let title = line(column.kind, column.title);
             if sorted == Some(at) {
                 title.style(Modifier::REVERSED)
@@ -188,7 +188,7 @@ impl Sheet {
             }
         };
         let header = Row::new(self.columns.iter().enumerate().map(title));
-        let row = |(at, row): (usize, &SheetRow)| {
+        let row = |(at, row): (usize, &TableRow)| {
             let cells = row.cells.iter().zip(&self.columns);
             let cells = cells.map(|(cell, column)| line(column.kind, &cell.text));
             let style = if at == cursor {

@@ -3,10 +3,10 @@
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers, MouseButton, MouseEvent, MouseEventKind};
 use ratatui::layout::{Position, Rect};
 
-use super::sheet::Whose;
+use super::sheet::RowOwner;
 
 /// Maximum length of the search text, in characters.
-const MOST_SEARCHED: usize = 60;
+const MAX_SEARCH_CHARS: usize = 60;
 /// Number of rows per page.
 const PAGE: isize = 20;
 /// Number of rows per step of the mouse wheel.
@@ -14,7 +14,7 @@ const TURN: isize = 3;
 
 /// A table that can be displayed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum View {
+pub enum TopView {
     /// VMs, with `--all`.
     Vms,
     /// Sampled functions.
@@ -30,7 +30,7 @@ pub enum View {
     Counters,
 }
 
-impl View {
+impl TopView {
     /// All views in display order.
     pub const ALL: [Self; 6] = [
         Self::Vms,
@@ -42,7 +42,7 @@ impl View {
     ];
 
     /// Returns the available views for one VM or for all VMs of the host.
-    pub fn there_are(all_vms: bool) -> &'static [Self] {
+    pub fn available(all_vms: bool) -> &'static [Self] {
         if all_vms { &Self::ALL } else { &Self::ALL[1..] }
     }
 
@@ -61,7 +61,7 @@ impl View {
 
 /// The display state of a view.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Shown {
+pub struct ViewState {
     /// Index of the sort column; `None` for the default order.
     pub sort: Option<usize>,
     /// `true` for the reverse order.
@@ -74,7 +74,7 @@ pub struct Shown {
 
 /// Screen areas of the last drawing, for mouse input.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Drawn {
+pub struct ScreenAreas {
     /// Areas of the view titles.
     pub tabs: Vec<Rect>,
     /// Areas of the column titles.
@@ -82,17 +82,17 @@ pub struct Drawn {
     /// Area of the rows.
     pub rows: Rect,
     /// VM and process of each row.
-    pub whose: Vec<Whose>,
+    pub whose: Vec<RowOwner>,
 }
 
 /// The selections of the user.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Ui {
+pub struct UiState {
     /// `true` if all VMs of the host are displayed.
     pub all_vms: bool,
     /// Displayed view.
-    pub view: View,
-    shown: [Shown; View::ALL.len()],
+    pub view: TopView,
+    shown: [ViewState; TopView::ALL.len()],
     /// Search text.
     pub search: String,
     /// `true` while the search text is being typed.
@@ -100,14 +100,14 @@ pub struct Ui {
     /// VM whose rows are displayed; `None` for all.
     pub vm: Option<String>,
     /// Process whose functions are displayed; `None` for all.
-    pub process: Option<Whose>,
+    pub process: Option<RowOwner>,
     /// Screen areas of the last drawing.
-    pub drawn: Drawn,
+    pub drawn: ScreenAreas,
 }
 
 /// The effect of a key or mouse event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Act {
+pub enum UiAction {
     /// Quit the program.
     Quit,
     /// Discard the samples.
@@ -116,10 +116,10 @@ pub enum Act {
     Draw,
 }
 
-impl Ui {
+impl UiState {
     /// Creates the initial state.
     pub fn new(all_vms: bool) -> Self {
-        let view = View::there_are(all_vms)[0];
+        let view = TopView::available(all_vms)[0];
         Self {
             all_vms,
             view,
@@ -128,24 +128,24 @@ impl Ui {
     }
 
     /// Returns the display state of the current view.
-    pub fn shown(&self) -> Shown {
+    pub fn shown(&self) -> ViewState {
         self.shown[self.view as usize]
     }
 
     /// Returns the mutable display state of the current view.
-    pub fn shown_mut(&mut self) -> &mut Shown {
+    pub fn shown_mut(&mut self) -> &mut ViewState {
         &mut self.shown[self.view as usize]
     }
 
     /// Selects the available view with index `n`.
     fn show(&mut self, n: usize) {
-        if let Some(view) = View::there_are(self.all_vms).get(n) {
+        if let Some(view) = TopView::available(self.all_vms).get(n) {
             self.view = *view;
         }
     }
 
     fn next_view(&mut self, forward: bool) {
-        let views = View::there_are(self.all_vms);
+        let views = TopView::available(self.all_vms);
         let at = views.iter().position(|view| *view == self.view).unwrap_or(0);
         let by = if forward { 1 } else { views.len() - 1 };
         self.show((at + by) % views.len());
@@ -183,13 +183,13 @@ impl Ui {
             return;
         };
         match self.view {
-            View::Vms => self.vm = Some(whose.vm),
-            View::Processes => self.process = Some(whose),
+            TopView::Vms => self.vm = Some(whose.vm),
+            TopView::Processes => self.process = Some(whose),
             _ => return,
         }
-        self.view = View::Symbols;
+        self.view = TopView::Symbols;
         self.search.clear();
-        *self.shown_mut() = Shown {
+        *self.shown_mut() = ViewState {
             cursor: 0,
             offset: 0,
             ..self.shown()
@@ -201,9 +201,9 @@ impl Ui {
         if !self.search.is_empty() {
             self.search.clear();
         } else if self.process.take().is_some() {
-            self.view = View::Processes;
+            self.view = TopView::Processes;
         } else if self.vm.take().is_some() {
-            self.view = View::Vms;
+            self.view = TopView::Vms;
         } else {
             return false;
         }
@@ -211,10 +211,10 @@ impl Ui {
     }
 
     /// Handles a key event.
-    pub fn key(&mut self, key: KeyEvent) -> Act {
+    pub fn key(&mut self, key: KeyEvent) -> UiAction {
         let control = key.modifiers.contains(KeyModifiers::CONTROL);
         if control && key.code == KeyCode::Char('c') {
-            return Act::Quit;
+            return UiAction::Quit;
         }
         if self.typing {
             match key.code {
@@ -224,17 +224,17 @@ impl Ui {
                     self.search.clear();
                 }
                 KeyCode::Backspace => _ = self.search.pop(),
-                KeyCode::Char(c) if !control && self.search.chars().count() < MOST_SEARCHED => {
+                KeyCode::Char(c) if !control && self.search.chars().count() < MAX_SEARCH_CHARS => {
                     self.search.push(c)
                 }
                 _ => {}
             }
-            return Act::Draw;
+            return UiAction::Draw;
         }
         match key.code {
-            KeyCode::Char('q') => return Act::Quit,
-            KeyCode::Esc if !self.back() => return Act::Quit,
-            KeyCode::Char('z') => return Act::Reset,
+            KeyCode::Char('q') => return UiAction::Quit,
+            KeyCode::Esc if !self.back() => return UiAction::Quit,
+            KeyCode::Char('z') => return UiAction::Reset,
             KeyCode::Char('/') => {
                 self.search.clear();
                 self.typing = true;
@@ -254,7 +254,7 @@ impl Ui {
             KeyCode::End => self.scroll(isize::MAX),
             _ => {}
         }
-        Act::Draw
+        UiAction::Draw
     }
 
     /// Handles a mouse event. Returns `false` if the event has no effect.
@@ -292,22 +292,22 @@ impl Ui {
 mod tests {
     use super::*;
 
-    fn press(ui: &mut Ui, code: KeyCode) -> Act {
+    fn press(ui: &mut UiState, code: KeyCode) -> UiAction {
         ui.key(KeyEvent::new(code, KeyModifiers::NONE))
     }
 
     #[test]
-    fn keys_do_what_the_last_line_says() {
-        let mut ui = Ui::new(false);
+    fn keys_match_help_line() {
+        let mut ui = UiState::new(false);
         ui.drawn.titles = vec![Rect::default(); 2];
-        assert_eq!(press(&mut ui, KeyCode::Char('q')), Act::Quit);
-        assert_eq!(press(&mut ui, KeyCode::Esc), Act::Quit);
+        assert_eq!(press(&mut ui, KeyCode::Char('q')), UiAction::Quit);
+        assert_eq!(press(&mut ui, KeyCode::Esc), UiAction::Quit);
         let control_c = KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL);
-        assert_eq!(ui.key(control_c), Act::Quit);
-        assert_eq!(press(&mut ui, KeyCode::Char('c')), Act::Draw);
-        assert_eq!(press(&mut ui, KeyCode::Char('z')), Act::Reset);
+        assert_eq!(ui.key(control_c), UiAction::Quit);
+        assert_eq!(press(&mut ui, KeyCode::Char('c')), UiAction::Draw);
+        assert_eq!(press(&mut ui, KeyCode::Char('z')), UiAction::Reset);
         let before = ui.clone();
-        for _ in View::there_are(false) {
+        for _ in TopView::available(false) {
             press(&mut ui, KeyCode::Tab);
         }
         assert_eq!(ui, before, "Tab comes round");
@@ -326,10 +326,10 @@ mod tests {
 
     /// Keys typed after a slash are search text, except for Ctrl-C.
     #[test]
-    fn a_search_is_typed_and_taken_back() {
-        let mut ui = Ui::new(true);
+    fn search_can_be_typed_and_cancelled() {
+        let mut ui = UiState::new(true);
         for key in "/qz".chars() {
-            assert_eq!(press(&mut ui, KeyCode::Char(key)), Act::Draw);
+            assert_eq!(press(&mut ui, KeyCode::Char(key)), UiAction::Draw);
         }
         press(&mut ui, KeyCode::Backspace);
         assert_eq!((ui.search.as_str(), ui.typing), ("q", true));
@@ -337,7 +337,7 @@ mod tests {
         assert!(!ui.typing);
         assert_eq!(
             press(&mut ui, KeyCode::Esc),
-            Act::Draw,
+            UiAction::Draw,
             "it ends the search first"
         );
         assert!(ui.search.is_empty());
@@ -345,40 +345,40 @@ mod tests {
         for _ in 0..1000 {
             press(&mut ui, KeyCode::Char('x'));
         }
-        assert_eq!(ui.search.len(), MOST_SEARCHED);
+        assert_eq!(ui.search.len(), MAX_SEARCH_CHARS);
         let control_c = KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL);
-        assert_eq!(ui.key(control_c), Act::Quit);
+        assert_eq!(ui.key(control_c), UiAction::Quit);
     }
 
     #[test]
-    fn enter_goes_into_a_vm_and_a_process_and_escape_comes_back() {
-        let mut ui = Ui::new(true);
-        let whose = |vm: &str, pid| Whose { vm: vm.into(), pid };
+    fn enter_opens_row_and_escape_returns() {
+        let mut ui = UiState::new(true);
+        let whose = |vm: &str, pid| RowOwner { vm: vm.into(), pid };
         ui.drawn.whose = vec![whose("a", None), whose("b", None)];
         press(&mut ui, KeyCode::Down);
         press(&mut ui, KeyCode::Enter);
-        assert_eq!((ui.vm.as_deref(), ui.view), (Some("b"), View::Symbols));
+        assert_eq!((ui.vm.as_deref(), ui.view), (Some("b"), TopView::Symbols));
         press(&mut ui, KeyCode::Char('3'));
         ui.drawn.whose = vec![whose("b", Some(7))];
         press(&mut ui, KeyCode::Enter);
         assert_eq!(ui.process, Some(whose("b", Some(7))));
         press(&mut ui, KeyCode::Esc);
-        assert_eq!((ui.process.is_none(), ui.view), (true, View::Processes));
+        assert_eq!((ui.process.is_none(), ui.view), (true, TopView::Processes));
         press(&mut ui, KeyCode::Esc);
-        assert_eq!((ui.vm.is_none(), ui.view), (true, View::Vms));
-        assert_eq!(press(&mut ui, KeyCode::Esc), Act::Quit);
+        assert_eq!((ui.vm.is_none(), ui.view), (true, TopView::Vms));
+        assert_eq!(press(&mut ui, KeyCode::Esc), UiAction::Quit);
     }
 
     #[test]
-    fn the_mouse_chooses_views_columns_and_rows() {
-        let mut ui = Ui::new(true);
-        ui.drawn = Drawn {
+    fn mouse_selects_views_columns_and_rows() {
+        let mut ui = UiState::new(true);
+        ui.drawn = ScreenAreas {
             tabs: vec![Rect::new(0, 1, 8, 1), Rect::new(9, 1, 8, 1)],
             titles: vec![Rect::new(0, 2, 10, 1), Rect::new(11, 2, 10, 1)],
             rows: Rect::new(0, 3, 80, 10),
-            whose: vec![Whose::default(); 5],
+            whose: vec![RowOwner::default(); 5],
         };
-        let click = |ui: &mut Ui, column, row| {
+        let click = |ui: &mut UiState, column, row| {
             let kind = MouseEventKind::Down(MouseButton::Left);
             ui.mouse(MouseEvent {
                 kind,
@@ -395,7 +395,7 @@ mod tests {
         assert_eq!(ui.shown().cursor, 3);
         assert!(!click(&mut ui, 5, 11), "there is no row");
         click(&mut ui, 10, 1);
-        assert_eq!(ui.view, View::Symbols);
+        assert_eq!(ui.view, TopView::Symbols);
         let kind = MouseEventKind::ScrollDown;
         let (column, row, modifiers) = (0, 0, KeyModifiers::NONE);
         ui.mouse(MouseEvent {

@@ -84,11 +84,11 @@ impl Machine {
     /// Returns the output of `ps` with these options, once the VM has answered.
     #[track_caller]
     pub fn ps(&self, options: &[&str]) -> String {
-        super::vm::with_answers(|| self.operator(&[&["ps"], options].concat()))
+        super::vm::ps_until_all_answer(|| self.operator(&[&["ps"], options].concat()))
     }
 
     /// Returns the numbers of open descriptors and threads of the VM.
-    pub fn holds(&self) -> (usize, usize) {
+    pub fn resource_counts(&self) -> (usize, usize) {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id()));
         (self.descriptors(), tasks.unwrap().count())
     }

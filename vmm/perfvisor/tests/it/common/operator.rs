@@ -82,7 +82,7 @@ impl TestVm {
 
     /// Returns the output of `ps`, once the VM has answered.
     pub fn ps(&self) -> Vec<VmInfo> {
-        let text = super::vm::with_answers(|| self.say(&["ps", "--json"]));
+        let text = super::vm::ps_until_all_answer(|| self.say(&["ps", "--json"]));
         text.lines()
             .map(|line| serde_json::from_str(line).unwrap())
             .collect()

@@ -198,7 +198,7 @@ impl SpinningVm {
     /// Calls `look` with a duration in seconds, and repeats with twice the duration until the first
     /// vCPU has run for a third of a second during a call. On a busy host, the vCPU has little CPU
     /// time to sample.
-    pub fn looked_at_while_it_ran<T>(&self, mut seconds: f64, mut look: impl FnMut(&str) -> T) -> T {
+    pub fn observe_while_running<T>(&self, mut seconds: f64, mut look: impl FnMut(&str) -> T) -> T {
         loop {
             let before = self.cpu_time();
             let seen = look(&seconds.to_string());
@@ -231,7 +231,7 @@ impl DerefMut for SpinningVm {
 
 /// Repeats `ps` until all VMs have answered. On a busy host, a VM may take longer to answer than
 /// `ps` waits.
-pub fn with_answers(mut ps: impl FnMut() -> String) -> String {
+pub fn ps_until_all_answer(mut ps: impl FnMut() -> String) -> String {
     let mut text = String::new();
     eventually("ps has its answers", || {
         text = ps();

@@ -19,8 +19,8 @@ fn symbol(weight: f64, pid: Option<u32>, object: &str, symbol: &str, kernel: boo
     }
 }
 
-fn vm(label: &str, symbols: Vec<SymbolRow>) -> Vm {
-    let rate = |per_second, share| Cell::Rate { per_second, share };
+fn vm(label: &str, symbols: Vec<SymbolRow>) -> ListedVm {
+    let rate = |per_second, share| RateCell::Rate { per_second, share };
     let counter = |event: Option<&str>, backing: Option<&str>| GuestCounter {
         counter: "gp0".into(),
         enabled: event.is_some(),
@@ -75,7 +75,7 @@ fn vm(label: &str, symbols: Vec<SymbolRow>) -> Vm {
                     rate(5e8, 1.0),
                     rate(1e7, 1.0),
                     rate(2.1e9, 0.5),
-                    Cell::NotSupported,
+                    RateCell::NotSupported,
                 ],
             },
             VcpuRow {
@@ -83,9 +83,9 @@ fn vm(label: &str, symbols: Vec<SymbolRow>) -> Vm {
                 samples: 0,
                 cells: vec![
                     rate(2e8, 1.0),
-                    Cell::NotCounted,
-                    Cell::NotCounted,
-                    Cell::NotCounted,
+                    RateCell::NotCounted,
+                    RateCell::NotCounted,
+                    RateCell::NotCounted,
                 ],
             },
         ],
@@ -101,13 +101,13 @@ fn vm(label: &str, symbols: Vec<SymbolRow>) -> Vm {
             ],
         }],
     };
-    Vm {
+    ListedVm {
         label: label.into(),
-        seen: Seen::Shown(Box::new(seen)),
+        seen: ObservedState::Shown(Box::new(seen)),
     }
 }
 
-fn of(all_vms: bool, vms: Vec<Vm>) -> Screen {
+fn of(all_vms: bool, vms: Vec<ListedVm>) -> Screen {
     Screen {
         event: "cycles".into(),
         frequency_hz: 250,
@@ -134,14 +134,14 @@ fn two() -> Screen {
             symbol(2.0, None, "?", "cold", false),
         ],
     );
-    let failed = Vm {
+    let failed = ListedVm {
         label: "c".into(),
-        seen: Seen::Failed("the VM is\nnot responding".into()),
+        seen: ObservedState::Failed("the VM is\nnot responding".into()),
     };
     of(true, vec![a, b, failed])
 }
 
-fn drawn(screen: &Screen, ui: &mut Ui, width: u16, height: u16) -> Vec<String> {
+fn drawn(screen: &Screen, ui: &mut UiState, width: u16, height: u16) -> Vec<String> {
     let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
     terminal.draw(|frame| screen.draw(frame, ui)).unwrap();
     let buffer = terminal.backend().buffer();
@@ -149,8 +149,8 @@ fn drawn(screen: &Screen, ui: &mut Ui, width: u16, height: u16) -> Vec<String> {
     (0..height).map(|y| line(y).trim_end().to_owned()).collect()
 }
 
-fn view(screen: &Screen, view: View) -> (Ui, String) {
-    let mut ui = Ui::new(screen.all_vms);
+fn view(screen: &Screen, view: TopView) -> (UiState, String) {
+    let mut ui = UiState::new(screen.all_vms);
     ui.view = view;
     let lines = drawn(screen, &mut ui, 140, 12).join("\n");
     (ui, lines)
@@ -191,9 +191,9 @@ fn text_shows_all_views() {
 
 /// Shares relate to the total of all VMs, and a failed VM has one row with the reason.
 #[test]
-fn all_vms_are_one_table_and_each_has_its_rows() {
+fn all_vms_share_one_table() {
     let screen = two();
-    let (mut ui, vms) = view(&screen, View::Vms);
+    let (mut ui, vms) = view(&screen, TopView::Vms);
     let row = |lines: &str, first: &str| {
         let found = lines.lines().find(|line| line.starts_with(first));
         found.unwrap_or_else(|| panic!("{first}: {lines}")).to_owned()
@@ -215,16 +215,16 @@ fn all_vms_are_one_table_and_each_has_its_rows() {
         vms.starts_with("perfvisor top: 2 of 3 VMs; 3,000 samples"),
         "{vms}"
     );
-    let (_, symbols) = view(&screen, View::Symbols);
+    let (_, symbols) = view(&screen, TopView::Symbols);
     assert!(row(&symbols, "  80.00%").contains("hot"), "{symbols}");
-    let (mut ui, processes) = view(&screen, View::Processes);
+    let (mut ui, processes) = view(&screen, TopView::Processes);
     assert!(row(&processes, "a ").contains("60.00%") && row(&processes, "b@7 ").contains("20.00%"));
     assert!(processes.contains("[unknown]"), "{processes}");
-    ui.process = Some(Whose {
+    ui.process = Some(RowOwner {
         vm: "b@7".into(),
         pid: None,
     });
-    ui.view = View::Symbols;
+    ui.view = TopView::Symbols;
     let only = drawn(&screen, &mut ui, 140, 12).join("\n");
     assert!(
         only.contains("100.00%") && only.contains("cold") && !only.contains("hot"),
@@ -234,8 +234,8 @@ fn all_vms_are_one_table_and_each_has_its_rows() {
 }
 
 #[test]
-fn a_search_leaves_what_has_the_text() {
-    let (screen, mut ui) = (one(), Ui::new(false));
+fn search_keeps_matching_rows() {
+    let (screen, mut ui) = (one(), UiState::new(false));
     ui.search = "BIN/A".into();
     let lines = drawn(&screen, &mut ui, 100, 10);
     assert!(lines[3].contains("hot") && lines[4].is_empty(), "{lines:#?}");
@@ -244,8 +244,8 @@ fn a_search_leaves_what_has_the_text() {
 }
 
 #[test]
-fn sorting_goes_by_what_a_column_holds() {
-    let (screen, mut ui) = (one(), Ui::new(false));
+fn sort_order_depends_on_column_kind() {
+    let (screen, mut ui) = (one(), UiState::new(false));
     let lines = drawn(&screen, &mut ui, 100, 10);
     assert!(lines[0].starts_with("perfvisor top: VM 'box'") && lines[9].starts_with("q quit"));
     assert!(
@@ -259,7 +259,7 @@ fn sorting_goes_by_what_a_column_holds() {
     );
     ui.shown_mut().reverse = true;
     assert!(drawn(&screen, &mut ui, 100, 10)[3].contains("[guest.kernel]"));
-    let (mut ui, _) = view(&screen, View::Vcpus);
+    let (mut ui, _) = view(&screen, TopView::Vcpus);
     ui.shown_mut().sort = Some(1);
     let lines = drawn(&screen, &mut ui, 100, 10);
     assert!(
@@ -276,11 +276,11 @@ fn sorting_goes_by_what_a_column_holds() {
 
 /// Every terminal size can be drawn, with the cursor on a row.
 #[test]
-fn any_size_can_be_drawn() {
+fn any_terminal_size_can_be_drawn() {
     for screen in [one(), two(), of(true, Vec::new())] {
         for (width, height) in [(1, 1), (10, 2), (3, 40), (200, 3), (80, 24)] {
-            for view in View::there_are(screen.all_vms) {
-                let mut ui = Ui::new(screen.all_vms);
+            for view in TopView::available(screen.all_vms) {
+                let mut ui = UiState::new(screen.all_vms);
                 ui.view = *view;
                 ui.shown_mut().cursor = 1000;
                 ui.shown_mut().offset = 1000;

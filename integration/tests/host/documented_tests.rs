@@ -79,7 +79,7 @@ fn missing(page: &str) -> Vec<String> {
 }
 
 #[test]
-fn every_test_that_is_named_exists() {
+fn documented_tests_exist() {
     for (page, least) in [(PAGE, 60), (FAULTS, 20)] {
         let text = read(page);
         assert!(rows(&text).len() > least, "the tables of {page} are read");
@@ -101,9 +101,9 @@ fn each_register_has_a_row() {
 }
 
 #[test]
-fn a_name_that_nothing_has_is_noticed() {
-    let page = "| a | tests |\n|---|---|\n| b | `integration/tests/host/shown.rs::each_register_has_a_row`, \
-                `integration/tests/host/shown.rs::rows`, `no/such.c::x`, `guest-images/bare-metal/vpmu/pmi.c::pmi_nm` |\n";
+fn missing_documented_test_is_detected() {
+    let page = "| a | tests |\n|---|---|\n| b | `integration/tests/host/documented_tests.rs::each_register_has_a_row`, \
+                `integration/tests/host/documented_tests.rs::rows`, `no/such.c::x`, `guest-images/bare-metal/vpmu/pmi.c::pmi_nm` |\n";
     let wrong = missing(page);
     assert_eq!(wrong.len(), 3, "{wrong:?}");
     assert!(

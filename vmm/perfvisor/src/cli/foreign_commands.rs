@@ -3,7 +3,7 @@
 /// Unknown options of `run` as clap reports them, and the corresponding Perfvisor options. clap
 /// reads a word after a single dash as a sequence of short options, so `-kernel` is identified by
 /// its first letter.
-const OF_RUN: [(&str, &str); 17] = [
+const RUN_OPTIONS: [(&str, &str); 17] = [
     ("--append", "--cmdline"),
     ("-a", "--cmdline"),
     ("--drive", "--disk"),
@@ -38,8 +38,8 @@ const COMMANDS: [(&str, &str); 10] = [
 ];
 
 /// Returns the option of `run` that corresponds to `typed`.
-pub(super) fn option_of_run(typed: &str) -> Option<&'static str> {
-    OF_RUN
+pub(super) fn run_option_for(typed: &str) -> Option<&'static str> {
+    RUN_OPTIONS
         .iter()
         .find(|(theirs, _)| *theirs == typed)
         .map(|(_, ours)| *ours)
@@ -70,7 +70,7 @@ mod tests {
 
     /// The tables contain no existing Perfvisor option and suggest only existing ones.
     #[test]
-    fn the_tables_name_what_there_is_and_nothing_of_ours() {
+    fn suggested_commands_exist() {
         let program = program();
         let run = program.find_subcommand("run").unwrap();
         let has = |name: &str| {
@@ -81,7 +81,7 @@ mod tests {
                         .is_some_and(|short| name == format!("-{short}"))
             })
         };
-        for (theirs, ours) in OF_RUN {
+        for (theirs, ours) in RUN_OPTIONS {
             assert!(!has(theirs) && has(ours), "{theirs} {ours}");
             let line = said(&["run", theirs, "x"]);
             assert!(line.contains(&format!("did you mean '{ours}'?")), "{line}");
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ctl_does_is_found_without_ctl() {
+    fn ctl_actions_are_suggested_without_ctl() {
         for action in ["stop", "pause", "status", "vcpus"] {
             let line = said(&[action, "web"]);
             assert!(

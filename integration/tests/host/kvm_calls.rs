@@ -32,7 +32,7 @@ fn calls_of_kvm(text: &str) -> Vec<(usize, &str)> {
 
 /// All KVM calls of the VMM are in one folder.
 #[test]
-fn kvm_is_called_in_its_room_alone() {
+fn kvm_calls_are_in_kvm_folder_only() {
     let machine = root().join("vmm/src");
     let room = machine.join("kvm");
     let mut found = Vec::new();
@@ -59,7 +59,7 @@ fn kvm_is_called_in_its_room_alone() {
 
 /// The test above detects a violation.
 #[test]
-fn a_planted_call_is_seen() {
+fn planted_kvm_call_is_detected() {
     let text = "// kvm_ioctls in a comment\nuse kvm_ioctls::VcpuFd;\nlet x = 1;\n";
     assert_eq!(calls_of_kvm(text), [(2, "use kvm_ioctls::VcpuFd;")]);
 }

@@ -10,14 +10,14 @@ use crate::process::last_lines;
 
 /// The exit of QEMU, which another thread waits for.
 #[derive(Default)]
-pub(super) struct Ending {
+pub(super) struct QemuExit {
     pub(super) how: Mutex<Option<String>>,
     pub(super) changed: Condvar,
     /// `true` if QEMU is no longer needed and must be killed.
     pub(super) abandoned: AtomicBool,
 }
 
-impl Ending {
+impl QemuExit {
     pub(super) fn report(&self, how: String) {
         *self.how.lock().unwrap_or_else(PoisonError::into_inner) = Some(how);
         self.changed.notify_all();
@@ -39,13 +39,13 @@ impl Ending {
 }
 
 /// The logs of a lab that has ended.
-pub(super) struct Remains {
-    pub(super) ending: Arc<Ending>,
+pub(super) struct LabLogs {
+    pub(super) ending: Arc<QemuExit>,
     pub(super) console: PathBuf,
     pub(super) qemu_log: PathBuf,
 }
 
-impl Remains {
+impl LabLogs {
     /// Returns the last lines of the console and of QEMU's output.
     pub(super) fn tail(&self) -> String {
         let console = fs::read(&self.console).unwrap_or_default();
@@ -56,7 +56,7 @@ impl Remains {
     }
 
     /// Describes the end of a lab whose connection was closed for `reason`.
-    pub(super) fn obituary(&self, reason: &str) -> String {
+    pub(super) fn describe_end(&self, reason: &str) -> String {
         let how = self
             .ending
             .wait(Duration::from_secs(3))

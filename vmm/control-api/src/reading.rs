@@ -1,0 +1,75 @@
+//! Computes intervals and single vCPUs of an [`EventReading`].
+
+use crate::protocol::{EventReading, ReadingDelta};
+
+impl EventReading {
+    /// Returns the change since `before`, or since the event was opened. Returns `None` if the
+    /// event was not counted in this interval.
+    ///
+    /// The count of a scaled interval is the growth of the estimate. Scaling by the interval's own
+    /// share of time would be wrong, because the adaptive policy runs an event less while its rate
+    /// is steady. The intervals therefore add up to the total estimate, except for intervals in
+    /// which the event ran all the time, which are exact.
+    pub fn since(&self, before: Option<&Self>) -> Option<ReadingDelta> {
+        if self.failed {
+            return None;
+        }
+        if self.gone && before.is_some_and(|before| before.running_ns == self.running_ns) {
+            // The vCPU was not present in this interval.
+            return Some(ReadingDelta {
+                count: 0,
+                enabled_ns: 0,
+                running_ns: 0,
+            });
+        }
+        let of = |r: &Self| (r.value, r.enabled_ns, r.running_ns, r.estimate);
+        growth(of(self), before.map(of))
+    }
+
+    /// Returns the reading of a single vCPU.
+    pub fn on(&self, vcpu: u32) -> Option<Self> {
+        let part = self.vcpus.iter().find(|part| part.vcpu == vcpu)?;
+        Some(Self {
+            handle: self.handle,
+            value: part.value,
+            enabled_ns: part.enabled_ns,
+            running_ns: part.running_ns,
+            estimate: part.estimate,
+            standard_error: part.standard_error,
+            bound: part.bound,
+            failed: self.failed,
+            gone: self.gone,
+            vcpus: Vec::new(),
+        })
+    }
+}
+
+/// Computes the change from tuples of value, time enabled, time running and estimate.
+fn growth(
+    now: (u64, u64, u64, Option<u64>),
+    before: Option<(u64, u64, u64, Option<u64>)>,
+) -> Option<ReadingDelta> {
+    let (value, enabled_ns, running_ns, estimate) = before.unwrap_or_default();
+    let counted = now.0.saturating_sub(value);
+    let grown = ReadingDelta {
+        count: counted,
+        enabled_ns: now.1.saturating_sub(enabled_ns),
+        running_ns: now.2.saturating_sub(running_ns),
+    };
+    let now_estimate = now.3?;
+    if before.is_some() && grown.running_ns == 0 {
+        return None;
+    }
+    if grown.running_ns >= grown.enabled_ns {
+        return Some(ReadingDelta {
+            count: if before.is_some() { counted } else { now_estimate },
+            ..grown
+        });
+    }
+    // A correction of the earlier estimate must not make the result smaller than the exact count.
+    let estimated = now_estimate.saturating_sub(estimate.unwrap_or(value));
+    Some(ReadingDelta {
+        count: estimated.max(counted),
+        ..grown
+    })
+}
