@@ -28,7 +28,7 @@ demo: lab-files
 
 # The test program that boots guests in the lab. Its modules in QUICK_MODULES are part of "make test", the others of "make test-guests". Most
 # of its threads wait for one of PERFVISOR_LABS labs (2), so that the longest modules can begin first and those that measure time come last.
-QUICK_MODULES := bare_metal cli linux_guest
+QUICK_MODULES := bare_metal cli linux_guest::amd
 LAB_TESTS = $(CARGO) test --workspace $(ALL_FAILURES) --test lab
 IN_LABS = --test-threads 32
 # CI shows all failures of a run, a developer the first program that fails.
