@@ -29,8 +29,10 @@ demo: lab-files
 # The test program that boots guests in the lab. Its modules in QUICK_MODULES are part of "make test", the others of "make test-guests". Most
 # of its threads wait for one of PERFVISOR_LABS labs (2), so that the longest modules can begin first and those that measure time come last.
 QUICK_MODULES := bare_metal cli linux_guest
-LAB_TESTS = $(CARGO) test --workspace --test lab
+LAB_TESTS = $(CARGO) test --workspace $(ALL_FAILURES) --test lab
 IN_LABS = --test-threads 32
+# CI shows all failures of a run, a developer the first program that fails.
+ALL_FAILURES = $(if $(CI),--no-fail-fast)
 # "make test" runs the development build in the lab, too: nothing is compiled twice.
 WITH_DEV_BUILD = PERFVISOR_STATIC_DIR=$${PERFVISOR_STATIC_DIR:-$(abspath $(DEV_DIR))}
 # All other test programs, new ones too.
@@ -42,7 +44,7 @@ QUICK_TESTS := $(filter-out lab,$(sort $(notdir $(basename $(wildcard */tests/*.
 test: setup
 	$(CARGO) build --workspace --bins
 	$(WITH_DEV_BUILD) $(CARGO) run --bin lab -- --build-only
-	$(WITH_DEV_BUILD) $(CARGO) test --workspace --lib --bins $(QUICK_TESTS:%=--test %)
+	$(WITH_DEV_BUILD) $(CARGO) test --workspace $(ALL_FAILURES) --lib --bins $(QUICK_TESTS:%=--test %)
 	$(WITH_DEV_BUILD) $(LAB_TESTS) -- $(IN_LABS) $(QUICK_MODULES:%=%::)
 	$(CARGO) test --workspace --doc
 

@@ -417,6 +417,11 @@ impl Connection {
                     self.check_alive(asked)?;
                     continue;
                 }
+                // `SA_RESTART` has no effect on a socket with a timeout.
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {
+                    self.check_time(asked)?;
+                    continue;
+                }
                 Err(e) => return Err(e.into()),
             };
             // A reply has at most one descriptor. Drop unexpected ones, so that they cannot exhaust
@@ -468,6 +473,8 @@ mod tests {
     use std::io::{BufRead, BufReader};
     use std::os::fd::AsRawFd;
     use std::thread;
+
+    use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
     use crate::place::Socket;
     use crate::protocol::{ClientRole, FailureKind, VmState};
@@ -526,6 +533,25 @@ mod tests {
             (&stream).write_all(reply).unwrap();
         });
         client.call(request::Status).unwrap_err()
+    }
+
+    #[test]
+    fn signal_does_not_interrupt_request() {
+        extern "C" fn ignore(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
+        register_signal_handler(SIGRTMIN(), ignore).unwrap();
+        let (sent, all_sent) = std::sync::mpsc::channel::<()>();
+        let mut client = client(move |stream| {
+            let id = heard(&stream);
+            all_sent.recv().unwrap();
+            (&stream).write_all(&ok(id, &info("vm"))).unwrap();
+        });
+        let asking = thread::spawn(move || client.call(request::Status));
+        for _ in 0..50 {
+            asking.kill(SIGRTMIN()).unwrap();
+            thread::sleep(Duration::from_millis(2));
+        }
+        sent.send(()).unwrap();
+        asking.join().unwrap().unwrap();
     }
 
     /// A message that the VM sent before closing the connection is reported, even if the request

@@ -143,9 +143,13 @@ impl WorkerKeeper {
 fn begun(control: &mut UnixStream) -> io::Result<io::Result<UnixStream>> {
     control.write_all(&[BEGIN])?;
     let mut word = [0; KeeperMessage::BYTES];
-    let (count, socket) = control
-        .recv_with_fd(&mut word)
-        .map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
+    let (count, socket) = loop {
+        match control.recv_with_fd(&mut word) {
+            Ok(received) => break received,
+            Err(e) if e.errno() == libc::EINTR => {}
+            Err(e) => return Err(io::Error::from_raw_os_error(e.errno())),
+        }
+    };
     let rest = word.get_mut(count..).unwrap_or_default();
     control.read_exact(rest)?;
     match KeeperMessage::from_bytes(word) {
