@@ -7,16 +7,12 @@
 //! processes, minus the time of the same work without interrupts.
 #![expect(unsafe_code, reason = "the clock of the process")]
 
-#[path = "../../perf-core/benches/figures/mod.rs"]
-mod figures;
-
 use std::error::Error;
 use std::io;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use figures::{Figure, Target, median};
 use kvm_bindings::kvm_segment;
 use perf_core::pmu::host::HostProbe;
 use perfvisor_vmm::boot::KernelSource;
@@ -29,6 +25,7 @@ use perfvisor_vmm::pmu::PmuConfig;
 use perfvisor_vmm::vcpu::control::StopReason;
 use perfvisor_vmm::vcpu::kick::{self, KickTimer};
 use perfvisor_vmm::vm::{Vm, VmConfig};
+use test_support::figures::{self, Figure, Target, median};
 use vm_memory::{Bytes, GuestAddress};
 use vpmu::registers::{
     IA32_PERF_GLOBAL_CTRL, IA32_PERF_GLOBAL_STATUS, IA32_PERF_GLOBAL_STATUS_RESET, IA32_PERFEVTSEL0,

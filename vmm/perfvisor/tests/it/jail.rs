@@ -8,9 +8,9 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::common::machine::Machine;
-use crate::common::skip::skipped;
 use crate::common::unprivileged::{NOBODY, UnprivilegedUser};
 use crate::common::vm::{PROGRAM, SpinningVm, eventually, said};
+use test_support::skip::skipped;
 
 fn is_root() -> bool {
     let own = fs::metadata("/proc/self").is_ok_and(|meta| meta.uid() == 0);

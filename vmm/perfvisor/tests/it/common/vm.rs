@@ -25,7 +25,7 @@ pub fn put_program(path: &Path) {
 pub fn has_kvm() -> bool {
     let has = Path::new("/dev/kvm").exists();
     if !has {
-        super::skip::skipped("no /dev/kvm here", false);
+        test_support::skip::skipped("no /dev/kvm here", false);
     }
     has
 }
