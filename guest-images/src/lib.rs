@@ -15,8 +15,6 @@ pub mod cpio;
 #[cfg(feature = "builder")]
 pub mod deb;
 #[cfg(feature = "builder")]
-pub mod kernel;
-#[cfg(feature = "builder")]
 pub mod kexec;
 #[cfg(feature = "builder")]
 pub mod linux;

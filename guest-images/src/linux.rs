@@ -9,10 +9,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{fs, io};
 
+use kernel_images::{ImageError, bzimage};
+
 use crate::closure::{self, ClosureError};
 use crate::cpio;
 use crate::deb::{Archive, DebError};
-use crate::kernel::{self, KernelError};
 use crate::modules::{self, ModuleError};
 use crate::progress::Progress;
 
@@ -100,14 +101,8 @@ pub enum BuildError {
     #[error(transparent)]
     Module(#[from] ModuleError),
     /// Failure to unpack the kernel image.
-    #[error("{path}")]
-    Kernel {
-        /// Path of the kernel image.
-        path: PathBuf,
-        /// Cause of the failure.
-        #[source]
-        source: KernelError,
-    },
+    #[error(transparent)]
+    Kernel(#[from] ImageError),
     /// Package without a kernel image.
     #[error("package {0} holds no boot/vmlinuz-*: not a kernel image package")]
     NoKernel(String),
@@ -542,10 +537,7 @@ fn unpack_kernel(root: &Path, package: &str, images: &GuestImages) -> Result<Str
         })
         .ok_or_else(|| BuildError::NoKernel(package.to_owned()))?;
     let bz_image = fs::read(&packaged).map_err(io_error(&packaged))?;
-    let vmlinux = kernel::extract_vmlinux(&bz_image).map_err(|source| BuildError::Kernel {
-        path: packaged,
-        source,
-    })?;
+    let vmlinux = bzimage::extract_vmlinux(&packaged.display().to_string(), &bz_image)?;
     write(&images.bz_image, &bz_image)?;
     write(&images.vmlinux, &vmlinux)?;
     // Debian ships a one-line placeholder; the real System.map is in the debug package.

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
+use kernel_images::{ImageError, bzimage};
 use object::{Object as _, ObjectSection as _};
 
 /// Error returned when modules cannot be collected.
@@ -21,6 +22,9 @@ pub enum ModuleError {
         #[source]
         source: io::Error,
     },
+    /// Failure to decompress a module.
+    #[error(transparent)]
+    Unpack(#[from] ImageError),
     /// A module that exists neither as a file nor built into the kernel.
     #[error("the kernel package has no module {0}")]
     NotFound(String),
@@ -136,7 +140,9 @@ fn read_module(path: &Path) -> Result<Vec<u8>, ModuleError> {
         source,
     };
     let data = fs::read(path).map_err(error)?;
-    crate::kernel::decompress_if_packed(data).map_err(error)
+    let name = format!("module {}", path.display());
+    let (data, _) = bzimage::unpack(&name, &data)?;
+    Ok(data)
 }
 
 /// Returns the `depends=` entry of a module's `.modinfo`.

@@ -1,17 +1,13 @@
 //! Terminals on both sides of the lab: the user's here, and the one of a command there.
-#![expect(
-    unsafe_code,
-    reason = "ioctls of terminals, and what a child does between fork and exec"
-)]
+#![expect(unsafe_code, reason = "ioctl for the window size")]
 
 use std::fs::File;
 use std::io::{self, IsTerminal};
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
-use std::os::unix::process::CommandExt;
-use std::process::{Command, Stdio};
+use std::os::fd::{AsFd, AsRawFd};
+use std::process::Command;
 
-use nix::fcntl::OFlag;
-use nix::pty::{Winsize, grantpt, posix_openpt, unlockpt};
+use guest_agent::request::Terminal;
+use nix::pty::Winsize;
 use nix::sys::termios::{SetArg, Termios, cfmakeraw, tcgetattr, tcsetattr};
 
 use crate::wire::WindowSize;
@@ -67,14 +63,7 @@ pub fn window_size(terminal: impl AsFd) -> Option<WindowSize> {
 
 /// Sets the window size of a terminal. The kernel sends SIGWINCH to its foreground process group.
 pub fn set_window_size(terminal: impl AsFd, size: WindowSize) {
-    let size = Winsize {
-        ws_row: size.rows,
-        ws_col: size.columns,
-        ws_xpixel: 0,
-        ws_ypixel: 0,
-    };
-    // SAFETY: TIOCSWINSZ reads one winsize, which lives until the call has returned.
-    let _ = unsafe { libc::ioctl(terminal.as_fd().as_raw_fd(), libc::TIOCSWINSZ, &raw const size) };
+    guest_agent::terminal::resize(terminal, size.into());
 }
 
 /// Connects the three streams of `command` to a new terminal, which controls its session. Returns
@@ -84,34 +73,14 @@ pub fn set_window_size(terminal: impl AsFd, size: WindowSize) {
 /// # Errors
 /// Returns the system's error if there are no terminals or descriptors left.
 pub fn attach(command: &mut Command, size: WindowSize) -> io::Result<File> {
-    let flags = OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC;
-    let master = posix_openpt(flags)?;
-    grantpt(&master)?;
-    unlockpt(&master)?;
-    let master = OwnedFd::from(master);
-    // SAFETY: TIOCGPTPEER takes flags of open(2) by value, and touches no memory (ioctl_tty(2)).
-    let slave = unsafe { libc::ioctl(master.as_raw_fd(), libc::TIOCGPTPEER, flags.bits()) };
-    if slave < 0 {
-        return Err(io::Error::last_os_error());
+    guest_agent::terminal::attach(command, size.into()).map(File::from)
+}
+
+impl From<WindowSize> for Terminal {
+    fn from(size: WindowSize) -> Self {
+        let WindowSize { rows, columns } = size;
+        Self { rows, columns }
     }
-    // SAFETY: the call has just opened this descriptor, and nobody else knows it.
-    let slave = unsafe { OwnedFd::from_raw_fd(slave) };
-    set_window_size(&master, size);
-    command
-        .stdin(Stdio::from(slave.try_clone()?))
-        .stdout(Stdio::from(slave.try_clone()?))
-        .stderr(Stdio::from(slave));
-    // SAFETY: between fork and exec the child makes two system calls, which are safe there
-    // (signal-safety(7)), and touches no memory but its own stack.
-    unsafe {
-        command.pre_exec(|| {
-            if libc::setsid() < 0 || libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 {
-                return Err(io::Error::last_os_error());
-            }
-            Ok(())
-        });
-    }
-    Ok(master.into())
 }
 
 #[cfg(test)]

@@ -5,21 +5,19 @@
 //! ratios where there is a peer, because ratios rather than times are comparable across machines.
 #![expect(unsafe_code, reason = "calls of the system")]
 
-mod figures;
 mod nothing;
-#[path = "../tests/hot_paths/steps.rs"]
-mod steps;
 
 use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use figures::{Figure, Target as Goal};
 use nothing::NoopPmu;
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
 use perf_event_open_sys::bindings::perf_event_attr;
+use test_support::figures::{self, Figure, Target as Goal};
+use test_support::steps;
 
 struct Setup {
     core: Core,

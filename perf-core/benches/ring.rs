@@ -9,8 +9,6 @@
 //! Times are CPU time of the thread, so that other load on the machine does not count.
 #![expect(unsafe_code, reason = "calls of the system")]
 
-mod figures;
-
 use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::os::fd::AsRawFd;
@@ -20,10 +18,10 @@ use std::time::{Duration, Instant};
 
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, Criterion, Throughput, criterion_group, criterion_main};
-use figures::{Figure, Target};
 use perf_core::attr::{ReadFormat, SampleType};
 use perf_core::record::{EncodeRecord, Record, RecordFormat, Sample};
 use perf_core::ring::{PAGE_SIZE, Ring, RingMode, RingReader};
+use test_support::figures::{self, Figure, Target};
 
 /// Number of data pages: 256 KiB, small enough for the second-level cache of most machines.
 const DATA_PAGES: usize = 64;

@@ -158,7 +158,6 @@
 
 mod api;
 mod context;
-mod error_line;
 mod lock;
 mod model;
 mod notify;
@@ -168,12 +167,13 @@ mod service;
 
 pub mod attr;
 pub mod estimate;
-pub mod guest_log;
 pub mod mux;
 pub mod pmu;
 pub mod record;
 pub mod ring;
 pub mod time;
+
+pub use diagnostics::{error_line, guest_log};
 
 pub use crate::api::{
     ConfigError, ContextPin, ControlScope, CoreBuilder, GroupReading, GuestMapping, Handle, Knob, KnobError,
@@ -181,7 +181,6 @@ pub use crate::api::{
 };
 pub use crate::attr::{Attr, EventType, ReadFormat, SampleType};
 pub use crate::context::ContextStats;
-pub use crate::error_line::error_line;
 pub use crate::model::failure::{EventFailure, EventFailureCause};
 pub use crate::model::regs::{CALLCHAIN_MAX, SampleRegs};
 pub use crate::model::software::{RaiseLevel, SoftwareEventId};

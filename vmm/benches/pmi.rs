@@ -7,39 +7,31 @@
 //! processes, minus the time of the same work without interrupts.
 #![expect(unsafe_code, reason = "the clock of the process")]
 
-#[path = "../../perf-core/benches/figures/mod.rs"]
-mod figures;
-
 use std::error::Error;
 use std::io;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use figures::{Figure, Target, median};
 use kvm_bindings::kvm_segment;
-use perf_core::SharePolicy;
-use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostProbe;
-use perfvisor_vmm::boot::{BootProtocol, KernelSource};
+use perfvisor_vmm::boot::KernelSource;
 use perfvisor_vmm::kvm::armed::{ArmedVcpu, VcpuExit};
 use perfvisor_vmm::kvm::host::{self, Kvm};
-use perfvisor_vmm::kvm::stepping::Stepping;
 use perfvisor_vmm::kvm::vm_fd::VmFd;
 use perfvisor_vmm::kvm::{cpuid, msr_filter};
-use perfvisor_vmm::memory::{GuestRam, MemoryBackingConfig};
-use perfvisor_vmm::pmu::{OperatorLimits, PmuConfig};
-use perfvisor_vmm::rdpmc::RdpmcMode;
-use perfvisor_vmm::vcpu::affinity::Pinning;
-use perfvisor_vmm::vcpu::control::{ResetPolicy, StopReason};
+use perfvisor_vmm::memory::GuestRam;
+use perfvisor_vmm::pmu::PmuConfig;
+use perfvisor_vmm::vcpu::control::StopReason;
 use perfvisor_vmm::vcpu::kick::{self, KickTimer};
-use perfvisor_vmm::vm::{HaltPolling, Vm, VmConfig};
+use perfvisor_vmm::vm::{Vm, VmConfig};
+use test_support::figures::{self, Figure, Target, median};
 use vm_memory::{Bytes, GuestAddress};
 use vpmu::registers::{
     IA32_PERF_GLOBAL_CTRL, IA32_PERF_GLOBAL_STATUS, IA32_PERF_GLOBAL_STATUS_RESET, IA32_PERFEVTSEL0,
     IA32_PMC0,
 };
-use vpmu::{BackingPolicy, CountableEvents, EventFilter, Generation, PmuModel};
+use vpmu::{BackingPolicy, Generation, PmuModel};
 
 /// Number of repetitions of each variant.
 const TURNS: usize = 21;
@@ -387,41 +379,12 @@ impl Case {
     /// Runs the guest under Perfvisor.
     fn ours(&self, kvm: &Kvm, image: Vec<u8>) -> Result<Measurement, Box<dyn Error>> {
         let began = cpu_time();
-        let config = VmConfig {
+        let config = VmConfig::new(
             // Leaks a few KiB per repetition until the process ends.
-            kernel: KernelSource::Builtin(image.leak()),
-            boot_protocol: BootProtocol::Auto,
-            initrd: None,
-            cmdline: String::new(),
-            cpus: "1".parse()?,
-            memory_bytes: RAM_BYTES,
-            kernel_reader: None,
-            memory_kind: MemoryBackingConfig::default(),
-            pmu: PmuConfig {
-                model: self.model()?,
-                policy: BackingPolicy::Auto,
-                filter: Arc::new(EventFilter::allow_all()),
-                paravirtual: true,
-                hides_denied: false,
-                pmi_limit: vpmu::DEFAULT_PMI_LIMIT,
-                stepping: Stepping::default(),
-                share: SharePolicy::GuestFirst,
-                mux: MuxPolicy::Rotate,
-                turn: None,
-                limits: OperatorLimits::default(),
-            },
-            backability: CountableEvents::CLOCK,
-            own_pmu: None,
-            rdpmc: RdpmcMode::Off,
-            hide_uncounted: false,
-            debugger: None,
-            pins: Pinning::default(),
-            nested: false,
-            on_reset: ResetPolicy::Exit,
-            halt_polling: HaltPolling::default(),
-            debug_exit: true,
-            cpu_signature: None,
-        };
+            KernelSource::Builtin(image.leak()),
+            RAM_BYTES,
+            PmuConfig::new(self.model()?, BackingPolicy::Auto),
+        );
         let vm = Vm::new(kvm, &config, Vec::new(), &HostProbe::run(), Box::new(io::sink()))?;
         let mut vm = vm.start()?;
         while vm.control().reason().is_none() {

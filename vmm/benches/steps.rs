@@ -3,14 +3,10 @@
 //! interleaved on one vCPU.
 //!
 //! The guest is an endless loop of ten instructions and a branch in 64-bit mode at CPL 0.
-#[path = "../../perf-core/benches/figures/mod.rs"]
-mod figures;
-
 use std::error::Error;
 use std::sync::Arc;
 use std::time::Instant;
 
-use figures::{Figure, Target, median};
 use kvm_bindings::{KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP, kvm_guest_debug, kvm_segment};
 use perfvisor_vmm::kvm::armed::{ArmedVcpu, VcpuExit};
 use perfvisor_vmm::kvm::stepping::{self, Stepping};
@@ -19,6 +15,7 @@ use perfvisor_vmm::kvm::{cpuid, host};
 use perfvisor_vmm::memory::GuestRam;
 use perfvisor_vmm::vcpu::step::debug::GuestDebug;
 use perfvisor_vmm::vcpu::step::{StepAction, Stepper};
+use test_support::figures::{self, Figure, Target, median};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vpmu::exact::RetiredCounts;
 use vpmu::{SteppedLevels, Vendor};

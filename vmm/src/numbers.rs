@@ -31,6 +31,13 @@ pub enum VcpuNumbersError {
     },
 }
 
+impl Default for VcpuNumbers {
+    /// Returns one vCPU.
+    fn default() -> Self {
+        Self { present: 1, max: 1 }
+    }
+}
+
 impl VcpuNumbers {
     /// Creates a range of `present` to `max` vCPUs.
     ///

@@ -1,26 +1,18 @@
 //! Real VMs with a few bytes of guest code, for tests of the servers.
 
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
-use perf_core::SharePolicy;
-use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostProbe;
-use vpmu::{BackingPolicy, CountableEvents, EventFilter, PmuModel};
+use vpmu::{BackingPolicy, PmuModel};
 
-use crate::boot::{BootProtocol, KernelSource};
+use crate::boot::KernelSource;
 use crate::control::server::ControlledVm;
 use crate::kvm::host;
-use crate::kvm::stepping::Stepping;
-use crate::memory::MemoryBackingConfig;
-use crate::pmu::{OperatorLimits, PmuConfig};
-use crate::rdpmc::RdpmcMode;
-use crate::vcpu::affinity::Pinning;
-use crate::vcpu::control::ResetPolicy;
+use crate::pmu::PmuConfig;
 use crate::vcpu::kick;
-use crate::vm::{HaltPolling, RunningVm, Vm, VmConfig};
+use crate::vm::{RunningVm, Vm, VmConfig};
 
 /// Address of the guest code, which runs in 32-bit mode without paging.
 pub(crate) const CODE: u64 = 0x10_0020;
@@ -51,38 +43,12 @@ pub(crate) fn vm(code: &[u8], change: impl FnOnce(&mut VmConfig)) -> Option<Runn
     };
     kick::install_handlers().unwrap();
     let mut config = VmConfig {
-        kernel: KernelSource::Builtin(kernel(code).leak()),
-        boot_protocol: BootProtocol::Auto,
-        initrd: None,
-        cmdline: String::new(),
         cpus: "2".parse().unwrap(),
-        memory_bytes: 32 << 20,
-        kernel_reader: None,
-        memory_kind: MemoryBackingConfig::default(),
-        pmu: PmuConfig {
-            model: PmuModel::INTEL,
-            policy: BackingPolicy::Auto,
-            filter: Arc::new(EventFilter::allow_all()),
-            paravirtual: true,
-            hides_denied: false,
-            pmi_limit: vpmu::DEFAULT_PMI_LIMIT,
-            stepping: Stepping::default(),
-            share: SharePolicy::GuestFirst,
-            mux: MuxPolicy::Rotate,
-            turn: None,
-            limits: OperatorLimits::default(),
-        },
-        backability: CountableEvents::CLOCK,
-        own_pmu: None,
-        rdpmc: RdpmcMode::Off,
-        hide_uncounted: false,
-        debugger: None,
-        pins: Pinning::default(),
-        nested: false,
-        on_reset: ResetPolicy::Exit,
-        halt_polling: HaltPolling::default(),
-        debug_exit: true,
-        cpu_signature: None,
+        ..VmConfig::new(
+            KernelSource::Builtin(kernel(code).leak()),
+            32 << 20,
+            PmuConfig::new(PmuModel::INTEL, BackingPolicy::Auto),
+        )
     };
     change(&mut config);
     let vm = Vm::new(&kvm, &config, Vec::new(), &HostProbe::run(), Box::new(io::sink())).unwrap();

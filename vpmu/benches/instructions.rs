@@ -13,8 +13,6 @@
 
 #[path = "../../perf-core/benches/nothing/mod.rs"]
 mod nothing;
-#[path = "../../perf-core/tests/hot_paths/steps.rs"]
-mod steps;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -33,6 +31,7 @@ use perf_core::ring::{Ring, RingMode, RingReader};
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
 use serde::{Deserialize, Serialize};
+use test_support::steps;
 use vpmu::registers::*;
 use vpmu::{ArchEvent, BackingPolicy, EventSources, PerfCoreEvents, PmuModel, RdpmcIndex, Vpmu, fed};
 use vpmu::{Cpl, MsrAddress};

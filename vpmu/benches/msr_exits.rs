@@ -5,8 +5,6 @@
 //! difference between both VMMs is the cost of the registers, the counting events, the reconcile
 //! pass before the next entry and the vCPU clock. Counters count cycles on the host PMU if
 //! available, and otherwise on the clock.
-#[path = "../../perf-core/benches/figures/mod.rs"]
-mod figures;
 #[expect(dead_code, reason = "the example has a guest and a loop of its own")]
 #[path = "../examples/tiny_vmm.rs"]
 mod tiny_vmm;
@@ -14,8 +12,8 @@ mod tiny_vmm;
 use std::error::Error;
 use std::time::Instant;
 
-use figures::{Figure, Target, median};
 use kvm_ioctls::{VcpuExit, VcpuFd};
+use test_support::figures::{self, Figure, Target, median};
 use tiny_vmm::{CODE, Pmu, machine, trap_msrs};
 use vpmu::registers::{IA32_PERF_GLOBAL_CTRL, IA32_PERFEVTSEL0, IA32_PMC0};
 use vpmu::{MsrAddress, MsrReadOutcome, MsrWriteOutcome, PmuModel};

@@ -8,8 +8,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::skip;
 use guest_images::bare_metal::{GUESTS, write_all};
+use test_support::skip;
 
 /// Time limit of a run. A run takes about a second, so only a hang reaches the limit.
 const LIMIT: Duration = Duration::from_secs(600);

@@ -9,13 +9,14 @@ use integration::artefacts::{cargo_metadata, workspace};
 
 /// Workspace crates that each crate of the product may depend on, lowest crate first.
 const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
-    ("perf-core", &[]),
+    ("diagnostics", &[]),
+    ("perf-core", &["diagnostics"]),
     ("vpmu", &["perf-core"]),
     ("kernel-images", &[]),
     ("guest-profile", &["kernel-images", "perf-core"]),
     ("sandbox", &[]),
     ("control-api", &["perf-core", "sandbox"]),
-    ("virtio-devices", &["perf-core", "sandbox"]),
+    ("virtio-devices", &["diagnostics", "sandbox"]),
     ("guest-agent", &[]),
     (
         "vmm",

@@ -19,8 +19,8 @@ use perf_core::pmu::{Pmu, PmuError, PmuEvent, PmuTarget};
 use perf_core::time::Clock;
 use perf_core::*;
 
-use crate::common::skip;
 use crate::common::thread::{burn, catch_signals, signals_of_this_thread, this_tid, thread_cpu_ns};
+use test_support::skip;
 
 const CYCLES: u64 = 0;
 const MS: u64 = 1_000_000;

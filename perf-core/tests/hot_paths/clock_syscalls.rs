@@ -11,7 +11,7 @@ use perf_core::pmu::clock::{ClockPmu, GUEST_NS, VcpuClock};
 use perf_core::pmu::{Pmu, PmuEvent, PmuTarget, VcpuId};
 
 use crate::common::thread::{burn, catch_signals, clock_attr, signals_of_this_thread, this_tid};
-use crate::steps;
+use test_support::steps;
 
 const SET: u64 = libc::SYS_timer_settime as u64;
 /// Time after which a timer that expires sixteen times per second has expired again.

@@ -10,7 +10,7 @@ use perf_core::ring::RingReader;
 use perf_core::*;
 
 use crate::common::thread::{catch_signals, this_tid};
-use crate::steps;
+use test_support::steps;
 
 const PAGE_FAULTS: u64 = 2;
 /// `config` of minor page faults, which read nothing from disk, as in all these tests.

@@ -9,7 +9,7 @@ use perf_core::pmu::host::HostPmu;
 use perf_core::*;
 
 use crate::common::thread::{burn, catch_signals, signals_of_this_thread, this_tid};
-use crate::steps;
+use test_support::steps;
 
 const TASK_CLOCK: u64 = 1;
 const PAGE_FAULTS: u64 = 2;

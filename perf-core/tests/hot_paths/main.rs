@@ -8,7 +8,6 @@
 #[allow(dead_code, reason = "each program uses its part")]
 #[path = "../it/common/mod.rs"]
 mod common;
-mod steps;
 
 #[cfg(feature = "clock")]
 mod clock_syscalls;

@@ -4,8 +4,8 @@
 use perf_core::*;
 
 use crate::common::machine::*;
-use crate::common::skip;
-use crate::steps;
+use test_support::skip;
+use test_support::steps;
 
 fn allocations(work: impl FnOnce()) -> u64 {
     allocation_counter::measure(work).count_total

@@ -7,10 +7,10 @@ use perf_core::pmu::clock::{ClockPmu, GUEST_NS, VcpuClock};
 use perf_core::pmu::{Pmu, PmuTarget, VcpuId};
 
 use crate::common::guest::Guest;
-use crate::common::skip;
 use crate::common::thread::{
     burn, catch_signals, clock_attr, signals_of_this_thread, this_tid, thread_cpu_ns,
 };
+use test_support::skip;
 
 /// `jmp .`
 const JUMP_TO_SELF: [u8; 2] = [0xeb, 0xfe];

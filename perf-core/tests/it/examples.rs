@@ -16,7 +16,7 @@ use perf_core::attr::{Attr, EventType};
 use perf_core::pmu::host::HostPmu;
 use perf_core::pmu::{PmuTarget, VcpuId};
 
-use crate::common::skip;
+use test_support::skip;
 
 fn run(example: fn() -> Result<(), Box<dyn Error>>) {
     let result = example();

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-use crate::common::skip;
+use test_support::skip;
 
 /// Collects all tests of the crate with their files, and all source files.
 fn names(dir: &Path, tests: &mut BTreeSet<(String, String)>, files: &mut BTreeSet<String>) {

@@ -11,8 +11,8 @@ use perf_core::pmu::host::HostPmu;
 use perf_core::*;
 use proptest::prelude::*;
 
-use crate::common::skip;
 use crate::common::thread::{catch_signals, this_tid};
+use test_support::skip;
 
 const PAGE_FAULTS: u64 = 2;
 const DUMMY: u64 = 9;

@@ -12,7 +12,7 @@ use perf_core::pmu::kvm::{KvmPmu, StatsError, StatsFile, VM_SCOPE};
 use perf_core::pmu::{Pmu, PmuError, PmuEvent, PmuTarget, VcpuId};
 
 use crate::common::guest::Guest;
-use crate::common::skip;
+use test_support::skip;
 
 /// `KVM_GET_STATS_FD`: `_IO(0xae, 0xce)`.
 const KVM_GET_STATS_FD: libc::c_ulong = 0xaece;

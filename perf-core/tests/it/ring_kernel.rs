@@ -13,7 +13,7 @@ use perf_core::ring::{Ring, RingMode, RingReader};
 use perf_event::events::Software;
 use perf_event::{Builder, SampleFlag};
 
-use crate::common::skip;
+use test_support::skip;
 
 /// All sample types that can be requested here.
 const ALL: SampleType = SampleType::all()

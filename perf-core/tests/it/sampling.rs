@@ -25,6 +25,39 @@ fn counter(m: &Machine, period: u64, cookie: u64) -> Handle {
         .unwrap()
 }
 
+/// Opens an event of an operator on vCPU 0 whose overflows are reported with cookie 1.
+fn open_reporting(m: &Machine, attr: Attr) -> Handle {
+    let flags = OpenFlags {
+        cookie: Some(1),
+        ..OpenFlags::default()
+    };
+    m.core
+        .open(&m.admin, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
+        .unwrap()
+}
+
+/// Opens an event that is sampled `hz` times per second. See [`open_reporting`].
+fn open_with_frequency(m: &Machine, hz: u64) -> Handle {
+    let attr = Attr {
+        freq: true,
+        ..Attr::sampling(EventType::SIM, 1, hz)
+    };
+    open_reporting(m, attr)
+}
+
+/// Returns the number of overflows in a second of 10,000 steps, with one count per nanosecond.
+fn overflows_per_second(m: &Machine, v: &VcpuContext, steps_per_tick: u64) -> u32 {
+    let mut times = 0;
+    for step in 1..=10_000u64 {
+        m.run(0, 100_000);
+        times += serve(v).iter().map(|o| o.times).sum::<u32>();
+        if step % steps_per_tick == 0 {
+            m.core.tick();
+        }
+    }
+    times
+}
+
 #[test]
 fn armed_counter_overflows_at_armed_count_then_at_period() {
     let m = Machine::new(4);
@@ -185,15 +218,7 @@ fn p26_throttled_events_keep_counting_and_come_back_at_the_tick() {
         c.tick_hz = 10;
     });
     let v = m.vcpu(0);
-    let attr = Attr::sampling(EventType::SIM, 1, 5);
-    let flags = OpenFlags {
-        cookie: Some(1),
-        ..OpenFlags::default()
-    };
-    let e = m
-        .core
-        .open(&m.admin, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
-        .unwrap();
+    let e = open_reporting(&m, Attr::sampling(EventType::SIM, 1, 5));
     let burst = || {
         (0..30)
             .map(|_| {
@@ -227,18 +252,7 @@ fn the_guests_counters_are_never_throttled() {
 fn frequency_converges_to_period() {
     let m = Machine::with(4, |c| c.tick_hz = 1000);
     let v = m.vcpu(0);
-    let attr = Attr {
-        freq: true,
-        ..Attr::sampling(EventType::SIM, 1, 10_000)
-    };
-    let flags = OpenFlags {
-        cookie: Some(1),
-        ..OpenFlags::default()
-    };
-    let _e = m
-        .core
-        .open(&m.admin, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
-        .unwrap();
+    let _e = open_with_frequency(&m, 10_000);
     // One count per nanosecond: the ideal period is 100,000.
     let mut last_second = 0u32;
     for step in 0..200_000u64 {
@@ -347,30 +361,8 @@ fn the_last_sample_before_the_limit_is_written() {
 fn frequency_below_tick_rate_converges_to_period() {
     let m = Machine::with(4, |c| c.tick_hz = 100);
     let v = m.vcpu(0);
-    let attr = Attr {
-        freq: true,
-        ..Attr::sampling(EventType::SIM, 1, 10)
-    };
-    let flags = OpenFlags {
-        cookie: Some(1),
-        ..OpenFlags::default()
-    };
-    let _e = m
-        .core
-        .open(&m.admin, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
-        .unwrap();
-    // A second of 100,000 steps, one count per nanosecond, with ten requested overflows.
-    let second = || {
-        let mut n = 0;
-        for step in 1..=10_000u64 {
-            m.run(0, 100_000);
-            n += serve(&v).iter().map(|o| o.times).sum::<u32>();
-            if step % 100 == 0 {
-                m.core.tick();
-            }
-        }
-        n
-    };
+    let _e = open_with_frequency(&m, 10);
+    let second = || overflows_per_second(&m, &v, 100);
     for _ in 0..20 {
         second();
     }
@@ -421,29 +413,8 @@ fn excessive_period_is_shortened_early() {
 fn frequency_converges_with_late_overflow_notification() {
     let m = Machine::with(4, |c| c.tick_hz = 250);
     let v = m.vcpu(0);
-    let attr = Attr {
-        freq: true,
-        ..Attr::sampling(EventType::SIM, 1, 10_000)
-    };
-    let flags = OpenFlags {
-        cookie: Some(1),
-        ..OpenFlags::default()
-    };
-    let _e = m
-        .core
-        .open(&m.admin, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
-        .unwrap();
-    let second = || {
-        let mut times = 0;
-        for step in 1..=10_000u64 {
-            m.run(0, 100_000);
-            times += serve(&v).iter().map(|o| o.times).sum::<u32>();
-            if step % 40 == 0 {
-                m.core.tick();
-            }
-        }
-        times
-    };
+    let _e = open_with_frequency(&m, 10_000);
+    let second = || overflows_per_second(&m, &v, 40);
     second();
     let n = second();
     assert!((8_000..=12_000).contains(&n), "{n} overflows in a second");
@@ -506,18 +477,7 @@ fn p26_a_fixed_period_needs_ticks_and_a_guests_counter_does_not() {
 fn tick_keeps_pending_overflow() {
     let m = Machine::with(4, |c| c.tick_hz = 1000);
     let v = m.vcpu(0);
-    let attr = Attr {
-        freq: true,
-        ..Attr::sampling(EventType::SIM, 1, 1000)
-    };
-    let flags = OpenFlags {
-        cookie: Some(1),
-        ..OpenFlags::default()
-    };
-    let _e = m
-        .core
-        .open(&m.admin, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
-        .unwrap();
+    let _e = open_with_frequency(&m, 1000);
     m.run(0, 1000);
     m.core.tick();
     let times: u32 = serve(&v).iter().map(|o| o.times).sum();

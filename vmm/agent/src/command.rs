@@ -18,6 +18,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use guest_agent::request::{Exec, Exit, Terminal};
+use guest_agent::terminal;
 use guest_agent::wire::{Frame, FrameKind, INPUT_WINDOW, read_frame, write_frame};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -26,7 +27,6 @@ use nix::sys::wait::{Id, WaitPidFlag, waitid, waitpid};
 use nix::unistd::Pid;
 
 use crate::ends::{close, line, refuse};
-use crate::terminal;
 
 /// Time between SIGHUP and SIGKILL for a command whose host has disconnected.
 const EXIT_GRACE_PERIOD: Duration = Duration::from_secs(5);

@@ -7,6 +7,7 @@
 //! | [`entry`] | wire format of a file, directory or link in a tree |
 //! | [`send`] | reads a tree and sends it |
 //! | [`receive`] | receives a tree and creates it within a target directory |
+//! | [`terminal`] | pseudoterminal of a command in the guest |
 //!
 //! The program `perfvisor-agent` is the server in the guest. `perfvisor exec` and `perfvisor cp`
 //! are clients on the host. Each connection carries one command or one copy. Each side treats the
@@ -28,6 +29,7 @@ pub mod entry;
 pub mod receive;
 pub mod request;
 pub mod send;
+pub mod terminal;
 pub mod wire;
 
 /// Vsock port of the agent.

@@ -6,7 +6,6 @@
 //! | `command` | execution of one command |
 //! | `ends` | shutdown of a connection |
 //! | `signals` | reset of inherited signal dispositions |
-//! | `terminal` | terminal of a command |
 //!
 //! Only connections from the host (CID 2) are accepted, not those of programs in this guest or of
 //! other guests.
@@ -23,7 +22,6 @@
 mod command;
 mod ends;
 mod signals;
-mod terminal;
 #[cfg(test)]
 mod tests;
 

@@ -9,9 +9,10 @@ use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
-use guest_agent::request::Terminal;
 use nix::fcntl::OFlag;
 use nix::pty::{Winsize, grantpt, posix_openpt, unlockpt};
+
+use crate::request::Terminal;
 
 /// Gives `command` a new controlling terminal for its three standard streams and returns the master
 /// end.
@@ -58,16 +59,12 @@ fn open() -> io::Result<(OwnedFd, OwnedFd)> {
 
 /// Sets the size of the terminal.
 pub fn resize(master: impl AsFd, size: Terminal) {
-    let size = winsize(size);
-    // SAFETY: TIOCSWINSZ reads one winsize, which outlives the call.
-    let _ = unsafe { libc::ioctl(master.as_fd().as_raw_fd(), libc::TIOCSWINSZ, &raw const size) };
-}
-
-fn winsize(size: Terminal) -> Winsize {
-    Winsize {
+    let size = Winsize {
         ws_row: size.rows,
         ws_col: size.columns,
         ws_xpixel: 0,
         ws_ypixel: 0,
-    }
+    };
+    // SAFETY: TIOCSWINSZ reads one winsize, which outlives the call.
+    let _ = unsafe { libc::ioctl(master.as_fd().as_raw_fd(), libc::TIOCSWINSZ, &raw const size) };
 }

@@ -8,8 +8,8 @@ use std::io::Read;
 
 use lzma_rust2::XzReader;
 
-use crate::error::{ImageError, Lz4BlockError};
-use crate::le;
+use crate::error::{ImageDamage, ImageError, Lz4BlockError};
+use crate::{elf, le};
 
 /// Maximum size of an unpacked kernel, in bytes.
 pub const MAX_UNPACKED_BYTES: u64 = 512 << 20;
@@ -118,10 +118,40 @@ pub fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, ImageError> 
 /// Returns an [`ImageError`] if the payload is damaged, too large or compressed with an unsupported
 /// method.
 pub fn payload(name: &str, data: &[u8], header: &SetupHeader) -> Result<(Vec<u8>, &'static str), ImageError> {
-    let payload = &data[header.payload_start..header.payload_end];
+    unpack(name, &data[header.payload_start..header.payload_end])
+}
+
+/// Extracts the ELF `vmlinux` from the bzImage `data`.
+///
+/// # Errors
+/// Returns [`ImageError::NotAKernel`] if `data` is not a bzImage, [`ImageError::Malformed`] if its
+/// payload is not an ELF file, and the errors of [`setup_header`] and [`payload`].
+pub fn extract_vmlinux(name: &str, data: &[u8]) -> Result<Vec<u8>, ImageError> {
+    if !is_bzimage(data) {
+        return Err(ImageError::NotAKernel {
+            name: name.into(),
+            found: "it is not a bzImage",
+        });
+    }
+    let (vmlinux, _) = payload(name, data, &setup_header(name, data)?)?;
+    if !elf::is_elf(&vmlinux) {
+        return Err(ImageError::malformed(name, ImageDamage::NoElfPayload));
+    }
+    Ok(vmlinux)
+}
+
+/// Unpacks a kernel payload or a compressed kernel module. Returns the contents and the name of the
+/// compression method, which is `none` for an ELF file.
+///
+/// # Errors
+/// Returns [`ImageError::UnsupportedCompression`] for an unsupported method, [`ImageError::Unpack`]
+/// if the data is damaged, and [`ImageError::UnpackedTooLarge`].
+pub fn unpack(name: &str, payload: &[u8]) -> Result<(Vec<u8>, &'static str), ImageError> {
     // The kernel build appends the unpacked size (gzip's own trailer serves this purpose), which
     // bounds the output.
-    let claimed = u64::from(u32_at(payload, payload.len() - 4));
+    let claimed = payload
+        .last_chunk()
+        .map_or(0, |size| u64::from(u32::from_le_bytes(*size)));
     let method = method_of(payload);
     let unsupported = |method| ImageError::UnsupportedCompression {
         name: name.into(),
@@ -206,7 +236,7 @@ fn lz4_legacy(name: &str, payload: &[u8], claimed: u64) -> Result<Vec<u8>, Image
             limit_bytes: MAX_UNPACKED_BYTES,
         });
     }
-    let mut rest = &payload[4..payload.len() - 4];
+    let mut rest = payload.get(4..payload.len() - 4).unwrap_or_default();
     let mut out = Vec::with_capacity(claimed.min(MAX_UNPACKED_BYTES / 4) as usize);
     let mut block_out = vec![0; LZ4_LEGACY_BLOCK_BYTES];
     while rest.len() >= 4 {
@@ -260,7 +290,7 @@ mod tests {
         f
     }
 
-    fn unpack(file: &[u8]) -> Result<(Vec<u8>, &'static str), ImageError> {
+    fn unpack_file(file: &[u8]) -> Result<(Vec<u8>, &'static str), ImageError> {
         let header = setup_header("k", file)?;
         payload("k", file, &header)
     }
@@ -280,12 +310,12 @@ mod tests {
         gz.write_all(&plain).unwrap();
         let gz = gz.finish().unwrap();
         assert_eq!(
-            unpack(&bzimage(&gz, plain.len() as u32)).unwrap(),
+            unpack_file(&bzimage(&gz, plain.len() as u32)).unwrap(),
             (plain.clone(), "gzip")
         );
 
         assert_eq!(
-            unpack(&bzimage(XZ, plain.len() as u32)).unwrap(),
+            unpack_file(&bzimage(XZ, plain.len() as u32)).unwrap(),
             (plain.clone(), "xz")
         );
 
@@ -294,14 +324,14 @@ mod tests {
         lz4.extend_from_slice(&(block.len() as u32).to_le_bytes());
         lz4.extend_from_slice(&block);
         assert_eq!(
-            unpack(&bzimage(&lz4, plain.len() as u32)).unwrap(),
+            unpack_file(&bzimage(&lz4, plain.len() as u32)).unwrap(),
             (plain.clone(), "lz4")
         );
 
         let zst =
             ruzstd::encoding::compress_to_vec(plain.as_slice(), ruzstd::encoding::CompressionLevel::Fastest);
         assert_eq!(
-            unpack(&bzimage(&zst, plain.len() as u32)).unwrap(),
+            unpack_file(&bzimage(&zst, plain.len() as u32)).unwrap(),
             (plain, "zstd")
         );
     }
@@ -323,12 +353,12 @@ mod tests {
         let plain = sample();
         for len in (1..XZ.len()).step_by(7) {
             let cut = bzimage(&XZ[..len], plain.len() as u32);
-            assert!(unpack(&cut).is_err(), "cut at {len}");
+            assert!(unpack_file(&cut).is_err(), "cut at {len}");
         }
         for bit in (0..XZ.len() * 8).step_by(29) {
             let mut damaged = XZ.to_vec();
             damaged[bit / 8] ^= 1 << (bit % 8);
-            if let Ok((unpacked, _)) = unpack(&bzimage(&damaged, plain.len() as u32)) {
+            if let Ok((unpacked, _)) = unpack_file(&bzimage(&damaged, plain.len() as u32)) {
                 assert!(unpacked == plain, "bit {bit}");
             }
         }
@@ -339,7 +369,7 @@ mod tests {
     #[test]
     fn xz_memory_is_limited() {
         let large = include_bytes!("../tests/fixtures/large-dictionary.xz");
-        let error = unpack(&bzimage(large, 300_000)).unwrap_err();
+        let error = unpack_file(&bzimage(large, 300_000)).unwrap_err();
         let why = std::error::Error::source(&error).unwrap().to_string();
         assert!(why.contains("memory"), "{error}: {why}");
     }
@@ -355,7 +385,7 @@ mod tests {
             (&b"\x89LZO\0\r\n\x1a\n_______"[..], "lzo"),
             (&b"????????????????"[..], "unknown"),
         ] {
-            let err = unpack(&bzimage(magic, 100)).unwrap_err();
+            let err = unpack_file(&bzimage(magic, 100)).unwrap_err();
             assert!(err.to_string().contains(method), "{err}");
         }
     }
@@ -368,7 +398,30 @@ mod tests {
         lz4.extend_from_slice(&(block.len() as u32).to_le_bytes());
         lz4.extend_from_slice(&block);
         for claim in [plain.len() as u32 - 1, plain.len() as u32 + 1, u32::MAX] {
-            assert!(unpack(&bzimage(&lz4, claim)).is_err());
+            assert!(unpack_file(&bzimage(&lz4, claim)).is_err());
+        }
+    }
+
+    #[test]
+    fn extracted_vmlinux_is_an_elf_file_from_a_bzimage() {
+        let gzip = |contents: &[u8]| {
+            let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+            gz.write_all(contents).unwrap();
+            bzimage(&gz.finish().unwrap(), contents.len() as u32)
+        };
+        let elf = [&b"\x7fELF"[..], &sample()].concat();
+        assert_eq!(extract_vmlinux("k", &gzip(&elf)).unwrap(), elf);
+        let no_elf = extract_vmlinux("k", &gzip(&sample()));
+        assert!(matches!(no_elf, Err(ImageError::Malformed { .. })), "{no_elf:?}");
+        let no_image = extract_vmlinux("k", &elf);
+        assert!(
+            matches!(no_image, Err(ImageError::NotAKernel { .. })),
+            "{no_image:?}"
+        );
+        // A module is not followed by its size.
+        assert_eq!(unpack("module", XZ).unwrap(), (sample(), "xz"));
+        for short in [&b""[..], &LZ4_LEGACY_MAGIC, b"\x1F\x8B"] {
+            assert!(unpack("module", short).is_err());
         }
     }
 }

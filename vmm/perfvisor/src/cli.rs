@@ -4,7 +4,6 @@
 //! values, and exit status 2. A new option needs a field with a doc comment (its help text), and a
 //! value parser with a test in `values`.
 
-mod foreign_commands;
 mod perf_options;
 
 use std::ffi::OsString;
@@ -37,11 +36,10 @@ use crate::commands::stat::StatArgs;
 use crate::commands::top::TopArgs;
 use crate::commands::validate::ValidateArgs;
 use crate::values::{
-    ObserversAt, SecurityProfile, format_limit, parse_builtin, parse_gdb, parse_memory, parse_on_off,
+    ObserversAt, SecurityProfile, integer_in_range, parse_builtin, parse_gdb, parse_memory, parse_on_off,
     parse_pmi_limit, parse_ring_memory, parse_sample_limit, parse_share, parse_stop_timeout, parse_turn,
     parse_width,
 };
-use control_api::nearest::did_you_mean;
 use perf_core::error_line;
 use perfvisor_vmm::boot::BootProtocol;
 use perfvisor_vmm::console::ConsoleTarget;
@@ -169,15 +167,22 @@ fn with_negative_numbers(command: clap::Command) -> clap::Command {
         .mut_subcommands(with_negative_numbers)
 }
 
-/// Returns the names of the subcommands of `path`, such as `perfvisor ctl`.
-fn subcommand_names(path: &str) -> String {
-    let mut command = command();
-    for name in path.split(' ').skip(1) {
-        match command.find_subcommand(name) {
-            Some(found) => command = found.clone(),
-            None => break,
+/// Returns the command that `args` name, and its path, such as `perfvisor ctl`.
+fn named_command<'c>(root: &'c clap::Command, args: &[OsString]) -> (&'c clap::Command, String) {
+    let (mut command, mut path) = (root, root.get_name().to_owned());
+    for word in args.iter().skip(1).filter_map(|arg| arg.to_str()) {
+        if let Some(named) = command.find_subcommand(word) {
+            command = named;
+            path = format!("{path} {word}");
+        } else if !word.starts_with('-') && command.get_positionals().next().is_none() {
+            break;
         }
     }
+    (command, path)
+}
+
+/// Returns the names of the visible subcommands of `command`.
+fn subcommand_names(command: &clap::Command) -> String {
     let known: Vec<&str> = command
         .get_subcommands()
         .filter(|known| !known.is_hide_set())
@@ -294,7 +299,7 @@ pub struct RunArgs {
     pub mux_turn: Option<Duration>,
     /// Counters of the host, for each vCPU, that only events of the whole VM may use: stat without -A, top
     /// and metrics. The guest gets fewer.
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = integer_in_range(0..=usize::MAX))]
     pub reserve_counters: usize,
     /// Most samples a second that operators may take of one event on a vCPU, 1 to 1000000 [default: 100000]
     #[arg(long, value_name = "HZ", value_parser = parse_sample_limit)]
@@ -436,8 +441,9 @@ fn parse_any(args: Vec<OsString>) -> Result<Cli, CliExit> {
         args.push("--help".into());
     }
     let explain_ctl_order = explain_ctl_order(&command, &args);
+    let (named, path) = named_command(&command, &args);
     let ExpandedArgs { args, from_file } = config::expand(&command, args).map_err(wrong)?;
-    let explained = |e: clap::Error| match (condense_error(&e), &from_file) {
+    let explained = |e: clap::Error| match (condense_error(&e, named, &path), &from_file) {
         (CliExit::Error(_), _) if explain_ctl_order.is_some() => {
             CliExit::Error(explain_ctl_order.clone().unwrap_or_default())
         }
@@ -505,26 +511,28 @@ fn mentions_any_option(error: &clap::Error, options: &[String]) -> bool {
         .any(|option| long.strip_prefix("--") == Some(option))
 }
 
-/// Condenses clap's multi-line error into one line.
-fn condense_error(error: &clap::Error) -> CliExit {
+/// Condenses clap's multi-line error about arguments of `command` into one line.
+fn condense_error(error: &clap::Error, command: &clap::Command, path: &str) -> CliExit {
     let context = |kind| match error.get(kind) {
         Some(ContextValue::String(s)) => s.clone(),
         Some(ContextValue::Strings(s)) => s.join(", "),
         _ => String::new(),
     };
-    let path = parsed_command(error);
     let see = format!("see `{path} --help`");
-    // clap's suggestion.
-    let meant = |kind| match context(kind) {
-        guess if guess.is_empty() => String::new(),
-        guess => format!("; did you mean '{guess}'?"),
+    let meant = |kind| match error.get(kind) {
+        Some(ContextValue::String(guess)) => format!("; did you mean '{guess}'?"),
+        // clap sorts suggestions by ascending similarity.
+        Some(ContextValue::Strings(guesses)) if !guesses.is_empty() => {
+            format!("; did you mean '{}'?", guesses[guesses.len() - 1])
+        }
+        _ => String::new(),
     };
     let line = match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
             return CliExit::Text(error.render().to_string());
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            format!("a command is missing: {}; {see}", subcommand_names(&path))
+            format!("a command is missing: {}; {see}", subcommand_names(command))
         }
         ErrorKind::MissingSubcommand => {
             let known = context(ContextKind::ValidSubcommand);
@@ -532,30 +540,18 @@ fn condense_error(error: &clap::Error) -> CliExit {
         }
         ErrorKind::UnknownArgument => {
             let typed = context(ContextKind::InvalidArg);
-            perf_options::rejection_message(&path, &typed).unwrap_or_else(|| {
-                let ours = (path == "perfvisor run")
-                    .then(|| foreign_commands::run_option_for(&typed))
-                    .flatten();
-                let meant = match ours {
-                    Some(ours) => format!("; did you mean '{ours}'?"),
-                    None => meant(ContextKind::SuggestedArg),
-                };
-                let option = if typed.starts_with('-') {
-                    ""
-                } else {
-                    suggest_option(&path)
-                };
-                format!("unknown argument '{typed}'{meant}{option}; {see}")
-            })
+            let meant = meant(ContextKind::SuggestedArg);
+            let option = if typed.starts_with('-') {
+                ""
+            } else {
+                suggest_option(command.get_name())
+            };
+            format!("unknown argument '{typed}'{meant}{option}; {see}")
         }
         ErrorKind::InvalidSubcommand => {
-            let (wrong, known) = (context(ContextKind::InvalidSubcommand), subcommand_names(&path));
-            let known_words = known.split(", ").flat_map(|known| known.split(" or "));
-            let elsewhere = (path == "perfvisor").then(|| suggest_command(&wrong)).flatten();
-            let meant = match elsewhere {
-                Some(ours) => format!("; did you mean '{ours}'?"),
-                None => did_you_mean(&wrong, known_words),
-            };
+            let wrong = context(ContextKind::InvalidSubcommand);
+            let meant = meant(ContextKind::SuggestedSubcommand);
+            let known = subcommand_names(command);
             format!("unknown command '{wrong}'{meant}; known are {known}; {see}")
         }
         ErrorKind::MissingRequiredArgument => {
@@ -564,7 +560,6 @@ fn condense_error(error: &clap::Error) -> CliExit {
         ErrorKind::ValueValidation => {
             use std::error::Error;
             let reason = error.source().map(error_line).unwrap_or_default();
-            let reason = reword_number_error(&reason).unwrap_or(reason);
             let (value, option) = (
                 context(ContextKind::InvalidValue),
                 context(ContextKind::InvalidArg),
@@ -602,57 +597,14 @@ fn condense_error(error: &clap::Error) -> CliExit {
     CliExit::Error(one_line(&line))
 }
 
-/// Returns a hint for a command of another program, or for an action of `ctl` without `ctl`.
-fn suggest_command(typed: &str) -> Option<String> {
-    let command = command();
-    let ctl = command.find_subcommand("ctl");
-    let actions = ctl.into_iter().flat_map(clap::Command::get_subcommands);
-    foreign_commands::command(typed, actions.map(clap::Command::get_name))
-}
-
-/// Returns a hint about the option for a stray positional argument of the command `path`.
-fn suggest_option(path: &str) -> &'static str {
-    match path.split_whitespace().last() {
-        Some("run") => "; a kernel is named by --kernel FILE, the VM by --name NAME",
-        Some("report" | "script" | "flamegraph" | "pprof") => "; a recording is named by -i FILE",
+/// Returns a hint about the option for a stray positional argument of `command`.
+fn suggest_option(command: &str) -> &'static str {
+    match command {
+        "run" => "; a kernel is named by --kernel FILE, the VM by --name NAME",
+        "report" | "script" | "flamegraph" | "pprof" => "; a recording is named by -i FILE",
+        "record" | "stat" | "top" => "; no command is started, -d SECONDS says how long",
         _ => "",
     }
-}
-
-/// Rewords clap's and the standard library's number parsing errors; `None` for any other reason.
-fn reword_number_error(reason: &str) -> Option<String> {
-    if let Some((_, range)) = reason.split_once(" is not in ") {
-        let (from, to) = range.split_once("..")?;
-        let to: Option<i128> = match to.strip_prefix('=') {
-            Some(last) => last.parse().ok(),
-            None => to.parse().ok().map(|end: i128| end - 1),
-        };
-        return Some(match to {
-            Some(to) => format!("must be a whole number, {from} to {}", format_limit(to)),
-            None => format!("must be a whole number, at least {from}"),
-        });
-    }
-    Some(match reason {
-        "invalid digit found in string" | "cannot parse integer from empty string" => {
-            "must be a whole number".to_owned()
-        }
-        "number too large to fit in target type" => "is too large".to_owned(),
-        "number too small to fit in target type" => "is too small".to_owned(),
-        _ => return None,
-    })
-}
-
-/// Returns the command being parsed, such as `perfvisor run`, from clap's usage string.
-fn parsed_command(error: &clap::Error) -> String {
-    let text = error.render().to_string();
-    let usage = text
-        .lines()
-        .find_map(|line| line.trim_start().strip_prefix("Usage: "));
-    let words = usage.unwrap_or("perfvisor").split_whitespace();
-    let command: Vec<&str> = words
-        .take_while(|word| word.bytes().all(|b| b.is_ascii_lowercase()))
-        .collect();
-    command.join(" ")
 }
 
 #[cfg(test)]

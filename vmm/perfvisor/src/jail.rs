@@ -102,5 +102,8 @@ impl JailConfig {
 
 fn parse_id(text: &str) -> Result<u32, ValueError> {
     let id: u64 = integer_in_range(0..=MAX_ID)(text)?;
-    u32::try_from(id).map_err(|_| ValueError::Whole { from: 0, to: MAX_ID })
+    u32::try_from(id).map_err(|_| ValueError::Whole {
+        from: 0,
+        to: MAX_ID.into(),
+    })
 }

@@ -2,6 +2,7 @@
 //!
 //! Types with a parser of their own (`PmuModelName`, `VcpuNumbers`) are not repeated here.
 
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -138,8 +139,8 @@ pub enum ValueError {
     MemoryGranule,
     #[error("the counter width must be 32 to 48 bits")]
     Width,
-    #[error("must be a whole number, {from} to {to}", to = format_limit((*to).into()))]
-    Whole { from: u64, to: u64 },
+    #[error("must be a whole number, {from} to {to}", to = format_limit(*to))]
+    Whole { from: i128, to: i128 },
     #[error("must be a number of PMIs per second, 0 to {}", u32::MAX)]
     PmiLimit,
     #[error("must be a number of milliseconds, {MIN_TURN_MS} to {MAX_TURN_MS}, as in 1.5")]
@@ -179,7 +180,7 @@ pub enum ValueError {
 }
 
 /// Formats a limit. A large limit just below a power of two is written as `2^N - 1`.
-pub fn format_limit(limit: i128) -> String {
+fn format_limit(limit: i128) -> String {
     let power = limit.cast_unsigned() + 1;
     if limit > 9_999_999 && power.is_power_of_two() {
         format!("2^{} - 1", power.trailing_zeros())
@@ -189,14 +190,18 @@ pub fn format_limit(limit: i128) -> String {
 }
 
 /// Returns a parser of integers in a range.
-pub fn integer_in_range(
-    range: std::ops::RangeInclusive<u64>,
-) -> impl Fn(&str) -> Result<u64, ValueError> + Clone + Send + Sync + 'static {
+pub fn integer_in_range<T>(
+    range: RangeInclusive<T>,
+) -> impl Fn(&str) -> Result<T, ValueError> + Clone + Send + Sync + 'static
+where
+    T: FromStr + PartialOrd + Copy + TryInto<i128> + Send + Sync + 'static,
+{
+    let limit = |limit: T| limit.try_into().unwrap_or(i128::MAX);
     move |text| {
         let number = text.parse().ok().filter(|number| range.contains(number));
         number.ok_or(ValueError::Whole {
-            from: *range.start(),
-            to: *range.end(),
+            from: limit(*range.start()),
+            to: limit(*range.end()),
         })
     }
 }
@@ -350,7 +355,7 @@ pub fn parse_separator(text: &str) -> Result<String, ValueError> {
 }
 
 /// Parses a number within `range`.
-fn parse_number(text: &str, range: std::ops::RangeInclusive<f64>) -> Option<f64> {
+fn parse_number(text: &str, range: RangeInclusive<f64>) -> Option<f64> {
     text.parse().ok().filter(|number| range.contains(number))
 }
 

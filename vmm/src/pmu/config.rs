@@ -50,6 +50,23 @@ pub struct OperatorLimits {
 }
 
 impl PmuConfig {
+    /// Creates a configuration that allows all events and has the default limits.
+    pub fn new(model: PmuModel, policy: BackingPolicy) -> Self {
+        Self {
+            model,
+            policy,
+            filter: Arc::new(EventFilter::allow_all()),
+            paravirtual: true,
+            hides_denied: false,
+            pmi_limit: vpmu::DEFAULT_PMI_LIMIT,
+            stepping: Stepping::default(),
+            share: SharePolicy::default(),
+            mux: MuxPolicy::default(),
+            turn: None,
+            limits: OperatorLimits::default(),
+        }
+    }
+
     /// Returns `true` if the guest uses KVM's own vPMU.
     pub fn uses_kvm_vpmu(&self) -> bool {
         self.policy == BackingPolicy::Kvm

@@ -664,13 +664,11 @@ impl VcpuPmu {
 
 #[cfg(test)]
 mod tests {
-    use perf_core::SharePolicy;
     use vm_memory::{GuestAddress, GuestMemoryMmap};
     use vpmu::registers::{IA32_PERF_GLOBAL_CTRL, IA32_PERFEVTSEL0, IA32_PMC0};
     use vpmu::{BackingPolicy, PmuModel};
 
     use super::*;
-    use crate::kvm::stepping::Stepping;
 
     /// Event select 0xFF with ENABLE, OS and USR.
     fn selector(event: ParavirtualEvent) -> u64 {
@@ -681,19 +679,10 @@ mod tests {
     /// Returns a vCPU PMU on this thread that can count only events fed by the VMM.
     fn pmu() -> VcpuPmu {
         let name = "intel-v2".parse().unwrap();
-        let config = PmuConfig {
-            model: PmuModel::resolve(name, None, None, &mut cpuid::read_host).unwrap(),
-            policy: BackingPolicy::Auto,
-            filter: Arc::new(EventFilter::allow_all()),
-            paravirtual: true,
-            hides_denied: false,
-            pmi_limit: vpmu::DEFAULT_PMI_LIMIT,
-            stepping: Stepping::default(),
-            share: SharePolicy::default(),
-            mux: MuxPolicy::default(),
-            turn: None,
-            limits: OperatorLimits::default(),
-        };
+        let config = PmuConfig::new(
+            PmuModel::resolve(name, None, None, &mut cpuid::read_host).unwrap(),
+            BackingPolicy::Auto,
+        );
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
         let vm = VmPmu::new(
             config,

@@ -236,16 +236,13 @@ mod tests {
     use std::sync::Arc;
 
     use control_api::events::list;
-    use perf_core::SharePolicy;
-    use perf_core::mux::MuxPolicy;
     use perf_core::pmu::clock::VcpuClock;
     use perf_core::pmu::host::{GenericEvent, HostProbe};
     use vm_memory::{GuestAddress, GuestMemoryMmap};
-    use vpmu::{BackingPolicy, EventFilter, PmuModel};
+    use vpmu::{BackingPolicy, PmuModel};
 
     use super::*;
-    use crate::kvm::stepping::Stepping;
-    use crate::pmu::{GuestSamplingContext, OperatorLimits, PmuConfig};
+    use crate::pmu::{GuestSamplingContext, PmuConfig};
 
     /// Returns the PMU of a VM on a host that opens these generic events, or that has no PMU if
     /// `None`.
@@ -258,19 +255,7 @@ mod tests {
         {
             *opened = opens.is_some_and(|opens| opens.contains(&name.as_str()));
         }
-        let config = PmuConfig {
-            model: PmuModel::INTEL,
-            policy: BackingPolicy::None,
-            filter: Arc::new(EventFilter::allow_all()),
-            paravirtual: true,
-            hides_denied: false,
-            pmi_limit: vpmu::DEFAULT_PMI_LIMIT,
-            stepping: Stepping::default(),
-            share: SharePolicy::default(),
-            mux: MuxPolicy::default(),
-            turn: None,
-            limits: OperatorLimits::default(),
-        };
+        let config = PmuConfig::new(PmuModel::INTEL, BackingPolicy::None);
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
         VmPmu::new(
             config,

@@ -63,6 +63,35 @@ pub struct VmConfig {
     pub cpu_signature: Option<CpuSignature>,
 }
 
+impl VmConfig {
+    /// Creates a configuration with one vCPU, the clock backing and a debug-exit port, in which
+    /// RDPMC is not replaced.
+    pub fn new(kernel: KernelSource, memory_bytes: u64, pmu: PmuConfig) -> Self {
+        Self {
+            kernel,
+            boot_protocol: BootProtocol::Auto,
+            initrd: None,
+            cmdline: String::new(),
+            cpus: VcpuNumbers::default(),
+            memory_bytes,
+            memory_kind: MemoryBackingConfig::default(),
+            pmu,
+            backability: CountableEvents::CLOCK,
+            own_pmu: None,
+            rdpmc: RdpmcMode::Off,
+            hide_uncounted: false,
+            debugger: None,
+            pins: Pinning::default(),
+            nested: false,
+            on_reset: ResetPolicy::Exit,
+            halt_polling: HaltPolling::default(),
+            debug_exit: true,
+            kernel_reader: None,
+            cpu_signature: None,
+        }
+    }
+}
+
 /// Polling time of a halted vCPU before its thread sleeps. Polling consumes CPU time of the vCPU
 /// thread, which the clock backing counts as guest cycles, but reduces the latency of device
 /// interrupts.

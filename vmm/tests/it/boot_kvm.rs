@@ -4,10 +4,6 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use crate::common::kernels::{
-    self, EM_386, EM_X86_64, ElfSegment, LINUX_CODE, MULTIBOOT_CODE, MULTIBOOT_RDPMC, PVH_CODE, PVH_ENTRY,
-};
-use crate::common::skip;
 use kernel_images::rdpmc;
 use perfvisor_vmm::boot::{self, BootProtocol, BootRequest, KernelSource, LoadedGuest, layout};
 use perfvisor_vmm::devices::{Bus, BusOutcome, ports};
@@ -15,6 +11,10 @@ use perfvisor_vmm::kvm::armed::{ArmedVcpu, VcpuExit};
 use perfvisor_vmm::kvm::vm_fd::VmFd;
 use perfvisor_vmm::kvm::{cpuid, host};
 use perfvisor_vmm::memory::GuestRam;
+use test_support::kernels::{
+    self, EM_386, EM_X86_64, ElfSegment, LINUX_CODE, MULTIBOOT_CODE, MULTIBOOT_RDPMC, PVH_CODE, PVH_ENTRY,
+};
+use test_support::skip;
 
 #[derive(Clone, Default)]
 struct CapturedConsole(Arc<Mutex<Vec<u8>>>);

@@ -1,7 +1,6 @@
 //! Integration tests of the machine, built as one program with a module for each subject.
 
 mod boot_kvm;
-mod common;
 mod kvm;
 mod negative_boot;
 mod overflow_signals;

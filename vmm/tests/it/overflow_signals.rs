@@ -4,7 +4,6 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::common::skip;
 use perfvisor_vmm::kvm::armed::ArmedVcpu;
 use perfvisor_vmm::kvm::host;
 use perfvisor_vmm::kvm::memslot::MemorySlots;
@@ -12,6 +11,7 @@ use perfvisor_vmm::kvm::vm_fd::VmFd;
 use perfvisor_vmm::memory::GuestRam;
 use perfvisor_vmm::pmu::overflow_signal;
 use perfvisor_vmm::vcpu::kick::{OverflowSignals, install_handlers, kick_signal, take_overflow};
+use test_support::skip;
 use vm_memory::{Bytes, GuestAddress};
 
 const CODE: u64 = 0x1000;

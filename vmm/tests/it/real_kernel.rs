@@ -7,11 +7,11 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::common::skip;
 use kernel_images::rdpmc;
 use kernel_images::symbols::KernelSymbols;
 use perfvisor_vmm::boot::{self, BootProtocol, BootRequest, KernelFormat, KernelSource, LoadedGuest};
 use perfvisor_vmm::memory::GuestRam;
+use test_support::skip;
 use vm_memory::{Bytes, GuestAddress};
 
 fn kernel() -> Option<PathBuf> {

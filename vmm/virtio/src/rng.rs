@@ -3,8 +3,8 @@
 use std::fs::File;
 use std::io;
 
+use diagnostics::{error_line, guest_log};
 use event_manager::{EventOps, Events, MutEventSubscriber};
-use perf_core::{error_line, guest_log};
 use sandbox::ThreadKind;
 use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
 use vm_memory::{Bytes, GuestMemoryMmap};

@@ -4,7 +4,7 @@
 use std::error::Error;
 use std::time::{Duration, Instant};
 
-use perf_core::{error_line, guest_log};
+use diagnostics::{error_line, guest_log};
 use virtio_queue::{DescriptorChain, QueueOwnedT, QueueT};
 use vm_memory::GuestMemoryMmap;
 
@@ -31,7 +31,7 @@ pub enum QueueError {
 }
 
 /// Logs a virtqueue violation by the driver, subject to the rate limit of
-/// [`mod@perf_core::guest_log`].
+/// [`mod@diagnostics::guest_log`].
 pub fn log_driver_error(device: &str, what: &str, error: &dyn Error) {
     guest_log!(Warn, "{device}: {what}: {}", error_line(error));
 }

@@ -6,10 +6,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 use std::thread::JoinHandle;
 
+use diagnostics::{error_line, guest_log};
 use event_manager::{EventManager, EventOps, Events, MutEventSubscriber, SubscriberOps};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
-use perf_core::{error_line, guest_log};
 use sandbox::ThreadKind;
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};

@@ -23,7 +23,7 @@ use vpmu::exact::*;
 use vpmu::registers::*;
 use vpmu::*;
 
-use crate::common::skip;
+use test_support::skip;
 
 const MEMORY_BYTES: usize = 0x1_0000;
 const CODE: u64 = 0x1000;

@@ -3,7 +3,7 @@
 #[path = "../../examples/tiny_vmm.rs"]
 mod tiny_vmm;
 
-use crate::common::skip;
+use test_support::skip;
 
 /// A minimal VMM of less than 300 lines has a PMU that counts cycles and interrupts the guest.
 #[test]

@@ -5,7 +5,5 @@ pub mod guest;
 #[cfg(feature = "sim")]
 pub mod machine;
 pub mod ring;
-#[path = "../../common/skip.rs"]
-pub mod skip;
 #[cfg(feature = "host")]
 pub mod thread;

@@ -3,7 +3,6 @@
 use std::io::Cursor;
 use std::process::Command;
 
-use crate::skip;
 use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::report::{self, ReportOptions, SortKey};
 use guest_profile::export::symbolize::Symbolizer;
@@ -16,6 +15,7 @@ use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 use linux_perf_data::linux_perf_event_reader::CpuMode;
 use linux_perf_data::{DsoKey, PerfFileReader, PerfFileRecord, UserRecordType};
+use test_support::skip;
 
 const KALLSYMS: &str = "\
 ffffffff95000000 T _stext

@@ -3,5 +3,3 @@
 mod export_formats;
 mod export_perfdata;
 mod profile_linux;
-#[path = "../../../../perf-core/tests/common/skip.rs"]
-mod skip;

@@ -8,7 +8,6 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use crate::skip;
 use guest_profile::locate::{self, KernelAnchors};
 use guest_profile::programs::GuestSymbols;
 use guest_profile::task::{TaskLayout, TaskReader};
@@ -18,6 +17,7 @@ use guest_profile::unwind::{
 use guest_profile::{GuestPage, GuestPhys, GuestRegs, WalkBudget};
 use kernel_images::image::KernelImage;
 use kernel_images::symbols::KernelSymbols;
+use test_support::skip;
 
 struct MemoryFile(std::fs::File);
 

@@ -269,6 +269,11 @@ fn argument_errors_name_the_command() {
         (&["recrod"], ["did you mean 'record'?", "known are run, check"]),
         (&["rec"], ["did you mean 'record'?", "known are run, check"]),
         (&["report", "perf.data"], ["'perf.data'", "named by -i FILE"]),
+        (
+            &["record", "demo", "sleep", "10"],
+            ["'sleep'", "-d SECONDS says how long"],
+        ),
+        (&["fly", "run"], ["'fly'", "known are run, check"]),
         (&["run", "vmlinux"], ["'vmlinux'", "--kernel FILE"]),
         (&["ps", "--vmlinux"], ["'--vmlinux'", "see `perfvisor ps --help`"]),
         (

@@ -10,7 +10,7 @@ use super::ps::vcpu_count_text;
 use super::{CommandError, DONE, OutputError, connect, print};
 use crate::exit::ExitStatus;
 use crate::input;
-use crate::values::parse_seconds;
+use crate::values::{integer_in_range, parse_seconds};
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{Call, VcpuPlug, VmInfo, VmState};
 use control_api::request;
@@ -62,7 +62,7 @@ pub enum Action {
     /// --cpus N,max=M.
     Vcpus {
         /// How many, 1 to M.
-        #[arg(value_name = "N", allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..=64))]
+        #[arg(value_name = "N", allow_negative_numbers = true, value_parser = integer_in_range(1..=64u32))]
         count: u32,
         /// How long the guest may take to answer, in seconds.
         #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = parse_seconds)]

@@ -720,7 +720,7 @@ fn vm_wide_events_are_counted_once() {
         .call(open("kvm:vm:remote_tlb_flush,task-clock", false, None))
         .unwrap();
     if each[0].unsupported.is_some() {
-        return crate::common::skip::skipped("in part: this KVM keeps no remote_tlb_flush of a VM", false);
+        return test_support::skip::skipped("in part: this KVM keeps no remote_tlb_flush of a VM", false);
     }
     let places: Vec<_> = each.iter().map(|o| (o.index, o.vcpu)).collect();
     assert_eq!(places, [(0, None), (1, Some(0)), (1, Some(1))]);

@@ -4,9 +4,10 @@
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
+use crate::common::test_lock;
 use crate::common::vm::PROGRAM;
-use crate::common::{kernels, skip, test_lock};
 use perfvisor_vmm::kvm::stepping::{self, Stepping};
+use test_support::{kernels, skip};
 
 /// Returns the single-stepping capabilities of the host; `None` if KVM is unavailable.
 fn host() -> Option<Stepping> {

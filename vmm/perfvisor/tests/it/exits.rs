@@ -67,7 +67,7 @@ fn exits_are_counted_and_timed_while_observed() {
     }
     let of_kvm = total["kvm"].as_array().unwrap();
     if of_kvm.is_empty() {
-        return crate::common::skip::skipped("this KVM has no binary statistics", false);
+        return test_support::skip::skipped("this KVM has no binary statistics", false);
     }
     assert!(count(total, "kvm", "statistic", "exits") >= kicks, "{text}");
 }

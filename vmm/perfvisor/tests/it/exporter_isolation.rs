@@ -104,7 +104,7 @@ fn can_be_nobody() -> bool {
         .output()
         .is_ok_and(|out| out.status.success());
     if !works {
-        crate::common::skip::skipped("commands cannot be run as another user here", false);
+        test_support::skip::skipped("commands cannot be run as another user here", false);
     }
     works
 }

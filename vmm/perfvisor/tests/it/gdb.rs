@@ -8,11 +8,11 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use crate::common::skip;
 use crate::common::test_lock::{self, SharedLock};
 use crate::common::vm::{PROGRAM, SpinningVm, eventually};
 use guest_images::bare_metal::BUILTIN;
 use tempfile::TempDir;
+use test_support::skip;
 
 /// A VM whose guest waits for a debugger.
 struct WaitingVm {

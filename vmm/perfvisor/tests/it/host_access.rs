@@ -8,9 +8,9 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use crate::common::skip::skipped;
 use crate::common::unprivileged::NOBODY;
 use crate::common::vm::{PROGRAM, SpinningVm, eventually};
+use test_support::skip::skipped;
 
 fn is_root() -> bool {
     let own = fs::metadata("/proc/self").is_ok_and(|meta| meta.uid() == 0);

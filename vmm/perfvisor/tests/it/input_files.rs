@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use crate::common::operator::TestVm;
-use crate::common::skip::skipped;
 use crate::common::test_lock;
 use crate::common::vm::{PROGRAM, has_kvm};
+use test_support::skip::skipped;
 
 /// Creates a pipe in `dir` that no process has open.
 fn pipe(dir: &Path) -> PathBuf {

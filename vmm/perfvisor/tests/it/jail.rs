@@ -8,9 +8,9 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::common::machine::Machine;
-use crate::common::skip::skipped;
 use crate::common::unprivileged::{NOBODY, UnprivilegedUser};
 use crate::common::vm::{PROGRAM, SpinningVm, eventually, said};
+use test_support::skip::skipped;
 
 fn is_root() -> bool {
     let own = fs::metadata("/proc/self").is_ok_and(|meta| meta.uid() == 0);
@@ -33,27 +33,7 @@ fn names(dir: &str) -> Vec<String> {
 fn assert_operable(vm: &SpinningVm, name: &str) {
     let (status, text) = said(&mut vm.operator(&["ctl", name, "status"]));
     assert_eq!(status, Some(0), "{text}");
-    let events = "cycles,task-clock,steal-ns";
-    let text = vm.observe_while_running(1.0, |seconds| {
-        let args = ["stat", name, "-x,", "-e", events, "-d", seconds];
-        let (status, text) = said(&mut vm.operator(&args));
-        assert_eq!(status, Some(0), "{text}");
-        text
-    });
-    for event in ["cycles", "task-clock"] {
-        let line = text.lines().find(|line| line.contains(event));
-        let count = line.and_then(|line| line.split(',').next()?.parse::<f64>().ok());
-        assert!(count.is_some_and(|count| count > 0.0), "{event}: {text}");
-    }
-    let file = vm.runtime.path().join("perf.data");
-    let file = file.to_str().unwrap();
-    vm.observe_while_running(1.0, |seconds| {
-        let args = ["record", name, "-F", "500", "-d", seconds, "-q", "-o", file];
-        let (status, text) = said(&mut vm.operator(&args));
-        assert_eq!(status, Some(0), "{text}");
-    });
-    let (status, text) = said(&mut vm.operator(&["report", "-i", file]));
-    assert!(text.contains("spin_hot"), "{status:?}: {text}");
+    vm.assert_counted_and_sampled(name, "cycles,task-clock,steal-ns");
 }
 
 /// Checks that all threads of a process are isolated from the host.

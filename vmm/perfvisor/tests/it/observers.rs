@@ -6,9 +6,9 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::common::host::Host;
-use crate::common::skip::skipped;
 use crate::common::vm::{PROGRAM, SpinningVm, has_kvm, put_program, said};
 use control_api::client::{Client, REPLY_TIMEOUT};
+use test_support::skip::skipped;
 
 /// Starts a VM with an observer socket in a directory that all users may traverse.
 fn observed(name: &str, mode: &str) -> Option<(SpinningVm, tempfile::TempDir, String)> {

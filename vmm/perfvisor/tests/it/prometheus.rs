@@ -20,7 +20,7 @@ fn is_installed(program: &str, argument: &str) -> bool {
         .status();
     let found = found.is_ok_and(|status| status.success());
     if !found {
-        crate::common::skip::skipped(&format!("{program} is not installed"), false);
+        test_support::skip::skipped(&format!("{program} is not installed"), false);
     }
     found
 }

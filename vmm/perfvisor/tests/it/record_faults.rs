@@ -66,7 +66,7 @@ fn full_disk_leaves_readable_recording() {
         .unwrap();
     let said = String::from_utf8_lossy(&out.stderr).into_owned();
     if said.contains("permission denied") || said.contains("Operation not permitted") {
-        return crate::common::skip::skipped("mounting a small disk takes root", false);
+        return test_support::skip::skipped("mounting a small disk takes root", false);
     }
     assert_eq!(out.status.code(), Some(1), "{said}");
     assert_eq!(said.trim().lines().count(), 1, "{said}");

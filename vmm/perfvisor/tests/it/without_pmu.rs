@@ -9,28 +9,7 @@ fn operator_counts_and_samples_guest_without_pmu() {
     let Some(vm) = SpinningVm::start("bare", &["--pmu", "off", "--cpus", "2"]) else {
         return;
     };
-    let events = "cycles,task-clock,io-exits";
-    let text = vm.observe_while_running(1.0, |seconds| {
-        let args = ["stat", "bare", "-x,", "-e", events, "-d", seconds];
-        let (status, text) = said(&mut vm.operator(&args));
-        assert_eq!(status, Some(0), "{text}");
-        text
-    });
-    for event in ["cycles", "task-clock"] {
-        let line = text.lines().find(|line| line.contains(event));
-        let count = line.and_then(|line| line.split(',').next()?.parse::<f64>().ok());
-        assert!(count.is_some_and(|count| count > 0.0), "{event}: {text}");
-    }
-    let file = vm.runtime.path().join("perf.data");
-    let file = file.to_str().unwrap();
-    vm.observe_while_running(1.0, |seconds| {
-        let args = ["record", "bare", "-F", "500", "-d", seconds, "-q", "-o", file];
-        let (status, text) = said(&mut vm.operator(&args));
-        assert_eq!(status, Some(0), "{text}");
-    });
-    let (status, text) = said(&mut vm.operator(&["report", "-i", file]));
-    assert_eq!(status, Some(0), "{text}");
-    assert!(text.contains("spin_hot"), "{text}");
+    vm.assert_counted_and_sampled("bare", "cycles,task-clock,io-exits");
 }
 
 #[test]

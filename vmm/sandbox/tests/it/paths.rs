@@ -8,8 +8,8 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
-use crate::common::child::child_command;
 use sandbox::paths::{self, Directory};
+use test_support::child::child_command;
 
 /// User ID of the child.
 const NOBODY: u32 = 65534;

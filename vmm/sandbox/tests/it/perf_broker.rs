@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::common::child::child_command;
 use sandbox::{Mode, PerfBroker, PerfBrokerError, ProcessConfinement};
+use test_support::child::child_command;
 
 /// A process outside the VM that an attack would target.
 struct Victim(Child);

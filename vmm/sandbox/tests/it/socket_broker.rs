@@ -11,11 +11,11 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::thread::Builder;
 
-use crate::common::child::child_command;
 use sandbox::{
     AccessibleFiles, Mode, PerfEventAccess, ProcessConfinement, SocketBroker, SocketDestination,
     TerminationActions, ThreadKind,
 };
+use test_support::child::child_command;
 
 /// Environment variable with the directory of the sockets, for the child.
 const DIRECTORY: &str = "BROKER_TEST_DIRECTORY";

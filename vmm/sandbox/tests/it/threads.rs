@@ -10,8 +10,8 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::Builder;
 
-use crate::common::child::child_command;
 use sandbox::{Mode, PerfEventAccess, TerminationActions, ThreadKind};
+use test_support::child::child_command;
 
 /// Environment variable with the mode, thread kind and attempt of the child.
 const TASK: &str = "SANDBOX_TEST_TASK";

@@ -10,10 +10,10 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
-use crate::common::child::child_command;
 use sandbox::{
     Mode, ProcessConfinement, WorkerExit, WorkerKeeper, WorkerLimits, WorkerProcess, WorkerStartError,
 };
+use test_support::child::child_command;
 
 /// Environment variable with the task of the child.
 const TASK: &str = "WORKERS_TEST_TASK";

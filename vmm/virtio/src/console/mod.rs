@@ -15,8 +15,8 @@ pub mod queues;
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use diagnostics::{error_line, guest_log};
 use event_manager::{EventOps, Events, MutEventSubscriber};
-use perf_core::{error_line, guest_log};
 use sandbox::ThreadKind;
 use virtio_bindings::virtio_ids::VIRTIO_ID_CONSOLE;
 use vm_memory::GuestMemoryMmap;

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use perf_core::guest_log;
+use diagnostics::guest_log;
 use vm_memory::{Bytes, GuestMemoryMmap};
 
 use super::port::ConsolePort;

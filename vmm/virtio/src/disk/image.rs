@@ -229,7 +229,7 @@ mod tests {
     use std::io::Write;
     use std::path::Path;
 
-    use perf_core::error_line;
+    use diagnostics::error_line;
     use vm_memory::{Bytes, GuestAddress};
 
     use super::*;

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{Ordering, fence};
 
-use perf_core::guest_log;
+use diagnostics::guest_log;
 use smallvec::SmallVec;
 use thiserror::Error;
 use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;

@@ -23,8 +23,8 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
 
+use diagnostics::{error_line, guest_log};
 use event_manager::{EventOps, Events, MutEventSubscriber};
-use perf_core::{error_line, guest_log};
 use sandbox::ThreadKind;
 use virtio_bindings::virtio_ids::VIRTIO_ID_NET;
 use virtio_bindings::virtio_net::{

@@ -327,14 +327,14 @@ mod tests {
     fn missing_tap_is_not_created() {
         let error = Tap::open("no-such-tap").unwrap_err();
         assert!(matches!(error, TapError::NotYours(..)), "{error:?}");
-        let line = perf_core::error_line(&error);
+        let line = diagnostics::error_line(&error);
         assert!(line.contains("ip tuntap add dev no-such-tap mode tap"), "{line}");
     }
 
     #[test]
     fn non_tap_device_is_rejected() {
         let line = match Tap::open("lo") {
-            Err(error @ TapError::NoTap(_)) => perf_core::error_line(&error),
+            Err(error @ TapError::NoTap(_)) => diagnostics::error_line(&error),
             other => return eprintln!("SKIP: no /dev/net/tun for this user: {other:?}"),
         };
         assert!(

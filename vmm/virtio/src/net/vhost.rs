@@ -6,10 +6,10 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use diagnostics::{error_line, guest_log};
 use event_manager::{EventOps, Events, MutEventSubscriber};
 use nix::sys::socket::{AddressFamily, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, socket};
 use nix::unistd::read;
-use perf_core::{error_line, guest_log};
 use thiserror::Error;
 use vhost::net::VhostNet;
 use vhost::vhost_kern::net::Net as Device;

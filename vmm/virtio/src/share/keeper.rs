@@ -11,7 +11,7 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
-use perf_core::guest_log;
+use diagnostics::guest_log;
 
 /// Interval between checks of the backend and the VM.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);

@@ -14,7 +14,7 @@
 use std::io;
 use std::sync::Arc;
 
-use perf_core::error_line;
+use diagnostics::error_line;
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::machine::{MsiMessage, PciBackend};
-use perf_core::{error_line, guest_log};
+use diagnostics::{error_line, guest_log};
 
 /// Size of a table entry (address, data, control), in bytes.
 pub(super) const ENTRY_BYTES: usize = 16;

@@ -13,8 +13,8 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use diagnostics::guest_log;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
-use perf_core::guest_log;
 use sandbox::SocketDestination;
 
 use super::connection::{ConnectionKey, VsockConnection};

@@ -6,8 +6,8 @@ use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use diagnostics::{error_line, guest_log};
 use event_manager::{EventOps, Events, MutEventSubscriber};
-use perf_core::{error_line, guest_log};
 use virtio_queue::{DescriptorChain, Queue};
 use virtio_queue::{QueueOwnedT, QueueT};
 use vm_memory::GuestMemoryMmap;

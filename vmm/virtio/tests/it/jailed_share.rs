@@ -10,11 +10,11 @@ use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::child::child_command;
 use sandbox::{
     AccessibleFiles, JailContents, JailError, Mode, PerfEventAccess, ProcessConfinement, SocketBroker,
     TerminationActions,
 };
+use test_support::child::child_command;
 use virtio_devices::device::{
     Activation, ActiveQueue, ConfigChangeNotifier, DeviceInterrupt, FatalErrorCallback, VirtioDevice,
 };

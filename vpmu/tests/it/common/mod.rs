@@ -1,8 +1,5 @@
 //! Test guest on simulated events, in which every access is an exit followed by an entry.
 
-#[path = "../../../../perf-core/tests/common/skip.rs"]
-pub mod skip;
-
 use vpmu::sim::SimEvents;
 use vpmu::*;
 

@@ -81,10 +81,10 @@ pub struct RecordArgs {
     #[arg(short, long = "event", value_name = "LIST", default_value = "cycles")]
     pub events: String,
     /// A sample every so many events.
-    #[arg(short = 'c', long = "count", value_name = "N", value_parser = integer_in_range(1..=(1 << 62) - 1))]
+    #[arg(short = 'c', long = "count", value_name = "N", value_parser = integer_in_range(1..=(1u64 << 62) - 1))]
     pub period: Option<u64>,
     /// So many samples a second on each vCPU [default: 1000]
-    #[arg(short = 'F', long = "freq", value_name = "HZ", conflicts_with = "period", value_parser = integer_in_range(1..=(1 << 32) - 1))]
+    #[arg(short = 'F', long = "freq", value_name = "HZ", conflicts_with = "period", value_parser = integer_in_range(1..=(1u64 << 32) - 1))]
     pub frequency: Option<u64>,
     /// The guest's call chain with each sample: fp (also -g; the kernel's by its unwind tables or frame
     /// pointers, the program's by frame pointers), dwarf (the program's by its unwind tables, .eh_frame, out
@@ -96,7 +96,7 @@ pub struct RecordArgs {
     /// by the host's kernel, without stopping the vCPU. 1 stops it for every sample [default: about 50
     /// chains a second, fewer where they would hold the vCPU for more than 0.5 % of its time, or every
     /// 20th sample with -c]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    #[arg(long, value_name = "N", value_parser = integer_in_range(1..=1_000_000u32))]
     pub chain_every: Option<u32>,
     /// Where names come from; without, from the guest's memory.
     #[command(flatten)]
@@ -127,14 +127,14 @@ pub struct RecordArgs {
     pub duration: Option<Duration>,
     /// Begin to sample only after so many milliseconds; -1: when --control says so.
     #[arg(short = 'D', long, value_name = "MS", allow_negative_numbers = true, default_value_t = 0, hide_default_value = true,
-          value_parser = clap::value_parser!(i64).range(-1..1 << 40))]
+          value_parser = integer_in_range(-1..=(1i64 << 40) - 1))]
     pub delay: i64,
     /// Follow the words enable, disable, stop and ping that come as lines through a pipe; each is answered
     /// with a line, ack, if a second pipe is given. As with perf: fifo:CTL,ACK
     #[arg(long, value_name = "PIPES")]
     pub control: Option<ControlPipes>,
     /// Pages of each vCPU's ring, a power of two.
-    #[arg(short, long, value_name = "PAGES", default_value = "256")]
+    #[arg(short, long, value_name = "PAGES", default_value = "256", value_parser = integer_in_range(0..=u32::MAX))]
     pub mmap_pages: u32,
     /// Say nothing but errors.
     #[arg(short, long)]

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use clap::Args;
 
-use crate::values::{VcpuList, parse_interval, parse_seconds, parse_separator, parse_vcpus};
+use crate::values::{
+    VcpuList, integer_in_range, parse_interval, parse_seconds, parse_separator, parse_vcpus,
+};
 
 /// Default events.
 const DEFAULT_EVENTS: &str = "task-clock,context-switches,cpu-migrations,page-faults,cycles,instructions,branches,branch-misses,kvm:exits";
@@ -45,7 +47,7 @@ pub struct StatArgs {
     #[arg(short, long)]
     pub json: bool,
     /// Measure so many times; print the mean and its error. Needs --duration.
-    #[arg(short, long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    #[arg(short, long, value_name = "N", default_value = "1", value_parser = integer_in_range(1..=10_000u32))]
     pub repeat: u32,
     /// Print what is derived from counts only: instructions per cycle, shares of misses, GHz.
     #[arg(long)]

@@ -24,7 +24,7 @@ pub struct TopArgs {
     #[arg(short, long = "event", value_name = "EVENT", default_value = "cycles")]
     pub event: String,
     /// So many samples a second on each vCPU; each takes it out of the guest.
-    #[arg(short = 'F', long = "freq", value_name = "HZ", default_value = "250", value_parser = integer_in_range(1..=(1 << 32) - 1))]
+    #[arg(short = 'F', long = "freq", value_name = "HZ", default_value = "250", value_parser = integer_in_range(1..=(1u64 << 32) - 1))]
     pub frequency: u64,
     /// Between two screens.
     #[arg(short, long, value_name = "SECONDS", default_value = "2", value_parser = parse_seconds)]

@@ -37,7 +37,7 @@ impl UnprivilegedUser {
     /// or the command `first` fails under that user.
     pub fn with(rights: &'static [&'static str], first: &[&str]) -> Option<Self> {
         let Ok(kvm) = fs::metadata("/dev/kvm") else {
-            super::skip::skipped("no /dev/kvm here", false);
+            test_support::skip::skipped("no /dev/kvm here", false);
             return None;
         };
         let lock = test_lock::shared();
@@ -57,7 +57,7 @@ impl UnprivilegedUser {
                 .output()
                 .is_ok_and(|able| able.status.success());
         if !able {
-            super::skip::skipped(&format!("root cannot run {first:?} as another user here"), false);
+            test_support::skip::skipped(&format!("root cannot run {first:?} as another user here"), false);
         }
         able.then_some(nobody)
     }

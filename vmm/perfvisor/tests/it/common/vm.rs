@@ -25,7 +25,7 @@ pub fn put_program(path: &Path) {
 pub fn has_kvm() -> bool {
     let has = Path::new("/dev/kvm").exists();
     if !has {
-        super::skip::skipped("no /dev/kvm here", false);
+        test_support::skip::skipped("no /dev/kvm here", false);
     }
     has
 }
@@ -207,6 +207,32 @@ impl SpinningVm {
             }
             seconds *= 2.0;
         }
+    }
+
+    /// Checks that an operator can count `events`, among them cycles and task-clock, and sample the
+    /// guest.
+    pub fn assert_counted_and_sampled(&self, name: &str, events: &str) {
+        let text = self.observe_while_running(1.0, |seconds| {
+            let args = ["stat", name, "-x,", "-e", events, "-d", seconds];
+            let (status, text) = said(&mut self.operator(&args));
+            assert_eq!(status, Some(0), "{text}");
+            text
+        });
+        for event in ["cycles", "task-clock"] {
+            let line = text.lines().find(|line| line.contains(event));
+            let count = line.and_then(|line| line.split(',').next()?.parse::<f64>().ok());
+            assert!(count.is_some_and(|count| count > 0.0), "{event}: {text}");
+        }
+        let file = self.runtime.path().join("perf.data");
+        let file = file.to_str().unwrap();
+        self.observe_while_running(1.0, |seconds| {
+            let args = ["record", name, "-F", "500", "-d", seconds, "-q", "-o", file];
+            let (status, text) = said(&mut self.operator(&args));
+            assert_eq!(status, Some(0), "{text}");
+        });
+        let (status, text) = said(&mut self.operator(&["report", "-i", file]));
+        assert_eq!(status, Some(0), "{text}");
+        assert!(text.contains("spin_hot"), "{text}");
     }
 
     /// Returns an operator command for this VM.

@@ -1,4 +1,3 @@
 //! Helpers shared by several test modules.
 
-pub mod child;
 pub mod memory_file;

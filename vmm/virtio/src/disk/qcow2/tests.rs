@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 
-use perf_core::error_line;
+use diagnostics::error_line;
 use tempfile::TempDir;
 use vm_memory::GuestAddress;
 

@@ -4,8 +4,6 @@
 use std::fs;
 
 /// The target of a figure.
-// No single benchmark has targets of all types.
-#[allow(dead_code, reason = "each program uses its part")]
 #[derive(Clone, Copy)]
 pub enum Target {
     AtLeast(f64),
@@ -51,7 +49,6 @@ pub fn only_tried() -> bool {
 }
 
 /// Returns the median.
-#[allow(dead_code, reason = "each program uses its part")]
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]

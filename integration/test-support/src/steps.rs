@@ -1,6 +1,5 @@
 //! Exact counts of the instructions and system calls of a piece of code, without a PMU: a forked
 //! copy of this process runs it under ptrace.
-#![allow(dead_code, reason = "each program uses its part")]
 #![expect(unsafe_code, reason = "fork and ptrace")]
 
 use std::io;

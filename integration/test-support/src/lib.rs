@@ -1,0 +1,8 @@
+//! Helpers of the tests and benchmarks of several crates.
+#![allow(missing_docs, reason = "names of fields and constants that tests use")]
+
+pub mod child;
+pub mod figures;
+pub mod kernels;
+pub mod skip;
+pub mod steps;

@@ -1,5 +1,0 @@
-//! Helpers shared by the test modules.
-
-pub mod kernels;
-#[path = "../../../../perf-core/tests/common/skip.rs"]
-pub mod skip;
