@@ -50,7 +50,15 @@ pub(crate) fn vm(code: &[u8], change: impl FnOnce(&mut VmConfig)) -> Option<Runn
         return None;
     };
     kick::install_handlers().unwrap();
-    let mut config = VmConfig {
+    let mut config = config(code);
+    change(&mut config);
+    let vm = Vm::new(&kvm, &config, Vec::new(), &HostProbe::run(), Box::new(io::sink())).unwrap();
+    Some(vm.start().unwrap())
+}
+
+/// Returns the configuration of a VM with this guest code.
+pub(crate) fn config(code: &[u8]) -> VmConfig {
+    VmConfig {
         kernel: KernelSource::Builtin(kernel(code).leak()),
         boot_protocol: BootProtocol::Auto,
         initrd: None,
@@ -83,10 +91,7 @@ pub(crate) fn vm(code: &[u8], change: impl FnOnce(&mut VmConfig)) -> Option<Runn
         halt_polling: HaltPolling::default(),
         debug_exit: true,
         cpu_signature: None,
-    };
-    change(&mut config);
-    let vm = Vm::new(&kvm, &config, Vec::new(), &HostProbe::run(), Box::new(io::sink())).unwrap();
-    Some(vm.start().unwrap())
+    }
 }
 
 /// Returns the control interface of `vm` after all of its vCPUs have attached to perf-core.
