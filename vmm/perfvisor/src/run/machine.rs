@@ -140,6 +140,9 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
     }
     if has_pmu {
         backing::check_policy(policy, probe)?;
+        if let Some(line) = backing::denied_events(probe) {
+            log::warn!("{line}");
+        }
     }
     if has_pmu && policy == BackingPolicy::Exact && args.gdb.is_some() {
         return Err(RunError::GdbExact);
