@@ -131,12 +131,6 @@ const OPTIONS: &[PerfOption] = &[
     option!(
         &["record"],
         None,
-        "max-size",
-        Rejected("-d SECONDS ends a recording; it ends by itself, whole, when the disk is full"),
-    ),
-    option!(
-        &["record"],
-        None,
         "switch-output",
         Rejected("-d SECONDS ends a recording, and the next one keeps its file as FILE.old"),
     ),
