@@ -109,6 +109,7 @@ pub(crate) fn control_target(vm: &RunningVm) -> ControlledVm {
         bus: vm.bus().clone(),
         symbols: vm.symbols().clone(),
         flat: true,
+        memory_bytes: 32 << 20,
         looks: AtomicU64::new(0),
     };
     // A vCPU that replies has attached to perf-core.

@@ -423,6 +423,7 @@ fn controlled(
         bus: running.bus().clone(),
         symbols: running.symbols().clone(),
         flat: loaded.kind == KernelFormat::Multiboot,
+        memory_bytes: args.memory,
     }
 }
 

@@ -310,10 +310,8 @@ fn stopped_vm_is_listed_as_not_responding() {
         assert_ne!(out.status.code(), Some(0));
     }
     signal(&vm, libc::SIGCONT);
-    assert_eq!(
-        vm.operator(&["ctl", "machine", "status"]),
-        "machine: running, 1 vCPU\n"
-    );
+    let status = vm.operator(&["ctl", "machine", "status"]);
+    assert!(status.starts_with("machine: running, 1 vCPU\n"), "{status}");
     vm.operator(&["ctl", "machine", "stop"]);
     assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
 }
