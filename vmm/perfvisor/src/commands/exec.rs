@@ -65,8 +65,8 @@ pub struct ExecArgs {
     /// The VM's vsock socket, if it was started with --vsock socket=PATH.
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,
-    /// The command.
-    #[arg(value_name = "COMMAND", required = true, last = true)]
+    /// The command, with its arguments.
+    #[arg(value_name = "COMMAND", required = true, trailing_var_arg = true)]
     pub command: Vec<String>,
 }
 
