@@ -24,7 +24,13 @@ install -D -m 0644 "$here/sysusers.conf" "$root/usr/lib/sysusers.d/perfvisor.con
 install -D -m 0644 "$here/tmpfiles.conf" "$root/usr/lib/tmpfiles.d/perfvisor.conf"
 doc=$share/doc/perfvisor
 install -D -m 0644 "$here/example.toml" "$doc/examples/demo.toml"
-install -m 0644 "$here/../README.md" "$doc/README.md"
+for page in README.md CHANGELOG.md CONTRIBUTING.md MAINTAINERS.md SECURITY.md; do
+	install -m 0644 "$here/../$page" "$doc/$page"
+done
+# The pages, event files and dashboard that README, pages and messages name.
+(cd "$here/.." && find docs -type f) | while read -r page; do
+	install -D -m 0644 "$here/../$page" "$doc/$page"
+done
 install -m 0644 "$here/copyright" "$doc/copyright"
 gzip -9nc "$here/../CHANGELOG.md" >"$doc/changelog.gz"
 chmod 0644 "$doc/changelog.gz"

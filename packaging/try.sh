@@ -80,6 +80,10 @@ tried() {
 	for file in zsh/vendor-completions/_perfvisor fish/vendor_completions.d/perfvisor.fish; do
 		grep -q call-graph "$root/usr/share/$file" || failed "$file has no --call-graph"
 	done
+	local doc=$root/usr/share/doc/perfvisor link
+	for link in $(grep -o '](\([^)#]*\)' "$doc/README.md" | sed 's/](//' | grep -v http | sort -u); do
+		[ -e "$doc/$link" ] || failed "README.md names $link, which is not installed"
+	done
 	for unit in perfvisor@.service perfvisor-exporter.service; do
 		[ -f "$root/usr/lib/systemd/system/$unit" ] || failed "no $unit"
 	done

@@ -42,17 +42,22 @@ pub(crate) fn vm(code: &[u8], change: impl FnOnce(&mut VmConfig)) -> Option<Runn
         return None;
     };
     kick::install_handlers().unwrap();
-    let mut config = VmConfig {
+    let mut config = config(code);
+    change(&mut config);
+    let vm = Vm::new(&kvm, &config, Vec::new(), &HostProbe::run(), Box::new(io::sink())).unwrap();
+    Some(vm.start().unwrap())
+}
+
+/// Returns the configuration of a VM with this guest code.
+pub(crate) fn config(code: &[u8]) -> VmConfig {
+    VmConfig {
         cpus: "2".parse().unwrap(),
         ..VmConfig::new(
             KernelSource::Builtin(kernel(code).leak()),
             32 << 20,
             PmuConfig::new(PmuModel::INTEL, BackingPolicy::Auto),
         )
-    };
-    change(&mut config);
-    let vm = Vm::new(&kvm, &config, Vec::new(), &HostProbe::run(), Box::new(io::sink())).unwrap();
-    Some(vm.start().unwrap())
+    }
 }
 
 /// Returns the control interface of `vm` after all of its vCPUs have attached to perf-core.
@@ -70,6 +75,7 @@ pub(crate) fn control_target(vm: &RunningVm) -> ControlledVm {
         bus: vm.bus().clone(),
         symbols: vm.symbols().clone(),
         flat: true,
+        memory_bytes: 32 << 20,
         looks: AtomicU64::new(0),
     };
     // A vCPU that replies has attached to perf-core.

@@ -48,7 +48,7 @@ static u64 disarm(const struct counter *c)
 }
 
 /* The last counter has the stolen time; the first two are for what is tested. */
-static bool tells_steal(void) { return pmu.gp > 2; }
+static bool tells_steal(void) { return pmu.gp > 2 && !option("denied-steal-ns"); }
 
 static struct run run_once(const struct counter *c, u32 cpl, u64 rounds)
 {
@@ -134,12 +134,41 @@ static void put_counts(u64 saw, u64 expected, bool ratio)
     }
 }
 
-static void not_supported(const char *name, const char *id, u32 cpl)
+static void not_measured(const char *name, const char *id, u32 cpl, enum verdict why)
 {
     put_row(name, cpl);
     if (tables)
         kprintf("  %15s  %15s         ", "-", "-");
-    verdict(id, cpl ? "cpl3" : "cpl0", 0, 0, V_UNSUPPORTED);
+    verdict(id, cpl ? "cpl3" : "cpl0", 0, 0, why);
+}
+
+static void not_supported(const char *name, const char *id, u32 cpl)
+{
+    not_measured(name, id, cpl, V_UNSUPPORTED);
+}
+
+/* The host said that the event filter denies the event; it reads 0 then. */
+static bool denied(const char *id)
+{
+    char word[40] = "denied-";
+    u32 n = 7;
+
+    for (; *id && n < sizeof(word) - 1; id++)
+        word[n++] = *id;
+    word[n] = 0;
+    return option(word);
+}
+
+/* Prints the row of an event that nothing counts here or that the filter denies. Returns false if the event is to be measured. */
+static bool not_counted(const char *name, const char *id, u32 cpl)
+{
+    if (denied(id))
+        not_measured(name, id, cpl, V_DENIED);
+    else if (option("no-cycles"))
+        not_supported(name, id, cpl);
+    else
+        return false;
+    return true;
 }
 
 /* The host said that it cannot count CPL3 (exact backing on a KVM that cannot step it). */
@@ -178,6 +207,8 @@ static void time_row(struct name name, struct counter c, u32 cpl, bool is_cycles
     enum verdict v;
     bool stepped, told_nothing = false;
 
+    if (not_counted(name.shown, name.id, cpl))
+        return;
     if (not_counted_at(cpl)) {
         not_supported(name.shown, name.id, cpl);
         return;
@@ -220,6 +251,10 @@ static void number_row(enum pmu_event e, u32 cpl)
     struct run r;
     u64 expected;
 
+    if (event_exists(e) && denied(event_name(e))) {
+        not_measured(event_name(e), event_name(e), cpl, V_DENIED);
+        return;
+    }
     if (!event_exists(e) || not_counted_at(cpl)) {
         not_supported(event_name(e), event_name(e), cpl);
         return;
@@ -246,6 +281,10 @@ static void split_row(u32 cpl)
     u64 looks, rounds, all, factor, expected;
     bool stepped = false;
 
+    if (denied("cycles") || option("no-cycles")) {
+        not_measured("cycles, CPL3 only", "user-cycles", cpl, denied("cycles") ? V_DENIED : V_UNSUPPORTED);
+        return;
+    }
     if (not_counted_at(cpl)) {
         not_supported("cycles, CPL3 only", "user-cycles", cpl);
         return;

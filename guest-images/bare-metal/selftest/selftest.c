@@ -5,7 +5,8 @@
  * Command line: selftest (the default), quiet (only the machine-readable lines), lines (table and lines),
  * spin=SECONDS and loop (run known functions at CPL3 on all CPUs, to be profiled from outside), gaps (no test:
  * one CPU at CPL3 tells how much of its time it was not run), no-user (CPL3 cannot be counted here), clock (cycles are
- * counted by a clock that runs at the TSC's rate), has-instructions, has-branches (somebody counts them), reset=WAY (no test: resets the machine), button (no test: powers off
+ * counted by a clock that runs at the TSC's rate), has-instructions, has-branches (somebody counts them), no-cycles (nothing here
+ * counts cycles), denied-EVENT (the event filter denies EVENT: a row's name in the machine-readable lines, or steal-ns), reset=WAY (no test: resets the machine), button (no test: powers off
  * when the power button is pressed), hostile=SEED (no test: does what a VMM should survive, for ever), unemulated (no test:
  * executes an instruction that KVM has to execute itself and cannot), first-count (no test: the time from enabling a
  * counter to its first count).
@@ -13,13 +14,13 @@
 #include "selftest.h"
 
 bool tables = true, lines;
-static u32 passed, failed, unsupported, busy;
+static u32 passed, failed, unsupported, busy, denied;
 
 void verdict(const char *name, const char *where, u64 saw, u64 expected, enum verdict v)
 {
-    static const char *const words[] = { "ok", "FAILED", "not supported", "host too busy to tell" };
-    static const char *const ids[] = { "ok", "failed", "unsupported", "busy" };
-    static u32 *const scores[] = { &passed, &failed, &unsupported, &busy };
+    static const char *const words[] = { "ok", "FAILED", "not supported", "host too busy to tell", "denied" };
+    static const char *const ids[] = { "ok", "failed", "unsupported", "busy", "denied" };
+    static u32 *const scores[] = { &passed, &failed, &unsupported, &busy, &denied };
 
     *scores[v] += 1;
     if (tables)
@@ -71,10 +72,13 @@ static void summary(u64 started)
             kprintf(", %u could not be told on a host this busy (that is no failure)", busy);
         if (unsupported)
             kprintf(", %u not supported here", unsupported);
+        if (denied)
+            kprintf(", %u denied by the event filter", denied);
         kprintf(", in %lu.%02lu s\n\n", ms / 1000, ms / 10 % 100);
     }
     if (lines)
-        kprintf("result selftest passed=%u failed=%u unsupported=%u busy=%u ms=%lu\n", passed, failed, unsupported, busy, ms);
+        kprintf("result selftest passed=%u failed=%u unsupported=%u busy=%u denied=%u ms=%lu\n", passed, failed, unsupported, busy,
+                denied, ms);
 }
 
 /*

@@ -5,7 +5,7 @@
 #include "pmu.h"
 
 /* --- selftest.c --- */
-enum verdict { V_OK, V_FAILED, V_UNSUPPORTED, V_BUSY /* the host was too busy to tell */ };
+enum verdict { V_OK, V_FAILED, V_UNSUPPORTED, V_BUSY /* the host was too busy to tell */, V_DENIED /* the event filter denies it */ };
 /* Prints the end of a table row and the machine-readable line, and keeps the score. */
 void verdict(const char *name, const char *where, u64 saw, u64 expected, enum verdict v);
 extern bool tables, lines;

@@ -498,6 +498,7 @@ mod tests {
             parked: 0,
             uptime_ms: 0,
             role: ClientRole::Operator,
+            settings: None,
         }
     }
 

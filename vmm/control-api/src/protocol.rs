@@ -306,6 +306,22 @@ pub struct VmInfo {
     pub uptime_ms: u64,
     /// Role of the client.
     pub role: ClientRole,
+    /// Settings of the VM; absent from a VM that does not report them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub settings: Option<VmSettings>,
+}
+
+/// Settings of a VM that decide what its guest can count.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct VmSettings {
+    /// Backing of the guest's counters, in the syntax of `run --backing`.
+    pub backing: String,
+    /// Sharing policy, in the syntax of `run --share`.
+    pub share: String,
+    /// Current event filter in one line, such as `allows all events`.
+    pub filter: String,
+    /// Size of the guest's memory, in bytes.
+    pub memory_bytes: u64,
 }
 
 /// State of a VM.

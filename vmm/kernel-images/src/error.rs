@@ -6,7 +6,8 @@
 pub enum ImageError {
     /// The file has none of the supported formats.
     #[error(
-        "{name} is not a kernel: {found}; accepted are an x86-64 ELF vmlinux, a bzImage and a multiboot v1 image"
+        "{name} is not a kernel: {found}; accepted are an x86-64 ELF vmlinux, a bzImage, a multiboot v1 image and an \
+         ELF image with a PVH entry point"
     )]
     NotAKernel {
         /// File name, or `the built-in guest`.

@@ -397,9 +397,6 @@ fn event_backings(perf: &HostProbe, vendor: Vendor) -> Vec<EventBacking> {
         .map(|event| {
             let (backing, note) = match auto.known(event, vendor).map(|way| way.backing) {
                 None => ("none", "not supported in the guest"),
-                Some(Backing::Clock) if !perf.software_clock => {
-                    ("none", "the host refuses software clock events")
-                }
                 Some(Backing::Clock) => (
                     "clock",
                     "vCPU run time x TSC frequency; :u or :k alone is an estimate",

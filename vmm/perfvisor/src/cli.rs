@@ -66,7 +66,9 @@ Exit status:
   8    Perfvisor or KVM failed
   10   SIGINT, SIGHUP, or a SIGTERM after which the guest did not power off
 
-Keys: Ctrl-A x ends the guest, Ctrl-A Ctrl-A sends it a Ctrl-A.";
+Keys: Ctrl-A x ends the guest, Ctrl-A Ctrl-A sends it a Ctrl-A, Ctrl-A h lists the keys.
+
+Example: perfvisor run --kernel vmlinux --initrd initrd --cpus 2 --memory 1G --name web";
 
 /// A VMM with a virtual performance monitoring unit.
 #[derive(Clone, Debug, Parser)]
@@ -214,180 +216,239 @@ pub struct CheckArgs {
 pub struct RunArgs {
     /// Kernel: an x86-64 ELF vmlinux, a bzImage, a multiboot v1 image or an ELF image with a PVH entry.
     /// Without it the built-in guest runs.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "Kernel")]
     pub kernel: Option<PathBuf>,
     /// Another built-in guest instead, by its name.
     #[arg(long, value_name = "NAME", hide = true, conflicts_with = "kernel", value_parser = parse_builtin)]
     pub builtin: Option<&'static guest_images::bare_metal::Guest>,
     /// How the kernel is entered: auto (what its file asks for; Linux by its own protocol), or pvh (the PVH
     /// entry point of an ELF kernel, Linux too).
-    #[arg(long, value_name = "HOW", default_value = "auto", requires = "kernel")]
+    #[arg(
+        long,
+        value_name = "HOW",
+        default_value = "auto",
+        requires = "kernel",
+        help_heading = "Kernel"
+    )]
     pub boot_protocol: BootProtocol,
     /// Initial RAM disk; a multiboot kernel gets it as its module.
-    #[arg(long, value_name = "FILE", requires = "kernel")]
+    #[arg(long, value_name = "FILE", requires = "kernel", help_heading = "Kernel")]
     pub initrd: Option<PathBuf>,
     /// Kernel command line [default for Linux: console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check]
-    #[arg(long, value_name = "STRING", allow_hyphen_values = true)]
+    #[arg(
+        long,
+        value_name = "STRING",
+        allow_hyphen_values = true,
+        help_heading = "Kernel"
+    )]
     pub cmdline: Option<String>,
     /// Where the first serial port (ttyS0) goes: tty (standard output and input), file=PATH (appended to, no
     /// input), socket=PATH (clients, one at a time), pty (a new one), none.
-    #[arg(long, value_name = "WHERE", default_value = "tty")]
+    #[arg(
+        long,
+        value_name = "WHERE",
+        default_value = "tty",
+        help_heading = "Consoles and devices"
+    )]
     pub console: ConsoleTarget,
     /// Give the guest a virtio console (hvc0) too, and where it goes: the places of --console.
-    #[arg(long, value_name = "WHERE")]
+    #[arg(long, value_name = "WHERE", help_heading = "Consoles and devices")]
     pub virtio_console: Option<ConsoleTarget>,
     /// Number of vCPUs, 1 to 64; N,max=M for more that `perfvisor ctl NAME vcpus` can add later.
-    #[arg(long, value_name = "N[,max=M]", default_value = "1")]
+    #[arg(long, value_name = "N[,max=M]", default_value = "1", help_heading = "Machine")]
     pub cpus: VcpuNumbers,
     /// Guest memory: bytes, or a number with K, M, G or T. At least 16M.
-    #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_memory)]
+    #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_memory, help_heading = "Machine")]
     pub memory: u64,
     /// Take all guest memory from the host before the guest starts.
-    #[arg(long)]
+    #[arg(long, help_heading = "Machine")]
     pub prealloc: bool,
     /// Huge pages for guest memory: off, transparent (the kernel makes them as it can), or 2M (pages that the
     /// host's administrator has reserved).
-    #[arg(long, value_name = "KIND", default_value = "off")]
+    #[arg(long, value_name = "KIND", default_value = "off", help_heading = "Machine")]
     pub hugepages: HugePages,
     /// How long a halted vCPU polls for a wake-up before its thread sleeps, at most: nanoseconds, host (as
     /// KVM is set), or auto (not at all, as the clock would count that as cycles; with --backing hardware or
     /// kvm as host).
-    #[arg(long, value_name = "NS", default_value = "auto")]
+    #[arg(long, value_name = "NS", default_value = "auto", help_heading = "Machine")]
     pub halt_poll_ns: HaltPolling,
     /// Virtual PMU: auto (the host's vendor), off, host, intel, intel-vN (N 1 to 5), amd, amd-k7, amd-v2.
-    #[arg(long, value_name = "MODEL", default_value = "auto")]
+    #[arg(
+        long,
+        value_name = "MODEL",
+        default_value = "auto",
+        help_heading = "PMU of the guest"
+    )]
     pub pmu: PmuModelName,
     /// Counters the guest sees: general ones, or general+fixed, as in 4+3.
-    #[arg(long, value_name = "GP[+FIXED]")]
+    #[arg(long, value_name = "GP[+FIXED]", help_heading = "PMU of the guest")]
     pub pmu_counters: Option<CounterNumbers>,
     /// Counter width in bits, 32 to 48 (Intel models).
-    #[arg(long, value_name = "BITS", value_parser = parse_width)]
+    #[arg(long, value_name = "BITS", value_parser = parse_width, help_heading = "PMU of the guest")]
     pub pmu_width: Option<u8>,
     /// File with the events the guest may count.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "PMU of the guest")]
     pub pmu_filter: Option<PathBuf>,
     /// Whom the guest is for: own (it may count what can be counted), or tenant (of a host that others share:
     /// architectural events only, no paravirtual events, no debug-exit port, no metrics of what it counts).
-    #[arg(long, value_name = "WHOM", default_value = "own")]
+    #[arg(
+        long,
+        value_name = "WHOM",
+        default_value = "own",
+        help_heading = "PMU of the guest"
+    )]
     pub profile: SecurityProfile,
     /// Most PMIs per second and vCPU; 0 is no limit [default: 50000]
-    #[arg(long, value_name = "N", value_parser = parse_pmi_limit)]
+    #[arg(long, value_name = "N", value_parser = parse_pmi_limit, help_heading = "PMU of the guest")]
     pub pmi_limit: Option<u32>,
     /// What counts for the guest's counters: auto, hardware, clock, exact, kvm (KVM's own vPMU) or none.
-    #[arg(long, value_name = "BACKING", default_value = "auto")]
+    #[arg(
+        long,
+        value_name = "BACKING",
+        default_value = "auto",
+        help_heading = "PMU of the guest"
+    )]
     pub backing: BackingPolicy,
     /// How the guest's RDPMC instruction is served: auto (trap; in a guest that is not Linux in its file
     /// only), trap (replaced where it is found, by exits elsewhere), off, or hwbp (hardware
     /// breakpoints).
-    #[arg(long, value_name = "HOW", default_value = "auto")]
+    #[arg(
+        long,
+        value_name = "HOW",
+        default_value = "auto",
+        help_heading = "PMU of the guest"
+    )]
     pub rdpmc: RdpmcMode,
     /// Take what cannot be counted here out of a Linux guest's tables of events, so that its perf says
     /// "not supported" where it would read 0: on or off.
-    #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off)]
+    #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off, help_heading = "PMU of the guest")]
     pub hide_uncounted: bool,
     /// Who gets the host's counters when they run out: guest-first, operator-first or strict.
-    #[arg(long, value_name = "POLICY", default_value = "guest-first", value_parser = parse_share)]
+    #[arg(long, value_name = "POLICY", default_value = "guest-first", value_parser = parse_share, help_heading = "Sharing of the counters")]
     pub share: SharePolicy,
     /// How events take turns when there are more than counters: auto (adaptive, with turns as short as one
     /// hundredth of the guest's time allows here), adaptive (short turns whatever they cost), or rotate
     /// (as Linux does).
-    #[arg(long, value_name = "POLICY", default_value = "auto")]
+    #[arg(
+        long,
+        value_name = "POLICY",
+        default_value = "auto",
+        help_heading = "Sharing of the counters"
+    )]
     pub mux: MuxChoice,
     /// How long a turn is at first, in milliseconds: 0.2 to 100, for adaptive turns. Without it auto measures
     /// what a turn costs.
-    #[arg(long, value_name = "MS", value_parser = parse_turn)]
+    #[arg(long, value_name = "MS", value_parser = parse_turn, help_heading = "Sharing of the counters")]
     pub mux_turn: Option<Duration>,
     /// Counters of the host, for each vCPU, that only events of the whole VM may use: stat without -A, top
     /// and metrics. The guest gets fewer.
-    #[arg(long, value_name = "N", default_value_t = 0, value_parser = integer_in_range(0..=usize::MAX))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 0,
+        value_parser = integer_in_range(0..=usize::MAX),
+        help_heading = "Sharing of the counters"
+    )]
     pub reserve_counters: usize,
     /// Most samples a second that operators may take of one event on a vCPU, 1 to 1000000 [default: 100000]
-    #[arg(long, value_name = "HZ", value_parser = parse_sample_limit)]
+    #[arg(long, value_name = "HZ", value_parser = parse_sample_limit, help_heading = "Sharing of the counters")]
     pub sample_limit: Option<u64>,
     /// Memory that an operator who is not root may have for the rings of record and top: 64K to 64G
     /// [default: 512K for each host CPU and 8M]
-    #[arg(long, value_name = "SIZE", value_parser = parse_ring_memory)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_ring_memory, help_heading = "Sharing of the counters")]
     pub ring_memory: Option<u64>,
     /// What happens when the guest resets the machine, or shuts a vCPU down (triple fault): exit (the VM
     /// ends), or restart (the guest boots again).
-    #[arg(long, value_name = "WHAT", default_value = "exit")]
+    #[arg(long, value_name = "WHAT", default_value = "exit", help_heading = "Machine")]
     pub on_reset: ResetPolicy,
     /// A disk: an image or a block device, and what is to be known of it: ro (the guest cannot write it),
     /// serial=TEXT, format=raw|qcow2 (raw by default, never guessed), backing=FILE with
     /// backing-format=raw|qcow2 (what a qcow2 image is based on, once for each image behind it),
     /// block-size=512|4096. May be there several times.
-    #[arg(long, value_name = "FILE[,ro][,format=qcow2][,...]")]
+    #[arg(
+        long,
+        value_name = "FILE[,ro][,format=qcow2][,...]",
+        help_heading = "Consoles and devices"
+    )]
     pub disk: Vec<DiskConfig>,
     /// A directory that the guest can mount (`mount -t virtiofs TAG /mnt`), served by a virtiofsd of its own:
     /// the tag is share0, share1 and so on if none is given; ro: the guest cannot write. Or a back end that
     /// runs already, by its socket. May be there several times.
-    #[arg(long, value_name = "DIR[,ro][,tag=NAME]|socket=PATH[,tag=NAME]")]
+    #[arg(
+        long,
+        value_name = "DIR[,ro][,tag=NAME]|socket=PATH[,tag=NAME]",
+        help_heading = "Consoles and devices"
+    )]
     pub share_dir: Vec<ShareConfig>,
     /// Give the guest entropy of this host (virtio-rng), unless it is a built-in guest: on or off.
-    #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off)]
+    #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off, help_heading = "Machine")]
     pub rng: bool,
     /// Keep vCPUs on CPUs of the host: a list of VCPU=CPU.
-    #[arg(long, value_name = "LIST")]
+    #[arg(long, value_name = "LIST", help_heading = "Machine")]
     pub pin: Option<Pinning>,
     /// How long the guest may take to power off after SIGTERM, which presses its power button, in seconds. A
     /// guest that does not listen to the button, and a second signal, end at once.
-    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = parse_stop_timeout)]
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = parse_stop_timeout, help_heading = "Operation")]
     pub stop_timeout: Duration,
     /// Let the guest run guests of its own: show it the host's VT-x or AMD-V.
-    #[arg(long)]
+    #[arg(long, help_heading = "Machine")]
     pub nested: bool,
     /// Family, model and stepping the guest's CPUID shows: host, FAMILY/MODEL/STEPPING, or EAX in
     /// hexadecimal [default: the host's, or with a --pmu of another vendor one that guests have no
     /// special treatment for]
-    #[arg(long, value_name = "SIGNATURE")]
+    #[arg(long, value_name = "SIGNATURE", help_heading = "Machine")]
     pub cpu_signature: Option<CpuSignature>,
     /// A network device on a tap device that is there already; its address follows from the VM's name if
     /// none is given. May be there several times.
-    #[arg(long, value_name = "tap=NAME[,mac=XX:XX:XX:XX:XX:XX]")]
+    #[arg(
+        long,
+        value_name = "tap=NAME[,mac=XX:XX:XX:XX:XX:XX]",
+        help_heading = "Consoles and devices"
+    )]
     pub net: Vec<NetConfig>,
     /// Name of the VM for ctl, stat and record; vm-PID if not given.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", help_heading = "Operation")]
     pub name: Option<String>,
     /// Let others look on, at a Unix socket: who may write its file may count the VM's events (perfvisor stat
     /// --socket PATH), and change nothing.
-    #[arg(long, value_name = "PATH[,mode=MODE]")]
+    #[arg(long, value_name = "PATH[,mode=MODE]", help_heading = "Operation")]
     pub observers: Option<ObserversAt>,
     /// Sockets between the guest and programs of this host, for exec and cp too: the guest's address, and the
     /// Unix socket to connect to [default: cid=3, and NAME.vsock beside the control socket]
-    #[arg(long, value_name = "cid=N[,socket=PATH]", num_args = 0..=1, default_missing_value = "cid=3")]
+    #[arg(long, value_name = "cid=N[,socket=PATH]", num_args = 0..=1, default_missing_value = "cid=3", help_heading = "Consoles and devices")]
     pub vsock: Option<VsockConfig>,
     /// Run in the background: return 0 when the VM runs, or 2 with the reason why it does not.
-    #[arg(long)]
+    #[arg(long, help_heading = "Operation")]
     pub daemonize: bool,
     /// Append messages to a file instead of writing them to standard error.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "Operation")]
     pub log_file: Option<PathBuf>,
     /// Let gdb debug the guest (`target remote SOCKET`); wait: no vCPU runs before gdb is there.
-    #[arg(long, value_name = "SOCKET[,wait]", value_parser = parse_gdb)]
+    #[arg(long, value_name = "SOCKET[,wait]", value_parser = parse_gdb, help_heading = "Operation")]
     pub gdb: Option<GdbConfig>,
     /// Take options from a TOML file whose keys are the names of these options; those given here count
     /// instead.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "Operation")]
     pub config: Option<PathBuf>,
     /// Print these options as a file for --config, and run nothing.
-    #[arg(long)]
+    #[arg(long, help_heading = "Operation")]
     pub dump_config: bool,
     /// What happens when a thread of the VM asks the host's kernel for what it has no use for: on (the VM
     /// ends), log (the kernel's log gets it), off (nothing is watched).
-    #[arg(long, value_name = "MODE", default_value = "on")]
+    #[arg(long, value_name = "MODE", default_value = "on", help_heading = "Isolation")]
     pub seccomp: sandbox::Mode,
     /// Let the running VM open no file of the host but those it has a use for (by landlock, where the kernel
     /// has it): on or off.
-    #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off)]
+    #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off, help_heading = "Isolation")]
     pub landlock: bool,
     /// Give the VM namespaces of its own: no network, and no file but those that --landlock would leave it.
     /// As root it is the user uid from its start, and of the group gid [default: the group of that number].
     /// It joins the control group whose directory (cgroup v2) is there and named. It writes no file beyond
     /// fsize, and has no-file descriptors at most.
-    #[arg(long, value_name = "uid=N[,gid=N][,cgroup=DIR][,fsize=SIZE][,no-file=N]", num_args = 0..=1, default_missing_value = "")]
+    #[arg(long, value_name = "uid=N[,gid=N][,cgroup=DIR][,fsize=SIZE][,no-file=N]", num_args = 0..=1, default_missing_value = "", help_heading = "Isolation")]
     pub jail: Option<JailConfig>,
     /// At the end, print what each vCPU and its PMU did (standard error).
-    #[arg(long)]
+    #[arg(long, help_heading = "Operation")]
     pub stats: bool,
 }
 

@@ -4,6 +4,7 @@
 
 mod children;
 mod consoles;
+mod ending;
 mod error;
 mod files;
 mod footprint;
@@ -21,6 +22,7 @@ use std::time::{Duration, Instant};
 
 use children::ChildReaper;
 use consoles::{Consoles, Subscriber};
+use ending::PanicDetector;
 pub use error::RunError;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use inherited::Inherited;
@@ -163,11 +165,12 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     let (consoles, virtio_console) = Consoles::open(args)?;
     // Appended last, so that the other devices keep their addresses.
     devices.extend(virtio_console.map(|device| Box::new(device) as Box<dyn VirtioDevice>));
-    let console = consoles.serial().writer();
-    let mut vm = Vm::with_pending_setup(begun, &kvm, &config, devices, &probe, console)?;
+    let (console, panic) = PanicDetector::new(consoles.serial().writer());
+    let mut vm = Vm::with_pending_setup(begun, &kvm, &config, devices, &probe, Box::new(console))?;
     report_loaded(&vm, &config);
     vm.on_first_entry(Box::new(move || start.log_first_entry()));
     let terminal = if consoles.has_terminal() {
+        consoles::print_keys();
         RawTerminal::enter().map_err(RunError::start("the terminal cannot be made raw"))?
     } else {
         None
@@ -209,6 +212,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
         report_stats(&running, args.cpus.present());
     }
     served.map_err(RunError::Loop)?;
+    ending::log_end(running.control().reason(), &panic);
     Ok(exit_status(running.control()))
 }
 
@@ -419,6 +423,7 @@ fn controlled(
         bus: running.bus().clone(),
         symbols: running.symbols().clone(),
         flat: loaded.kind == KernelFormat::Multiboot,
+        memory_bytes: args.memory,
     }
 }
 

@@ -1,7 +1,7 @@
 //! An event-manager subscriber that passes standard input to the guest.
 
 use std::collections::VecDeque;
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
@@ -21,11 +21,18 @@ pub enum KeyAction {
     Guest(u8),
     /// The key sequence Ctrl-A x, which ends the VM.
     Quit,
+    /// The key sequence Ctrl-A h, which lists the keys.
+    Help,
     /// Part of an escape sequence.
     Nothing,
 }
 
-/// Parser of escape sequences: Ctrl-A x ends the VM, Ctrl-A Ctrl-A sends one Ctrl-A.
+/// List of the key sequences, as Ctrl-A h prints it to a terminal in raw mode.
+const KEYS: &str = "\r\nCtrl-A x       end the VM\r\nCtrl-A Ctrl-A  send Ctrl-A to the guest\r\n\
+    Ctrl-A h       list the keys\r\n";
+
+/// Parser of escape sequences: Ctrl-A x ends the VM, Ctrl-A Ctrl-A sends one Ctrl-A, and Ctrl-A h
+/// lists the sequences.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct EscapeParser {
     pending: bool,
@@ -43,6 +50,7 @@ impl EscapeParser {
         }
         match byte {
             b'x' | b'X' => KeyAction::Quit,
+            b'h' | b'H' | b'?' => KeyAction::Help,
             ESCAPE => KeyAction::Guest(ESCAPE),
             _ => KeyAction::Nothing,
         }
@@ -133,6 +141,7 @@ impl ConsoleInput {
                                 log::warn!("cannot signal the end of the VM: {e}");
                             }
                         }
+                        KeyAction::Help => print_keys(),
                         KeyAction::Nothing => {}
                     }
                 }
@@ -165,6 +174,11 @@ impl ConsoleInput {
     }
 }
 
+/// Prints the keys to standard error. A failure means that nobody reads there.
+fn print_keys() {
+    let _ = io::stderr().write_all(KEYS.as_bytes());
+}
+
 impl MutEventSubscriber for ConsoleInput {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         if events.fd() == self.guest.room().as_raw_fd() {
@@ -190,7 +204,6 @@ impl MutEventSubscriber for ConsoleInput {
 #[cfg(test)]
 mod tests {
     use std::fs::File;
-    use std::io::Write;
     use std::os::fd::OwnedFd;
 
     use event_manager::{EventManager, SubscriberOps};
@@ -216,6 +229,7 @@ mod tests {
         assert_eq!(keys(b"\x01x"), [KeyAction::Quit]);
         assert_eq!(keys(b"\x01\x01x"), [KeyAction::Guest(1), KeyAction::Guest(b'x')]);
         assert_eq!(keys(b"\x01qz"), [KeyAction::Guest(b'z')]);
+        assert_eq!(keys(b"\x01hz"), [KeyAction::Help, KeyAction::Guest(b'z')]);
     }
 
     struct ConsoleInputTest {

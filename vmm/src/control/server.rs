@@ -40,7 +40,7 @@ use control_api::peer;
 use control_api::place::Socket;
 use control_api::protocol::{
     Call, ClientRole, Failure, FailureKind, GuestViews, MAX_REQUEST, PROTOCOL, ReplyLine, RequestLine,
-    SymbolsInfo, VcpuPlug, VcpuRefusal, VmInfo, VmState,
+    SymbolsInfo, VcpuPlug, VcpuRefusal, VmInfo, VmSettings, VmState,
 };
 use kernel_images::packed::PackedSymbols;
 use refused::ConnectionRefusal;
@@ -91,6 +91,8 @@ pub struct ControlledVm {
     pub symbols: Arc<ArcSwap<PackedSymbols>>,
     /// `true` if the guest has a single address space and no user processes.
     pub flat: bool,
+    /// Size of the guest's memory, in bytes.
+    pub memory_bytes: u64,
     /// Number of requests for the guest's counters so far.
     pub looks: AtomicU64,
 }
@@ -119,6 +121,16 @@ impl ControlledVm {
             parked: u32::try_from(self.control.parked()).unwrap_or(u32::MAX),
             uptime_ms: u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX),
             role,
+            settings: Some(self.settings()),
+        }
+    }
+
+    fn settings(&self) -> VmSettings {
+        VmSettings {
+            backing: self.pmu.backing_name().into(),
+            share: self.pmu.core().share().to_string(),
+            filter: self.pmu.filter_summary(),
+            memory_bytes: self.memory_bytes,
         }
     }
 

@@ -13,6 +13,7 @@ use perf_core::{
 };
 
 use crate::devices::cpu_plug::VcpuSet;
+use crate::pmu::backing;
 use crate::pmu::{HostSampling, HostSamplingError, OperatorEvent, VmPmu};
 use crate::vcpu::registry::{self, VcpuRegistry};
 use control_api::events::list::{self, EventGroup, EventSpec};
@@ -736,6 +737,12 @@ fn not_opened(error: OpenError) -> EventOpenError {
                 kind: FailureKind::Limit,
                 message,
             });
+        }
+        // Other events of the same request may still be counted.
+        OpenError::Driver(PmuError::Os { source, .. })
+            if matches!(source.raw_os_error(), Some(libc::EACCES | libc::EPERM)) =>
+        {
+            return EventOpenError::Unsupported(backing::EVENT_DENIED.to_owned());
         }
         OpenError::Driver(PmuError::Os { what, source }) => {
             return EventOpenError::Refused(Failure {

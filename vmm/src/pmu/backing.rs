@@ -8,6 +8,10 @@ use crate::rdpmc::RdpmcMode;
 use perf_core::pmu::host::HostProbe;
 use vpmu::{ArchEvent, BackingPolicy, CountableEvents, EventSources, ParavirtualEvent, Vendor};
 
+/// Reason why an event cannot be counted that the host's kernel denies to the user of the VM.
+pub const EVENT_DENIED: &str = "this host does not let the VM's user count it; set kernel.perf_event_paranoid to 1 or less, \
+    or start the VM with CAP_PERFMON";
+
 /// Error of a backing that this host does not support.
 #[derive(Debug, thiserror::Error)]
 pub enum BackingError {
@@ -16,13 +20,6 @@ pub enum BackingError {
         "--backing hardware: {0}; use --backing auto, which counts cycles by the vCPU's run time there{1}"
     )]
     NoHardware(String, &'static str),
-    /// The host denies the perf events of the clock backing.
-    #[error(
-        "--backing clock: this host does not let this user count (kernel.perf_event_paranoid is {0}); set it to 1 or \
-         less, give the program CAP_PERFMON (setcap cap_perfmon=ep), let it call perf_event_open if it is in a \
-         container whose filter forbids that, or use --pmu off{1}"
-    )]
-    NoClock(String, &'static str),
     /// KVM cannot single-step guests.
     #[error("--backing exact: this host's KVM does not single-step guests; use --backing auto")]
     NoSteps,
@@ -94,33 +91,39 @@ pub fn check_stepping(host: Stepping, cpus: u8) -> Result<(), BackingError> {
     Ok(())
 }
 
-/// Checks the requested backing against the capabilities of the host.
+/// Checks the requested backing against the capabilities of the host. The clock backing needs none:
+/// it reads the CPU time of the vCPU's thread and uses POSIX timers.
 ///
 /// # Errors
-/// Returns [`BackingError::NoHardware`] or [`BackingError::NoClock`], with the reason and a remedy.
+/// Returns [`BackingError::NoHardware`] with the reason and a remedy.
 pub fn check_policy(policy: BackingPolicy, probe: &HostProbe) -> Result<(), BackingError> {
-    let remedy = paranoid_remedy(probe.paranoid);
-    let clock = || match probe.software_clock {
-        true => Ok(()),
-        false => Err(BackingError::NoClock(
-            probe
-                .paranoid
-                .map_or_else(|| "unknown".to_owned(), |level| level.to_string()),
-            remedy,
-        )),
-    };
     match policy {
         BackingPolicy::Hardware if !probe.hardware_pmu => Err(BackingError::NoHardware(
             probe
                 .no_slots_because
                 .clone()
                 .unwrap_or_else(|| "this host has no hardware PMU".to_owned()),
-            remedy,
+            paranoid_remedy(probe.paranoid),
         )),
-        BackingPolicy::Auto if !probe.hardware_pmu => clock(),
-        BackingPolicy::Clock => clock(),
         _ => Ok(()),
     }
+}
+
+/// Returns what a VM cannot count because the host denies perf events to its user, in one line with
+/// the remedy; `None` if the host allows them.
+pub fn denied_events(probe: &HostProbe) -> Option<String> {
+    if probe.software_clock {
+        return None;
+    }
+    let paranoid = probe
+        .paranoid
+        .map_or_else(|| "unknown".to_owned(), |level| level.to_string());
+    Some(format!(
+        "this host does not let this user count (kernel.perf_event_paranoid is {paranoid}): the clock counts cycles, but hardware \
+         events and the software events of stat are not counted; set it to 1 or less, give the program CAP_PERFMON (setcap \
+         cap_perfmon=ep), or let it call perf_event_open if it is in a container whose filter forbids that{}",
+        paranoid_remedy(probe.paranoid)
+    ))
 }
 
 /// Returns a remedy for levels of `kernel.perf_event_paranoid` above 2, which kernels with Debian's
@@ -266,15 +269,25 @@ mod tests {
         );
     }
 
-    /// Without software clock events the VM fails to start, instead of reading zeros in the guest.
+    /// A host that denies perf events still counts cycles by the clock, which needs none, and a line
+    /// names the remedy.
     #[test]
-    fn denied_clock_events_report_remedy() {
+    fn denied_perf_events_leave_clock_and_report_remedy() {
         let probe = HostProbe {
             software_clock: false,
             paranoid: Some(4),
             ..no_pmu()
         };
-        let line = check_policy(BackingPolicy::Auto, &probe).unwrap_err().to_string();
+        for policy in [BackingPolicy::Auto, BackingPolicy::Clock] {
+            assert!(check_policy(policy, &probe).is_ok());
+            assert_eq!(
+                backability(policy, &probe, Vendor::Amd, Vendor::Amd),
+                CountableEvents::CLOCK
+            );
+        }
+        let line = denied_events(&probe).unwrap();
         assert!(line.contains("perf_event_paranoid is 4"), "{line}");
+        assert!(line.contains("sysctl kernel.perf_event_paranoid=2"), "{line}");
+        assert_eq!(denied_events(&no_pmu()), None);
     }
 }

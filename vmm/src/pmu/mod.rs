@@ -33,8 +33,9 @@ use perf_core::pmu::sched::SchedPmu;
 use perf_core::{Core, OverflowReport, VcpuContext, error_line};
 use smallvec::SmallVec;
 use vpmu::exact::{RetiredCounts, StepOutcome};
+use vpmu::filter::FilterAction;
 use vpmu::{
-    CountableEvents, CounterIndex, Cpl, EventFilter, EventSources, MsrAddress, MsrReadOutcome,
+    BackingPolicy, CountableEvents, CounterIndex, Cpl, EventFilter, EventSources, MsrAddress, MsrReadOutcome,
     MsrWriteOutcome, ParavirtualEvent, PerfCoreEvents, PmiCounts, PmiReadiness, RdpmcIndex, SteppedLevels,
     Vendor, Vpmu,
 };
@@ -135,6 +136,33 @@ impl VmPmu {
     pub fn with_own(mut self, own: KvmVpmu) -> Self {
         self.own = Some(own);
         self
+    }
+
+    /// Returns the configured backing in the syntax of `--backing`; `none` without a guest PMU.
+    pub fn backing_name(&self) -> &'static str {
+        if self.config.model.is_off() {
+            return "none";
+        }
+        match self.config.policy {
+            BackingPolicy::Auto => "auto",
+            BackingPolicy::Hardware => "hardware",
+            BackingPolicy::Clock => "clock",
+            BackingPolicy::Exact => "exact",
+            BackingPolicy::Kvm => "kvm",
+            BackingPolicy::None => "none",
+        }
+    }
+
+    /// Returns the current event filter in one line.
+    pub fn filter_summary(&self) -> String {
+        let filter = self.filter.load();
+        let entries = filter.entries().len();
+        let fixed = filter.fixed_counters();
+        match filter.action() {
+            FilterAction::Deny if entries == 0 && fixed == 0 => "allows all events".to_owned(),
+            FilterAction::Deny => format!("denies {entries} entries, fixed counters {fixed:#x}"),
+            FilterAction::Allow => format!("allows only {entries} entries, fixed counters {fixed:#x}"),
+        }
     }
 
     /// Restricts `filter` to the events that the configuration permits.

@@ -36,6 +36,12 @@ pub enum VmError {
     /// RDPMC cannot be emulated with breakpoints.
     #[error(transparent)]
     Hwbp(#[from] HardwareBreakpointError),
+    /// `--rdpmc off` for a Linux kernel with an emulated PMU.
+    #[error(
+        "--rdpmc off: a Linux kernel reads its counters by RDPMC and crashes where nothing emulates it; leave the option out, or \
+         use --pmu off or --backing kvm"
+    )]
+    RdpmcOff,
     /// KVM's own vPMU does not support the event filter.
     #[error(transparent)]
     Filter(#[from] KvmEventFilterError),

@@ -175,6 +175,7 @@ impl<'a> VmPlan<'a> {
         loaded: &LoadedGuest,
         ram: &GuestRam,
     ) -> Result<(), VmError> {
+        self.check_rdpmc(&loaded.kind)?;
         if !needs_full_kvm(&loaded.kind) {
             return Ok(());
         }
@@ -186,6 +187,16 @@ impl<'a> VmPlan<'a> {
         }
         if self.has_pmu {
             uncounted.tell(&uncounted.hide(ram.memory(), &loaded.event_tables));
+        }
+        Ok(())
+    }
+
+    /// Checks that the guest's kernel can read its counters. Linux reads them by RDPMC at CPL 0 and
+    /// has no other way. KVM's RDPMC knows no counters once KVM's own vPMU is disabled.
+    pub(super) fn check_rdpmc(&self, kind: &KernelFormat) -> Result<(), VmError> {
+        let unserved = self.traps && self.config.rdpmc == RdpmcMode::Off;
+        if unserved && needs_full_kvm(kind) {
+            return Err(VmError::RdpmcOff);
         }
         Ok(())
     }
@@ -411,7 +422,7 @@ pub(super) fn statistics(of: &impl std::os::fd::AsRawFd) -> Option<std::os::fd::
 pub(super) fn rdpmc_faults(kvm: &Kvm, kind: &KernelFormat) -> Result<bool, HostError> {
     let faults = host::rdpmc_faults(kvm)?;
     if !faults && needs_full_kvm(kind) {
-        log::info!(
+        log::warn!(
             "programs of the guest that use RDPMC read counters that do not count: this host's KVM answers it (AMD-V in Linux 6.1; \
              fixed in 6.12); `echo 0 >/sys/bus/event_source/devices/cpu/rdpmc` in the guest makes them use read(2)"
         );
@@ -426,5 +437,42 @@ fn limit_halt_polling(vm: &VmFd, limit_ns: u32) {
             "{}; cycles of an idle guest may include halt polling",
             error_line(&e)
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vpmu::Vendor;
+
+    use super::*;
+    use crate::testing;
+
+    /// A Linux kernel without RDPMC emulation crashes at its first counter read.
+    #[test]
+    fn rdpmc_off_refuses_linux_with_emulated_pmu() {
+        let mut config = testing::config(&[]);
+        for rdpmc in [RdpmcMode::Off, RdpmcMode::Auto, RdpmcMode::Trap, RdpmcMode::Hwbp] {
+            config.rdpmc = rdpmc;
+            let refused = |kind| VmPlan::of(&config).check_rdpmc(&kind).is_err();
+            assert_eq!(
+                refused(KernelFormat::Vmlinux),
+                rdpmc == RdpmcMode::Off,
+                "{rdpmc:?}"
+            );
+            let compression = "gzip";
+            assert_eq!(
+                refused(KernelFormat::BzImage { compression }),
+                rdpmc == RdpmcMode::Off,
+                "{rdpmc:?}"
+            );
+            assert!(!refused(KernelFormat::Multiboot) && !refused(KernelFormat::Pvh));
+        }
+    }
+
+    #[test]
+    fn rdpmc_off_is_accepted_for_linux_without_pmu() {
+        let mut config = testing::config(&[]);
+        config.pmu.model = PmuModel::off(Vendor::Amd);
+        assert!(VmPlan::of(&config).check_rdpmc(&KernelFormat::Vmlinux).is_ok());
     }
 }

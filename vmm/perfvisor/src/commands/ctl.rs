@@ -1,5 +1,6 @@
 //! `perfvisor ctl`: controls a running VM.
 
+use std::fmt::Write as _;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -12,7 +13,7 @@ use crate::exit::ExitStatus;
 use crate::input;
 use crate::values::{integer_in_range, parse_seconds};
 use control_api::client::{Client, ClientError};
-use control_api::protocol::{Call, VcpuPlug, VmInfo, VmState};
+use control_api::protocol::{Call, VcpuPlug, VmInfo, VmSettings, VmState};
 use control_api::request;
 use perf_core::{SharePolicy, UnknownSharePolicy};
 use perfvisor_vmm::devices::cpu_plug::VcpuSet;
@@ -56,8 +57,12 @@ pub enum Action {
     Powerdown,
     /// End the VM at once, as if its plug was pulled.
     Stop,
-    /// Say whether it runs, and how many vCPUs it has.
-    Status,
+    /// Show the state, the number of vCPUs, the PMU, its backing and filter, and the memory.
+    Status {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+    },
     /// Add vCPUs, or have the guest give some up, until there are N; the VM must have been started with
     /// --cpus N,max=M.
     Vcpus {
@@ -143,14 +148,19 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
         Action::Resume => (Call::Resume, "running"),
         Action::Stop => (Call::Stop, "stopped"),
         Action::Powerdown => (Call::Powerdown, "power button pressed"),
-        Action::Status => (Call::Status, ""),
+        Action::Status { .. } => (Call::Status, ""),
         Action::Vcpus { count, .. } => (Call::Vcpus { count: *count }, ""),
         Action::Share { policy } => {
             let parsed: Result<SharePolicy, _> = policy.parse();
             let value = policy.clone();
-            parsed.map_err(|source| CtlError::Share { value, source })?;
+            let parsed = parsed.map_err(|source| CtlError::Share { value, source })?;
             let policy = policy.clone();
-            (Call::Share { policy }, "sharing policy changed")
+            let done = match parsed {
+                SharePolicy::GuestFirst => "sharing policy is guest-first now",
+                SharePolicy::OperatorFirst => "sharing policy is operator-first now",
+                SharePolicy::Strict => "sharing policy is strict now",
+            };
+            (Call::Share { policy }, done)
         }
         Action::Filter { file } => {
             let toml = filter_text(file)?;
@@ -161,9 +171,16 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
     match args.action {
         Action::Pause => pause(&mut client)?,
         Action::Stop => stop(&mut client)?,
-        Action::Status => {
+        Action::Status { json } => {
             let info: VmInfo = client.call(request::Status)?;
-            return print_status(&info);
+            if json {
+                let text = serde_json::to_string(&info).map_err(OutputError::from)?;
+                print(&(text + "\n"))?;
+                return Ok(DONE);
+            }
+            print_status(&info)?;
+            print(&settings_text(&info))?;
+            return Ok(DONE);
         }
         Action::Vcpus { count, wait } => {
             vcpus(&mut client, count, wait)?;
@@ -233,6 +250,25 @@ fn print_status(info: &VmInfo) -> Result<ExitStatus, CtlError> {
         print(&format!("hvc0 at {}\n", info.virtio_console))?;
     }
     Ok(DONE)
+}
+
+/// Returns the VM's PMU and settings for `ctl status`, one line each.
+fn settings_text(info: &VmInfo) -> String {
+    let mut text = format!("PMU {}", info.pmu);
+    if let Some(settings) = &info.settings {
+        let VmSettings {
+            backing,
+            share,
+            filter,
+            memory_bytes,
+        } = settings;
+        let _ = write!(
+            text,
+            ", backing {backing}, sharing {share}\nfilter {filter}\nmemory {} MiB",
+            memory_bytes >> 20
+        );
+    }
+    text + "\n"
 }
 
 /// Adds or removes vCPUs, and waits until the guest has responded.

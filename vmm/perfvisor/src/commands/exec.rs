@@ -65,8 +65,8 @@ pub struct ExecArgs {
     /// The VM's vsock socket, if it was started with --vsock socket=PATH.
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,
-    /// The command.
-    #[arg(value_name = "COMMAND", required = true, last = true)]
+    /// The command, with its arguments.
+    #[arg(value_name = "COMMAND", required = true, trailing_var_arg = true)]
     pub command: Vec<String>,
 }
 
@@ -261,6 +261,10 @@ fn serve(
     }
 }
 
+/// List of the key sequences, printed to a terminal in raw mode.
+const KEYS: &str = "\r\nCtrl-A x       leave the command, which gets SIGHUP\r\n\
+    Ctrl-A Ctrl-A  send Ctrl-A to the command\r\nCtrl-A h       list the keys\r\n";
+
 /// Forwards standard input. If the input is a terminal in raw mode, `escape` handles Ctrl-A x.
 fn forward_input(out: &SharedOutput, window: &FlowControlWindow, escape: Option<&ConnectionShutdown>) {
     let mut buffer = vec![0; MAX_INPUT_FRAME];
@@ -277,6 +281,7 @@ fn forward_input(out: &SharedOutput, window: &FlowControlWindow, escape: Option<
             for &byte in &buffer[..count] {
                 match keys.feed(byte) {
                     KeyAction::Guest(byte) => typed.push(byte),
+                    KeyAction::Help => eprint!("{KEYS}"),
                     KeyAction::Nothing => {}
                     KeyAction::Quit => return exit.take(),
                 }

@@ -564,6 +564,7 @@ mod tests {
                 parked: 1,
                 uptime_ms: 1500,
                 role: ClientRole::Admin,
+                settings: None,
             },
             vcpus: vec![counts],
             views: vec![view],

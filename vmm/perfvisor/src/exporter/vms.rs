@@ -513,6 +513,7 @@ fn sanitize(mut vm: Snapshot) -> Snapshot {
         short(text);
     }
     let mut seen = HashSet::new();
+    vm.vm.settings = None;
     vm.vcpus.truncate(MAX_VCPUS);
     vm.vcpus.retain(|vcpu| seen.insert(vcpu.vcpu));
     for vcpu in &mut vm.vcpus {

@@ -1,6 +1,6 @@
 //! The guest's consoles: the serial port, and the optional virtio console.
 
-use std::io;
+use std::io::{self, IsTerminal};
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -127,6 +127,13 @@ impl Consoles {
     /// lost bytes.
     pub fn finish(&self, limit: Duration) -> u64 {
         self.all().map(|console| console.finish(limit)).sum()
+    }
+}
+
+/// Prints how to leave the guest if standard input is a terminal.
+pub(super) fn print_keys() {
+    if io::stdin().is_terminal() {
+        say("perfvisor: Ctrl-A x ends the VM; Ctrl-A h lists the keys\n");
     }
 }
 

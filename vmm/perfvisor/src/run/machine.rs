@@ -5,7 +5,10 @@ use std::time::Duration;
 
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostProbe;
-use vpmu::{ArchEvent, BackingPolicy, CountableEvents, EventFilter, HostPmu, PmuModel, Vendor};
+use vpmu::{
+    ArchEvent, BackingPolicy, CountableEvents, EventFilter, EventSelect, EventSelection, HostPmu, PmuModel,
+    UnitMask, Vendor,
+};
 
 use super::error::RunError;
 use crate::cli::RunArgs;
@@ -85,7 +88,7 @@ pub(super) fn build_config(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Resu
             (Some(line), _) => line.clone(),
             (None, Some(_)) => DEFAULT_LINUX_CMDLINE.to_owned(),
             (None, None) => String::new(),
-        } + &builtin_guest_args(args, probe, &backed),
+        } + &builtin_guest_args(args, probe, &backed, &filter),
         cpus: args.cpus,
         memory_bytes: args.memory,
         memory_kind: MemoryBackingConfig {
@@ -140,6 +143,9 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
     }
     if has_pmu {
         backing::check_policy(policy, probe)?;
+        if let Some(line) = backing::denied_events(probe) {
+            log::warn!("{line}");
+        }
     }
     if has_pmu && policy == BackingPolicy::Exact && args.gdb.is_some() {
         return Err(RunError::GdbExact);
@@ -248,7 +254,7 @@ fn turns(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<(MuxPolicy, Opt
 
 /// Returns the command line words that describe the PMU to a built-in guest; empty for other
 /// guests.
-fn builtin_guest_args(args: &RunArgs, probe: &HostProbe, backed: &BackedPmu) -> String {
+fn builtin_guest_args(args: &RunArgs, probe: &HostProbe, backed: &BackedPmu, filter: &EventFilter) -> String {
     if args.kernel.is_some() || !backed.has_pmu {
         return String::new();
     }
@@ -270,8 +276,49 @@ fn builtin_guest_args(args: &RunArgs, probe: &HostProbe, backed: &BackedPmu) -> 
         // CPUID announces the event to Intel guests only.
         (" has-instructions", has(ArchEvent::Instructions)),
         (" has-branches", has(ArchEvent::Branches)),
+        (" no-cycles", !has(ArchEvent::CoreCycles)),
     ]
     .into_iter()
     .filter_map(|(word, holds)| holds.then_some(word))
+    .chain(denied_event_words(backed.model.vendor(), filter))
     .collect()
+}
+
+/// Returns the words that tell the built-in guest which of the events in its table `filter` denies.
+fn denied_event_words(vendor: Vendor, filter: &EventFilter) -> impl Iterator<Item = &'static str> {
+    let general = |select, umask| EventSelection::General(EventSelect(select), UnitMask(umask));
+    let (cycles, branches, paravirtual) = match vendor {
+        Vendor::Intel => (0x3C, 0xC4, 0xFF),
+        Vendor::Amd => (0x76, 0xC2, 0xFFF),
+    };
+    let steal_ns = 11;
+    [
+        (" denied-cycles", general(cycles, 0)),
+        (" denied-instructions", general(0xC0, 0)),
+        (" denied-branches", general(branches, 0)),
+        (" denied-cycles-fixed", EventSelection::Fixed(1)),
+        (" denied-ref-cycles-fixed", EventSelection::Fixed(2)),
+        (" denied-steal-ns", general(paravirtual, steal_ns)),
+    ]
+    .into_iter()
+    .filter_map(move |(word, selection)| (!filter.allows(selection)).then_some(word))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn built_in_guest_is_told_of_denied_events() {
+        let words = |filter: &EventFilter, vendor| denied_event_words(vendor, filter).collect::<String>();
+        assert_eq!(words(&EventFilter::allow_all(), Vendor::Intel), "");
+        let toml = "action = \"allow\"\nfixed-counters = 2\nevents = [{ select = 0x3C, umask = 0 }]";
+        let filter = EventFilter::from_toml(toml).unwrap();
+        assert_eq!(
+            words(&filter, Vendor::Intel),
+            " denied-instructions denied-branches denied-ref-cycles-fixed denied-steal-ns"
+        );
+        let tenant = EventFilter::architectural(Vendor::Amd).without_paravirtual(Vendor::Amd);
+        assert_eq!(words(&tenant, Vendor::Amd), " denied-steal-ns");
+    }
 }

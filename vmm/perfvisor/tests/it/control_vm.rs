@@ -11,7 +11,7 @@ use crate::common::vm::{SpinningVm, eventually, ps_until_all_answer};
 
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{
-    EventReading, FailureKind, HostRingInfo, Joined, Opened, RingInfo, Sampling, VcpuPlug, VmState,
+    EventReading, FailureKind, HostRingInfo, Joined, Opened, RingInfo, Sampling, VcpuPlug, VmInfo, VmState,
 };
 use control_api::request;
 
@@ -74,10 +74,17 @@ fn added_vcpus_stay_if_guest_does_not_respond() {
     let Some(mut vm) = TestVm::spinning_with_room(3, &[]) else {
         return;
     };
+    let status = vm.say(&["ctl", "test", "status"]);
+    assert!(status.starts_with("test: running, 1 of 3 vCPUs\n"), "{status}");
+    assert!(status.contains("\nfilter allows all events\nmemory "), "{status}");
+    vm.say(&["ctl", "test", "share", "strict"]);
+    let status: VmInfo = serde_json::from_str(&vm.say(&["ctl", "test", "status", "--json"])).unwrap();
+    let settings = status.settings.unwrap();
     assert_eq!(
-        vm.say(&["ctl", "test", "status"]),
-        "test: running, 1 of 3 vCPUs\n"
+        (settings.backing.as_str(), settings.share.as_str()),
+        ("auto", "strict")
     );
+    vm.say(&["ctl", "test", "share", "guest-first"]);
     assert_eq!((vm.ps()[0].vcpus, vm.ps()[0].max_vcpus), (1, 3));
     assert!(ps_until_all_answer(|| vm.say(&["ps"])).contains(" 1 of 3 "));
     assert_eq!(vm.vcpu_threads(), ["vcpu0"]);

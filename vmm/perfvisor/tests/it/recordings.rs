@@ -21,6 +21,28 @@ fn recording_attributes_time_to_functions_and_chains() {
     }
 }
 
+/// A recording without a duration ends by itself when its file is large enough, and is complete.
+#[test]
+fn recording_ends_at_max_size() {
+    let Some(vm) = TestVm::spinning(1) else { return };
+    let data = vm.vm.runtime.path().join("perf.data");
+    let file = data.to_str().unwrap();
+    vm.say(&[
+        "record",
+        "test",
+        "-F",
+        "1000",
+        "-q",
+        "-o",
+        file,
+        "--max-size",
+        "32K",
+    ]);
+    let size = std::fs::metadata(&data).unwrap().len();
+    assert!((32 << 10..4 << 20).contains(&size), "{size}");
+    assert!(reader::read_file(&data).unwrap().len() > 0);
+}
+
 fn profile_of_the_spinning_guest(vm: &TestVm, chain_every: u32) {
     let data = vm.vm.runtime.path().join("perf.data");
     let file = data.to_str().unwrap();

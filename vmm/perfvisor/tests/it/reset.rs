@@ -19,6 +19,12 @@ fn reset_without_restart_ends_vm() {
         let Some(mut vm) = booting(way, &[]) else { return };
         assert_eq!(vm.line_with("boot"), NEW);
         assert_eq!(vm.status(), Some(status), "{way}: {:?}", vm.said());
+        let cause = if status == 6 {
+            "shut it down by a triple fault"
+        } else {
+            "the VM ended: the guest reset the machine"
+        };
+        assert_eq!(vm.said_count(cause), 1, "{way}: {:?}", vm.said());
     }
 }
 

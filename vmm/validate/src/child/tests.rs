@@ -74,6 +74,7 @@ fn info() -> VmInfo {
         parked: 0,
         uptime_ms: 0,
         role: ClientRole::Operator,
+        settings: None,
     }
 }
 

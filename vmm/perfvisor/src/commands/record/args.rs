@@ -9,7 +9,7 @@ use clap::Args;
 use super::super::files::SymbolArgs;
 use super::error::RecordError;
 use super::remote::ControlPipes;
-use crate::values::{VcpuList, integer_in_range, parse_output, parse_seconds, parse_vcpus};
+use crate::values::{VcpuList, integer_in_range, parse_bytes, parse_output, parse_seconds, parse_vcpus};
 use control_api::protocol::Sampling;
 use guest_profile::export::build_id_dir::BuildIdDir;
 use perf_core::attr::STACK_USER_MAX;
@@ -125,6 +125,10 @@ pub struct RecordArgs {
     /// How long to record; until Ctrl-C if not given.
     #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
     pub duration: Option<Duration>,
+    /// End the recording when the file has this size: bytes, or a number with K, M, G or T. The file may
+    /// exceed it by what the rings hold.
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    pub max_size: Option<u64>,
     /// Begin to sample only after so many milliseconds; -1: when --control says so.
     #[arg(short = 'D', long, value_name = "MS", allow_negative_numbers = true, default_value_t = 0, hide_default_value = true,
           value_parser = integer_in_range(-1..=(1i64 << 40) - 1))]

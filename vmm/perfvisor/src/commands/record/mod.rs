@@ -131,7 +131,7 @@ fn sample(
     recording: &mut Recording,
 ) -> Result<bool, RecordError> {
     let mut clock = RecordingSchedule::start(args);
-    let mut gone = false;
+    let (mut gone, mut full) = (false, false);
     let progress = !args.quiet && !args.all && std::io::stderr().is_terminal();
     loop {
         let look = Instant::now() + DRAIN_INTERVAL;
@@ -146,7 +146,7 @@ fn sample(
                 None => false,
             };
             let until = clock.next(look, remote.is_some());
-            if stop || wait_until(until, signals) == WaitResult::Signal || clock.is_over() {
+            if stop || full || wait_until(until, signals) == WaitResult::Signal || clock.is_over() {
                 break true;
             }
             if gone || Instant::now() >= look {
@@ -161,6 +161,7 @@ fn sample(
             break;
         }
         recording.keep()?;
+        full = args.max_size.is_some_and(|limit| recording.bytes() >= limit);
         // The ring mappings outlive the VM, so its last samples are read after its end.
         let steered = match client.call(request::Joined) {
             Ok(joined) => {

@@ -418,6 +418,11 @@ impl Recording {
         }
     }
 
+    /// Returns the size of the file, in bytes.
+    pub(super) fn bytes(&self) -> u64 {
+        self.writer.bytes()
+    }
+
     pub(super) fn show_progress(&self, elapsed: Duration) {
         say(&format!(
             "\r[ perfvisor record: {} samples, {:.3} MB, {} lost, {} s ]\x1b[K",

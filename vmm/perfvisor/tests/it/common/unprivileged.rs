@@ -81,11 +81,6 @@ impl UnprivilegedUser {
         command
     }
 
-    /// Returns the path of the user's copy of the program.
-    pub fn program(&self) -> &str {
-        &self.program
-    }
-
     /// Returns a command that runs the program as this user.
     pub fn perfvisor(&self, args: &[&str]) -> Command {
         self.command(&[&[self.program.as_str()], args].concat())

@@ -53,6 +53,7 @@ fn vm(label: &str, symbols: Vec<SymbolRow>) -> ListedVm {
         parked: 0,
         uptime_ms: 61_000,
         role: ClientRole::Admin,
+        settings: None,
     };
     let exit = |kvm, what: &str, time_share| ExitRow {
         kvm,
