@@ -24,6 +24,7 @@ use crate::model::PmuModel;
 use crate::registers;
 use crate::vendor::{Register, Registers, VendorOps, WriteEffect, selector};
 
+pub(crate) use pmi::{DuePmi, RestoredPmi};
 pub use pmi::{PmiCounts, PmiReadiness};
 pub use view::CounterView;
 
@@ -145,9 +146,9 @@ pub struct Vpmu {
     /// Mask of running instruction counters whose event misses instructions that exit to the
     /// hypervisor.
     misses_emulated: u64,
-    pub(crate) pmi_due: bool,
+    pmi_due: bool,
     /// Mask of counters that requested the due PMI and have not been served since.
-    pub(crate) pmi_sources: u64,
+    pmi_sources: u64,
     /// Set if the due PMI could not be delivered. The PMI then stays due only while a counter
     /// that requested it remains unserved.
     pmi_deferred: bool,

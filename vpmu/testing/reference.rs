@@ -118,23 +118,6 @@ impl Reference {
         }
     }
 
-    fn shows_status(&self) -> bool {
-        self.version() >= 2 || self.kind == ReferenceKind::V2
-    }
-
-    /// Applies the effect of save and restore: the sources of a due PMI are lost.
-    pub fn save_and_restore(&mut self) {
-        self.pmi_waits = false;
-        if self.pmi_due && self.shows_status() {
-            self.pmi_for = self.global_status & self.all();
-        } else if self.pmi_due {
-            self.pmi_for = (0..self.gp)
-                .filter(|&n| self.evtsel[n as usize] & 1 << 20 != 0)
-                .map(|n| 1 << n)
-                .sum();
-        }
-    }
-
     pub fn set_filter(&mut self, filter: Option<FilterSpec>) {
         self.filter = filter;
     }

@@ -388,7 +388,6 @@ impl<H: TestEvents> CheckedPmu<H> {
                 assert_eq!(there.save(&mut events), saved, "restored bit for bit");
                 self.vpmu = there;
                 self.events = events;
-                self.reference.save_and_restore();
                 self.late = false;
             }
             32 => {

@@ -194,20 +194,66 @@ fn deferred_pmi_is_kept_for_undetected_overflow() {
     assert!(!guest.vpmu.pmi_pending());
 }
 
-/// The saved state does not include the sources of the PMI, so every possible source must be
-/// served.
+/// Saves the state of a guest and restores it into a new one.
+fn moved(mut guest: Guest, model: &str) -> Guest {
+    let saved = guest.vpmu.save(&mut guest.events);
+    let mut there = Guest::of(model, None);
+    there.vpmu.restore(&saved, &mut there.events).unwrap();
+    there.vpmu.reconcile(&mut there.events);
+    assert_eq!(there.vpmu.save(&mut there.events), saved);
+    there
+}
+
+/// The first counter's status bit is from an earlier PMI: only the second must be served.
 #[test]
-fn restored_pmi_is_withdrawn_after_all_served() {
+fn restored_pmi_keeps_its_sources() {
     let mut guest = guest_in_pmi_handler();
     guest.run(10);
-    let saved = guest.vpmu.save(&mut guest.events);
-    let mut there = Guest::of("intel", None);
-    there.vpmu.restore(&saved, &mut there.events).unwrap();
+    let mut there = moved(guest, "intel");
     assert!(there.vpmu.defer_pmi());
     there.write(IA32_PERF_GLOBAL_STATUS_RESET, 2);
-    assert!(there.vpmu.pmi_pending());
-    there.write(IA32_PERF_GLOBAL_STATUS_RESET, 1);
     assert!(!there.vpmu.pmi_pending());
+}
+
+#[test]
+fn restored_pmi_stays_deferred() {
+    for (model, selector, counter, status_clear) in [
+        (
+            "intel",
+            IA32_PERFEVTSEL0,
+            IA32_A_PMC0,
+            IA32_PERF_GLOBAL_STATUS_RESET,
+        ),
+        ("amd-v2", PERF_CTL0, PERF_CTR0, PERF_CNTR_GLOBAL_STATUS_CLR),
+    ] {
+        let mut guest = Guest::of(model, None);
+        guest.write(selector, INTERRUPTING);
+        guest.write(counter, (1 << 48) - 10);
+        guest.run(10);
+        assert!(guest.vpmu.defer_pmi(), "{model}");
+        let mut there = moved(guest, model);
+        assert!(there.vpmu.pmi_pending(), "{model}");
+        there.write(status_clear, 1);
+        assert!(!there.vpmu.pmi_pending(), "{model}: served while it had to wait");
+    }
+}
+
+/// Clearing the interrupt bit does not serve a counter.
+#[test]
+fn restored_pmi_survives_cleared_interrupt_bit() {
+    for (model, selector, counter) in [
+        ("amd-k7", PERF_LEGACY_CTL0, PERF_LEGACY_CTR0),
+        ("amd", PERF_CTL0, PERF_CTR0),
+    ] {
+        let mut guest = Guest::of(model, None);
+        guest.write(selector, INTERRUPTING);
+        guest.write(counter, -10i64 as u64);
+        guest.run(10);
+        guest.write(selector, ENABLED);
+        let mut there = moved(guest, model);
+        assert!(there.vpmu.defer_pmi(), "{model}: still to come");
+        assert_eq!(there.vpmu.pmi_ready(0), PmiReadiness::Now, "{model}");
+    }
 }
 
 #[test]
