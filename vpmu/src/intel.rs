@@ -274,6 +274,7 @@ impl VendorOps for Intel {
             global_control,
             global_status: 0,
             debug_control: 0,
+            svme: false,
         }
     }
 
@@ -356,6 +357,10 @@ impl VendorOps for Intel {
     /// Returns IA32_PERF_GLOBAL_INUSE (SDM vol. 3, "IA32_PERF_GLOBAL_INUSE MSR"). A general-purpose
     /// counter is in use when its event select is not 0, a fixed counter when its enable field is
     /// not 0, and the PMI when any control enables an interrupt.
+    fn depends_on_svme(&self, _: u64) -> bool {
+        false
+    }
+
     fn in_use(&self, model: &PmuModel, registers: &Registers) -> u64 {
         counters_in(model.counters_mask()).fold(0, |bits, counter| {
             let programmed = match counter.fixed_number() {

@@ -152,6 +152,7 @@ impl Vpmu {
             global_control: reader.u64()?,
             global_status: reader.u64()?,
             debug_control: reader.u64()?,
+            svme: false,
         };
         let pmi = read_pmi(&mut reader, &model, version)?;
         let mut counters = [Counter::default(); MAX_COUNTERS];
@@ -190,6 +191,7 @@ impl Vpmu {
         self.registers = registers;
         self.counters = counters;
         self.restore_pmi(pmi);
+        self.note_all_svme();
         self.mark_all();
         Ok(())
     }

@@ -10,6 +10,7 @@
 mod losses;
 mod paused;
 mod pmi;
+mod svme;
 mod view;
 
 use std::sync::Arc;
@@ -132,6 +133,8 @@ pub struct Vpmu {
     dirty: u64,
     /// Mask of counters whose own control or filter changed since their event was programmed.
     stale: u64,
+    /// Set if the effect of an enabled selector depends on EFER.SVME, which may have changed.
+    needs_svme: bool,
     /// Mask of counters whose event has not been enabled since it was programmed, so that its
     /// initial count is unknown.
     fresh: u64,
@@ -174,6 +177,7 @@ impl Vpmu {
             counters: [Counter::default(); MAX_COUNTERS],
             dirty: 0,
             stale: 0,
+            needs_svme: false,
             fresh: 0,
             running: 0,
             paused: PausedCounters::default(),
@@ -267,6 +271,7 @@ impl Vpmu {
                         self.stop(counter, events);
                     }
                     self.registers.selectors[counter.slot()] = value;
+                    self.note_svme(value);
                     if !same_event {
                         self.mark_stale(counter.mask());
                     } else if differing & selector::INT != 0 {

@@ -403,6 +403,66 @@ fn filter_applies_to_running_counters() {
     assert_eq!(guest.read(IA32_PMC0), 20);
 }
 
+/// KVM let fixed counters escape a filter on some paths: a write of the fixed counters' control, of
+/// the global control, and instructions that it completes itself.
+#[test]
+fn filter_applies_to_fixed_counters_on_every_path() {
+    const ALL_ON: u64 = 0x3_0000_0000;
+    let none = EventFilter::from_toml("action = \"deny\"\nfixed-counters = 1").unwrap();
+    let (deny, allow) = (Arc::new(none), Arc::new(EventFilter::allow_all()));
+    let mut guest = Guest::of("intel", None);
+    let mut expected = 0;
+    let mut run = |guest: &mut Guest, path: &str, counts: bool| {
+        guest.run(10);
+        guest.vpmu.count_emulated_instruction(Cpl(0), &mut guest.events);
+        guest.vpmu.reconcile(&mut guest.events);
+        expected += if counts { 11 } else { 0 };
+        assert_eq!(guest.read(IA32_FIXED_CTR0), expected, "{path}");
+        assert_eq!(guest.rdpmc(1 << 30), Some(expected), "{path}");
+    };
+    let set = |guest: &mut Guest, filter: &Arc<EventFilter>| {
+        guest.vpmu.set_filter(Arc::clone(filter));
+        guest.vpmu.reconcile(&mut guest.events);
+    };
+    guest.write(IA32_FIXED_CTR_CTRL, 0x33);
+    guest.write(IA32_PERF_GLOBAL_CTRL, ALL_ON);
+    run(&mut guest, "no filter", true);
+    set(&mut guest, &deny);
+    run(&mut guest, "set while counting", false);
+    guest.write(IA32_FIXED_CTR_CTRL, 0);
+    guest.write(IA32_FIXED_CTR_CTRL, 0x31);
+    run(&mut guest, "control written", false);
+    guest.write(IA32_PERF_GLOBAL_CTRL, 0);
+    guest.write(IA32_PERF_GLOBAL_CTRL, ALL_ON);
+    run(&mut guest, "global control written", false);
+    guest.write(IA32_FIXED_CTR0 + 1, (1 << 48) - 5);
+    run(&mut guest, "another counter overflowed", false);
+    guest.vpmu.detach(&mut guest.events);
+    guest.vpmu.reconcile(&mut guest.events);
+    run(&mut guest, "other thread", false);
+    let saved = guest.vpmu.save(&mut guest.events);
+    guest.vpmu.restore(&saved, &mut guest.events).unwrap();
+    guest.vpmu.reconcile(&mut guest.events);
+    run(&mut guest, "restored", false);
+    set(&mut guest, &allow);
+    run(&mut guest, "allowed again", true);
+    // A paused counter resumes without a new decision, unless the filter has changed meanwhile.
+    guest.write(IA32_PERF_GLOBAL_CTRL, 0);
+    set(&mut guest, &deny);
+    guest.write(IA32_PERF_GLOBAL_CTRL, ALL_ON);
+    run(&mut guest, "set during a pause", false);
+    guest.write(IA32_PERF_GLOBAL_CTRL, 0);
+    set(&mut guest, &allow);
+    guest.write(IA32_PERF_GLOBAL_CTRL, ALL_ON);
+    run(&mut guest, "allowed during a pause", true);
+    guest.vpmu.reset(&mut guest.events);
+    set(&mut guest, &deny);
+    guest.write(IA32_FIXED_CTR_CTRL, 0x3);
+    guest.write(IA32_PERF_GLOBAL_CTRL, ALL_ON);
+    guest.run(10);
+    assert_eq!(guest.read(IA32_FIXED_CTR0), 0, "reset");
+}
+
 #[test]
 fn counters_view_shows_programmed_events() {
     let mut guest = sampling(10);
