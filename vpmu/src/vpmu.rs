@@ -16,6 +16,7 @@ mod view;
 use std::sync::Arc;
 
 use crate::counter_events::{CounterEvents, EnableOutcome};
+use crate::dialect::EventDialect;
 use crate::events::{ArchEvent, Backing, EventRequest, GuestEvent};
 use crate::filter::EventFilter;
 use crate::index::{CounterIndex, MAX_COUNTERS, MsrAddress, RdpmcIndex, counters_in};
@@ -127,6 +128,7 @@ pub struct Vpmu {
     pub(crate) model: PmuModel,
     vendor: &'static dyn VendorOps,
     filter: Arc<EventFilter>,
+    dialect: EventDialect,
     pub(crate) registers: Registers,
     pub(crate) counters: [Counter; MAX_COUNTERS],
     /// Mask of counters whose event may no longer match the registers.
@@ -173,6 +175,7 @@ impl Vpmu {
             model,
             vendor,
             filter: Arc::new(EventFilter::allow_all()),
+            dialect: EventDialect::default(),
             registers: vendor.at_reset(&model),
             counters: [Counter::default(); MAX_COUNTERS],
             dirty: 0,
@@ -630,7 +633,7 @@ impl Vpmu {
         if self.stale & counter.mask() == 0 && programmed.is_some() {
             return TargetEvent::Same;
         }
-        match self.vendor.request(&self.registers, counter) {
+        match self.request(counter) {
             Some(request) if !self.filter.allows(request.selection) => TargetEvent::Nothing { enabled: true },
             Some(request) if programmed.is_some_and(|(before, _)| before == request) => TargetEvent::Same,
             Some(request) => TargetEvent::Other(request),
