@@ -33,8 +33,12 @@ pub const PERF_CNTR_GLOBAL_STATUS_SET: u32 = 0xC000_0303;
 /// Number of counters with K7 registers.
 const LEGACY_COUNTERS: u32 = 4;
 
-/// Event selector bits that ignore writes: 63:36 (including host-only and guest-only), 21 and 19.
-const SELECTOR_RESERVED: u64 = 0xFFFF_FFF0_0028_0000;
+/// Event selector bits that ignore writes: 63:42, 39:36, 21 and 19.
+const SELECTOR_RESERVED: u64 = 0xFFFF_FCF0_0028_0000;
+/// Count in nested guests only (bit 40).
+const GUEST_ONLY: u64 = 1 << 40;
+/// Count outside nested guests only (bit 41).
+const HOST_ONLY: u64 = 1 << 41;
 
 /// All addresses at which an AMD processor may have a PMU register, including unimplemented ones.
 const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
@@ -127,6 +131,7 @@ impl VendorOps for Amd {
             global_control: model.counters_mask(),
             global_status: 0,
             debug_control: 0,
+            svme: false,
         }
     }
 
@@ -151,10 +156,22 @@ impl VendorOps for Amd {
             return None;
         }
         let value = registers.selectors[counter.slot()];
+        // APM vol. 2 §13.2.1, HG_ONLY. A counter with exactly one of the bits needs EFER.SVME to
+        // count at all (Linux, `amd_pmu_disable_virt`). Entries of a nested guest do not exit to
+        // the VMM, so a guest-only counter stands still and a host-only one includes nested guests.
+        if self.depends_on_svme(value) && (value & GUEST_ONLY != 0 || !registers.svme) {
+            return None;
+        }
         // Bits 35:32 extend the event select to twelve bits.
         let select = EventSelect((value & selector::SELECT | value >> 24 & 0xF00) as u16);
         let request = general_request(Vendor::Amd, select, value);
         (request.user || request.kernel).then_some(request)
+    }
+
+    /// Returns whether exactly one of the host-only and guest-only bits is set. Both together select
+    /// no restriction.
+    fn depends_on_svme(&self, selector: u64) -> bool {
+        !matches!(selector & (GUEST_ONLY | HOST_ONLY), 0 | 0x300_0000_0000)
     }
 
     /// Returns `false`: all AMD models report CPUID.80000022H:EAX\[2\] (freeze on PMI) as 0.

@@ -353,7 +353,8 @@ pub(crate) const ARCHITECTURAL_SELECTS: [u16; 13] = [
 /// stores are BR_INST_RETIRED.NEAR_TAKEN and MEM_INST_RETIRED.ALL_LOADS/ALL_STORES, with unchanged
 /// numbers since Haswell. Conditional branches are BR_INST_RETIRED.COND since Ice Lake, the sum of
 /// taken (0x01) and not taken (0x10). Before Ice Lake, 0x01 alone counted all conditional branches,
-/// so the union of both masks has the same meaning there.
+/// so the union of both masks has the same meaning there. [`crate::Vpmu::set_signature`] selects the
+/// numbers that differ between generations.
 ///
 /// AMD: PPR "Core Performance Monitor Counters", PMCx076, PMCx0C0, PMCx0C2 to PMCx0C4, PMCx0D1,
 /// PMCx029, PMCx120.

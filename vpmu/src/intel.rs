@@ -274,6 +274,7 @@ impl VendorOps for Intel {
             global_control,
             global_status: 0,
             debug_control: 0,
+            svme: false,
         }
     }
 
@@ -351,6 +352,10 @@ impl VendorOps for Intel {
             registers.global_control = 0;
         }
         true
+    }
+
+    fn depends_on_svme(&self, _: u64) -> bool {
+        false
     }
 
     /// Returns IA32_PERF_GLOBAL_INUSE (SDM vol. 3, "IA32_PERF_GLOBAL_INUSE MSR"). A general-purpose

@@ -50,6 +50,7 @@ mod amd;
 pub mod backing;
 mod counter_events;
 pub mod cpuid;
+mod dialect;
 pub mod events;
 pub mod exact;
 pub mod fed;

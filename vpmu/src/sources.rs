@@ -9,8 +9,10 @@
 use perf_core::pmu::{clock, sched};
 use perf_core::{Attr, EventType};
 
+use crate::dialect::EventDialect;
 use crate::events::{
-    ArchEvent, Backing, BackingPolicy, CountableEvents, EventRequest, GuestEvent, ParavirtualEvent,
+    ArchEvent, Backing, BackingPolicy, CountableEvents, EventRequest, EventSelection, GuestEvent,
+    ParavirtualEvent,
 };
 use crate::fed;
 use crate::names::Vendor;
@@ -91,6 +93,8 @@ pub struct EventSources {
     hardware: Option<Vendor>,
     /// Generic events that the host kernel can open.
     opens: CountableEvents,
+    /// Meaning of the host's event numbers, if known.
+    dialect: Option<EventDialect>,
     /// KVM statistic number of each paravirtual event, indexed by unit mask order.
     statistics: [Option<u64>; ParavirtualEvent::ALL.len()],
 }
@@ -109,6 +113,7 @@ impl EventSources {
             kernel_only: false,
             hardware,
             opens: CountableEvents::ALL,
+            dialect: None,
             statistics: ParavirtualEvent::ALL.map(statistic),
         }
     }
@@ -117,6 +122,29 @@ impl EventSources {
     #[must_use]
     pub fn opening(self, opens: CountableEvents) -> Self {
         Self { opens, ..self }
+    }
+
+    /// Sets the signature of the host's processor (CPUID.01H:EAX), whose event numbers may differ
+    /// from those of the processor that the guest sees.
+    #[must_use]
+    pub fn on_signature(self, eax: u32) -> Self {
+        let dialect = self
+            .hardware
+            .map(|vendor| EventDialect::of_signature(vendor, eax));
+        Self { dialect, ..self }
+    }
+
+    /// Returns the raw number of a request on the host's processor.
+    fn host_number(&self, request: &EventRequest) -> Option<u64> {
+        let mut number = *request;
+        if let Some(dialect) = self.dialect
+            && request.vendor == Vendor::Intel
+            && request.event == GuestEvent::Architectural(ArchEvent::ConditionalBranches)
+            && let EventSelection::General(_, umask) = &mut number.selection
+        {
+            *umask = dialect.conditional_branches();
+        }
+        number.raw_config()
     }
 
     /// Limits single-stepping to CPL 0. Events that count only user mode are then not counted.
@@ -229,11 +257,14 @@ impl EventSources {
             GuestEvent::Paravirtual(event) => [self.paravirtual(event).filter(|_| plain), None],
             // Counter masks, edge detect and transaction filters require a hardware event with raw
             // numbers.
-            GuestEvent::Architectural(event) if plain => {
-                self.candidates(self.policy, request.vendor, Some(event), request.raw_config())
-            }
+            GuestEvent::Architectural(event) if plain => self.candidates(
+                self.policy,
+                request.vendor,
+                Some(event),
+                self.host_number(request),
+            ),
             GuestEvent::Architectural(_) | GuestEvent::Raw => {
-                self.candidates(self.policy, request.vendor, None, request.raw_config())
+                self.candidates(self.policy, request.vendor, None, self.host_number(request))
             }
         };
         let steps = request.kernel || !self.kernel_only;
@@ -310,7 +341,7 @@ impl EventSources {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::events::{EventSelect, EventSelection, UnitMask, decode};
+    use crate::events::{EventSelect, UnitMask, decode};
 
     fn request(vendor: Vendor, select: u16, umask: u8) -> EventRequest {
         let (select, umask) = (EventSelect(select), UnitMask(umask));
@@ -525,6 +556,31 @@ mod tests {
             chosen(BackingPolicy::Auto, Some(Vendor::Amd), &misses),
             [(Backing::Hardware, EventType::HARDWARE.0, 5)]
         );
+    }
+
+    /// A guest with the signature of another generation counts by the host's own number.
+    #[test]
+    fn conditional_branches_use_the_hosts_number() {
+        let conditional = |umask| EventRequest {
+            event: GuestEvent::Architectural(ArchEvent::ConditionalBranches),
+            ..request(Vendor::Intel, 0xC4, umask)
+        };
+        let (skylake, ice_lake, silvermont) = (0x0005_0657, 0x0006_06A6, 0x0003_0678);
+        for (host, number) in [(skylake, 0x01C4), (ice_lake, 0x11C4), (silvermont, 0x7EC4)] {
+            let sources =
+                EventSources::new(BackingPolicy::Auto, Some(Vendor::Intel), |_| None).on_signature(host);
+            for umask in [0x01, 0x11, 0x7E] {
+                let found: Vec<u64> = sources
+                    .choose(&conditional(umask))
+                    .map(|(_, attr)| attr.config)
+                    .collect();
+                assert_eq!(found, [number], "{host:#x}, {umask:#x}");
+            }
+            // Other events keep their numbers.
+            let raw = request(Vendor::Intel, 0xC4, 0x40);
+            let mut found = sources.choose(&raw).map(|(_, attr)| attr.config);
+            assert_eq!(found.next(), Some(0x40C4));
+        }
     }
 
     #[test]

@@ -5,6 +5,9 @@
 //! bytes (u32). The body contains the model, the registers, and the counters, each preceded by its
 //! number so that a later version can add counters. The backing of each counter is not saved: the
 //! registers determine the events, and the destination host chooses the backings.
+//!
+//! Layout version 1 lacks the counters that requested a due PMI and whether delivery was deferred.
+//! It is still read; [`Vpmu::restore`] then assumes that every possible counter requested the PMI.
 
 use crate::counter_events::CounterEvents;
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
@@ -12,17 +15,22 @@ use crate::model::PmuModel;
 use crate::names::{CounterNumbers, Generation, Vendor};
 use crate::registers;
 use crate::vendor::{Register, Registers, WriteEffect};
-use crate::vpmu::{Counter, Vpmu};
+use crate::vpmu::{Counter, DuePmi, RestoredPmi, Vpmu};
 
 const MAGIC: [u8; 4] = *b"PVPM";
 const HEADER_BYTES: usize = 4 + 1 + 2 + 4;
 const CRC_BYTES: usize = 4;
 
+/// Values of the body's PMI byte. Version 1 has no deferred PMI.
+const PMI_NONE: u8 = 0;
+const PMI_DUE: u8 = 1;
+const PMI_DEFERRED: u8 = 2;
+
 /// Returns the version of the body layout of a vendor.
 const fn layout_version(vendor: Vendor) -> u16 {
     match vendor {
-        Vendor::Intel => 1,
-        Vendor::Amd => 1,
+        Vendor::Intel => 2,
+        Vendor::Amd => 2,
     }
 }
 
@@ -73,6 +81,9 @@ pub enum StateError {
 
 impl Vpmu {
     /// Serializes the state. Folds running counters; the PMU continues to run.
+    ///
+    /// The event filter and the PMI rate limit are configuration, not state: set them again after
+    /// [`Self::restore`].
     #[expect(
         clippy::cast_possible_truncation,
         reason = "a PMU has at most 19 counters, and a body of a few hundred bytes"
@@ -85,7 +96,13 @@ impl Vpmu {
         body.extend(self.registers.global_control.to_le_bytes());
         body.extend(self.registers.global_status.to_le_bytes());
         body.extend(self.registers.debug_control.to_le_bytes());
-        body.push(u8::from(self.pmi_due));
+        let pmi = self.due_pmi();
+        body.push(match pmi {
+            None => PMI_NONE,
+            Some(DuePmi { deferred: false, .. }) => PMI_DUE,
+            Some(DuePmi { deferred: true, .. }) => PMI_DEFERRED,
+        });
+        body.extend(pmi.map_or(0, |pmi| pmi.sources).to_le_bytes());
         let existing = self.model.counters_mask();
         body.push(existing.count_ones() as u8);
         for counter in counters_in(existing) {
@@ -117,7 +134,7 @@ impl Vpmu {
     /// Returns a [`StateError`] if the bytes are not a valid state for this model. The PMU is then
     /// unchanged.
     pub fn restore(&mut self, bytes: &[u8], events: &mut dyn CounterEvents) -> Result<(), StateError> {
-        let body = check_frame(bytes)?;
+        let (version, body) = check_frame(bytes)?;
         let mut reader = Reader { rest: body };
         let model = read_model(&mut reader)?;
         if model != self.model {
@@ -135,12 +152,9 @@ impl Vpmu {
             global_control: reader.u64()?,
             global_status: reader.u64()?,
             debug_control: reader.u64()?,
+            svme: false,
         };
-        let pmi_due = match reader.u8()? {
-            0 => false,
-            1 => true,
-            _ => return Err(StateError::Impossible("the PMI is neither due nor not due")),
-        };
+        let pmi = read_pmi(&mut reader, &model, version)?;
         let mut counters = [Counter::default(); MAX_COUNTERS];
         let mut seen = 0;
         for _ in 0..reader.u8()? {
@@ -176,9 +190,42 @@ impl Vpmu {
         self.release(events);
         self.registers = registers;
         self.counters = counters;
-        self.restore_pmi(pmi_due);
+        self.restore_pmi(pmi);
+        self.note_all_svme();
         self.mark_all();
         Ok(())
+    }
+}
+
+/// Reads the due PMI of a body of layout `version`.
+fn read_pmi(
+    reader: &mut Reader<'_>,
+    model: &PmuModel,
+    version: u16,
+) -> Result<Option<RestoredPmi>, StateError> {
+    let due = reader.u8()?;
+    if version == 1 {
+        return match due {
+            PMI_NONE => Ok(None),
+            PMI_DUE => Ok(Some(RestoredPmi::UnknownSources)),
+            _ => Err(StateError::Impossible("the PMI is neither due nor not due")),
+        };
+    }
+    let sources = reader.u64()?;
+    if sources & !model.counters_mask() != 0 {
+        return Err(StateError::Impossible(
+            "a counter that does not exist requested the PMI",
+        ));
+    }
+    match (due, sources) {
+        (PMI_NONE, 0) => Ok(None),
+        (PMI_NONE, _) => Err(StateError::Impossible("counters requested a PMI that is not due")),
+        (PMI_DEFERRED, 0) => Err(StateError::Impossible("no counter requested the deferred PMI")),
+        (PMI_DUE | PMI_DEFERRED, sources) => Ok(Some(RestoredPmi::Known(DuePmi {
+            sources,
+            deferred: due == PMI_DEFERRED,
+        }))),
+        _ => Err(StateError::Impossible("the PMI is neither due nor not due")),
     }
 }
 
@@ -226,8 +273,8 @@ fn check_registers(model: &PmuModel, registers: &Registers) -> Result<(), StateE
     Ok(())
 }
 
-/// Checks magic, version, length and checksum, and returns the body.
-fn check_frame(bytes: &[u8]) -> Result<&[u8], StateError> {
+/// Checks magic, version, length and checksum, and returns the layout version and the body.
+fn check_frame(bytes: &[u8]) -> Result<(u16, &[u8]), StateError> {
     if bytes.len() < MAGIC.len() || bytes[..MAGIC.len()] != MAGIC {
         return Err(StateError::Magic);
     }
@@ -262,7 +309,7 @@ fn check_frame(bytes: &[u8]) -> Result<&[u8], StateError> {
     if crc != crc32(checked).to_le_bytes() {
         return Err(StateError::Checksum);
     }
-    Ok(&checked[HEADER_BYTES..])
+    Ok((have, &checked[HEADER_BYTES..]))
 }
 
 const fn vendor_byte(vendor: Vendor) -> u8 {
@@ -476,11 +523,15 @@ mod tests {
             (HEADER_BYTES + 5 + 30, "the debug control has reserved bits"),
             (HEADER_BYTES + 5 + 32, "the PMI is neither due nor not due"),
             (
-                HEADER_BYTES + 5 + 34,
+                HEADER_BYTES + 5 + 33,
+                "a counter that does not exist requested the PMI",
+            ),
+            (
+                HEADER_BYTES + 5 + 42,
                 "a counter is there twice or does not exist",
             ),
-            (HEADER_BYTES + 5 + 42, "a selector has reserved bits"),
-            (HEADER_BYTES + 5 + 50, "a counter is wider than its width"),
+            (HEADER_BYTES + 5 + 50, "a selector has reserved bits"),
+            (HEADER_BYTES + 5 + 58, "a counter is wider than its width"),
         ] {
             let mut changed = bytes.clone();
             changed[at] = 0x55;
@@ -491,7 +542,52 @@ mod tests {
         newer[5] = 9;
         assert_eq!(
             vpmu.restore(&reframe(newer), &mut events),
-            Err(StateError::Version { have: 9, known: 1 })
+            Err(StateError::Version { have: 9, known: 2 })
+        );
+    }
+
+    #[test]
+    fn contradictory_pmi_is_rejected() {
+        const PMI: usize = HEADER_BYTES + 5 + 32;
+        let (mut vpmu, mut events) = busy();
+        let bytes = vpmu.save(&mut events);
+        for (due, sources, what) in [
+            (PMI_NONE, 1, "counters requested a PMI that is not due"),
+            (PMI_DEFERRED, 0, "no counter requested the deferred PMI"),
+            (3, 1, "the PMI is neither due nor not due"),
+        ] {
+            let mut changed = bytes.clone();
+            (changed[PMI], changed[PMI + 1]) = (due, sources);
+            let error = vpmu.restore(&reframe(changed), &mut events).unwrap_err();
+            assert_eq!(error, StateError::Impossible(what));
+        }
+    }
+
+    /// Layout version 1 has no sources of the PMI, so every possible counter is assumed to be one.
+    #[test]
+    fn layout_version_1_is_still_read() {
+        const PMI: usize = HEADER_BYTES + 5 + 32;
+        let (mut vpmu, mut events) = busy();
+        events.run(10);
+        let bytes = vpmu.save(&mut events);
+        let mut old = bytes.clone();
+        old.drain(PMI + 1..PMI + 9);
+        old[5] = 1;
+        old[7..11].copy_from_slice(&u32::try_from(bytes.len() - 15 - 8).unwrap().to_le_bytes());
+        let old = reframe(old);
+        let (mut there, mut there_events) = (Vpmu::new(PmuModel::INTEL), SimEvents::default());
+        there.restore(&old, &mut there_events).unwrap();
+        assert!(there.pmi_pending());
+        assert_eq!(
+            there.save(&mut there_events),
+            bytes,
+            "saved in the current layout"
+        );
+        let mut deferred = old;
+        deferred[PMI] = PMI_DEFERRED;
+        assert_eq!(
+            there.restore(&reframe(deferred), &mut there_events),
+            Err(StateError::Impossible("the PMI is neither due nor not due"))
         );
     }
 

@@ -51,6 +51,9 @@ pub struct Registers {
     pub global_status: u64,
     /// Debug control.
     pub debug_control: u64,
+    /// EFER.SVME of the vCPU, as of the last [`crate::Vpmu::set_svme`]. AMD's host-only and
+    /// guest-only selector bits depend on it.
+    pub svme: bool,
 }
 
 /// Effect of a write to a PMU register.
@@ -90,6 +93,9 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     /// Returns the event request that the counter's control encodes, or `None` if the control
     /// selects no privilege level.
     fn request(&self, registers: &Registers, counter: CounterIndex) -> Option<EventRequest>;
+
+    /// Returns whether the effect of a selector value depends on EFER.SVME.
+    fn depends_on_svme(&self, selector: u64) -> bool;
 
     /// Applies freeze-on-PMI to the registers. Returns whether this stopped any counter.
     fn freeze(&self, model: &PmuModel, registers: &mut Registers) -> bool;

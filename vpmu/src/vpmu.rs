@@ -10,11 +10,13 @@
 mod losses;
 mod paused;
 mod pmi;
+mod svme;
 mod view;
 
 use std::sync::Arc;
 
 use crate::counter_events::{CounterEvents, EnableOutcome};
+use crate::dialect::EventDialect;
 use crate::events::{ArchEvent, Backing, EventRequest, GuestEvent};
 use crate::filter::EventFilter;
 use crate::index::{CounterIndex, MAX_COUNTERS, MsrAddress, RdpmcIndex, counters_in};
@@ -24,6 +26,7 @@ use crate::model::PmuModel;
 use crate::registers;
 use crate::vendor::{Register, Registers, VendorOps, WriteEffect, selector};
 
+pub(crate) use pmi::{DuePmi, RestoredPmi};
 pub use pmi::{PmiCounts, PmiReadiness};
 pub use view::CounterView;
 
@@ -125,12 +128,15 @@ pub struct Vpmu {
     pub(crate) model: PmuModel,
     vendor: &'static dyn VendorOps,
     filter: Arc<EventFilter>,
+    dialect: EventDialect,
     pub(crate) registers: Registers,
     pub(crate) counters: [Counter; MAX_COUNTERS],
     /// Mask of counters whose event may no longer match the registers.
     dirty: u64,
     /// Mask of counters whose own control or filter changed since their event was programmed.
     stale: u64,
+    /// Set if the effect of an enabled selector depends on EFER.SVME, which may have changed.
+    needs_svme: bool,
     /// Mask of counters whose event has not been enabled since it was programmed, so that its
     /// initial count is unknown.
     fresh: u64,
@@ -145,9 +151,9 @@ pub struct Vpmu {
     /// Mask of running instruction counters whose event misses instructions that exit to the
     /// hypervisor.
     misses_emulated: u64,
-    pub(crate) pmi_due: bool,
+    pmi_due: bool,
     /// Mask of counters that requested the due PMI and have not been served since.
-    pub(crate) pmi_sources: u64,
+    pmi_sources: u64,
     /// Set if the due PMI could not be delivered. The PMI then stays due only while a counter
     /// that requested it remains unserved.
     pmi_deferred: bool,
@@ -169,10 +175,12 @@ impl Vpmu {
             model,
             vendor,
             filter: Arc::new(EventFilter::allow_all()),
+            dialect: EventDialect::default(),
             registers: vendor.at_reset(&model),
             counters: [Counter::default(); MAX_COUNTERS],
             dirty: 0,
             stale: 0,
+            needs_svme: false,
             fresh: 0,
             running: 0,
             paused: PausedCounters::default(),
@@ -266,6 +274,7 @@ impl Vpmu {
                         self.stop(counter, events);
                     }
                     self.registers.selectors[counter.slot()] = value;
+                    self.note_svme(value);
                     if !same_event {
                         self.mark_stale(counter.mask());
                     } else if differing & selector::INT != 0 {
@@ -624,7 +633,7 @@ impl Vpmu {
         if self.stale & counter.mask() == 0 && programmed.is_some() {
             return TargetEvent::Same;
         }
-        match self.vendor.request(&self.registers, counter) {
+        match self.request(counter) {
             Some(request) if !self.filter.allows(request.selection) => TargetEvent::Nothing { enabled: true },
             Some(request) if programmed.is_some_and(|(before, _)| before == request) => TargetEvent::Same,
             Some(request) => TargetEvent::Other(request),

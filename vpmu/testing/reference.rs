@@ -45,6 +45,8 @@ pub struct Reference {
     global_ctrl: u64,
     global_status: u64,
     debugctl: u64,
+    /// EFER.SVME.
+    pub svme: bool,
     pub pmi_due: bool,
     /// Mask of counters that requested the due PMI.
     pmi_for: u64,
@@ -74,6 +76,7 @@ impl Reference {
             global_ctrl: 0,
             global_status: 0,
             debugctl: 0,
+            svme: false,
             pmi_due: false,
             pmi_for: 0,
             pmi_waits: false,
@@ -92,6 +95,7 @@ impl Reference {
         self.global_ctrl = (0..self.gp).map(|n| 1 << n).sum();
         self.global_status = 0;
         self.debugctl = 0;
+        self.svme = false;
         self.pmi_delivered();
     }
 
@@ -118,23 +122,6 @@ impl Reference {
         }
     }
 
-    fn shows_status(&self) -> bool {
-        self.version() >= 2 || self.kind == ReferenceKind::V2
-    }
-
-    /// Applies the effect of save and restore: the sources of a due PMI are lost.
-    pub fn save_and_restore(&mut self) {
-        self.pmi_waits = false;
-        if self.pmi_due && self.shows_status() {
-            self.pmi_for = self.global_status & self.all();
-        } else if self.pmi_due {
-            self.pmi_for = (0..self.gp)
-                .filter(|&n| self.evtsel[n as usize] & 1 << 20 != 0)
-                .map(|n| 1 << n)
-                .sum();
-        }
-    }
-
     pub fn set_filter(&mut self, filter: Option<FilterSpec>) {
         self.filter = filter;
     }
@@ -151,7 +138,7 @@ impl Reference {
         }
     }
 
-    fn is_amd(&self) -> bool {
+    pub fn is_amd(&self) -> bool {
         matches!(
             self.kind,
             ReferenceKind::AmdOff | ReferenceKind::K7 | ReferenceKind::Core | ReferenceKind::V2
@@ -344,7 +331,7 @@ impl Reference {
             }
             (ReferenceKind::V2, 0xC000_0303) => self.global_status |= value & self.all(),
             _ => match self.amd_register(msr)? {
-                (n, true) => self.evtsel[n] = value & !0xFFFF_FFF0_0028_0000,
+                (n, true) => self.evtsel[n] = value & !0xFFFF_FCF0_0028_0000,
                 (n, false) => {
                     self.pmc[n] = value & self.highest();
                     if self.kind != ReferenceKind::V2 {
@@ -407,6 +394,13 @@ impl Reference {
         let selector = self.evtsel[n as usize];
         let enabled = selector & 1 << 22 != 0;
         let at_some_level = selector & 3 << 16 != 0;
+        // The reference executes no nested guest.
+        let outside_nested_guests = match (selector >> 40 & 1, selector >> 41 & 1) {
+            _ if !self.is_amd() => true,
+            (0, 0) | (1, 1) => true,
+            (0, 1) => self.svme,
+            _ => false,
+        };
         let globally = match self.kind {
             ReferenceKind::Intel(1) | ReferenceKind::K7 | ReferenceKind::Core => true,
             _ => self.global_ctrl & 1 << n != 0,
@@ -414,6 +408,7 @@ impl Reference {
         enabled
             && at_some_level
             && globally
+            && outside_nested_guests
             && !self.frozen()
             && !(self.uncountable)(self.is_amd(), Some(selector), 0)
             && self.filter_allows_general(selector)

@@ -215,7 +215,13 @@ impl<H: TestEvents> CheckedPmu<H> {
     /// Returns an enabled selector with random privilege levels, interrupt bit and event.
     fn selector(&self, bytes: &mut ByteSource<'_>) -> u64 {
         let select = [0x3C, 0xC0, 0x76, 0xFF, UNCOUNTABLE_SELECT, 1, 2, 3][bytes.below(8) as usize];
-        select | (u64::from(bytes.byte() & 3) << 8) | (u64::from(bytes.byte() & 0x13) << 16) | (1 << 22)
+        let value =
+            select | (u64::from(bytes.byte() & 3) << 8) | (u64::from(bytes.byte() & 0x13) << 16) | (1 << 22);
+        if self.reference.is_amd() && bytes.below(4) == 0 {
+            value | u64::from(bytes.byte() & 3) << 40
+        } else {
+            value
+        }
     }
 
     /// Delivers the delayed notifications.
@@ -281,7 +287,7 @@ impl<H: TestEvents> CheckedPmu<H> {
     /// Panics if the PMU and the reference disagree.
     pub fn step(&mut self, bytes: &mut ByteSource<'_>) {
         self.operations += 1;
-        match bytes.below(33) {
+        match bytes.below(34) {
             0..=9 => {
                 let msr = self.address(bytes);
                 let value = self.value(msr, bytes);
@@ -295,6 +301,9 @@ impl<H: TestEvents> CheckedPmu<H> {
                     "WRMSR {msr:#x} = {value:#x} of {:?}",
                     self.reference
                 );
+                if self.vpmu.needs_svme() {
+                    self.vpmu.set_svme(self.reference.svme);
+                }
                 if bytes.flag() {
                     self.vpmu.reconcile(&mut self.events);
                 }
@@ -386,9 +395,11 @@ impl<H: TestEvents> CheckedPmu<H> {
                     .restore(&saved, &mut events)
                     .expect("what was saved can be restored");
                 assert_eq!(there.save(&mut events), saved, "restored bit for bit");
+                if there.needs_svme() {
+                    there.set_svme(self.reference.svme);
+                }
                 self.vpmu = there;
                 self.events = events;
-                self.reference.save_and_restore();
                 self.late = false;
             }
             32 => {
@@ -401,6 +412,13 @@ impl<H: TestEvents> CheckedPmu<H> {
                     self.vpmu.reconcile(&mut self.events);
                     self.reference.retire(cpl == Cpl(0));
                 }
+            }
+            33 => {
+                // A guest that changes EFER.SVME and enables all selectors again.
+                self.deliver();
+                self.reference.svme = bytes.flag();
+                self.vpmu.set_svme(self.reference.svme);
+                self.vpmu.reconcile(&mut self.events);
             }
             _ => match bytes.below(9) {
                 8 => {

@@ -12,10 +12,14 @@ pub mod fed;
 pub mod host;
 #[cfg(feature = "kvm")]
 pub mod kvm;
+#[cfg(any(feature = "host", feature = "sim"))]
+mod period_floor;
 pub mod sched;
 #[cfg(feature = "sim")]
 pub mod sim;
 mod spans;
+#[cfg(feature = "host")]
+mod timer;
 
 use std::any::Any;
 use std::fmt::Debug;

@@ -12,9 +12,11 @@
 //! another to the core.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::attr::{Attr, EventType};
+use crate::pmu::period_floor::PeriodFloor;
 use crate::pmu::{CounterMask, Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
 
 mod hosts;
@@ -42,6 +44,9 @@ pub struct SimConfig {
     pub taken: u64,
     /// Skid: counts between an overflow and its notification.
     pub skid: u64,
+    /// Minimum period: shorter ones are rejected with `EINVAL`, as Linux does on some Intel
+    /// processors. 0 accepts every period.
+    pub min_period: u64,
     /// `config` values that do not exist.
     pub unknown: Vec<u64>,
     /// `config` values that are package counts ([`PmuEvent::count`]).
@@ -55,10 +60,32 @@ struct SimCounter {
     on: bool,
     slot: Option<usize>,
     count: u64,
+    /// Count at which the simulated hardware announces the overflow.
     armed_at: Option<u64>,
+    /// Count at which the event was armed to overflow.
+    wanted_at: u64,
+    floor: PeriodFloor,
     overflows: u32,
     /// Set if the slot was lost while the event was on; `true` after the core noticed the loss.
     lost: Option<bool>,
+}
+
+impl SimCounter {
+    /// Arms the overflow on a host whose minimum period is `min_period`.
+    fn arm(&mut self, overflow_in: u64, min_period: u64) -> Result<(), PmuError> {
+        let overflow_in = overflow_in.max(1);
+        let set = |period| match period < min_period {
+            true => Err(io::Error::from_raw_os_error(libc::EINVAL)),
+            false => Ok(()),
+        };
+        let period = self.floor.set(overflow_in, set).map_err(|source| PmuError::Os {
+            what: "setting the period of a simulated event",
+            source,
+        })?;
+        self.wanted_at = self.count.saturating_add(overflow_in);
+        self.armed_at = Some(self.count.saturating_add(period));
+        Ok(())
+    }
 }
 
 #[derive(Debug, Default)]
@@ -154,6 +181,22 @@ impl SimPmu {
         }
         for (config, total) in package {
             *total += counts(*config);
+        }
+    }
+
+    /// Lets the polling timers of `vcpu` expire: events that have reached the requested count before
+    /// the minimum period has ended report their overflow.
+    pub fn poll_late_overflows(&self, vcpu: VcpuId) {
+        let mut state = self.shared.lock();
+        for counter in state.counters.values_mut() {
+            if counter.on
+                && counter.vcpu == Some(vcpu)
+                && counter.armed_at.is_some_and(|at| at > counter.wanted_at)
+                && counter.count >= counter.wanted_at
+            {
+                counter.armed_at = None;
+                counter.overflows += 1;
+            }
         }
     }
 
@@ -285,6 +328,8 @@ impl Pmu for SimPmu {
                 slot: None,
                 count: 0,
                 armed_at: None,
+                wanted_at: 0,
+                floor: PeriodFloor::default(),
                 overflows: 0,
                 lost: None,
             },
@@ -414,8 +459,13 @@ impl PmuEvent for SimEvent {
         }
         state.arms += u64::from(overflow_in.is_some());
         let counter = state.counter(self.id);
-        counter.armed_at = overflow_in.map(|n| counter.count.saturating_add(n.max(1)));
-        Ok(())
+        match overflow_in {
+            Some(n) => counter.arm(n, self.shared.config.min_period),
+            None => {
+                counter.armed_at = None;
+                Ok(())
+            }
+        }
     }
 
     fn stop(&mut self) {
@@ -449,9 +499,9 @@ impl PmuEvent for SimEvent {
     fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {
         let mut state = self.shared.lock();
         state.arms += 1;
-        let counter = state.counter(self.id);
-        counter.armed_at = Some(counter.count.saturating_add(overflow_in.max(1)));
-        Ok(())
+        state
+            .counter(self.id)
+            .arm(overflow_in, self.shared.config.min_period)
     }
 
     fn take_overflows(&mut self) -> u32 {

@@ -1,6 +1,7 @@
 //! Backings that this host supports and the events that they can count. The choice is made once per
 //! VM.
 
+use crate::kvm::cpuid::read_host;
 use crate::kvm::host::Kvm;
 use crate::kvm::own_pmu::{self, KvmPmuOffer, KvmVpmuUnavailable};
 use crate::kvm::stepping::Stepping;
@@ -162,7 +163,9 @@ pub(super) fn sources_of(
     opens: CountableEvents,
     mut statistic: impl FnMut(&'static str) -> Option<u64>,
 ) -> EventSources {
-    EventSources::new(policy, hardware, |event| statistic(statistic_of(event)?)).opening(opens)
+    EventSources::new(policy, hardware, |event| statistic(statistic_of(event)?))
+        .opening(opens)
+        .on_signature(read_host(1, 0).eax)
 }
 
 /// Returns the architectural events that the host's kernel opens as generic events.

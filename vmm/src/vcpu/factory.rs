@@ -113,8 +113,13 @@ impl VcpuFactory {
         &self,
         kvm: KvmVcpu,
         slot: &Arc<VcpuSlot>,
-        vcpu_pmu: Option<VcpuPmu>,
+        mut vcpu_pmu: Option<VcpuPmu>,
     ) -> Result<Vcpu, (KvmVcpu, VcpuError)> {
+        if let Some(pmu) = &mut vcpu_pmu
+            && let Some(leaf) = kvm.cpuid().as_slice().iter().find(|leaf| leaf.function == 1)
+        {
+            pmu.registers().set_signature(leaf.eax);
+        }
         let masks = vcpu_pmu
             .as_ref()
             .is_some_and(crate::pmu::VcpuPmu::masks_lvtpc_on_delivery);

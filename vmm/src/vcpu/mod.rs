@@ -49,6 +49,9 @@ use reset_barrier::ResetWait;
 use running::{ExitCompletion, LoopAction, Running, StartNotifier};
 use step::StepAction;
 
+/// EFER.SVME: the guest has enabled AMD-V.
+const EFER_SVME: u64 = 1 << 12;
+
 /// Result of the run loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LoopExit {
@@ -351,6 +354,10 @@ impl Running {
             wants_system |= done.used_system;
         }
         self.registers.set_system_sync(&mut self.fd, wants_system);
+        if pmu.registers().needs_svme() {
+            let svme = self.fd.get_sregs().is_ok_and(|sregs| sregs.efer & EFER_SVME != 0);
+            pmu.registers().set_svme(svme);
+        }
         pmu.reconcile();
         match std::mem::take(&mut self.completed) {
             ExitCompletion::None => {}

@@ -30,6 +30,24 @@ pub struct PmiCounts {
     pub withdrawn: u64,
 }
 
+/// A due PMI in the saved state.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DuePmi {
+    /// Mask of counters that requested the PMI and have not been served since.
+    pub(crate) sources: u64,
+    /// Set if the PMI could not be delivered.
+    pub(crate) deferred: bool,
+}
+
+/// A due PMI as read from a saved state.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum RestoredPmi {
+    /// Complete description.
+    Known(DuePmi),
+    /// PMI of layout version 1, which lacks the sources.
+    UnknownSources,
+}
+
 impl Vpmu {
     /// Returns whether a PMI is due, including a delayed one.
     #[inline]
@@ -117,20 +135,33 @@ impl Vpmu {
         self.pmi_held = false;
     }
 
-    /// Restores a PMI that was due when the state was saved. The saved state does not include the
-    /// counters that requested it, so every possible counter is assumed to have done so: a spurious
-    /// PMI is better than a lost one.
-    pub(crate) fn restore_pmi(&mut self, due: bool) {
+    /// Returns the due PMI as part of the saved state.
+    pub(crate) fn due_pmi(&self) -> Option<DuePmi> {
+        self.pmi_due.then_some(DuePmi {
+            sources: self.pmi_sources,
+            deferred: self.pmi_deferred,
+        })
+    }
+
+    /// Restores the PMI that was due when the state was saved. Without known sources, every
+    /// possible counter is assumed to have requested it: a spurious PMI is better than a lost one.
+    pub(crate) fn restore_pmi(&mut self, pmi: Option<RestoredPmi>) {
         self.forget_pmi();
-        if due {
-            self.pmi_due = true;
-            self.pmi_sources = if self.vendor.has_status(&self.model) {
-                self.registers.global_status & self.model.counters_mask()
-            } else {
-                counters_in(self.model.counters_mask())
+        let Some(pmi) = pmi else { return };
+        self.pmi_due = true;
+        match pmi {
+            RestoredPmi::Known(DuePmi { sources, deferred }) => {
+                self.pmi_sources = sources;
+                self.pmi_deferred = deferred;
+            }
+            RestoredPmi::UnknownSources if self.vendor.has_status(&self.model) => {
+                self.pmi_sources = self.registers.global_status & self.model.counters_mask();
+            }
+            RestoredPmi::UnknownSources => {
+                self.pmi_sources = counters_in(self.model.counters_mask())
                     .filter(|&counter| self.vendor.interrupts(&self.registers, counter))
-                    .fold(0, |mask, counter| mask | counter.mask())
-            };
+                    .fold(0, |mask, counter| mask | counter.mask());
+            }
         }
     }
 

@@ -2,6 +2,7 @@
 
 use super::Vpmu;
 use crate::counter_events::{CounterEvents, CounterTimes};
+use crate::dialect::EventDialect;
 use crate::events::{Backing, EventRequest};
 use crate::index::{CounterIndex, counters_in};
 
@@ -44,7 +45,7 @@ impl Vpmu {
         self.uncounted_ns(events);
         counters_in(self.model.counters_mask())
             .map(|counter| {
-                let request = self.vendor.request(&self.registers, counter);
+                let request = self.request(counter);
                 let value = self.value(counter, events);
                 let held = &self.counters[counter.slot()];
                 let uncounted_ns = self.lost.of(counter);
@@ -71,5 +72,23 @@ impl Vpmu {
                 }
             })
             .collect()
+    }
+
+    /// Returns the event request that the counter's control encodes.
+    #[inline]
+    pub(super) fn request(&self, counter: CounterIndex) -> Option<EventRequest> {
+        let request = self.vendor.request(&self.registers, counter)?;
+        Some(self.dialect.decode(request))
+    }
+
+    /// Sets the processor signature in the guest's CPUID (CPUID.01H:EAX), by which event numbers
+    /// that differ between processor generations are decoded. The change applies at the next
+    /// [`Self::reconcile`].
+    pub fn set_signature(&mut self, eax: u32) {
+        let dialect = EventDialect::of_signature(self.model.vendor(), eax);
+        if self.dialect != dialect {
+            self.dialect = dialect;
+            self.mark_all();
+        }
     }
 }

@@ -55,7 +55,7 @@ fn amd_generations_have_their_registers() {
 fn amd_reserved_bits_are_ignored() {
     let mut guest = Guest::of("amd-v2", None);
     guest.write(PERF_CTL0, u64::MAX);
-    assert_eq!(guest.read(PERF_CTL0), !0xFFFF_FFF0_0028_0000);
+    assert_eq!(guest.read(PERF_CTL0), !0xFFFF_FCF0_0028_0000);
     guest.write(PERF_CTR0, u64::MAX);
     assert_eq!(guest.read(PERF_CTR0), (1 << 48) - 1);
     guest.write(PERF_CNTR_GLOBAL_CTL, u64::MAX);
@@ -104,6 +104,72 @@ fn the_event_select_has_twelve_bits() {
         EventSelection::General(EventSelect(0xFFF), UnitMask(1))
     );
     assert_eq!(request.event, GuestEvent::Paravirtual(ParavirtualEvent::VmExits));
+}
+
+/// APM vol. 2 §13.2.1, HG_ONLY. The first level executes no nested guest here.
+#[test]
+fn host_only_and_guest_only_depend_on_svme() {
+    const GUEST_ONLY: u64 = 1 << 40;
+    const HOST_ONLY: u64 = 1 << 41;
+    for (model, selector, counter) in [
+        ("amd-k7", PERF_LEGACY_CTL0, PERF_LEGACY_CTR0),
+        ("amd", PERF_CTL0, PERF_CTR0),
+        ("amd-v2", PERF_CTL0, PERF_CTR0),
+    ] {
+        for (bits, without, with) in [
+            (0, true, true),
+            (GUEST_ONLY, false, false),
+            (HOST_ONLY, false, true),
+            (GUEST_ONLY | HOST_ONLY, true, true),
+        ] {
+            let mut guest = Guest::of(model, None);
+            let mut expected = 0;
+            let mut run = |guest: &mut Guest, counts: bool| {
+                guest.run(10);
+                expected += if counts { 10 } else { 0 };
+                assert_eq!(guest.read(counter), expected, "{model}, {bits:#x}");
+            };
+            guest.write(selector, ENABLED | bits);
+            assert_eq!(guest.read(selector), ENABLED | bits);
+            let depends = bits == GUEST_ONLY || bits == HOST_ONLY;
+            assert_eq!(guest.vpmu.needs_svme(), depends, "{model}, {bits:#x}");
+            run(&mut guest, without);
+            for svme in [true, false, true] {
+                guest.vpmu.set_svme(svme);
+                guest.vpmu.reconcile(&mut guest.events);
+                assert!(!guest.vpmu.needs_svme());
+                run(&mut guest, if svme { with } else { without });
+            }
+            // A change of the bits alone takes effect, and a counter that was stopped asks again.
+            guest.write(selector, ENABLED | GUEST_ONLY);
+            run(&mut guest, false);
+            guest.vpmu.set_svme(true);
+            guest.write(selector, ENABLED | HOST_ONLY);
+            run(&mut guest, true);
+            guest.vpmu.set_svme(true);
+            guest.write(selector, (ENABLED | HOST_ONLY) & !(1 << 22));
+            assert!(!guest.vpmu.needs_svme());
+            guest.write(selector, ENABLED | HOST_ONLY);
+            assert!(guest.vpmu.needs_svme());
+        }
+    }
+    assert!(!Guest::of("intel", None).try_write(IA32_PERFEVTSEL0, GUEST_ONLY | ENABLED));
+}
+
+/// EFER is not part of the saved state, so the restored PMU asks for it.
+#[test]
+fn restored_host_only_counter_requests_svme() {
+    let mut guest = Guest::of("amd", None);
+    guest.write(PERF_CTL0, ENABLED | 1 << 41);
+    let saved = guest.vpmu.save(&mut guest.events);
+    let mut there = Guest::of("amd", None);
+    assert!(!there.vpmu.needs_svme());
+    there.vpmu.restore(&saved, &mut there.events).unwrap();
+    assert!(there.vpmu.needs_svme());
+    there.vpmu.set_svme(true);
+    there.vpmu.reconcile(&mut there.events);
+    there.run(10);
+    assert_eq!(there.read(PERF_CTR0), 10);
 }
 
 #[test]

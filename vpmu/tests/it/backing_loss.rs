@@ -277,24 +277,28 @@ impl Pmu for Hardware {
 const VCPU: VcpuId = VcpuId(0);
 
 /// PMU of a vCPU on perf-core, with a host PMU whose slots can be revoked.
-struct PerfCoreGuest {
+pub struct PerfCoreGuest {
     core: Core,
     clock: Arc<ManualClock>,
-    pmu: SimPmu,
-    context: Arc<VcpuContext>,
+    pub pmu: SimPmu,
+    pub context: Arc<VcpuContext>,
     guest_clock: Arc<VcpuClock>,
-    vpmu: Vpmu,
-    events: PerfCoreEvents,
+    pub vpmu: Vpmu,
+    pub events: PerfCoreEvents,
 }
 
 impl PerfCoreGuest {
     fn new(slots: usize, policy: BackingPolicy) -> Self {
+        Self::on(SimPmu::with_slots(slots), policy)
+    }
+
+    /// Creates a guest that counts instructions and cycles on the host PMU `pmu`.
+    pub fn on(pmu: SimPmu, policy: BackingPolicy) -> Self {
         let clock = Arc::new(ManualClock::new());
         let core = Core::new(CoreConfig {
             clock: clock.clone(),
             ..CoreConfig::default()
         });
-        let pmu = SimPmu::with_slots(slots);
         core.register(Arc::new(Hardware(pmu.clone())));
         let clock_pmu = ClockPmu::new(None);
         let guest_clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
@@ -326,7 +330,7 @@ impl PerfCoreGuest {
         rig
     }
 
-    fn write(&mut self, msr: u32, value: u64) {
+    pub fn write(&mut self, msr: u32, value: u64) {
         let written = self.vpmu.write_msr(MsrAddress(msr), value, &mut self.events);
         assert_eq!(written, MsrWriteOutcome::Done);
         self.vpmu.reconcile(&mut self.events);

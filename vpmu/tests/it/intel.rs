@@ -585,3 +585,29 @@ fn exits_far_from_overflow_do_not_rearm() {
     guest.run(99_000 + 400);
     assert!(guest.vpmu.pmi_pending());
 }
+
+/// rr programs C4H/01H on a Skylake signature and C4H/11H on Ice Lake.
+#[test]
+fn conditional_branches_depend_on_signature() {
+    const CONDITIONAL_01: u64 = 0x51_01C4;
+    let counter = CounterIndex::general(0).unwrap();
+    let event = |guest: &Guest| guest.events.request(counter).unwrap().event;
+    let mut guest = Guest::of("intel", None);
+    guest.write(IA32_PERFEVTSEL0, CONDITIONAL_01 | 1 << 22);
+    assert_eq!(event(&guest), GuestEvent::Raw);
+    // A programmed counter is decoded again.
+    guest.vpmu.set_signature(0x0005_0657);
+    guest.vpmu.reconcile(&mut guest.events);
+    let conditional = GuestEvent::Architectural(ArchEvent::ConditionalBranches);
+    assert_eq!(event(&guest), conditional);
+    assert_eq!(
+        guest.vpmu.counters_view(&mut guest.events)[0]
+            .request
+            .unwrap()
+            .event,
+        conditional
+    );
+    guest.vpmu.reset(&mut guest.events);
+    guest.write(IA32_PERFEVTSEL0, CONDITIONAL_01 | 1 << 22);
+    assert_eq!(event(&guest), conditional, "a reset keeps the signature");
+}

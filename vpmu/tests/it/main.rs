@@ -21,3 +21,4 @@ mod perf_core_backing;
 mod pmi;
 mod reference_model;
 mod reference_model_on_perf_core;
+mod short_periods;

@@ -26,7 +26,7 @@ struct Machine {
     clock: Arc<VcpuClock>,
 }
 
-struct NoRegs;
+pub struct NoRegs;
 
 impl SampleRegs for NoRegs {
     fn mode(&mut self) -> perf_core::CpuMode {

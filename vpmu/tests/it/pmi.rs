@@ -194,20 +194,66 @@ fn deferred_pmi_is_kept_for_undetected_overflow() {
     assert!(!guest.vpmu.pmi_pending());
 }
 
-/// The saved state does not include the sources of the PMI, so every possible source must be
-/// served.
+/// Saves the state of a guest and restores it into a new one.
+fn moved(mut guest: Guest, model: &str) -> Guest {
+    let saved = guest.vpmu.save(&mut guest.events);
+    let mut there = Guest::of(model, None);
+    there.vpmu.restore(&saved, &mut there.events).unwrap();
+    there.vpmu.reconcile(&mut there.events);
+    assert_eq!(there.vpmu.save(&mut there.events), saved);
+    there
+}
+
+/// The first counter's status bit is from an earlier PMI: only the second must be served.
 #[test]
-fn restored_pmi_is_withdrawn_after_all_served() {
+fn restored_pmi_keeps_its_sources() {
     let mut guest = guest_in_pmi_handler();
     guest.run(10);
-    let saved = guest.vpmu.save(&mut guest.events);
-    let mut there = Guest::of("intel", None);
-    there.vpmu.restore(&saved, &mut there.events).unwrap();
+    let mut there = moved(guest, "intel");
     assert!(there.vpmu.defer_pmi());
     there.write(IA32_PERF_GLOBAL_STATUS_RESET, 2);
-    assert!(there.vpmu.pmi_pending());
-    there.write(IA32_PERF_GLOBAL_STATUS_RESET, 1);
     assert!(!there.vpmu.pmi_pending());
+}
+
+#[test]
+fn restored_pmi_stays_deferred() {
+    for (model, selector, counter, status_clear) in [
+        (
+            "intel",
+            IA32_PERFEVTSEL0,
+            IA32_A_PMC0,
+            IA32_PERF_GLOBAL_STATUS_RESET,
+        ),
+        ("amd-v2", PERF_CTL0, PERF_CTR0, PERF_CNTR_GLOBAL_STATUS_CLR),
+    ] {
+        let mut guest = Guest::of(model, None);
+        guest.write(selector, INTERRUPTING);
+        guest.write(counter, (1 << 48) - 10);
+        guest.run(10);
+        assert!(guest.vpmu.defer_pmi(), "{model}");
+        let mut there = moved(guest, model);
+        assert!(there.vpmu.pmi_pending(), "{model}");
+        there.write(status_clear, 1);
+        assert!(!there.vpmu.pmi_pending(), "{model}: served while it had to wait");
+    }
+}
+
+/// Clearing the interrupt bit does not serve a counter.
+#[test]
+fn restored_pmi_survives_cleared_interrupt_bit() {
+    for (model, selector, counter) in [
+        ("amd-k7", PERF_LEGACY_CTL0, PERF_LEGACY_CTR0),
+        ("amd", PERF_CTL0, PERF_CTR0),
+    ] {
+        let mut guest = Guest::of(model, None);
+        guest.write(selector, INTERRUPTING);
+        guest.write(counter, -10i64 as u64);
+        guest.run(10);
+        guest.write(selector, ENABLED);
+        let mut there = moved(guest, model);
+        assert!(there.vpmu.defer_pmi(), "{model}: still to come");
+        assert_eq!(there.vpmu.pmi_ready(0), PmiReadiness::Now, "{model}");
+    }
 }
 
 #[test]
@@ -355,6 +401,66 @@ fn filter_applies_to_running_counters() {
     guest.vpmu.reconcile(&mut guest.events);
     guest.run(10);
     assert_eq!(guest.read(IA32_PMC0), 20);
+}
+
+/// KVM let fixed counters escape a filter on some paths: a write of the fixed counters' control, of
+/// the global control, and instructions that it completes itself.
+#[test]
+fn filter_applies_to_fixed_counters_on_every_path() {
+    const ALL_ON: u64 = 0x3_0000_0000;
+    let none = EventFilter::from_toml("action = \"deny\"\nfixed-counters = 1").unwrap();
+    let (deny, allow) = (Arc::new(none), Arc::new(EventFilter::allow_all()));
+    let mut guest = Guest::of("intel", None);
+    let mut expected = 0;
+    let mut run = |guest: &mut Guest, path: &str, counts: bool| {
+        guest.run(10);
+        guest.vpmu.count_emulated_instruction(Cpl(0), &mut guest.events);
+        guest.vpmu.reconcile(&mut guest.events);
+        expected += if counts { 11 } else { 0 };
+        assert_eq!(guest.read(IA32_FIXED_CTR0), expected, "{path}");
+        assert_eq!(guest.rdpmc(1 << 30), Some(expected), "{path}");
+    };
+    let set = |guest: &mut Guest, filter: &Arc<EventFilter>| {
+        guest.vpmu.set_filter(Arc::clone(filter));
+        guest.vpmu.reconcile(&mut guest.events);
+    };
+    guest.write(IA32_FIXED_CTR_CTRL, 0x33);
+    guest.write(IA32_PERF_GLOBAL_CTRL, ALL_ON);
+    run(&mut guest, "no filter", true);
+    set(&mut guest, &deny);
+    run(&mut guest, "set while counting", false);
+    guest.write(IA32_FIXED_CTR_CTRL, 0);
+    guest.write(IA32_FIXED_CTR_CTRL, 0x31);
+    run(&mut guest, "control written", false);
+    guest.write(IA32_PERF_GLOBAL_CTRL, 0);
+    guest.write(IA32_PERF_GLOBAL_CTRL, ALL_ON);
+    run(&mut guest, "global control written", false);
+    guest.write(IA32_FIXED_CTR0 + 1, (1 << 48) - 5);
+    run(&mut guest, "another counter overflowed", false);
+    guest.vpmu.detach(&mut guest.events);
+    guest.vpmu.reconcile(&mut guest.events);
+    run(&mut guest, "other thread", false);
+    let saved = guest.vpmu.save(&mut guest.events);
+    guest.vpmu.restore(&saved, &mut guest.events).unwrap();
+    guest.vpmu.reconcile(&mut guest.events);
+    run(&mut guest, "restored", false);
+    set(&mut guest, &allow);
+    run(&mut guest, "allowed again", true);
+    // A paused counter resumes without a new decision, unless the filter has changed meanwhile.
+    guest.write(IA32_PERF_GLOBAL_CTRL, 0);
+    set(&mut guest, &deny);
+    guest.write(IA32_PERF_GLOBAL_CTRL, ALL_ON);
+    run(&mut guest, "set during a pause", false);
+    guest.write(IA32_PERF_GLOBAL_CTRL, 0);
+    set(&mut guest, &allow);
+    guest.write(IA32_PERF_GLOBAL_CTRL, ALL_ON);
+    run(&mut guest, "allowed during a pause", true);
+    guest.vpmu.reset(&mut guest.events);
+    set(&mut guest, &deny);
+    guest.write(IA32_FIXED_CTR_CTRL, 0x3);
+    guest.write(IA32_PERF_GLOBAL_CTRL, ALL_ON);
+    guest.run(10);
+    assert_eq!(guest.read(IA32_FIXED_CTR0), 0, "reset");
 }
 
 #[test]

@@ -19,7 +19,7 @@
 
 use std::io;
 
-use super::timer::{MIN_TIMER_NS, Timer, wall_ns};
+use crate::pmu::timer::{MIN_TIMER_NS, Timer, wall_ns};
 
 /// Repetition period of a timer that is not re-armed, in nanoseconds.
 const REPEAT_NS: u64 = 64_000_000;

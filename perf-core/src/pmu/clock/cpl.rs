@@ -28,7 +28,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use perf_event_open_sys::bindings as b;
 
-use super::timer::{MIN_TIMER_NS, Timer};
+use crate::pmu::timer::{MIN_TIMER_NS, Timer};
 
 use crate::pmu::host::fd::{PerfFd, PerfMap, new_attr};
 

@@ -27,15 +27,14 @@
 mod alarm;
 mod cpl;
 mod event;
-mod timer;
 mod vcpu;
 
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
+pub use crate::pmu::timer::MIN_TIMER_NS;
 pub use cpl::LevelSource;
-pub use timer::MIN_TIMER_NS;
 pub use vcpu::VcpuClock;
 
 use crate::attr::{Attr, EventType};

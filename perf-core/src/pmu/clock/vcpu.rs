@@ -17,8 +17,8 @@ use std::sync::{Mutex, Once};
 
 use super::alarm::{Alarm, AlarmSlot, ClockTimes};
 use super::cpl::{CplAttribution, PrivilegeLevel};
-use super::timer::{clock_ns, wall_ns};
 use crate::pmu::host::fd::current_tid;
+use crate::pmu::timer::{clock_ns, wall_ns};
 
 /// Maximum number of attempts of a reader before it returns the finished intervals only.
 const READ_TRIES: usize = 64;

@@ -29,6 +29,7 @@ pub(crate) mod fd;
 mod group;
 mod guest_ring;
 mod hybrid;
+mod late;
 mod open_params;
 mod opener;
 mod probe;
@@ -39,6 +40,7 @@ use std::io;
 use std::sync::Arc;
 
 use crate::attr::{Attr, EventType};
+use crate::pmu::period_floor::PeriodFloor;
 use crate::pmu::{CounterMask, GroupHandle, Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget};
 
 use perf_event_open_sys::bindings::{PERF_RECORD_SAMPLE, PERF_SAMPLE_READ};
@@ -48,6 +50,7 @@ pub use fd::monotonic_ns;
 use fd::{PARKED_PERIOD, PerfFd, PerfMap, READ_TIMES, TimedCount, current_tid, new_attr};
 use group::KernelGroup;
 pub use guest_ring::{DrainStats, GuestSample, GuestSampleRing, GuestSampler, SampleOrigin};
+use late::LateOverflowPoll;
 use open_params::{GroupMembership, OpenParams, missing_cpu_error};
 pub use opener::{DirectOpener, EventOpener, HostTarget, OpenRequest, OverflowSignal, set_event_opener};
 pub use probe::{
@@ -246,6 +249,8 @@ impl HostPmu {
             good: LastOnCounter::default(),
             lost_at_ns: None,
             armed_at: None,
+            floor: PeriodFloor::default(),
+            late: LateOverflowPoll::default(),
         }))
     }
 }
@@ -281,6 +286,10 @@ struct HostEvent {
     /// Set if the event was on since `last_count` was read.
     stale: bool,
     armed_at: Option<u64>,
+    /// Minimum period that the kernel accepts for the event.
+    floor: PeriodFloor,
+    /// Search for an overflow that is nearer than this minimum.
+    late: LateOverflowPoll,
     /// Last moment at which the event was known to be on a counter.
     good: LastOnCounter,
     /// Earliest moment at which the kernel took the counter of the running event.
@@ -298,11 +307,11 @@ struct LastOnCounter {
 
 impl HostEvent {
     /// Makes the kernel end a period `period` counts after the current count `count`, and repeat
-    /// that period. Does nothing if the kernel is already set to do so. The period of a clock may
-    /// have to be longer.
+    /// that period. Does nothing if the kernel is already set to do so. The period of a clock, or one
+    /// below the kernel's minimum, may have to be longer.
     fn set_period(&mut self, count: u64, period: u64) -> Result<(), PmuError> {
         let asked = count.saturating_add(period);
-        let period = self.ringing.period_for(period);
+        let period = self.floor.period_for(self.ringing.period_for(period));
         let due = count.saturating_add(period);
         let next = self.next_due(count);
         if next == due || next >= asked && self.kernel_period == period {
@@ -316,11 +325,12 @@ impl HostEvent {
         // counts one by one overflows at the next count and then completes the old period once
         // more, so it is disabled and enabled again.
         let restart = self.on && self.one_by_one;
-        let set = || {
+        let floor = &mut self.floor;
+        let mut set = || {
             if restart {
                 self.fd.disable()?;
             }
-            let set = self.fd.set_period(period);
+            let set = floor.set(period, |period| self.fd.set_period(period));
             match &self.member {
                 Some(GroupMembership { group, member }) if restart => group.enable(member)?,
                 None if restart => self.fd.enable()?,
@@ -328,11 +338,11 @@ impl HostEvent {
             }
             set
         };
-        set().map_err(|source| PmuError::Os {
+        let period = set().map_err(|source| PmuError::Os {
             what: "setting the period of a host event",
             source,
         })?;
-        (self.kernel_period, self.kernel_due) = (period, due);
+        (self.kernel_period, self.kernel_due) = (period, count.saturating_add(period));
         Ok(())
     }
 
@@ -344,9 +354,26 @@ impl HostEvent {
         }
     }
 
+    /// Polls for the overflow at `at` if the kernel's minimum period ends after it.
+    fn poll_if_late(&mut self, count: u64, at: u64) {
+        if self.floor.period_for(1) <= at.saturating_sub(count) {
+            self.late.end();
+            return;
+        }
+        let begun = match self.opener.signal {
+            _ if self.late.is_on() => self.late.continue_after_signal(),
+            Some(signal) => self.late.begin(self.opener.signal_tid, signal),
+            None => Ok(()),
+        };
+        if let Err(e) = begun {
+            log::debug!("a host event's overflow may be late: {}", crate::error_line(&e));
+        }
+    }
+
     /// Keeps the kernel from overflowing. Free if the event is already parked.
     fn park(&mut self) {
         self.ringing.end();
+        self.late.end();
         if self.kernel_period != PARKED_PERIOD {
             self.kernel_due = u64::MAX;
             if let Err(e) = self.set_period(0, PARKED_PERIOD) {
@@ -496,6 +523,7 @@ impl PmuEvent for HostEvent {
 
     fn stop(&mut self) {
         self.ringing.end();
+        self.late.end();
         if !self.on {
             return;
         }
@@ -607,7 +635,10 @@ impl PmuEvent for HostEvent {
         }
         self.ringing.begin();
         self.set_period(count, overflow_in.clamp(1, PARKED_PERIOD - 1))?;
-        self.armed_at = Some(count.saturating_add(overflow_in.max(1)));
+        let at = count.saturating_add(overflow_in.max(1));
+        self.armed_at = Some(at);
+        self.late.end();
+        self.poll_if_late(count, at);
         Ok(())
     }
 
@@ -620,12 +651,14 @@ impl PmuEvent for HostEvent {
             return None;
         };
         let count = match self.overflow_in_ring() {
+            Some(None) if self.late.is_on() => self.read(),
             Some(in_ring) => in_ring?,
             None => self.read(),
         };
         self.last_count = self.last_count.max(count);
         if count >= at {
             self.armed_at = None;
+            self.late.end();
             return Some(count);
         }
         // The kernel's timer of a clock event can run slightly ahead of its count, and the kernel
@@ -638,6 +671,7 @@ impl PmuEvent for HostEvent {
                 crate::error_line(&e)
             );
         }
+        self.poll_if_late(count, at);
         None
     }
 

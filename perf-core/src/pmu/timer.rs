@@ -1,5 +1,5 @@
-//! Timers with signals that announce overflows of clock events or request a sample of the guest's
-//! privilege level.
+//! Timers with signals that announce overflows of clock events, look for late overflows of host
+//! events, or request a sample of the guest's privilege level.
 //!
 //! These are POSIX timers rather than host perf events. A perf event sends its signal from a
 //! separate interrupt (`irq_work`), which an emulated host may delay until the next scheduler tick.
@@ -57,6 +57,7 @@ impl Timer {
 
     /// Arms the timer to expire `ns` from now (at least 1) and then every `interval_ns`. Takes one
     /// system call.
+    #[cfg(feature = "clock")]
     pub(super) fn set_repeating(&self, ns: u64, interval_ns: u64) -> io::Result<()> {
         self.settime(ns.max(1), interval_ns)
     }
@@ -72,6 +73,7 @@ impl Timer {
     }
 
     /// Returns the time until expiry in nanoseconds; 0 if the timer has expired or is disarmed.
+    #[cfg(feature = "clock")]
     pub(super) fn left_ns(&self) -> u64 {
         self.expiry_ns.saturating_sub(wall_ns())
     }

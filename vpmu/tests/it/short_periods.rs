@@ -1,0 +1,105 @@
+//! Tests of overflow distances below the minimum period of the host, as on Intel processors, where
+//! Linux rejects periods below 2, 32 or 128 for some events.
+
+use perf_core::pmu::VcpuId;
+use perf_core::pmu::sim::{SimConfig, SimPmu};
+use vpmu::registers::*;
+use vpmu::*;
+
+use crate::backing_loss::PerfCoreGuest;
+use crate::perf_core_backing::NoRegs;
+
+const VCPU: VcpuId = VcpuId(0);
+/// Selector for branch instructions at all privilege levels, interrupting and enabled.
+const BRANCHES: u64 = 0x53_00C4;
+const MINIMUMS: [u64; 4] = [1, 2, 32, 128];
+
+/// Returns a guest that samples branches, on a host with this minimum period.
+fn sampling(min_period: u64, distance: u64) -> PerfCoreGuest {
+    let pmu = SimPmu::new(SimConfig {
+        slots: Some(4),
+        min_period,
+        ..SimConfig::default()
+    });
+    let mut guest = PerfCoreGuest::on(pmu, BackingPolicy::Hardware);
+    guest.write(IA32_PERF_GLOBAL_CTRL, 0);
+    guest.write(IA32_PERFEVTSEL0, BRANCHES);
+    guest.write(IA32_A_PMC0, (1 << 48) - distance);
+    guest.write(IA32_PERF_GLOBAL_CTRL, 1);
+    guest
+}
+
+impl PerfCoreGuest {
+    /// Handles an overflow signal.
+    fn notice(&mut self) {
+        let mut counters = Vec::new();
+        self.context.service_overflows(&mut NoRegs, &mut |overflowed| {
+            counters.extend(PerfCoreEvents::counter_of(overflowed.cookie));
+        });
+        for counter in counters {
+            self.vpmu.overflowed(counter, &mut self.events);
+        }
+        self.vpmu.reconcile(&mut self.events);
+    }
+
+    /// Executes `branches` and returns whether a PMI is due. The host announces overflows itself.
+    fn branches(&mut self, branches: u64) -> bool {
+        self.pmu.advance(VCPU, |_| branches);
+        self.notice();
+        self.vpmu.pmi_pending()
+    }
+}
+
+/// The PMI comes when the shortest period that the host accepts has ended.
+#[test]
+fn short_distance_overflows_within_the_minimum_period() {
+    for minimum in MINIMUMS {
+        for distance in [1, 2, 5, 31, 32, 33, 200] {
+            let mut guest = sampling(minimum, distance);
+            let announced = distance.max(minimum);
+            assert!(
+                !guest.branches(announced - 1),
+                "{distance} on a host of {minimum}"
+            );
+            assert!(guest.branches(1), "{distance} on a host of {minimum}");
+        }
+    }
+}
+
+/// A rare event would reach the host's minimum much later, so a timer looks for its overflow.
+#[test]
+fn short_distance_of_a_rare_event_is_polled() {
+    for minimum in MINIMUMS {
+        let mut guest = sampling(minimum, 3);
+        for counted in 1..=3u64 {
+            guest.branches(1);
+            guest.pmu.poll_late_overflows(VCPU);
+            guest.notice();
+            assert_eq!(guest.vpmu.pmi_pending(), counted == 3, "{counted} on {minimum}");
+        }
+    }
+}
+
+/// rr starts with a period of 0xFFFFFFFF and then sets it to 1.
+#[test]
+fn distance_is_shortened_to_one_while_counting() {
+    for minimum in MINIMUMS {
+        let mut guest = sampling(minimum, 0xFFFF_FFFF);
+        assert!(!guest.branches(1000));
+        guest.write(IA32_A_PMC0, (1 << 48) - 1);
+        assert!(guest.branches(minimum), "a host of {minimum}");
+        guest.vpmu.pmi_delivered(0);
+        guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 1);
+        // Each further overflow is armed in the same way.
+        for _ in 0..3 {
+            guest.write(IA32_A_PMC0, (1 << 48) - 1);
+            assert!(guest.branches(minimum), "a host of {minimum}");
+            guest.vpmu.pmi_delivered(0);
+            guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 1);
+        }
+        assert!(
+            !guest.branches(minimum),
+            "nothing is armed for the next 2^48 branches"
+        );
+    }
+}
