@@ -3,11 +3,12 @@
 
 use std::fs::File;
 use std::io::{self, Chain, Cursor, ErrorKind, Read};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use sandbox::paths;
 
 use crate::signals::is_end_requested;
 
@@ -95,10 +96,7 @@ pub fn can_be_read(path: &Path) -> io::Result<()> {
 }
 
 fn open_nonblocking(path: &Path) -> io::Result<File> {
-    File::options()
-        .read(true)
-        .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
-        .open(path)
+    paths::open(path, libc::O_RDONLY | libc::O_NONBLOCK | libc::O_NOCTTY)
 }
 
 #[cfg(test)]

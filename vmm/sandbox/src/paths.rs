@@ -5,8 +5,8 @@
 //! resolves the directory of a path without following symbolic links of other users, and holds it
 //! open so that later operations apply to the same directory.
 //! [`Directory::without_file_capabilities`] performs an operation with the file capabilities only
-//! if no other user can influence the result. [`bind`] and [`append`] are based on it. No
-//! permissions are changed by path.
+//! if no other user can influence the result. [`bind`], [`append`], [`open`] and [`connect`] are
+//! based on it. No permissions are changed by path.
 #![expect(unsafe_code, reason = "socket(2), bind(2) and listen(2)")]
 
 use std::collections::VecDeque;
@@ -16,13 +16,14 @@ use std::io;
 use std::mem::{offset_of, zeroed};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Component, Path, PathBuf};
 
 use rustix::fs::{
     AtFlags, CWD, FileType, Mode, OFlags, Stat, fchmod, fstat, fstatfs, openat, readlinkat, statat, unlinkat,
 };
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::process::{geteuid, umask};
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
 
@@ -254,6 +255,34 @@ impl Directory {
         Self::reach(path, |walk| walk.run(0)).map(|(directory, _)| directory)
     }
 
+    /// Resolves `path` including symbolic links at its end. Returns the parent directory and the
+    /// name of the file, or a directory without a name for `/` and `.`.
+    fn of_target(path: &Path) -> io::Result<(Self, Option<OsString>)> {
+        Self::reach(path, |walk| {
+            walk.run(1)?;
+            while let Some(name) = walk.rest.front().cloned()
+                && !is_proc(&walk.at)
+                && statat(&walk.at, &name, AtFlags::SYMLINK_NOFOLLOW)
+                    .is_ok_and(|meta| FileType::from_raw_mode(meta.st_mode) == FileType::Symlink)
+            {
+                walk.rest.clear();
+                walk.follow(&name)?;
+                walk.run(1)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Returns `flags` for opening a file in this directory without following a symbolic link.
+    /// Magic links in /proc are followed.
+    fn final_flags(&self, flags: OFlags) -> OFlags {
+        if is_proc(&self.fd) {
+            flags
+        } else {
+            flags | OFlags::NOFOLLOW
+        }
+    }
+
     fn reach(
         path: &Path,
         run: impl Fn(&mut PathWalk) -> io::Result<()>,
@@ -411,6 +440,66 @@ pub(crate) fn address(path: &Path) -> io::Result<(libc::sockaddr_un, libc::sockl
     Ok((address, length))
 }
 
+/// Opens the existing file or directory at `path` with `flags` of `open(2)`.
+///
+/// A process that changed its user and still has file capabilities uses them only if no user except
+/// root can influence which file `path` names, and follows symbolic links of root and of its own
+/// user only. In other processes the call is the same as `open(2)`.
+///
+/// # Errors
+/// Returns the error of `open(2)`, or an error for a symbolic link of another user.
+pub fn open(path: &Path, flags: libc::c_int) -> io::Result<File> {
+    if !keeps_file_capabilities()? {
+        // The filters know the flags that the standard library passes. rustix adds O_LARGEFILE.
+        let access = flags & libc::O_ACCMODE;
+        return File::options()
+            .read(access != libc::O_WRONLY)
+            .write(access != libc::O_RDONLY)
+            .custom_flags(flags)
+            .open(path);
+    }
+    let flags = OFlags::from_bits_retain(flags.unsigned_abs()) | OFlags::CLOEXEC;
+    let (directory, name) = Directory::of_target(path)?;
+    let name = name.unwrap_or_else(|| ".".into());
+    let flags = directory.final_flags(flags);
+    let open = || openat(&directory.fd, &name, flags, Mode::empty());
+    let file = directory.without_file_capabilities(|| retry_on_intr(open))??;
+    Ok(File::from(file))
+}
+
+/// Connects to the Unix socket at `path`, with the same rules as [`open`].
+///
+/// # Errors
+/// Returns the error of `connect(2)`, or an error for a symbolic link of another user.
+pub fn connect(path: &Path) -> io::Result<UnixStream> {
+    if !keeps_file_capabilities()? {
+        return UnixStream::connect(path);
+    }
+    let (directory, name) = Directory::of_target(path)?;
+    let path = directory.path(&name.ok_or(Errno::ISDIR)?);
+    directory.without_file_capabilities(|| UnixStream::connect(path))?
+}
+
+/// Returns the directory and the name of the socket at `path` after the resolution of symbolic
+/// links, with the same rules as [`open`]. The socket need not exist.
+///
+/// # Errors
+/// Returns the errors of [`Directory::of`].
+pub(crate) fn resolve_socket(path: &Path) -> io::Result<(Directory, OsString)> {
+    if !keeps_file_capabilities()? {
+        let resolved = std::fs::canonicalize(path);
+        return Directory::of(resolved.as_deref().unwrap_or(path));
+    }
+    let (directory, name) = Directory::of_target(path)?;
+    Ok((directory, name.ok_or(Errno::ISDIR)?))
+}
+
+/// Returns whether this process changed its user and still has file capabilities. A confined
+/// process has none, and its filters do not allow `capget(2)`.
+fn keeps_file_capabilities() -> io::Result<bool> {
+    Ok(!start::is_confined() && LoweredCapabilities::now()?.is_some())
+}
+
 /// Opens `path` for appending, and creates it with permissions `mode` if it does not exist. The
 /// call does not block: a pipe without a reader is an error. A symbolic link at `path` is followed
 /// if its owner is root or this user.
@@ -419,29 +508,16 @@ pub(crate) fn address(path: &Path) -> io::Result<(libc::sockaddr_un, libc::sockl
 /// Returns the error of `open(2)`, or an error for a symbolic link of another user or a hard link
 /// in a directory of another user.
 pub fn append(path: &Path, mode: u32) -> io::Result<File> {
-    let (directory, name) = Directory::reach(path, |walk| {
-        walk.run(1)?;
-        while let Some(name) = walk.rest.front().cloned()
-            && !is_proc(&walk.at)
-            && statat(&walk.at, &name, AtFlags::SYMLINK_NOFOLLOW)
-                .is_ok_and(|meta| FileType::from_raw_mode(meta.st_mode) == FileType::Symlink)
-        {
-            walk.rest.clear();
-            walk.follow(&name)?;
-            walk.run(1)?;
-        }
-        Ok(())
-    })?;
+    let (directory, name) = Directory::of_target(path)?;
     let name = name.ok_or(Errno::ISDIR)?;
-    let mut flags = OFlags::WRONLY
-        | OFlags::APPEND
-        | OFlags::CREATE
-        | OFlags::NONBLOCK
-        | OFlags::NOCTTY
-        | OFlags::CLOEXEC;
-    if !is_proc(&directory.fd) {
-        flags |= OFlags::NOFOLLOW;
-    }
+    let flags = directory.final_flags(
+        OFlags::WRONLY
+            | OFlags::APPEND
+            | OFlags::CREATE
+            | OFlags::NONBLOCK
+            | OFlags::NOCTTY
+            | OFlags::CLOEXEC,
+    );
     let mode = Mode::from_bits_truncate(mode);
     let file = directory.without_file_capabilities(|| openat(&directory.fd, &name, flags, mode))??;
     let (meta, around) = (fstat(&file)?, fstat(&directory.fd)?);

@@ -183,8 +183,7 @@ impl SocketBroker {
     /// Returns the errors of [`Directory::of`], or an error if the broker has exited.
     pub fn add(self: &Arc<Self>, path: &Path) -> io::Result<SocketDestination> {
         // The listener may be replaced, so the destination is identified by name.
-        let whole = std::fs::canonicalize(path);
-        self.name(BrokerOperation::AddExact, whole.as_deref().unwrap_or(path))
+        self.name(BrokerOperation::AddExact, paths::resolve_socket(path)?)
     }
 
     /// Registers the sockets at `path` followed by an underscore and a port.
@@ -192,7 +191,7 @@ impl SocketBroker {
     /// # Errors
     /// Returns the same errors as [`SocketBroker::add`].
     pub fn add_numbered(self: &Arc<Self>, path: &Path) -> io::Result<SocketDestination> {
-        self.name(BrokerOperation::AddNumbered, path)
+        self.name(BrokerOperation::AddNumbered, Directory::of(path)?)
     }
 
     /// Registers the socket at `path` for removal when the VM ends, provided that it is still the
@@ -201,11 +200,15 @@ impl SocketBroker {
     /// # Errors
     /// Returns the same errors as [`SocketBroker::add`].
     pub fn remove_at_end(self: &Arc<Self>, path: &Path) -> io::Result<()> {
-        self.name(BrokerOperation::RemoveAtEnd, path).map(drop)
+        self.name(BrokerOperation::RemoveAtEnd, Directory::of(path)?)
+            .map(drop)
     }
 
-    fn name(self: &Arc<Self>, operation: BrokerOperation, path: &Path) -> io::Result<SocketDestination> {
-        let (directory, name) = Directory::of(path)?;
+    fn name(
+        self: &Arc<Self>,
+        operation: BrokerOperation,
+        (directory, name): (Directory, OsString),
+    ) -> io::Result<SocketDestination> {
         if name.len() > MAX_NAME {
             let why = format!("a socket's file name has at most {MAX_NAME} bytes here; choose a shorter one");
             return Err(io::Error::new(ErrorKind::InvalidInput, why));

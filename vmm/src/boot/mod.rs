@@ -24,6 +24,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use flate2::read::GzDecoder;
+use sandbox::paths;
 use vm_memory::{Bytes, GuestAddress};
 
 pub use acpi::SCI_IRQ;
@@ -288,17 +289,13 @@ fn is_disk(data: &[u8]) -> bool {
 
 /// Opens a regular, non-empty file and returns its size.
 fn open_regular(what: &'static str, path: &Path) -> Result<(File, u64), BootError> {
-    use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+    use std::os::unix::fs::FileTypeExt;
     // O_NONBLOCK: opening a FIFO must not wait for a writer before its type is checked.
-    let file = File::options()
-        .read(true)
-        .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC)
-        .open(path)
-        .map_err(|source| BootError::Open {
-            what,
-            path: path.into(),
-            source,
-        })?;
+    let file = paths::open(path, libc::O_RDONLY | libc::O_NONBLOCK).map_err(|source| BootError::Open {
+        what,
+        path: path.into(),
+        source,
+    })?;
     let meta = file.metadata().map_err(|source| BootError::Read {
         what,
         path: path.into(),

@@ -2,14 +2,14 @@
 //! host.
 
 use std::fs;
-use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::common::machine::Machine;
 use crate::common::unprivileged::{NOBODY, UnprivilegedUser};
-use crate::common::vm::{PROGRAM, SpinningVm, eventually, said};
+use crate::common::vm::{PROGRAM, SpinningVm, eventually, has_kvm, said};
 use test_support::skip::skipped;
 
 fn is_root() -> bool {
@@ -219,6 +219,50 @@ fn jailed_vm_removes_sockets_or_warns() {
         .filter(|line| line.contains("stays behind"))
         .collect();
     assert!(told.len() == 1 && told[0].contains("root-s/look"), "{told:?}");
+}
+
+/// A kernel that enters through PVH and halts. The file is a fuzz seed with one leading byte.
+const HALTS: &[u8] = include_bytes!("../../../fuzz/seeds/boot/pvh");
+
+/// The user of the VM replaces a file of the VM with a symbolic link to a file of root.
+#[test]
+fn jailed_vm_does_not_read_files_of_root_by_links() {
+    if !is_root() || !has_kvm() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let theirs = dir.path().join("theirs");
+    fs::create_dir(&theirs).unwrap();
+    chown(&theirs, Some(NOBODY), Some(NOBODY)).unwrap();
+    let kernel = theirs.join("kernel");
+    fs::write(&kernel, &HALTS[1..]).unwrap();
+    let (secret, link) = (dir.path().join("secret"), theirs.join("link"));
+    fs::write(&secret, [b'x'; 4096]).unwrap();
+    fs::set_permissions(&secret, fs::Permissions::from_mode(0o600)).unwrap();
+    symlink(&secret, &link).unwrap();
+    lchown(&link, Some(NOBODY), Some(NOBODY)).unwrap();
+    let [kernel, link] = [&kernel, &link].map(|path| path.to_str().unwrap());
+    let user = format!("uid={NOBODY}");
+    let read_only = format!("{link},ro");
+    for args in [
+        &["--kernel", link][..],
+        &["--kernel", kernel, "--initrd", link],
+        &["--kernel", kernel, "--disk", link],
+        &["--kernel", kernel, "--disk", &read_only],
+        &["--pmu-filter", link],
+    ] {
+        let mut run = Command::new(PROGRAM);
+        run.args(["run", "--memory", "32M", "--jail", &user]).args(args);
+        let (status, text) = said(&mut run);
+        assert_eq!(status, Some(2), "{args:?}: {text}");
+        // Warnings about the host may precede the error.
+        let last = text.lines().last().unwrap_or_default();
+        assert!(
+            last.contains(link) && last.contains("Permission denied"),
+            "{args:?}: {text}"
+        );
+    }
 }
 
 /// Returns the mount point of cgroup v2.

@@ -8,13 +8,21 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
+use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 use sandbox::paths::{self, Directory};
+use sandbox::{Mode, PerfEventAccess, ProcessConfinement, SocketBroker, TerminationActions};
 use test_support::child::child_command;
 
 /// User ID of the child.
 const NOBODY: u32 = 65534;
 /// Environment variable with the task and the path of the child.
 const TASK: &str = "PATHS_TEST_TASK";
+/// No capability.
+const NONE: CapabilitySets = CapabilitySets {
+    effective: CapabilitySet::empty(),
+    permitted: CapabilitySet::empty(),
+    inheritable: CapabilitySet::empty(),
+};
 
 fn is_root() -> bool {
     let own = fs::metadata("/proc/self").is_ok_and(|meta| meta.uid() == 0);
@@ -42,6 +50,14 @@ fn as_a_child() {
     sandbox::become_user(NOBODY, NOBODY).unwrap();
     let path = Path::new(path);
     let done = match what {
+        "read" => paths::open(path, libc::O_RDONLY).map(drop),
+        "read-write" => paths::open(path, libc::O_RDWR).map(drop),
+        "read-confined" => {
+            confine();
+            paths::open(path, libc::O_RDONLY | libc::O_NONBLOCK).map(drop)
+        }
+        "connect" => paths::connect(path).map(drop),
+        "connect-by-broker" => connect_by_broker(path),
         "append" => paths::append(path, 0o600).and_then(|mut file| file.write_all(b"appended")),
         _ => paths::bind(path, Some(0o666)).map(drop),
     };
@@ -58,6 +74,30 @@ fn as_a_child() {
             .map(str::trim)
     };
     assert_eq!(set("CapEff:"), set("CapPrm:"));
+}
+
+/// Confines the calling thread like the main thread of a VM.
+fn confine() {
+    let will = TerminationActions {
+        first: || {},
+        log: None,
+        status: 77,
+    };
+    sandbox::begin(Mode::On, PerfEventAccess::Broker, will).unwrap();
+    sandbox::confine().unwrap();
+}
+
+/// Connects to the socket at `path` by a broker without capabilities.
+fn connect_by_broker(path: &Path) -> std::io::Result<()> {
+    let confinement = ProcessConfinement {
+        seccomp: Mode::On,
+        landlock: sandbox::has_landlock(),
+    };
+    let drop_all = || set_capabilities(None, NONE).is_ok();
+    let broker = SocketBroker::start(confinement, drop_all).unwrap();
+    let destination = broker.add(path)?;
+    broker.seal()?;
+    destination.connect(0).map(drop)
 }
 
 fn child(what: &str, path: &Path) -> Output {
@@ -105,6 +145,111 @@ fn link_of_another_user_is_not_followed() {
     paths::append(&middle.join("new"), 0o600).unwrap_err();
     paths::bind(&middle.join("new"), None).unwrap_err();
     assert_eq!(fs::read_dir(&inside).unwrap().count(), 0);
+}
+
+/// A kernel or disk image that the user replaced with a link or a hard link to a file of root.
+#[test]
+fn file_of_root_is_not_opened_for_another_user() {
+    if !is_root() {
+        return;
+    }
+    let (dir, theirs) = directories();
+    fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
+    let secret = dir.path().join("secret");
+    fs::write(&secret, "root's").unwrap();
+    fs::set_permissions(&secret, Permissions::from_mode(0o600)).unwrap();
+    let [link, hard, middle] = ["link", "hard", "middle"].map(|name| theirs.join(name));
+    symlink(&secret, &link).unwrap();
+    fs::hard_link(&secret, &hard).unwrap();
+    symlink(dir.path(), &middle).unwrap();
+    for link in [&link, &middle] {
+        lchown(link, Some(NOBODY), Some(NOBODY)).unwrap();
+    }
+    for path in [&link, &hard, &middle.join("secret")] {
+        for what in ["read", "read-write"] {
+            let out = child(what, path);
+            assert!(
+                refused(&out),
+                "{what} {path:?}: {}",
+                String::from_utf8_lossy(&out.stderr)
+            );
+        }
+    }
+    // A file that the user may read, also by a link, and a file that root named.
+    let own = theirs.join("own");
+    fs::write(&own, "theirs").unwrap();
+    chown(&own, Some(NOBODY), Some(NOBODY)).unwrap();
+    fs::remove_file(&link).unwrap();
+    symlink("own", &link).unwrap();
+    lchown(&link, Some(NOBODY), Some(NOBODY)).unwrap();
+    for path in [&own, &link, &secret] {
+        for what in ["read", "read-write"] {
+            let out = child(what, path);
+            assert!(
+                out.status.success(),
+                "{what} {path:?}: {}",
+                String::from_utf8_lossy(&out.stderr)
+            );
+        }
+    }
+    // Root itself follows the links of other users, as without a jail.
+    paths::open(&link, libc::O_RDONLY).unwrap();
+}
+
+/// A guest reset opens the kernel and the initrd again.
+#[test]
+fn confined_thread_opens_files() {
+    if !is_root() {
+        return;
+    }
+    let (dir, _) = directories();
+    let file = dir.path().join("kernel");
+    fs::write(&file, "text").unwrap();
+    let out = child("read-confined", &file);
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+}
+
+/// A socket of a back end that the user replaced with a link to a socket of root.
+#[test]
+fn socket_of_root_is_not_connected_for_another_user() {
+    if !is_root() {
+        return;
+    }
+    let (dir, theirs) = directories();
+    fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
+    let socket = dir.path().join("socket");
+    let _listener = paths::bind(&socket, Some(0o600)).unwrap();
+    let link = theirs.join("link");
+    symlink(&socket, &link).unwrap();
+    lchown(&link, Some(NOBODY), Some(NOBODY)).unwrap();
+    let out = child("connect", &link);
+    assert!(refused(&out), "{}", String::from_utf8_lossy(&out.stderr));
+    // A socket that root named, and one that everybody may connect to.
+    for (mode, path) in [(0o600, &socket), (0o666, &link)] {
+        fs::set_permissions(&socket, Permissions::from_mode(mode)).unwrap();
+        let out = child("connect", path);
+        assert!(
+            out.status.success(),
+            "{path:?}: {}",
+            String::from_utf8_lossy(&out.stderr)
+        );
+    }
+    // The same in a directory that the user cannot reach. The broker receives a descriptor of the
+    // directory, so the path must not be resolved with root's capabilities.
+    let out = child("connect-by-broker", &link);
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    let private = dir.path().join("private");
+    fs::create_dir_all(private.join("open")).unwrap();
+    fs::set_permissions(&private, Permissions::from_mode(0o700)).unwrap();
+    let socket = private.join("open/socket");
+    let _listener = paths::bind(&socket, Some(0o666)).unwrap();
+    fs::remove_file(&link).unwrap();
+    symlink(&socket, &link).unwrap();
+    lchown(&link, Some(NOBODY), Some(NOBODY)).unwrap();
+    for what in ["connect", "connect-by-broker"] {
+        let out = child(what, &link);
+        assert!(refused(&out), "{what}: {}", String::from_utf8_lossy(&out.stderr));
+    }
 }
 
 #[test]

@@ -1,12 +1,13 @@
 //! Opening and locking of disk image files and block devices.
 #![expect(unsafe_code, reason = "fcntl and ioctl")]
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use sandbox::paths;
 use thiserror::Error;
 
 /// Unit of disk sizes and addresses, in bytes (virtio 1.2, 5.2.4).
@@ -168,7 +169,10 @@ fn unlocked(path: &Path, read_only: bool) -> Result<File, DiskOpenError> {
         source,
     };
     // Check the type first, because opening a pipe or a tape may block or have side effects.
-    let kind = path.metadata().map_err(open)?.file_type();
+    let kind = paths::open(path, libc::O_PATH)
+        .and_then(|file| file.metadata())
+        .map_err(open)?
+        .file_type();
     let what = match () {
         () if kind.is_file() || kind.is_block_device() => None,
         () if kind.is_dir() => Some("a directory"),
@@ -179,8 +183,8 @@ fn unlocked(path: &Path, read_only: bool) -> Result<File, DiskOpenError> {
         let path = path.into();
         return Err(DiskOpenError::Kind { path, what });
     }
-    let options = OpenOptions::new().read(true).write(!read_only).open(path);
-    options.map_err(open)
+    let flags = if read_only { libc::O_RDONLY } else { libc::O_RDWR };
+    paths::open(path, flags).map_err(open)
 }
 
 /// Returns the logical block size of a host block device in bytes, or `None` for a regular file.

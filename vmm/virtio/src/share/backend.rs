@@ -143,7 +143,7 @@ impl Backend {
             Some(destination) => destination
                 .connect(0)
                 .and_then(|stream| stream.set_nonblocking(false).map(|()| stream)),
-            None => UnixStream::connect(&self.socket),
+            None => paths::connect(&self.socket),
         };
         let stream = stream.map_err(|e| BackendError::Connect(self.socket.clone(), e))?;
         BackendConnection::negotiate(stream)

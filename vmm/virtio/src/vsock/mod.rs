@@ -222,7 +222,7 @@ fn lock_directory(path: &Path) -> Result<Option<Flock<File>>, VsockError> {
         path: directory.to_owned(),
         source,
     };
-    let mut file = File::open(directory).map_err(host)?;
+    let mut file = paths::open(directory, libc::O_RDONLY | libc::O_DIRECTORY).map_err(host)?;
     for _ in 0..LOCK_TRIES {
         file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
             Ok(lock) => return Ok(Some(lock)),
