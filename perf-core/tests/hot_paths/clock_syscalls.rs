@@ -151,7 +151,7 @@ fn overflow_check_makes_no_system_call() {
         must(scene.event.overflowed().is_none());
         turn(scene);
     });
-    assert_eq!(calls, []);
+    assert!(calls.is_empty(), "{calls:?}");
 }
 
 /// The timer of a closed event is not disarmed immediately, because the next event may use it. It

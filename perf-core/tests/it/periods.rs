@@ -8,6 +8,8 @@ use proptest::prelude::*;
 
 use crate::common::machine::*;
 
+const NO_PERIODS: [u64; 0] = [];
+
 fn sampling(period: u64) -> Attr {
     Attr {
         sample_type: SampleType::CPU | SampleType::PERIOD,
@@ -77,7 +79,7 @@ fn a_new_period_begins_at_once_and_its_sample_stands_for_the_rest_of_the_old_one
     run(&m, &v, 3);
     e.set_period(1000).unwrap();
     run(&m, &v, 999);
-    assert_eq!(periods(&ring), []);
+    assert_eq!(periods(&ring), NO_PERIODS);
     run(&m, &v, 1);
     assert_eq!(periods(&ring), [1003]);
 }
@@ -108,7 +110,7 @@ fn changed_while_off_the_period_begins_when_it_is_on_again() {
     run(&m, &v, 500);
     e.enable(ControlScope::Event).unwrap();
     run(&m, &v, 19);
-    assert_eq!(periods(&ring), []);
+    assert_eq!(periods(&ring), NO_PERIODS);
     run(&m, &v, 1);
     assert_eq!(periods(&ring), [50]);
     run(&m, &v, 5);
@@ -116,7 +118,7 @@ fn changed_while_off_the_period_begins_when_it_is_on_again() {
     e.set_period(7).unwrap();
     v.sched_in();
     run(&m, &v, 6);
-    assert_eq!(periods(&ring), []);
+    assert_eq!(periods(&ring), NO_PERIODS);
     run(&m, &v, 1);
     assert_eq!(periods(&ring), [12]);
     assert_eq!(e.read().unwrap().value, 62);
@@ -140,10 +142,10 @@ fn a_change_does_not_lift_a_throttle_and_the_next_sample_stands_for_what_it_hid(
     for _ in 0..20 {
         run(&m, &v, 5);
     }
-    assert_eq!(periods(&ring), [], "the limit holds until the tick");
+    assert_eq!(periods(&ring), NO_PERIODS, "the limit holds until the tick");
     m.core.tick();
     run(&m, &v, 2);
-    assert_eq!(periods(&ring), [], "then a whole new period");
+    assert_eq!(periods(&ring), NO_PERIODS, "then a whole new period");
     run(&m, &v, 1);
     assert_eq!(periods(&ring), [103]);
     assert_eq!(e.read().unwrap().value, 55 + 103);
@@ -237,13 +239,13 @@ fn counts_without_registers_are_included_in_next_sample() {
     raise(&v, 4);
     v.software_event(SoftwareEventId::Exits, 100, None, &mut |_| {});
     raise(&v, 5);
-    assert_eq!(periods(&ring), []);
+    assert_eq!(periods(&ring), NO_PERIODS);
     raise(&v, 11);
     assert_eq!(periods(&ring), [110, 10]);
     raise(&v, 3);
     e.set_period(2).unwrap();
     raise(&v, 1);
-    assert_eq!(periods(&ring), []);
+    assert_eq!(periods(&ring), NO_PERIODS);
     raise(&v, 5);
     assert_eq!(periods(&ring), [5, 2, 2]);
     assert_eq!(e.read().unwrap().value, 129);

@@ -281,7 +281,8 @@ fn forward_input(out: &SharedOutput, window: &FlowControlWindow, escape: Option<
             for &byte in &buffer[..count] {
                 match keys.feed(byte) {
                     KeyAction::Guest(byte) => typed.push(byte),
-                    KeyAction::Help => eprint!("{KEYS}"),
+                    // The help is lost if standard error is closed.
+                    KeyAction::Help => drop(io::stderr().write_all(KEYS.as_bytes())),
                     KeyAction::Nothing => {}
                     KeyAction::Quit => return exit.take(),
                 }

@@ -7,12 +7,13 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::common::machine::Machine;
-use crate::common::skip::skipped;
+
 use crate::common::unprivileged::UnprivilegedUser;
 use crate::common::vm::{PROGRAM, SpinningVm, eventually};
 use control_api::client::Client;
 use control_api::protocol::{EventReading, KernelState, Opened};
 use control_api::request;
+use test_support::skip::skipped;
 
 /// `CAP_PERFMON` (capabilities(7)).
 const PERFMON: u64 = 1 << 38;

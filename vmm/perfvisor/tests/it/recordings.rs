@@ -40,7 +40,7 @@ fn recording_ends_at_max_size() {
     ]);
     let size = std::fs::metadata(&data).unwrap().len();
     assert!((32 << 10..4 << 20).contains(&size), "{size}");
-    assert!(reader::read_file(&data).unwrap().len() > 0);
+    assert!(!reader::read_file(&data).unwrap().is_empty());
 }
 
 fn profile_of_the_spinning_guest(vm: &TestVm, chain_every: u32) {
