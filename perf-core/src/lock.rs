@@ -10,7 +10,7 @@
 use std::ops::{Deref, DerefMut};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
-/// Data protected by a lock, in lock order.
+/// The data that a lock protects, in the order in which the locks are taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Rank {
     /// Set of events and vCPUs, locked while either is added or removed.

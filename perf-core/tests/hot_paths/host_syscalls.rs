@@ -153,8 +153,8 @@ fn overflow_check_makes_no_system_call() {
     assert!(calls.is_empty(), "{calls:?}");
 }
 
-/// A guest's PMI handler writes the counter, so the next overflow is at another distance. The count
-/// is read and the period set.
+/// A guest's PMI handler rewrites the counter, which changes the distance to the next overflow. The
+/// event reads its count and sets its period, once each.
 #[test]
 fn rearmed_clock_reads_once_and_sets_period_once() {
     let calls = steps::system_calls(

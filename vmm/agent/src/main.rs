@@ -104,7 +104,7 @@ fn serve() -> io::Result<()> {
     }
 }
 
-/// A connection slot, which is released on drop, also when the thread panics.
+/// A connection slot. Released on drop, even if the thread panics.
 struct ConnectionSlot(Arc<AtomicUsize>);
 
 impl Drop for ConnectionSlot {

@@ -113,7 +113,7 @@ impl SymbolsBuilder {
 /// Error returned for an unusable symbol text file.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum KallsymsTextError {
-    /// No line of the form "address type name".
+    /// A line is not of the form "address type name".
     #[error("no line of the form \"address type name\"")]
     NoSymbols,
     /// All addresses are zero because the reader lacked the permission to see them.

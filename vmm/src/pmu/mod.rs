@@ -218,7 +218,7 @@ impl VmPmu {
         }
     }
 
-    /// Sets the event filter of vCPUs that are added later. Present vCPUs receive the filter as a
+    /// Sets the event filter of vCPUs that are added later. Existing vCPUs receive the filter by a
     /// request.
     pub fn set_filter(&self, filter: Arc<EventFilter>) {
         self.filter.store(filter);

@@ -169,7 +169,7 @@ pub enum FileError {
 }
 
 impl FileError {
-    /// Returns a `map_err` function for writing to `path`.
+    /// Returns a closure for `map_err` that adds `path` to a write error.
     fn write(path: &Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Write {
             path: path.to_owned(),

@@ -108,7 +108,7 @@ pub enum RunError {
     Loop(#[source] event_manager::Error),
 }
 impl RunError {
-    /// Returns a `map_err` function for operations that precede the creation of the VM.
+    /// Returns a closure for `map_err` that marks errors before the creation of the VM.
     pub(super) fn start(what: &'static str) -> impl Fn(io::Error) -> Self {
         move |source| Self::Start(what, source)
     }
