@@ -50,7 +50,7 @@ fn operator_commands_control_vm() {
 
     assert!(
         vm.say(&["ctl", "test", "share", "operator-first"])
-            .contains("changed")
+            .contains("is operator-first now")
     );
     let filter = vm.vm.runtime.path().join("filter.toml");
     std::fs::write(&filter, "action = \"deny\"\n").unwrap();

@@ -13,7 +13,7 @@ use control_api::request;
 /// Errors of `perf_event_open(2)`, and the expected messages.
 const REFUSALS: [(i32, &str, &str); 7] = [
     (libc::EMFILE, "EMFILE", "open files"),
-    (libc::EACCES, "EACCES", "Permission denied"),
+    (libc::EACCES, "EACCES", "set kernel.perf_event_paranoid"),
     (libc::ENOSPC, "ENOSPC", "no counter is free"),
     (libc::EBUSY, "EBUSY", "no counter is free"),
     (libc::EOPNOTSUPP, "EOPNOTSUPP", "refuses this event"),
