@@ -14,9 +14,6 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::ptr;
 
-/// Minimum duration of an overflow timer, in nanoseconds.
-pub const MIN_TIMER_NS: u64 = 10_000;
-
 /// A timer that sends a signal to one thread of this process.
 #[derive(Debug)]
 pub(super) struct Timer {

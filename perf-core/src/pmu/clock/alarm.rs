@@ -19,7 +19,8 @@
 
 use std::io;
 
-use crate::pmu::timer::{MIN_TIMER_NS, Timer, wall_ns};
+use crate::pmu::clock::MIN_TIMER_NS;
+use crate::pmu::timer::{Timer, wall_ns};
 
 /// Repetition period of a timer that is not re-armed, in nanoseconds.
 const REPEAT_NS: u64 = 64_000_000;

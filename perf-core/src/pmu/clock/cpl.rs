@@ -28,7 +28,8 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use perf_event_open_sys::bindings as b;
 
-use crate::pmu::timer::{MIN_TIMER_NS, Timer};
+use crate::pmu::clock::MIN_TIMER_NS;
+use crate::pmu::timer::Timer;
 
 use crate::pmu::host::fd::{PerfFd, PerfMap, new_attr};
 

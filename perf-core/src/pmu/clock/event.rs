@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::alarm::AlarmSlot;
 use super::cpl::{PrivilegeLevel, TICK_PERIOD_NS};
 use super::vcpu::VcpuClock;
-use crate::pmu::timer::MIN_TIMER_NS;
+use crate::pmu::clock::MIN_TIMER_NS;
 use crate::pmu::{PmuError, PmuEvent};
 
 /// Maximum duration that a timer is extended to for a slow VMM, in nanoseconds.

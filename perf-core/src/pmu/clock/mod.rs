@@ -33,7 +33,6 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
-pub use crate::pmu::timer::MIN_TIMER_NS;
 pub use cpl::LevelSource;
 pub use vcpu::VcpuClock;
 
@@ -43,6 +42,8 @@ use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
 use cpl::PrivilegeLevel;
 use event::{ClockEvent, CountUnit, CountedTime};
 
+/// Minimum duration of an overflow timer, in nanoseconds.
+pub const MIN_TIMER_NS: u64 = 10_000;
 /// `config` of cycles.
 pub const CYCLES: u64 = 0;
 /// `config` of reference cycles.
