@@ -71,7 +71,7 @@
 //! while clock.read()?.value < 10_000_000 {
 //!     thread.service_overflows(&mut Regs, &mut |_| {});
 //! }
-//! clock.disable(Scope::Event)?;
+//! clock.disable(ControlScope::Event)?;
 //! thread.service_overflows(&mut Regs, &mut |_| {});
 //!
 //! let format = RecordFormat { sample_type: clock.attr().sample_type, ..RecordFormat::default() };

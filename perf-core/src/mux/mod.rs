@@ -19,7 +19,7 @@
 //! # Examples
 //!
 //! ```
-//! use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, Turn};
+//! use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, SlotOffer};
 //!
 //! let mut queue = MuxQueue::new(MuxPolicy::Adaptive, 4_000_000);
 //! let groups = [0, 1, 2_usize].map(GroupKey::from);
@@ -29,9 +29,9 @@
 //! queue.fill(|group| match on {
 //!     None => {
 //!         on = Some(group);
-//!         Turn::Taken
+//!         SlotOffer::Taken
 //!     }
-//!     Some(_) => Turn::NoRoom,
+//!     Some(_) => SlotOffer::NoRoom,
 //! });
 //! assert_eq!(on, Some(groups[0]));
 //! // When the turn is over a group leaves, the slots are filled anew, and the queue is told how
