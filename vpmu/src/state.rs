@@ -7,7 +7,8 @@
 //! registers determine the events, and the destination host chooses the backings.
 //!
 //! Layout version 1 lacks the counters that requested a due PMI and whether delivery was deferred.
-//! It is still read; [`Vpmu::restore`] then assumes that every possible counter requested the PMI.
+//! Version 1 is still read; [`Vpmu::restore`] then assumes that every possible counter requested
+//! the PMI.
 
 use crate::counter_events::CounterEvents;
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};

@@ -97,9 +97,12 @@ static void first_count(void)
             ctr_write(i, 0);
             t0 = rdtsc();
             sel_write(i, event_select(EV_CYCLES) | SEL_OS | SEL_EN);
-            while (!ctr_read(i))
-                if (rdtsc() - t0 > tsc_hz)
-                    break;
+            while (!ctr_read(i)) {
+                if (rdtsc() - t0 > tsc_hz) {
+                    kprintf("result first-count.%u none within a second\n", i);
+                    return;
+                }
+            }
             took = (rdtsc() - t0) * 1000 / (tsc_hz / 1000000);
             sel_write(i, 0);
             if (!round)
