@@ -319,6 +319,35 @@ fn parent(pid: u32) -> u32 {
     line.unwrap().trim().parse().unwrap()
 }
 
+/// Returns how many sockets and pipes process `pid` has open beside its standard streams, which
+/// must lead to pipes. No other descriptor may be open, except of the file `other`.
+fn sockets_and_pipes(pid: u32, other: Option<&str>) -> (usize, usize) {
+    let mut found = (0, 0);
+    for fd in fs::read_dir(format!("/proc/{pid}/fd")).unwrap() {
+        let fd = fd.unwrap();
+        let number: u32 = fd.file_name().to_str().unwrap().parse().unwrap();
+        // The keeper may close a descriptor between the two calls.
+        let Ok(target) = fs::read_link(fd.path()) else {
+            continue;
+        };
+        let target = target.to_str().unwrap();
+        match number {
+            // Standard streams lead to a pipe without a reader.
+            0..=2 => assert!(target.starts_with("pipe:"), "{target}"),
+            _ if target.starts_with("socket:") => found.0 += 1,
+            _ if target.starts_with("pipe:") => found.1 += 1,
+            _ if Some(target) == other => {}
+            _ => panic!("{pid}: {target}"),
+        }
+    }
+    found
+}
+
+/// Returns the path of the OOM score adjustment of process `pid`.
+fn oom_score_path(pid: u32) -> String {
+    format!("/proc/{pid}/oom_score_adj")
+}
+
 /// A worker has only its socket and the pipe for its output, and cannot access the VM's files. Both
 /// the worker and its keeper exit with the VM.
 #[test]
@@ -332,33 +361,23 @@ fn worker_has_one_socket_and_exits_with_vm() {
     let worker: u32 = worker.expect("its number");
     let keeper = parent(worker);
     assert_eq!(parent(keeper), vm.id());
-    let turn = |pid: u32| format!("/proc/{pid}/oom_score_adj");
-    for (pid, sockets, pipes) in [(worker, 2, 1), (keeper, 1, 1)] {
-        let mut found = (0, 0);
-        for fd in fs::read_dir(format!("/proc/{pid}/fd")).unwrap() {
-            let fd = fd.unwrap();
-            let number: u32 = fd.file_name().to_str().unwrap().parse().unwrap();
-            let leads = fs::read_link(fd.path()).unwrap();
-            let leads = leads.to_str().unwrap();
-            // Standard streams lead to a pipe without a reader.
-            match number {
-                0..=2 => assert!(leads.starts_with("pipe:"), "{leads}"),
-                _ if leads.starts_with("socket:") => found.0 += 1,
-                _ if leads.starts_with("pipe:") => found.1 += 1,
-                _ if pid == keeper && leads == turn(keeper) => {}
-                _ => panic!("{pid}: {leads}"),
-            }
-        }
-        // The second socket descriptor of the worker is a copy of the first.
-        assert_eq!(found, (sockets, pipes), "{pid}");
+    // The second socket descriptor of the worker is a copy of the first.
+    assert_eq!(sockets_and_pipes(worker, None), (2, 1));
+    // The keeper closes its copy of the worker's socket after it has sent it to the VM.
+    let oom_score = oom_score_path(keeper);
+    while sockets_and_pipes(keeper, Some(&oom_score)) == (2, 1) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(sockets_and_pipes(keeper, Some(&oom_score)), (1, 1));
+    for pid in [worker, keeper] {
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
         assert!(status.contains("\nSeccomp:\t2\n"), "{status}");
     }
     // On memory shortage the kernel kills the worker first. The keeper has the same priority as the
     // VM.
-    let own = fs::read_to_string(turn(vm.id())).unwrap();
-    assert_eq!(fs::read_to_string(turn(worker)).unwrap(), "1000\n");
-    assert_eq!(fs::read_to_string(turn(keeper)).unwrap(), own);
+    let own = fs::read_to_string(oom_score_path(vm.id())).unwrap();
+    assert_eq!(fs::read_to_string(oom_score_path(worker)).unwrap(), "1000\n");
+    assert_eq!(fs::read_to_string(oom_score).unwrap(), own);
     vm.kill().unwrap();
     vm.wait().unwrap();
     for pid in [worker, keeper] {
