@@ -1,4 +1,4 @@
-//! Tests that KVM system calls are made only in `vmm/src/kvm`, where each has an owning type and an
+//! Tests that KVM system calls are made only in `vmm/vmm/src/kvm`, where each has an owning type and an
 //! error that names it.
 
 use std::path::{Path, PathBuf};
@@ -33,7 +33,7 @@ fn calls_of_kvm(text: &str) -> Vec<(usize, &str)> {
 /// All KVM calls of the VMM are in one folder.
 #[test]
 fn kvm_calls_are_in_kvm_folder_only() {
-    let machine = root().join("vmm/src");
+    let machine = root().join("vmm/vmm/src");
     let room = machine.join("kvm");
     let mut found = Vec::new();
     sources(&machine, &mut found);

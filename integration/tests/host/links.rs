@@ -207,13 +207,17 @@ fn architecture_walks_refer_to_existing_code() {
 
 #[test]
 fn broken_architecture_walk_is_detected() {
-    let read = |file: &str| (file == "vmm/src/a.rs").then(|| "impl Some { fn step(&self) {} }".to_owned());
+    let read =
+        |file: &str| (file == "vmm/vmm/src/a.rs").then(|| "impl Some { fn step(&self) {} }".to_owned());
     let (places, wrong) = missing_locations(
-        "`Some::step` (`vmm/src/a.rs`), `Some::ste`\n(`vmm/src/a.rs`), `vmm/src/a.rs`, `x` and `vmm/src/b.rs`",
+        "`Some::step` (`vmm/vmm/src/a.rs`), `Some::ste`\n(`vmm/vmm/src/a.rs`), `vmm/vmm/src/a.rs`, `x` and `vmm/vmm/src/b.rs`",
         read,
     );
     assert_eq!(places, 3);
-    assert_eq!(wrong, ["vmm/src/a.rs: no ste", "vmm/src/b.rs: no such file"]);
+    assert_eq!(
+        wrong,
+        ["vmm/vmm/src/a.rs: no ste", "vmm/vmm/src/b.rs: no such file"]
+    );
 }
 
 #[test]

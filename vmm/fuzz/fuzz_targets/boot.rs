@@ -8,9 +8,9 @@
 use std::path::PathBuf;
 
 use libfuzzer_sys::fuzz_target;
-use perfvisor_vmm::boot::{BootProtocol, BootRequest, KernelSource, load};
-use perfvisor_vmm::memory::GuestRam;
-use perfvisor_vmm::numbers::VcpuNumbers;
+use vmm::boot::{BootProtocol, BootRequest, KernelSource, load};
+use vmm::memory::GuestRam;
+use vmm::numbers::VcpuNumbers;
 
 const MEMORY: u64 = 32 << 20;
 

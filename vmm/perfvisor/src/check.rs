@@ -14,14 +14,14 @@ use crate::cli::CheckArgs;
 use crate::commands::{OutputError, print};
 use crate::exit::ExitStatus;
 use perf_core::error_line;
-use perfvisor_vmm::kvm::cpuid;
-use perfvisor_vmm::kvm::host::{self, HostError, KvmCapabilities};
-use perfvisor_vmm::kvm::own_pmu::{self, KvmPmuOffer, KvmVpmuModelError, KvmVpmuUnavailable};
-use perfvisor_vmm::kvm::rotation_cost::{self, RotationCost};
-use perfvisor_vmm::kvm::stepping::{self, Stepping};
-use perfvisor_vmm::pmu::backing;
-use perfvisor_vmm::pmu::fit::{self, fit};
 use virtio_devices::net::vhost::{VhostError, VhostNetBackend};
+use vmm::kvm::cpuid;
+use vmm::kvm::host::{self, HostError, KvmCapabilities};
+use vmm::kvm::own_pmu::{self, KvmPmuOffer, KvmVpmuModelError, KvmVpmuUnavailable};
+use vmm::kvm::rotation_cost::{self, RotationCost};
+use vmm::kvm::stepping::{self, Stepping};
+use vmm::pmu::backing;
+use vmm::pmu::fit::{self, fit};
 
 /// The complete report of `perfvisor check`.
 #[derive(Debug, Serialize)]

@@ -18,7 +18,7 @@ use crate::config::{self, ExpandedArgs};
 use crate::exporter::ExporterArgs;
 use crate::jail::JailConfig;
 use perf_core::SharePolicy;
-use perfvisor_vmm::rdpmc::RdpmcMode;
+use vmm::rdpmc::RdpmcMode;
 use vpmu::{BackingPolicy, CounterNumbers, PmuModelName};
 
 use crate::commands::annotate::AnnotateArgs;
@@ -41,20 +41,20 @@ use crate::values::{
     parse_width,
 };
 use perf_core::error_line;
-use perfvisor_vmm::boot::BootProtocol;
-use perfvisor_vmm::console::ConsoleTarget;
-use perfvisor_vmm::gdb::config::GdbConfig;
-use perfvisor_vmm::kvm::signature::CpuSignature;
-use perfvisor_vmm::memory::HugePages;
-use perfvisor_vmm::numbers::VcpuNumbers;
-use perfvisor_vmm::turns::MuxChoice;
-use perfvisor_vmm::vcpu::affinity::Pinning;
-use perfvisor_vmm::vcpu::control::ResetPolicy;
-use perfvisor_vmm::vm::HaltPolling;
 use virtio_devices::disk::config::DiskConfig;
 use virtio_devices::net::config::NetConfig;
 use virtio_devices::share::config::ShareConfig;
 use virtio_devices::vsock::VsockConfig;
+use vmm::boot::BootProtocol;
+use vmm::console::ConsoleTarget;
+use vmm::gdb::config::GdbConfig;
+use vmm::kvm::signature::CpuSignature;
+use vmm::memory::HugePages;
+use vmm::numbers::VcpuNumbers;
+use vmm::turns::MuxChoice;
+use vmm::vcpu::affinity::Pinning;
+use vmm::vcpu::control::ResetPolicy;
+use vmm::vm::HaltPolling;
 
 const EXIT_STATUS_HELP: &str = "\
 Exit status:

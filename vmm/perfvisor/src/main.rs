@@ -65,8 +65,8 @@ use commands::{
 use env_logger::Target;
 use exit::ExitStatus;
 use perf_core::error_line;
-use perfvisor_vmm::privileges;
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
+use vmm::privileges;
 
 fn main() -> ExitCode {
     let start = run::StartTime::now();

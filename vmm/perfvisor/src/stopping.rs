@@ -8,8 +8,8 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use perfvisor_vmm::devices::Bus;
-use perfvisor_vmm::vcpu::control::{RunControl, RunState, StopReason};
+use vmm::devices::Bus;
+use vmm::vcpu::control::{RunControl, RunState, StopReason};
 use vmm_sys_util::timerfd::TimerFd;
 
 use crate::background::ServiceManager;

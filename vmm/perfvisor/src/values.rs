@@ -11,8 +11,8 @@ use guest_images::bare_metal::{GUESTS, Guest};
 use guest_profile::export::pprof::Label;
 use guest_profile::export::report::SortKey;
 use perf_core::SharePolicy;
-use perfvisor_vmm::gdb::config::{GdbConfig, GdbConfigError};
-use perfvisor_vmm::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
+use vmm::gdb::config::{GdbConfig, GdbConfigError};
+use vmm::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
 
 /// Minimum interval of `stat -I`, in milliseconds.
 const MIN_INTERVAL_MS: u64 = 10;

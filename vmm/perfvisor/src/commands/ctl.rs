@@ -16,8 +16,8 @@ use control_api::client::{Client, ClientError};
 use control_api::protocol::{Call, VcpuPlug, VmInfo, VmSettings, VmState};
 use control_api::request;
 use perf_core::{SharePolicy, UnknownSharePolicy};
-use perfvisor_vmm::devices::cpu_plug::VcpuSet;
-use perfvisor_vmm::vcpu::registry;
+use vmm::devices::cpu_plug::VcpuSet;
+use vmm::vcpu::registry;
 use vpmu::filter::FilterError;
 
 /// Time limit for vCPUs to leave the guest and for a VM to end.

@@ -15,8 +15,8 @@ use clap::Args;
 use guest_agent::request::{AgentOperation, Exec, Exit, Terminal};
 use guest_agent::wire::{FrameKind, INPUT_WINDOW, write_frame};
 use perf_core::error_line;
-use perfvisor_vmm::console::{EscapeParser, KeyAction};
 use ratatui::crossterm::terminal;
+use vmm::console::{EscapeParser, KeyAction};
 
 use super::guest::{AgentAddress, GuestError};
 use super::{CommandError, NAP, say};

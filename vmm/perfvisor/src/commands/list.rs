@@ -15,8 +15,8 @@ use control_api::protocol::Opened;
 use control_api::request;
 use perf_core::error_line;
 use perf_core::pmu::kvm::{StatsError, StatsFile};
-use perfvisor_vmm::kvm::host::{self, HostError};
-use perfvisor_vmm::kvm::stats_fd;
+use vmm::kvm::host::{self, HostError};
+use vmm::kvm::stats_fd;
 
 /// `perfvisor list`.
 #[derive(Clone, Debug, Args)]

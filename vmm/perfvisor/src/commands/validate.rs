@@ -17,13 +17,13 @@ use ::validate::child::ChildError;
 use ::validate::report::{ReportRow, ReportText};
 use ::validate::{Host, KvmSummary, LinuxFiles, Options, Stop};
 use perf_core::error_line;
-use perfvisor_vmm::kvm::host::HostError;
-use perfvisor_vmm::kvm::own_pmu::{KvmPmuOffer, KvmVpmuModelError};
-use perfvisor_vmm::kvm::stepping;
-use perfvisor_vmm::kvm::{cpuid, host};
-use perfvisor_vmm::pmu::backing::{self, BackingError};
-use perfvisor_vmm::pmu::fit::{self, fit};
-use perfvisor_vmm::rdpmc::RdpmcMode;
+use vmm::kvm::host::HostError;
+use vmm::kvm::own_pmu::{KvmPmuOffer, KvmVpmuModelError};
+use vmm::kvm::stepping;
+use vmm::kvm::{cpuid, host};
+use vmm::pmu::backing::{self, BackingError};
+use vmm::pmu::fit::{self, fit};
+use vmm::rdpmc::RdpmcMode;
 
 const EXIT_STATUS_HELP: &str = "\
 Exit status:

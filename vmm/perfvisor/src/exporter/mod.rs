@@ -34,8 +34,8 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use perf_core::error_line;
-use perfvisor_vmm::privileges;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use vmm::privileges;
 
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;

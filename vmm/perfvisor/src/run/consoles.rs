@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use perf_core::error_line;
-use perfvisor_vmm::console::{Console, ConsoleError, ConsoleTarget, GuestInput, window_size};
 use virtio_devices::console as virtio;
 use virtio_devices::console::port::ConsolePort;
+use vmm::console::{Console, ConsoleError, ConsoleTarget, GuestInput, window_size};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::cli::RunArgs;

@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use perfvisor_vmm::vcpu::control::StopReason;
+use vmm::vcpu::control::StopReason;
 
 /// Start of the line that Linux prints when it panics.
 const PANIC: &str = "Kernel panic - not syncing: ";

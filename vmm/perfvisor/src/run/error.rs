@@ -12,12 +12,12 @@ use super::consoles::ConsolesError;
 use crate::background::DaemonError;
 use crate::devices::DeviceError;
 use control_api::place::SocketError;
-use perfvisor_vmm::gdb::server::GdbError;
-use perfvisor_vmm::kvm::host::HostError;
-use perfvisor_vmm::kvm::own_pmu::KvmVpmuModelError;
-use perfvisor_vmm::pmu::backing::BackingError;
-use perfvisor_vmm::privileges::PrivilegeError;
-use perfvisor_vmm::vm::VmError;
+use vmm::gdb::server::GdbError;
+use vmm::kvm::host::HostError;
+use vmm::kvm::own_pmu::KvmVpmuModelError;
+use vmm::pmu::backing::BackingError;
+use vmm::privileges::PrivilegeError;
+use vmm::vm::VmError;
 
 /// Errors of starting or running a VM.
 #[derive(Debug, thiserror::Error)]

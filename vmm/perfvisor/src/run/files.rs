@@ -6,13 +6,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use perf_core::error_line;
-use perfvisor_vmm::console::ConsoleTarget;
-use perfvisor_vmm::privileges;
-use perfvisor_vmm::vcpu::control::ResetPolicy;
 use rustix::fs::{Access, access};
 use rustix::process::getuid;
 use sandbox::paths::Directory;
 use sandbox::{AccessibleFiles, FileAccessError, SocketBroker};
+use vmm::console::ConsoleTarget;
+use vmm::privileges;
+use vmm::vcpu::control::ResetPolicy;
 
 use super::RunError;
 use crate::cli::RunArgs;

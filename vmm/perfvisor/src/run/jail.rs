@@ -4,10 +4,10 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use perf_core::pmu::host::counting_is_denied;
-use perfvisor_vmm::privileges;
-use perfvisor_vmm::vm::VmConfig;
 use rustix::process::{Resource, Rlimit, setrlimit};
 use sandbox::{Jail, JailContents, JailError};
+use vmm::privileges;
+use vmm::vm::VmConfig;
 
 use super::RunError;
 use super::files::{self, PROC};

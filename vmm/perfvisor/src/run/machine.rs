@@ -14,17 +14,17 @@ use super::error::RunError;
 use crate::cli::RunArgs;
 use crate::input;
 use crate::values::SecurityProfile;
-use perfvisor_vmm::boot::KernelSource;
-use perfvisor_vmm::kvm::cpuid;
-use perfvisor_vmm::kvm::host::Kvm;
-use perfvisor_vmm::kvm::own_pmu::KvmPmuOffer;
-use perfvisor_vmm::kvm::stepping::{self, Stepping};
-use perfvisor_vmm::memory::MemoryBackingConfig;
-use perfvisor_vmm::pmu::fit::{FittedModel, fit};
-use perfvisor_vmm::pmu::{OperatorLimits, PmuConfig, backing};
-use perfvisor_vmm::rdpmc::RdpmcMode;
-use perfvisor_vmm::turns::MuxChoice;
-use perfvisor_vmm::vm::{DebuggerConfig, VmConfig};
+use vmm::boot::KernelSource;
+use vmm::kvm::cpuid;
+use vmm::kvm::host::Kvm;
+use vmm::kvm::own_pmu::KvmPmuOffer;
+use vmm::kvm::stepping::{self, Stepping};
+use vmm::memory::MemoryBackingConfig;
+use vmm::pmu::fit::{FittedModel, fit};
+use vmm::pmu::{OperatorLimits, PmuConfig, backing};
+use vmm::rdpmc::RdpmcMode;
+use vmm::turns::MuxChoice;
+use vmm::vm::{DebuggerConfig, VmConfig};
 
 /// Default command line of a Linux kernel: serial console, and settings for a machine without
 /// legacy hardware.

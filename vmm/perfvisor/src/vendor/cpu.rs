@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use perfvisor_vmm::kvm::cpuid::read_host;
+use vmm::kvm::cpuid::read_host;
 
 /// A processor name such as `GenuineIntel-6-8E-9`: vendor, family (decimal), model and stepping
 /// (hexadecimal).

@@ -6,12 +6,12 @@ use std::process::{Command, Output};
 
 use crate::common::test_lock;
 use crate::common::vm::PROGRAM;
-use perfvisor_vmm::kvm::stepping::{self, Stepping};
 use test_support::{kernels, skip};
+use vmm::kvm::stepping::{self, Stepping};
 
 /// Returns the single-stepping capabilities of the host; `None` if KVM is unavailable.
 fn host() -> Option<Stepping> {
-    let Ok(kvm) = perfvisor_vmm::kvm::host::open() else {
+    let Ok(kvm) = vmm::kvm::host::open() else {
         skip::skipped("no usable /dev/kvm here", false);
         return None;
     };

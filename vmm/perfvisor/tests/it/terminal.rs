@@ -11,7 +11,7 @@ use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::common::pty::{Settings, pseudo_terminal, settings};
-use perfvisor_vmm::console::RawTerminal;
+use vmm::console::RawTerminal;
 
 const WAY_OUT: &str = "PERFVISOR_TEST_WAY_OUT";
 

@@ -8,14 +8,14 @@ use std::error::Error;
 use std::sync::Arc;
 
 use kvm_bindings::{Msrs, kvm_mp_state, kvm_msi, kvm_msr_entry, kvm_regs, kvm_segment};
-use perfvisor_vmm::kvm::armed::{ArmedVcpu, SyncReg, VcpuExit};
-use perfvisor_vmm::kvm::memslot::MemorySlots;
-use perfvisor_vmm::kvm::vm_fd::VmFd;
-use perfvisor_vmm::kvm::{cpuid, host, msr_filter};
-use perfvisor_vmm::memory::{GuestRam, MMIO_HOLE_START};
 use proptest::prelude::*;
 use test_support::skip;
 use vm_memory::{Bytes, GuestAddress};
+use vmm::kvm::armed::{ArmedVcpu, SyncReg, VcpuExit};
+use vmm::kvm::memslot::MemorySlots;
+use vmm::kvm::vm_fd::VmFd;
+use vmm::kvm::{cpuid, host, msr_filter};
+use vmm::memory::{GuestRam, MMIO_HOLE_START};
 use vmm_sys_util::eventfd::EventFd;
 
 /// Guest-physical addresses of the code and of its data.

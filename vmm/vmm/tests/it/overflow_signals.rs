@@ -4,15 +4,15 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use perfvisor_vmm::kvm::armed::ArmedVcpu;
-use perfvisor_vmm::kvm::host;
-use perfvisor_vmm::kvm::memslot::MemorySlots;
-use perfvisor_vmm::kvm::vm_fd::VmFd;
-use perfvisor_vmm::memory::GuestRam;
-use perfvisor_vmm::pmu::overflow_signal;
-use perfvisor_vmm::vcpu::kick::{OverflowSignals, install_handlers, kick_signal, take_overflow};
 use test_support::skip;
 use vm_memory::{Bytes, GuestAddress};
+use vmm::kvm::armed::ArmedVcpu;
+use vmm::kvm::host;
+use vmm::kvm::memslot::MemorySlots;
+use vmm::kvm::vm_fd::VmFd;
+use vmm::memory::GuestRam;
+use vmm::pmu::overflow_signal;
+use vmm::vcpu::kick::{OverflowSignals, install_handlers, kick_signal, take_overflow};
 
 const CODE: u64 = 0x1000;
 const COUNTER: u64 = 0x2000;

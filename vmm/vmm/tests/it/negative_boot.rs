@@ -3,11 +3,11 @@
 
 use std::path::{Path, PathBuf};
 
-use perfvisor_vmm::boot::{self, BootError, BootProtocol, BootRequest, KernelSource, layout};
-use perfvisor_vmm::memory::GuestRam;
-use perfvisor_vmm::numbers::VcpuNumbers;
 use proptest::prelude::*;
 use test_support::kernels::{self, EM_386, EM_X86_64, ElfSegment, LINUX_CODE};
+use vmm::boot::{self, BootError, BootProtocol, BootRequest, KernelSource, layout};
+use vmm::memory::GuestRam;
+use vmm::numbers::VcpuNumbers;
 
 const RAM_BYTES: u64 = 32 << 20;
 

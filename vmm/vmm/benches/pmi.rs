@@ -15,18 +15,18 @@ use std::time::Duration;
 
 use kvm_bindings::kvm_segment;
 use perf_core::pmu::host::HostProbe;
-use perfvisor_vmm::boot::KernelSource;
-use perfvisor_vmm::kvm::armed::{ArmedVcpu, VcpuExit};
-use perfvisor_vmm::kvm::host::{self, Kvm};
-use perfvisor_vmm::kvm::vm_fd::VmFd;
-use perfvisor_vmm::kvm::{cpuid, msr_filter};
-use perfvisor_vmm::memory::GuestRam;
-use perfvisor_vmm::pmu::PmuConfig;
-use perfvisor_vmm::vcpu::control::StopReason;
-use perfvisor_vmm::vcpu::kick::{self, KickTimer};
-use perfvisor_vmm::vm::{Vm, VmConfig};
 use test_support::figures::{self, Figure, Target, median};
 use vm_memory::{Bytes, GuestAddress};
+use vmm::boot::KernelSource;
+use vmm::kvm::armed::{ArmedVcpu, VcpuExit};
+use vmm::kvm::host::{self, Kvm};
+use vmm::kvm::vm_fd::VmFd;
+use vmm::kvm::{cpuid, msr_filter};
+use vmm::memory::GuestRam;
+use vmm::pmu::PmuConfig;
+use vmm::vcpu::control::StopReason;
+use vmm::vcpu::kick::{self, KickTimer};
+use vmm::vm::{Vm, VmConfig};
 use vpmu::registers::{
     IA32_PERF_GLOBAL_CTRL, IA32_PERF_GLOBAL_STATUS, IA32_PERF_GLOBAL_STATUS_RESET, IA32_PERFEVTSEL0,
     IA32_PMC0,

@@ -9,10 +9,10 @@ use std::path::{Path, PathBuf};
 
 use kernel_images::rdpmc;
 use kernel_images::symbols::KernelSymbols;
-use perfvisor_vmm::boot::{self, BootProtocol, BootRequest, KernelFormat, KernelSource, LoadedGuest};
-use perfvisor_vmm::memory::GuestRam;
 use test_support::skip;
 use vm_memory::{Bytes, GuestAddress};
+use vmm::boot::{self, BootProtocol, BootRequest, KernelFormat, KernelSource, LoadedGuest};
+use vmm::memory::GuestRam;
 
 fn kernel() -> Option<PathBuf> {
     if let Some(path) = std::env::var_os("PERFVISOR_TEST_KERNEL") {
@@ -32,7 +32,7 @@ fn kernel() -> Option<PathBuf> {
             (name.starts_with("vmlinuz-") || name == "bzImage").then_some(path)
         })
     }
-    let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target");
+    let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target");
     let found = ["guest", "guest-images", "images"]
         .iter()
         .find_map(|d| vmlinuz_below(&target.join(d), 5))

@@ -5,16 +5,16 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use kernel_images::rdpmc;
-use perfvisor_vmm::boot::{self, BootProtocol, BootRequest, KernelSource, LoadedGuest, layout};
-use perfvisor_vmm::devices::{Bus, BusOutcome, ports};
-use perfvisor_vmm::kvm::armed::{ArmedVcpu, VcpuExit};
-use perfvisor_vmm::kvm::vm_fd::VmFd;
-use perfvisor_vmm::kvm::{cpuid, host};
-use perfvisor_vmm::memory::GuestRam;
 use test_support::kernels::{
     self, EM_386, EM_X86_64, ElfSegment, LINUX_CODE, MULTIBOOT_CODE, MULTIBOOT_RDPMC, PVH_CODE, PVH_ENTRY,
 };
 use test_support::skip;
+use vmm::boot::{self, BootProtocol, BootRequest, KernelSource, LoadedGuest, layout};
+use vmm::devices::{Bus, BusOutcome, ports};
+use vmm::kvm::armed::{ArmedVcpu, VcpuExit};
+use vmm::kvm::vm_fd::VmFd;
+use vmm::kvm::{cpuid, host};
+use vmm::memory::GuestRam;
 
 #[derive(Clone, Default)]
 struct CapturedConsole(Arc<Mutex<Vec<u8>>>);

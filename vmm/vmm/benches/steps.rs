@@ -8,15 +8,15 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvm_bindings::{KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP, kvm_guest_debug, kvm_segment};
-use perfvisor_vmm::kvm::armed::{ArmedVcpu, VcpuExit};
-use perfvisor_vmm::kvm::stepping::{self, Stepping};
-use perfvisor_vmm::kvm::vm_fd::VmFd;
-use perfvisor_vmm::kvm::{cpuid, host};
-use perfvisor_vmm::memory::GuestRam;
-use perfvisor_vmm::vcpu::step::debug::GuestDebug;
-use perfvisor_vmm::vcpu::step::{StepAction, Stepper};
 use test_support::figures::{self, Figure, Target, median};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vmm::kvm::armed::{ArmedVcpu, VcpuExit};
+use vmm::kvm::stepping::{self, Stepping};
+use vmm::kvm::vm_fd::VmFd;
+use vmm::kvm::{cpuid, host};
+use vmm::memory::GuestRam;
+use vmm::vcpu::step::debug::GuestDebug;
+use vmm::vcpu::step::{StepAction, Stepper};
 use vpmu::exact::RetiredCounts;
 use vpmu::{SteppedLevels, Vendor};
 
