@@ -11,7 +11,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::Path;
 
-use crate::exit::ExitStatus;
+use operator::exit::ExitStatus;
 
 /// Byte that the daemon writes to its parent once the VM runs.
 const VM_RUNNING: u8 = b'R';

@@ -11,8 +11,8 @@ use vpmu::{
 };
 
 use crate::cli::CheckArgs;
-use crate::commands::{OutputError, print};
-use crate::exit::ExitStatus;
+use operator::commands::{OutputError, print};
+use operator::exit::ExitStatus;
 use perf_core::error_line;
 use virtio_devices::net::vhost::{VhostError, VhostNetBackend};
 use vmm::kvm::cpuid;

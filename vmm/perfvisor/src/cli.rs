@@ -13,33 +13,33 @@ use std::time::Duration;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
-use crate::commands::one_line;
 use crate::config::{self, ExpandedArgs};
-use crate::exporter::ExporterArgs;
 use crate::jail::JailConfig;
+use operator::commands::one_line;
+use operator::exporter::ExporterArgs;
 use perf_core::SharePolicy;
 use vmm::rdpmc::RdpmcMode;
 use vpmu::{BackingPolicy, CounterNumbers, PmuModelName};
 
-use crate::commands::annotate::AnnotateArgs;
-use crate::commands::cp::CpArgs;
-use crate::commands::ctl::CtlArgs;
-use crate::commands::diff::DiffArgs;
-use crate::commands::exec::ExecArgs;
-use crate::commands::exits::ExitsArgs;
-use crate::commands::files::{FileArgs, FlamegraphArgs, PprofArgs, ReportArgs};
 use crate::commands::generate::GenerateArgs;
-use crate::commands::list::ListArgs;
-use crate::commands::ps::PsArgs;
-use crate::commands::record::RecordArgs;
-use crate::commands::stat::StatArgs;
-use crate::commands::top::TopArgs;
 use crate::commands::validate::ValidateArgs;
 use crate::values::{
     ObserversAt, SecurityProfile, integer_in_range, parse_builtin, parse_gdb, parse_memory, parse_on_off,
     parse_pmi_limit, parse_ring_memory, parse_sample_limit, parse_share, parse_stop_timeout, parse_turn,
     parse_width,
 };
+use operator::commands::annotate::AnnotateArgs;
+use operator::commands::cp::CpArgs;
+use operator::commands::ctl::CtlArgs;
+use operator::commands::diff::DiffArgs;
+use operator::commands::exec::ExecArgs;
+use operator::commands::exits::ExitsArgs;
+use operator::commands::files::{FileArgs, FlamegraphArgs, PprofArgs, ReportArgs};
+use operator::commands::list::ListArgs;
+use operator::commands::ps::PsArgs;
+use operator::commands::record::RecordArgs;
+use operator::commands::stat::StatArgs;
+use operator::commands::top::TopArgs;
 use perf_core::error_line;
 use virtio_devices::disk::config::DiskConfig;
 use virtio_devices::net::config::NetConfig;

@@ -36,12 +36,13 @@ use vpmu::backing::MAX_EVENTS_PER_COUNTER;
 use crate::background::{self, DaemonStartup, ServiceManager};
 use crate::cli::RunArgs;
 use crate::devices::{self};
-use crate::exit::ExitStatus;
-use crate::input;
-use crate::signals::BlockedSignals;
 use crate::stopping::Stopping;
 use control_api::place::{self, Socket, SocketError};
+use operator::exit::ExitStatus;
+use operator::input;
+use operator::signals::BlockedSignals;
 use perf_core::error_line;
+use sandbox::privileges;
 use vmm::boot::KernelFormat;
 use vmm::console::{RawTerminal, restore_terminal};
 use vmm::control::server::{ControlServer, ControlledVm, SocketAccess};
@@ -50,7 +51,6 @@ use vmm::kvm::host::{self};
 use vmm::pmu::event_opener::VmEventOpener;
 use vmm::pmu::kernel_reader::KernelReader;
 use vmm::pmu::{PmuConfig, VmPmu, overflow_signal};
-use vmm::privileges::{self};
 use vmm::rdpmc::RdpmcMode;
 use vmm::turns::{RotationTimer, TickTimer};
 use vmm::vcpu::control::{ResetPolicy, RunControl, StopReason};
@@ -460,7 +460,7 @@ fn report_stats(running: &RunningVm, at_start: u8) {
     while all.len() > usize::from(at_start) && all.last().is_some_and(|stats| stats.exits.get() == 0) {
         all.pop();
     }
-    crate::commands::say(&format!("perfvisor: what the vPMU did\n{}", stats::table(&all)));
+    operator::commands::say(&format!("perfvisor: what the vPMU did\n{}", stats::table(&all)));
 }
 
 fn exit_status(control: &RunControl) -> ExitStatus {

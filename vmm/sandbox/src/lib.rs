@@ -8,6 +8,7 @@
 //! | `rules`, `filter` | conditions on arguments, and compilation of lists to seccomp programs |
 //! | `table` | the lists as data, for documentation and tests |
 //! | `files` | restriction of file access |
+//! | `privileges` | capabilities, core dumps and limits of the process |
 //! | `paths` | files and sockets at paths that another user can influence |
 //! | `socket_broker` | a process that connects to and removes Unix sockets for the VM |
 //! | `cgroup` | joining a control group |
@@ -34,6 +35,7 @@ mod kind;
 mod lists;
 pub mod paths;
 mod perf_broker;
+pub mod privileges;
 mod rules;
 mod service;
 mod socket_broker;

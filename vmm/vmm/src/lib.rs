@@ -11,7 +11,6 @@
 //! | [`devices`], [`console`] | the other devices of the machine |
 //! | [`gdb`] | the gdb server |
 //! | [`control`] | the control socket server |
-//! | [`privileges`] | privileges of the process while the guest runs |
 //! | [`turns`] | perf-core's timers in the main loop |
 //!
 //! Start with [`vm::Vm::new`] and [`vcpu::running::Vcpu`]. docs/architecture.md follows a WRMSR to
@@ -42,7 +41,6 @@ pub mod kvm;
 pub mod memory;
 pub mod numbers;
 pub mod pmu;
-pub mod privileges;
 pub mod rdpmc;
 #[cfg(test)]
 mod testing;

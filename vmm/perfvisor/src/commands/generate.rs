@@ -8,8 +8,8 @@ use clap::{Args, ValueHint};
 use clap_complete::Shell;
 use clap_mangen::Man;
 
-use super::{CommandError, DONE, print};
-use crate::exit::ExitStatus;
+use operator::commands::{CommandError, DONE, print};
+use operator::exit::ExitStatus;
 
 /// `perfvisor generate`.
 #[derive(Clone, Debug, Args)]

@@ -12,11 +12,11 @@ use super::consoles::ConsolesError;
 use crate::background::DaemonError;
 use crate::devices::DeviceError;
 use control_api::place::SocketError;
+use sandbox::privileges::PrivilegeError;
 use vmm::gdb::server::GdbError;
 use vmm::kvm::host::HostError;
 use vmm::kvm::own_pmu::KvmVpmuModelError;
 use vmm::pmu::backing::BackingError;
-use vmm::privileges::PrivilegeError;
 use vmm::vm::VmError;
 
 /// Errors of starting or running a VM.

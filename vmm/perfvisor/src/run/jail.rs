@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use perf_core::pmu::host::counting_is_denied;
 use rustix::process::{Resource, Rlimit, setrlimit};
+use sandbox::privileges;
 use sandbox::{Jail, JailContents, JailError};
-use vmm::privileges;
 use vmm::vm::VmConfig;
 
 use super::RunError;

@@ -12,8 +12,8 @@ use vpmu::{
 
 use super::error::RunError;
 use crate::cli::RunArgs;
-use crate::input;
 use crate::values::SecurityProfile;
+use operator::input;
 use vmm::boot::KernelSource;
 use vmm::kvm::cpuid;
 use vmm::kvm::host::Kvm;

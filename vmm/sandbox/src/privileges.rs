@@ -1,6 +1,5 @@
 //! Drops the privileges of the process before its guest runs. The process keeps its open
-//! descriptors and no capability. The broker ([`crate::pmu::event_opener`]) keeps only
-//! `CAP_PERFMON`.
+//! descriptors and no capability. The broker of perf events keeps only `CAP_PERFMON`.
 //!
 //! Capabilities are per thread (capabilities(7)). The main thread drops its own before it starts
 //! the threads of vCPUs, devices and servers, which inherit the rest. Threads that already exist
@@ -9,8 +8,7 @@
 use std::fs;
 use std::io;
 
-use perf_core::error_line;
-use perf_core::pmu::host::{DirectOpener, counting_is_denied_to};
+use diagnostics::error_line;
 use rustix::process::{
     DumpableBehavior, Resource, Rlimit, dumpable_behavior, getrlimit, set_dumpable_behavior, setrlimit,
 };
@@ -127,11 +125,11 @@ pub fn while_not_dumpable<T>(run: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Returns whether a thread of this process without capabilities is denied perf events on itself.
-pub fn counting_needs_capability() -> bool {
+/// Returns the result of `is_denied` in a thread of this process without capabilities, or `true` if
+/// the thread panics.
+pub fn is_denied_without_capabilities(is_denied: impl FnOnce() -> bool + Send) -> bool {
     std::thread::scope(|scope| {
-        let tried =
-            scope.spawn(|| keep(CapabilitySet::empty()).is_ok() && counting_is_denied_to(&DirectOpener));
+        let tried = scope.spawn(|| keep(CapabilitySet::empty()).is_ok() && is_denied());
         tried.join().unwrap_or(true)
     })
 }
@@ -243,7 +241,7 @@ mod tests {
     #[test]
     fn probing_keeps_thread_capabilities() {
         let before = capabilities(None).unwrap();
-        counting_needs_capability();
+        assert!(is_denied_without_capabilities(|| true));
         with_perfmon_capability(|| ());
         assert_eq!(capabilities(None).unwrap(), before);
     }

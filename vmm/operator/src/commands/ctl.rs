@@ -15,9 +15,8 @@ use crate::values::{integer_in_range, parse_seconds};
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{Call, VcpuPlug, VmInfo, VmSettings, VmState};
 use control_api::request;
+use diagnostics::vcpu_names;
 use perf_core::{SharePolicy, UnknownSharePolicy};
-use vmm::devices::cpu_plug::VcpuSet;
-use vmm::vcpu::registry;
 use vpmu::filter::FilterError;
 
 /// Time limit for vCPUs to leave the guest and for a VM to end.
@@ -315,17 +314,17 @@ fn vcpus(client: &mut Client, count: u32, wait: Duration) -> Result<(), CtlError
                     .filter(|v| plug.present.contains(v))
                     .collect();
                 return Err(CtlError::NoAnswer {
-                    vcpus: format_vcpus(&stay),
+                    vcpus: vcpu_names(&stay),
                     wait,
                     present: plug.present.len(),
                 });
             }
             if !plug.leaving.is_empty() {
-                return Err(CtlError::Leaving(format_vcpus(&plug.leaving)));
+                return Err(CtlError::Leaving(vcpu_names(&plug.leaving)));
             }
             log::warn!(
                 "the guest has taken no note of {} in {} s (does its kernel know ACPI CPU hot-plug?)",
-                format_vcpus(&unnoticed),
+                vcpu_names(&unnoticed),
                 wait.as_secs_f64()
             );
             return Ok(());
@@ -333,11 +332,6 @@ fn vcpus(client: &mut Client, count: u32, wait: Duration) -> Result<(), CtlError
         std::thread::sleep(POLL_INTERVAL);
         plug = client.call(request::VcpuPlug)?;
     }
-}
-
-fn format_vcpus(vcpus: &[u32]) -> String {
-    let one = |vcpu: &u32| u8::try_from(*vcpu).map_or_else(|_| VcpuSet::default(), VcpuSet::of);
-    registry::named(vcpus.iter().map(one).fold(VcpuSet::default(), VcpuSet::with))
 }
 
 /// Returns the meaning of an _OST status (ACPI 6.5, table 6.75).

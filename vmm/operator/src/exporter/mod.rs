@@ -35,7 +35,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use perf_core::error_line;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use vmm::privileges;
+use sandbox::privileges;
 
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;

@@ -78,4 +78,4 @@ pub(crate) fn written(result: io::Result<()>) -> Result<(), OutputError> {
 }
 
 /// Exit status of a successful command.
-pub(crate) const DONE: ExitStatus = ExitStatus::PoweredOff;
+pub const DONE: ExitStatus = ExitStatus::PoweredOff;

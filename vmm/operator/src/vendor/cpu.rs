@@ -1,9 +1,8 @@
 //! Processor names as in perf's tables.
 
+use std::arch::x86_64::__cpuid_count as read_host;
 use std::fmt;
 use std::str::FromStr;
-
-use vmm::kvm::cpuid::read_host;
 
 /// A processor name such as `GenuineIntel-6-8E-9`: vendor, family (decimal), model and stepping
 /// (hexadecimal).

@@ -15,6 +15,7 @@ use super::args::{CallGraph, RecordArgs};
 use super::code::{ProgramCache, Totals};
 use super::error::RecordError;
 use super::names::RecordedSymbols;
+use crate::session::task_name;
 use control_api::client::Client;
 use control_api::protocol::{Opened, Sampling};
 use guest_profile::export::build_id_dir::BuildIdDir;
@@ -213,7 +214,7 @@ impl Recording {
                 time_ns: self.file_ns(since_ns),
                 pid,
                 tid,
-                comm: printable(&comm),
+                comm: task_name(&comm),
             };
             self.writer.task(&task).map_err(RecordError::Write)?;
         }
@@ -558,19 +559,6 @@ fn log_totals(totals: &MergeTotals) {
         let host = percent(totals.host, all + totals.host);
         log::info!("{host:.1} % of the vCPU's time was the host's own or not seen");
     }
-}
-
-fn printable(comm: &[u8; 16]) -> String {
-    comm.iter()
-        .take_while(|&&b| b != 0)
-        .map(|&b| {
-            if b == b' ' || b.is_ascii_graphic() {
-                b as char
-            } else {
-                '?'
-            }
-        })
-        .collect()
 }
 
 /// Renames an existing file to `FILE.old`, as perf does.

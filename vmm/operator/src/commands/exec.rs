@@ -16,7 +16,7 @@ use guest_agent::request::{AgentOperation, Exec, Exit, Terminal};
 use guest_agent::wire::{FrameKind, INPUT_WINDOW, write_frame};
 use perf_core::error_line;
 use ratatui::crossterm::terminal;
-use vmm::console::{EscapeParser, KeyAction};
+use virtio_devices::console::escape::{EscapeParser, KeyAction};
 
 use super::guest::{AgentAddress, GuestError};
 use super::{CommandError, NAP, say};

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use super::args::RecordArgs;
 use crate::commands::{CommandError, create_private, files, one_line};
+use crate::kernel_map::{kernel_map, reference_symbol};
 use control_api::client::Client;
 use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::perfdata::PerfDataWriter;
@@ -78,17 +79,7 @@ impl RecordedSymbols {
 
     /// Returns the kernel mapping for perf.
     pub(super) fn kernel_map(&self) -> Option<KernelMap> {
-        let symbols = self.kernel.as_ref()?;
-        let (name, start) = reference_symbol(symbols)?;
-        let end = symbols.by_name("_etext").map(|s| s.address);
-        let last = symbols.iter().map(|s| s.address).max()?.saturating_add(4096);
-        Some(KernelMap {
-            start,
-            len: end.unwrap_or(last).saturating_sub(start),
-            reference_symbol: name.to_owned(),
-            reference_address: start,
-            build_id: self.build_id.or_else(|| synthetic_build_id(symbols, start)),
-        })
+        kernel_map(self.kernel.as_ref()?, self.build_id)
     }
 
     /// Stores the kernel's symbols in `directory`, and copies the guest's programs there if the
@@ -237,25 +228,4 @@ fn program_of(files: &mut GuestFiles, path: &str, id: BuildId) -> io::Result<Vec
 /// leading slashes.
 fn is_file(path: &str) -> bool {
     path.starts_with('/') && !path.starts_with("//")
-}
-
-/// Returns a synthetic build ID for a kernel without one: a hash of its symbols (FNV-1a, 128 bits)
-/// that is independent of the load address. Without a build ID, perf would use the symbols of the
-/// host kernel.
-fn synthetic_build_id(symbols: &KernelSymbols, start: u64) -> Option<BuildId> {
-    const BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
-    const PRIME: u128 = 0x0100_0000_0000_0000_0000_013b;
-    let hash = symbols.iter().fold(BASIS, |hash, symbol| {
-        let offset = symbol.address.wrapping_sub(start).to_le_bytes();
-        let bytes = offset.iter().chain(symbol.name.as_bytes());
-        bytes.fold(hash, |hash, &byte| (hash ^ u128::from(byte)).wrapping_mul(PRIME))
-    });
-    BuildId::new(&hash.to_le_bytes())
-}
-
-/// Returns the symbol that identifies the kernel's load address.
-fn reference_symbol(symbols: &KernelSymbols) -> Option<(&'static str, u64)> {
-    ["_text", "_stext"]
-        .into_iter()
-        .find_map(|name| Some((name, symbols.by_name(name)?.address)))
 }
