@@ -14,6 +14,10 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("vpmu", &["perf-core"]),
     ("kernel-images", &[]),
     ("guest-profile", &["kernel-images", "perf-core"]),
+    (
+        "guest-patching",
+        &["guest-profile", "kernel-images", "perf-core", "vpmu"],
+    ),
     ("sandbox", &["diagnostics"]),
     ("control-api", &["perf-core", "sandbox"]),
     ("virtio-devices", &["diagnostics", "sandbox"]),
@@ -23,6 +27,7 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
         &[
             "control-api",
             "diagnostics",
+            "guest-patching",
             "guest-profile",
             "kernel-images",
             "perf-core",
@@ -51,6 +56,7 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
         &[
             "control-api",
             "guest-images",
+            "guest-patching",
             "operator",
             "perf-core",
             "sandbox",

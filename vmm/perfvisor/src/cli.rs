@@ -15,10 +15,10 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::config::{self, ExpandedArgs};
 use crate::jail::JailConfig;
+use guest_patching::rdpmc::RdpmcMode;
 use operator::commands::one_line;
 use operator::exporter::ExporterArgs;
 use perf_core::SharePolicy;
-use vmm::rdpmc::RdpmcMode;
 use vpmu::{BackingPolicy, CounterNumbers, PmuModelName};
 
 use crate::commands::generate::GenerateArgs;

@@ -24,7 +24,6 @@ use crate::kvm::stepping::BREAKPOINTS;
 use crate::memory::GuestRam;
 use crate::numbers::VcpuNumbers;
 use crate::pmu::VmPmu;
-use crate::rdpmc::RdpmcMode;
 use crate::vcpu::control::{ResetPolicy, RunControl, StopReason};
 use crate::vcpu::kicker::Kicker;
 use crate::vcpu::kvm_vcpu::KvmVcpu;
@@ -32,6 +31,7 @@ use crate::vcpu::registry::VcpuRegistry;
 pub use begun::PendingKvmSetup;
 pub use config::{DebuggerConfig, HaltPolling, ParseHaltPollingError, VmConfig};
 pub use error::VmError;
+use guest_patching::rdpmc::RdpmcMode;
 use plan::{VcpuParts, VmPlan, needs_full_kvm};
 use restart::{RestartContext, Restarter};
 

@@ -12,6 +12,7 @@ use crate::values::{ValidatedBacking, parse_tolerance, parse_validated};
 use ::validate::child::ChildError;
 use ::validate::report::{ReportRow, ReportText};
 use ::validate::{Host, KvmSummary, LinuxFiles, Options, Stop};
+use guest_patching::rdpmc::RdpmcMode;
 use operator::commands::{OutputError, print};
 use operator::exit::ExitStatus;
 use operator::input;
@@ -23,7 +24,6 @@ use vmm::kvm::stepping;
 use vmm::kvm::{cpuid, host};
 use vmm::pmu::backing::{self, BackingError};
 use vmm::pmu::fit::{self, fit};
-use vmm::rdpmc::RdpmcMode;
 
 const EXIT_STATUS_HELP: &str = "\
 Exit status:

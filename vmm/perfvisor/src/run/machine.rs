@@ -13,6 +13,7 @@ use vpmu::{
 use super::error::RunError;
 use crate::cli::RunArgs;
 use crate::values::SecurityProfile;
+use guest_patching::rdpmc::RdpmcMode;
 use operator::input;
 use vmm::boot::KernelSource;
 use vmm::kvm::cpuid;
@@ -22,7 +23,6 @@ use vmm::kvm::stepping::{self, Stepping};
 use vmm::memory::MemoryBackingConfig;
 use vmm::pmu::fit::{FittedModel, fit};
 use vmm::pmu::{OperatorLimits, PmuConfig, backing};
-use vmm::rdpmc::RdpmcMode;
 use vmm::turns::MuxChoice;
 use vmm::vm::{DebuggerConfig, VmConfig};
 

@@ -5,7 +5,7 @@ use crate::kvm::cpuid::read_host;
 use crate::kvm::host::Kvm;
 use crate::kvm::own_pmu::{self, KvmPmuOffer, KvmVpmuUnavailable};
 use crate::kvm::stepping::Stepping;
-use crate::rdpmc::RdpmcMode;
+use guest_patching::rdpmc::RdpmcMode;
 use perf_core::pmu::host::HostProbe;
 use vpmu::{ArchEvent, BackingPolicy, CountableEvents, EventSources, ParavirtualEvent, Vendor};
 

@@ -11,9 +11,9 @@ use crate::kvm::event_filter::KvmEventFilterError;
 use crate::kvm::host::HostError;
 use crate::kvm::msr_filter::MsrFilterError;
 use crate::memory::MemoryError;
-use crate::rdpmc::hwbp::HardwareBreakpointError;
 use crate::vcpu::affinity::PinError;
 use crate::vcpu::registry::VcpuRegistryError;
+use guest_patching::hwbp::HardwareBreakpointError;
 
 /// Error of creating a VM.
 #[derive(Debug, thiserror::Error)]

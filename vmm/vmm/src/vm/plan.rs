@@ -3,21 +3,24 @@
 use std::io::{self, Write};
 use std::sync::Arc;
 
+use guest_patching::hwbp::{self, HardwareBreakpointError};
+use guest_patching::rdpmc::RdpmcMode;
+use guest_patching::running::RunningKernelPatcher;
+use guest_patching::sites::RdpmcSites;
+use guest_patching::uncounted::UncountableEvents;
 use kvm_bindings::CpuId;
 use perf_core::error_line;
 use perf_core::pmu::host::HostProbe;
 use virtio_devices::device::{FatalErrorCallback, VirtioDevice};
 use virtio_devices::transport::bus::PciBus;
 use virtio_devices::transport::machine::PciBackend;
-use vpmu::{BackingPolicy, Generation, PmuModel};
+use vpmu::{BackingPolicy, Generation, HostPmu, PmuModel};
 
 use super::begun::PendingKvmSetup;
 use super::config::VmConfig;
 use super::error::VmError;
 use crate::boot::{self, BootError, BootRequest, KernelFormat, LoadedGuest, layout};
 use crate::devices::{Bus, ports};
-use crate::kernels::running::RunningKernelPatcher;
-use crate::kernels::uncounted::UncountableEvents;
 use crate::kvm::cpuid::{self, GuestCpuidConfig};
 use crate::kvm::host::Kvm;
 use crate::kvm::host::{self, HostError, KvmFlavour};
@@ -30,10 +33,8 @@ use crate::kvm::stats_fd::stats_fd;
 use crate::kvm::stepping::{self, BREAKPOINTS};
 use crate::kvm::vm_fd::VmFd;
 use crate::memory::GuestRam;
+use crate::pmu::countable::CountableKernelEvents;
 use crate::pmu::{GuestSamplingContext, KvmVpmu, PmuConfig, VmPmu};
-use crate::rdpmc::RdpmcMode;
-use crate::rdpmc::hwbp::{self, HardwareBreakpointError};
-use crate::rdpmc::sites::RdpmcSites;
 use crate::vcpu::control::{ResetPolicy, RunControl, StopReason};
 use crate::vcpu::debugger::Debugger;
 use crate::vcpu::factory::{RdpmcConfig, StepperConfig, VcpuFactory};
@@ -160,7 +161,7 @@ impl<'a> VmPlan<'a> {
     /// Returns the RDPMC addresses that are emulated with hardware breakpoints.
     pub(super) fn breakpoints(&self, loaded: &LoadedGuest) -> Result<Vec<u64>, HardwareBreakpointError> {
         if self.config.rdpmc == RdpmcMode::Hwbp && self.traps {
-            hwbp::addresses(&loaded.rdpmc_sites, self.config.pmu.stepping)
+            hwbp::addresses(&loaded.rdpmc_sites, self.config.pmu.stepping.breakpoints)
         } else {
             Ok(Vec::new())
         }
@@ -361,12 +362,14 @@ impl<'a> VmPlan<'a> {
     pub(super) fn uncounted(&self, probe: &HostProbe) -> UncountableEvents {
         let VmConfig { pmu, backability, .. } = self.config;
         let hides = self.config.hide_uncounted;
-        let uncounted = UncountableEvents::new(&pmu.model, pmu.policy, *backability, probe.clone(), hides);
-        if pmu.hides_denied {
-            uncounted.within(pmu.filter.clone())
+        let host = HostPmu::vendor(&mut cpuid::read_host);
+        let countable = CountableKernelEvents::new(&pmu.model, host, pmu.policy, *backability, probe.clone());
+        let countable = if pmu.hides_denied {
+            countable.within(pmu.filter.clone())
         } else {
-            uncounted
-        }
+            countable
+        };
+        UncountableEvents::new(pmu.model.vendor(), Box::new(countable), hides)
     }
 
     /// Returns the parts of RDPMC emulation, or `None` if KVM handles RDPMC.

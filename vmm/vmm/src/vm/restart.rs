@@ -18,7 +18,6 @@ use super::error::VmError;
 use super::plan::{VmPlan, needs_full_kvm};
 use crate::boot;
 use crate::devices::Bus;
-use crate::kernels::uncounted::UncountableEvents;
 use crate::kvm::chips::IrqchipState;
 use crate::kvm::vm_fd::VmFd;
 use crate::memory::GuestRam;
@@ -26,6 +25,7 @@ use crate::pmu::VmPmu;
 use crate::vcpu::control::{RunControl, StopReason};
 use crate::vcpu::factory::VcpuFactory;
 use crate::vcpu::registry::VcpuRegistry;
+use guest_patching::uncounted::UncountableEvents;
 
 /// Maximum number of logged restarts. A guest may reset in a loop.
 const MAX_LOGGED_RESTARTS: u64 = 16;

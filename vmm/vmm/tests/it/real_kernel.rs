@@ -7,7 +7,8 @@
 
 use std::path::{Path, PathBuf};
 
-use kernel_images::rdpmc;
+use guest_patching::finder;
+use kernel_images::elf::CodeBytes;
 use kernel_images::symbols::KernelSymbols;
 use test_support::skip;
 use vm_memory::{Bytes, GuestAddress};
@@ -83,7 +84,7 @@ fn only_real_rdpmc_instructions_are_replaced() {
         ram.memory()
             .read_slice(&mut after, GuestAddress(text.phys))
             .unwrap();
-        pairs += before.windows(2).filter(|w| *w == rdpmc::RDPMC).count();
+        pairs += before.windows(2).filter(|w| *w == finder::RDPMC).count();
         for (i, (a, b)) in before.chunks(4096).zip(after.chunks(4096)).enumerate() {
             if a != b {
                 let page = text.virt + 4096 * i as u64;
@@ -154,18 +155,18 @@ fn unwind_tables_symbols_and_plain_decoding_agree() {
             bytes
         })
         .collect();
-    let text: Vec<rdpmc::CodeBytes<'_>> = loaded
+    let text: Vec<CodeBytes<'_>> = loaded
         .text
         .iter()
         .zip(&text)
-        .map(|(t, bytes)| rdpmc::CodeBytes {
+        .map(|(t, bytes)| CodeBytes {
             virt: t.virt,
             phys: t.phys,
             bytes,
         })
         .collect();
     let places = |symbols: &KernelSymbols| -> Vec<u64> {
-        rdpmc::find(&text, symbols, &[], rdpmc::CodeBits::Only64)
+        finder::find(&text, symbols, &[], finder::CodeBits::Only64)
             .iter()
             .map(|s| s.virt)
             .collect()

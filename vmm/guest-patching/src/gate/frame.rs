@@ -1,16 +1,16 @@
 //! Exception frame of the guest's #GP handler, and the return to the code that faulted.
 
 use iced_x86::{Code, Decoder, DecoderOptions};
-use kvm_bindings::{kvm_segment, kvm_sregs};
 use vpmu::exact::GuestMemory;
 
-use super::super::step::state::{LinearMemory, VcpuState};
-use kernel_images::rdpmc::{MAX_INSTRUCTION_BYTES, RDPMC};
+use crate::finder::{MAX_INSTRUCTION_BYTES, RDPMC};
+use crate::linear_memory::LinearMemory;
+use crate::registers::{Segment, SystemRegisters, VcpuState};
 
 /// RFLAGS bit 1, always set (SDM vol. 3 §2.3).
 const RFLAGS_ONE: u64 = 1 << 1;
 /// RFLAGS.TF: trap flag, raises #DB after each instruction (SDM vol. 3 §2.3).
-pub(in super::super) const RFLAGS_TF: u64 = 1 << 8;
+pub const RFLAGS_TF: u64 = 1 << 8;
 /// RFLAGS bits that are preserved on return to 64-bit code: all defined bits except RF and VM (SDM
 /// vol. 3 §2.3).
 const RFLAGS_RETURNED: u64 = 0x3c_7fd5;
@@ -27,8 +27,8 @@ pub(super) struct FaultFrame {
     rflags: u64,
     rsp: u64,
     /// Code segment of the faulting code.
-    pub cs: kvm_segment,
-    ss: kvm_segment,
+    pub cs: Segment,
+    ss: Segment,
 }
 
 impl FaultFrame {
@@ -124,7 +124,7 @@ impl FaultFrame {
     clippy::cast_possible_truncation,
     reason = "an instruction has at most 15 bytes"
 )]
-pub(in super::super) fn rdpmc_length(code: &[u8], cs: &kvm_segment) -> Option<u8> {
+pub fn rdpmc_length(code: &[u8], cs: &Segment) -> Option<u8> {
     // Fast path: RDPMC rarely has prefixes.
     if code.starts_with(&RDPMC) {
         return Some(RDPMC.len() as u8);
@@ -140,7 +140,7 @@ pub(in super::super) fn rdpmc_length(code: &[u8], cs: &kvm_segment) -> Option<u8
 
 /// Returns `true` if the address is canonical: the upper bits repeat the highest translated bit
 /// (SDM vol. 1 §3.3.7.1).
-pub(super) fn is_canonical(address: u64, sregs: &kvm_sregs) -> bool {
+pub(super) fn is_canonical(address: u64, sregs: &SystemRegisters) -> bool {
     let unused = if sregs.cr4 & CR4_LA57 != 0 {
         64 - 57
     } else {
@@ -151,17 +151,17 @@ pub(super) fn is_canonical(address: u64, sregs: &kvm_sregs) -> bool {
 
 /// Returns `true` for a user-mode code segment. L and D set together is a reserved combination (SDM
 /// vol. 3 §5.2.1).
-fn is_user_code(segment: &kvm_segment) -> bool {
+fn is_user_code(segment: &Segment) -> bool {
     segment.dpl == 3 && segment.type_ & 8 != 0 && (segment.l == 0 || segment.db == 0)
 }
 
-fn is_user_data(segment: &kvm_segment) -> bool {
+fn is_user_data(segment: &Segment) -> bool {
     segment.dpl == 3 && segment.selector & 3 == 3 && segment.type_ & 0xa == 2
 }
 
 /// Reads the code or data segment that `selector` refers to (SDM vol. 3 §3.4.5).
 #[expect(clippy::cast_possible_truncation, reason = "20 bits of it")]
-fn segment(sregs: &kvm_sregs, selector: u16, memory: &mut LinearMemory<'_>) -> Option<kvm_segment> {
+fn segment(sregs: &SystemRegisters, selector: u16, memory: &mut LinearMemory<'_>) -> Option<Segment> {
     let (base, limit) = if selector & 4 == 0 {
         (sregs.gdt.base, u32::from(sregs.gdt.limit))
     } else {
@@ -177,7 +177,7 @@ fn segment(sregs: &kvm_sregs, selector: u16, memory: &mut LinearMemory<'_>) -> O
         return None;
     }
     let limit = (raw & 0xffff | raw >> 32 & 0xf_0000) as u32;
-    Some(kvm_segment {
+    Some(Segment {
         base: raw >> 16 & 0xff_ffff | raw >> 32 & 0xff00_0000,
         limit: if bit(55) == 1 { limit << 12 | 0xfff } else { limit },
         selector,
@@ -220,7 +220,7 @@ mod tests {
     }
 
     /// Encodes a segment as a descriptor-table entry (SDM vol. 3, figure 3-8).
-    fn descriptor(of: &kvm_segment) -> u64 {
+    fn descriptor(of: &Segment) -> u64 {
         let limit = u64::from(if of.g == 1 { of.limit >> 12 } else { of.limit });
         let bits = [(of.type_, 40), (of.s, 44), (of.dpl, 45), (of.present, 47)];
         let more = [(of.avl, 52), (of.l, 53), (of.db, 54), (of.g, 55)];
@@ -245,7 +245,7 @@ mod tests {
         ) {
             let bit = |n: u8| bits >> n & 1;
             let pages = bit(0) == 1;
-            let segment_there = kvm_segment {
+            let segment_there = Segment {
                 base: base.into(),
                 limit: if pages { limit << 12 | 0xfff } else { limit },
                 selector: index << 3 | u16::from(local) << 2 | rpl,
@@ -265,7 +265,7 @@ mod tests {
             let at = GuestAddress(table + 8 * u64::from(index));
             memory.write_obj(descriptor(&segment_there), at).unwrap();
             let found = segment(&state.sregs, segment_there.selector, &mut LinearMemory::new(&memory, &state));
-            let used = kvm_segment { type_: type_ | 1, ..segment_there };
+            let used = Segment { type_: type_ | 1, ..segment_there };
             prop_assert_eq!(found, Some(used));
             // A descriptor that is not present or is a system descriptor is rejected.
             for without in [1u64 << 47, 1 << 44] {
@@ -281,7 +281,7 @@ mod tests {
     #[test]
     fn descriptor_table_ends_at_limit() {
         let memory = memory();
-        let code = kvm_segment {
+        let code = Segment {
             limit: 0xf_ffff,
             type_: 0xb,
             present: 1,
@@ -330,7 +330,7 @@ mod tests {
     /// address would end the VM.
     #[test]
     fn canonical_check_follows_paging_mode() {
-        let mut sregs = kvm_sregs::default();
+        let mut sregs = SystemRegisters::default();
         let four = [(1u64 << 47) - 1, 0xffff_8000_0000_0000, 0, u64::MAX];
         let five = [(1u64 << 56) - 1, 0xff00_0000_0000_0000, 1 << 47];
         let none = [1u64 << 56, 0xfeff_ffff_ffff_ffff, 1 << 63];

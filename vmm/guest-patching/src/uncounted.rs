@@ -1,49 +1,39 @@
 //! Removal of uncountable events from the event tables of a guest's kernels, so that perf in the
 //! guest shows `<not supported>` instead of a misleading zero.
 
-use std::sync::Arc;
+use std::fmt::Debug;
 
 use perf_core::guest_log;
-use perf_core::pmu::host::HostProbe;
 use vm_memory::GuestMemoryMmap;
-use vpmu::{BackingPolicy, CountableEvents, EventFilter, PmuModel, Vendor};
+use vpmu::Vendor;
 
-use crate::boot::event_tables::{self, EventTable, HiddenEvents};
-use crate::kvm::cpuid;
-use crate::pmu::countable::CountableKernelEvents;
+use crate::event_tables::{self, EventTable, HiddenEvents, KernelTableEvent};
+
+/// Countability of the events in the tables of a guest's kernels, on this host and for this guest.
+pub trait EventCountability: Debug + Send + Sync {
+    /// Returns `true` if `event` can be counted. `config` is its encoding in the kernel's table.
+    fn can_count(&self, event: KernelTableEvent, config: u64) -> bool;
+
+    /// Returns the names of the events of a plain `perf stat` that cannot be counted.
+    fn missing(&self) -> Vec<&'static str>;
+}
 
 /// Filter for events in guest kernel tables that cannot be counted on this host.
 #[derive(Debug)]
 pub struct UncountableEvents {
     vendor: Vendor,
-    countable: CountableKernelEvents,
+    countable: Box<dyn EventCountability>,
     hides: bool,
 }
 
 impl UncountableEvents {
-    /// Creates the filter for guests with `model`. `probe` describes the perf events of the host.
-    /// Without `hides` the tables are not modified.
-    pub fn new(
-        model: &PmuModel,
-        policy: BackingPolicy,
-        backability: CountableEvents,
-        probe: HostProbe,
-        hides: bool,
-    ) -> Self {
-        let host = vpmu::HostPmu::vendor(&mut cpuid::read_host);
+    /// Creates the filter for guests with a PMU of `vendor`. Without `hides` the tables are not
+    /// modified.
+    pub fn new(vendor: Vendor, countable: Box<dyn EventCountability>, hides: bool) -> Self {
         Self {
-            vendor: model.vendor(),
-            countable: CountableKernelEvents::new(model, host, policy, backability, probe),
+            vendor,
+            countable,
             hides,
-        }
-    }
-
-    /// Restricts the countable events to those that `filter` allows.
-    #[must_use]
-    pub fn within(self, filter: Arc<EventFilter>) -> Self {
-        Self {
-            countable: self.countable.within(filter),
-            ..self
         }
     }
 

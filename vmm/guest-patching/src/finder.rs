@@ -16,7 +16,8 @@ use iced_x86::{
     Register,
 };
 
-use crate::symbols::KernelSymbols;
+use kernel_images::elf::CodeBytes;
+use kernel_images::symbols::KernelSymbols;
 
 /// I/O port that a patched RDPMC writes to. No PC device uses this port.
 pub const TRAP_PORT: u16 = 0xE1;
@@ -27,17 +28,6 @@ pub const TRAP: [u8; 2] = [0xE6, TRAP_PORT.to_le_bytes()[0]];
 
 /// Maximum instruction length, in bytes (SDM vol. 2 §2.3.11).
 pub const MAX_INSTRUCTION_BYTES: usize = 15;
-
-/// Executable code to search.
-#[derive(Clone, Copy, Debug)]
-pub struct CodeBytes<'a> {
-    /// Link-time address of the first byte.
-    pub virt: u64,
-    /// Guest-physical address of the first byte.
-    pub phys: u64,
-    /// Code bytes.
-    pub bytes: &'a [u8],
-}
 
 /// Address range of the kernel's executable text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -388,7 +378,7 @@ fn continues_validly(decoder: &mut Decoder<'_>, decoded: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::symbols::SymbolsBuilder;
+    use kernel_images::symbols::SymbolsBuilder;
     use proptest::prelude::*;
 
     /// `native_read_pmc` as emitted by compilers.

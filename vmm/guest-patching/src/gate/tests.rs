@@ -1,7 +1,7 @@
 use super::frame::{CR4_LA57, is_canonical};
 use super::planted::{InstructionEffect, RFLAGS_AC, RFLAGS_DF};
 use super::*;
-use kernel_images::rdpmc::RDPMC;
+use crate::finder::RDPMC;
 use proptest::prelude::*;
 
 const GATE: u64 = 0x3000;

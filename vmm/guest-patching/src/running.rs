@@ -13,13 +13,14 @@ use std::time::{Duration, Instant};
 use perf_core::{error_line, guest_log};
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, VolatileMemory};
 
-use super::uncounted::{self, UncountableEvents};
-use crate::boot::event_tables::HiddenEvents;
-use crate::rdpmc::sites::RdpmcSites;
+use crate::event_tables::HiddenEvents;
+use crate::finder::{CodeBits, RDPMC, RdpmcSite, TRAP, TextRange, find};
+use crate::sites::RdpmcSites;
+use crate::uncounted::{self, UncountableEvents};
 use guest_profile::locate::{self, LocateError};
 use guest_profile::paging::AddressSpace;
 use guest_profile::{GuestRegs, WalkBudget};
-use kernel_images::rdpmc::{CodeBits, CodeBytes, RDPMC, RdpmcSite, TRAP, TextRange, find};
+use kernel_images::elf::CodeBytes;
 use kernel_images::symbols::KernelSymbols;
 use kernel_images::{kallsyms, orc};
 
@@ -363,11 +364,11 @@ fn witness_address(sites: &[RdpmcSite]) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rdpmc::sites::VcpuRdpmcSites;
-    use crate::testing::kallsyms;
-    use kvm_bindings::kvm_sregs;
-    use perf_core::pmu::host::{HostCounters, HostProbe};
-    use vpmu::{BackingPolicy, CountableEvents, PmuModel, Vendor};
+    use crate::event_tables::KernelTableEvent;
+    use crate::sites::VcpuRdpmcSites;
+    use crate::uncounted::EventCountability;
+    use test_support::kernels::kallsyms;
+    use vpmu::Vendor;
 
     const START: u64 = 0xffff_ffff_8100_0000;
     /// A function that reads a counter: `xor ecx, ecx; rdpmc; ret`.
@@ -411,23 +412,22 @@ mod tests {
         bytes
     }
 
-    /// Only cycles can be counted.
-    fn by_the_clock() -> Arc<UncountableEvents> {
-        let probe = HostProbe {
-            hardware_pmu: false,
-            counters: HostCounters::default(),
-            generic: Vec::new(),
-            ..HostProbe::run()
-        };
-        let model = PmuModel::off(Vendor::Amd);
-        let policy = BackingPolicy::Clock;
-        Arc::new(UncountableEvents::new(
-            &model,
-            policy,
-            CountableEvents::CLOCK,
-            probe,
-            true,
-        ))
+    /// A host on which only cycles can be counted.
+    #[derive(Debug)]
+    struct OnlyCycles;
+
+    impl EventCountability for OnlyCycles {
+        fn can_count(&self, event: KernelTableEvent, _: u64) -> bool {
+            event == KernelTableEvent::Hardware(0)
+        }
+
+        fn missing(&self) -> Vec<&'static str> {
+            Vec::new()
+        }
+    }
+
+    fn only_cycles() -> Arc<UncountableEvents> {
+        Arc::new(UncountableEvents::new(Vendor::Amd, Box::new(OnlyCycles), true))
     }
 
     struct Guest {
@@ -447,12 +447,14 @@ mod tests {
                 phys: FIRST,
                 len_bytes: TEXT_END - START,
             }];
-            let mut sregs = kvm_sregs::default();
-            (sregs.cr0, sregs.cr3, sregs.cr4) = (1 << 31 | 1, 0x1000, 1 << 5);
-            sregs.efer = 1 << 10 | 1 << 8;
-            sregs.cs.l = 1;
-            let mut regs = GuestRegs::default();
-            crate::kvm::registers::set_system(&mut regs, &sregs);
+            let regs = GuestRegs {
+                cr0: 1 << 31 | 1,
+                cr3: 0x1000,
+                cr4: 1 << 5,
+                efer: 1 << 10 | 1 << 8,
+                code64: true,
+                ..GuestRegs::default()
+            };
             let guest = Self {
                 running: RunningKernelPatcher::new(
                     memory.clone(),
@@ -460,7 +462,7 @@ mod tests {
                     loaded,
                     &[],
                     false,
-                    by_the_clock(),
+                    only_cycles(),
                 ),
                 memory,
                 sites,
@@ -638,7 +640,7 @@ mod tests {
             loaded,
             &[read],
             false,
-            by_the_clock(),
+            only_cycles(),
         );
         guest.load(FIRST, &kernel(|_| {}));
         let opcode = GuestAddress(FIRST + READS + 2 - START);

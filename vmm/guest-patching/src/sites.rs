@@ -7,7 +7,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kernel_images::rdpmc::RdpmcSite;
+use crate::finder::RdpmcSite;
 
 /// Maximum number of sites. A kernel has one to four, and sites of previous kernels are retained
 /// when the guest starts another kernel.

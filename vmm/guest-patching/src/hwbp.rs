@@ -5,8 +5,10 @@
 //! then emulates RDPMC and advances RIP past it. Breakpoints are set at linear addresses, so the
 //! kernel must run at its link address.
 
-use crate::kvm::stepping::{BREAKPOINTS, Stepping};
-use kernel_images::rdpmc::RdpmcSite;
+use crate::finder::RdpmcSite;
+
+/// Number of hardware breakpoints of a processor.
+pub const BREAKPOINTS: usize = 4;
 
 /// Error of emulating RDPMC with hardware breakpoints.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -27,13 +29,14 @@ pub enum HardwareBreakpointError {
     NotHere,
 }
 
-/// Returns the addresses at which breakpoints must be set.
+/// Returns the addresses at which breakpoints must be set. `stops` states that hardware breakpoints
+/// in guests work on this host.
 ///
 /// # Errors
 /// Returns [`HardwareBreakpointError::NotHere`] if breakpoints do not work on this host, and
 /// [`HardwareBreakpointError::TooMany`] if there are more sites than breakpoints.
-pub fn addresses(sites: &[RdpmcSite], host: Stepping) -> Result<Vec<u64>, HardwareBreakpointError> {
-    if !host.breakpoints {
+pub fn addresses(sites: &[RdpmcSite], stops: bool) -> Result<Vec<u64>, HardwareBreakpointError> {
+    if !stops {
         return Err(HardwareBreakpointError::NotHere);
     }
     if sites.len() > BREAKPOINTS {
@@ -66,12 +69,8 @@ mod tests {
     /// Four sites are supported; a fifth is rejected with the number of sites and a remedy.
     #[test]
     fn hwbp_rejects_more_sites_than_breakpoints() {
-        let host = Stepping {
-            breakpoints: true,
-            ..Stepping::default()
-        };
-        assert_eq!(addresses(&sites(4), host).unwrap()[3], 0xffff_ffff_8100_0030);
-        let line = addresses(&sites(5), host).unwrap_err().to_string();
+        assert_eq!(addresses(&sites(4), true).unwrap()[3], 0xffff_ffff_8100_0030);
+        let line = addresses(&sites(5), true).unwrap_err().to_string();
         assert!(
             line.contains("5 RDPMC") && line.contains("--rdpmc trap"),
             "{line}"
@@ -81,9 +80,6 @@ mod tests {
     /// A host whose KVM ignores breakpoints is rejected, because each RDPMC would fault.
     #[test]
     fn hwbp_rejects_host_without_breakpoints() {
-        assert_eq!(
-            addresses(&sites(1), Stepping::default()),
-            Err(HardwareBreakpointError::NotHere)
-        );
+        assert_eq!(addresses(&sites(1), false), Err(HardwareBreakpointError::NotHere));
     }
 }

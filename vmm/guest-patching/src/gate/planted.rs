@@ -6,8 +6,9 @@ use std::sync::{Mutex, PoisonError};
 use iced_x86::{Code, Decoder, DecoderOptions, Mnemonic};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, VolatileMemory};
 
-use super::super::step::state::{LinearMemory, VcpuState};
-use kernel_images::rdpmc::{MAX_INSTRUCTION_BYTES, TRAP};
+use crate::finder::{MAX_INSTRUCTION_BYTES, TRAP};
+use crate::linear_memory::LinearMemory;
+use crate::registers::VcpuState;
 
 pub(super) const RFLAGS_DF: u64 = 1 << 10;
 pub(super) const RFLAGS_AC: u64 = 1 << 18;
@@ -70,7 +71,7 @@ impl HandlerInstruction {
             InstructionEffect::Push(value) => {
                 let rsp = state.regs.rsp.wrapping_sub(8);
                 let value = i64::from(value).cast_unsigned();
-                let gpa = LinearMemory::new(memory, state)
+                let gpa = LinearMemory::new(memory, &*state)
                     .physical(rsp)
                     .filter(|_| rsp.is_multiple_of(8))?;
                 memory.write_obj(value, GuestAddress(gpa)).ok()?;

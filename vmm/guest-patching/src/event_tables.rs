@@ -152,7 +152,7 @@ pub struct HiddenEvents {
 }
 
 /// Finds the event tables in the segments of an image.
-pub(crate) fn find(segments: &[LoadSegment<'_>]) -> Vec<EventTable> {
+pub fn find(segments: &[LoadSegment<'_>]) -> Vec<EventTable> {
     let mut tables = Vec::new();
     for segment in segments {
         // Each table begins with the encodings of cycles and instructions.
@@ -177,7 +177,7 @@ pub(crate) fn find(segments: &[LoadSegment<'_>]) -> Vec<EventTable> {
 /// Finds the event tables in the memory of a running kernel. `bytes` begin at the page-aligned
 /// address `start`, and `physical` translates addresses. A table must be contiguous in physical
 /// memory.
-pub(crate) fn find_in_memory(
+pub fn find_in_memory(
     start: u64,
     bytes: &[u8],
     mut physical: impl FnMut(u64) -> Option<u64>,
@@ -316,10 +316,13 @@ fn is_unchanged_in_memory(memory: &GuestMemoryMmap, tables: &[EventTable], table
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::GuestRam;
     use proptest::prelude::*;
 
     const LOAD_AT: u64 = 0x10_0000;
+
+    fn memory() -> GuestMemoryMmap {
+        GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 32 << 20)]).unwrap()
+    }
 
     fn bytes(words: &[u64]) -> Vec<u8> {
         words.iter().copied().flat_map(u64::to_le_bytes).collect()
@@ -381,10 +384,10 @@ mod tests {
         let data = kernel();
         let tables = find(&[segment(&data)]);
         assert_eq!(tables.len(), 4, "{tables:?}");
-        let ram = GuestRam::new(32 << 20).unwrap();
-        ram.memory().write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
+        let memory = memory();
+        memory.write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
         // The clock backing counts cycles only.
-        let done = hide(ram.memory(), &tables, Vendor::Amd, |_, config| config == 0x76);
+        let done = hide(&memory, &tables, Vendor::Amd, |_, config| config == 0x76);
         let names: Vec<Vec<String>> = done
             .iter()
             .map(|d| d.hidden.iter().map(ToString::to_string).collect())
@@ -422,9 +425,7 @@ mod tests {
         expected[64..64 + 80].copy_from_slice(&only_cycles);
         expected[160..160 + 336].copy_from_slice(&bytes(&hidden));
         let mut there = vec![0; data.len()];
-        ram.memory()
-            .read_slice(&mut there, GuestAddress(LOAD_AT))
-            .unwrap();
+        memory.read_slice(&mut there, GuestAddress(LOAD_AT)).unwrap();
         assert_eq!(there, expected);
     }
 
@@ -461,20 +462,15 @@ mod tests {
     #[test]
     fn hide_removes_reference_cycles_of_intel() {
         let data = kernel();
-        let ram = GuestRam::new(32 << 20).unwrap();
-        ram.memory().write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
-        let done = hide(
-            ram.memory(),
-            &find(&[segment(&data)]),
-            Vendor::Intel,
-            |event, _| event != KernelTableEvent::Hardware(9),
-        );
+        let memory = memory();
+        memory.write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
+        let done = hide(&memory, &find(&[segment(&data)]), Vendor::Intel, |event, _| {
+            event != KernelTableEvent::Hardware(9)
+        });
         let hidden: Vec<_> = done.iter().flat_map(|d| d.hidden.clone()).collect();
         assert_eq!(hidden, [KernelTableEvent::Hardware(9)]);
         let mut there = vec![0; data.len()];
-        ram.memory()
-            .read_slice(&mut there, GuestAddress(LOAD_AT))
-            .unwrap();
+        memory.read_slice(&mut there, GuestAddress(LOAD_AT)).unwrap();
         let changed: Vec<_> = (0..data.len()).filter(|at| there[*at] != data[*at]).collect();
         // The byte 03H of the last entry of the table.
         assert_eq!(changed, [data.len() - 7]);
@@ -509,33 +505,31 @@ mod tests {
     fn overlapping_or_modified_tables_are_unchanged() {
         let data = kernel();
         let tables = find(&[segment(&data)]);
-        let ram = GuestRam::new(32 << 20).unwrap();
-        let there = |ram: &GuestRam| {
+        let memory = memory();
+        let there = |memory: &GuestMemoryMmap| {
             let mut there = vec![0; data.len()];
-            ram.memory()
-                .read_slice(&mut there, GuestAddress(LOAD_AT))
-                .unwrap();
+            memory.read_slice(&mut there, GuestAddress(LOAD_AT)).unwrap();
             there
         };
         // Guest memory is empty.
-        assert_eq!(hide(ram.memory(), &tables, Vendor::Intel, |_, _| false), []);
+        assert_eq!(hide(&memory, &tables, Vendor::Intel, |_, _| false), []);
         // The kernel has another encoding in the last entry of AMD's cache events.
-        ram.memory().write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
+        memory.write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
         let last = tables[2].entry(CACHE_EVENTS - 1);
-        ram.memory().write_obj(0x1234u64, last).unwrap();
-        let before = there(&ram);
-        let done = hide(ram.memory(), &tables, Vendor::Amd, |_, _| false);
+        memory.write_obj(0x1234u64, last).unwrap();
+        let before = there(&memory);
+        let done = hide(&memory, &tables, Vendor::Amd, |_, _| false);
         assert_eq!(done.iter().map(|d| d.virt).collect::<Vec<_>>(), [tables[0].virt]);
-        assert_eq!(there(&ram)[160..], before[160..], "that table as it was");
-        assert_ne!(there(&ram)[..160], before[..160], "and the other changed");
+        assert_eq!(there(&memory)[160..], before[160..], "that table as it was");
+        assert_ne!(there(&memory)[..160], before[..160], "and the other changed");
         // Two segments with the same memory, and two that overlap partially.
-        ram.memory().write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
+        memory.write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
         for shift in [0, 8] {
             let mut other = segment(&data);
             other.phys += shift;
             let overlapping = find(&[segment(&data), other]);
-            assert_eq!(hide(ram.memory(), &overlapping, Vendor::Amd, |_, _| false), []);
-            assert_eq!(there(&ram), data);
+            assert_eq!(hide(&memory, &overlapping, Vendor::Amd, |_, _| false), []);
+            assert_eq!(there(&memory), data);
         }
     }
 

@@ -4,23 +4,19 @@
 //! (0F 33) of the guest kernel is therefore replaced before the guest starts by `out imm8, al` (E6
 //! nn), also two bytes, on a reserved port. The exit handler reads ECX and writes EDX:EAX as RDPMC
 //! would. Prefixes are preserved, because they have no effect on either instruction. A port write
-//! is treated as RDPMC only at such a site ([`sites`]); any other write goes to the bus.
+//! is treated as RDPMC only at such a site ([`crate::sites`]); any other write goes to the bus.
 //!
 //! The byte pair 0F 33 also occurs inside other instructions: 37 times in the text of a Debian
 //! cloud kernel, once as an instruction. Replacing such a pair would corrupt the kernel, so the
-//! finder in [`kernel_images::rdpmc`] accepts a pair only if decoding proves that it is an
+//! finder in [`crate::finder`] accepts a pair only if decoding proves that it is an
 //! instruction.
 //!
 //! A kernel that the guest starts itself (kexec, kdump) is searched in guest memory
-//! ([`crate::kernels::running`]).
+//! ([`crate::running`]).
 
-pub mod hwbp;
-pub mod sites;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryError, GuestMemoryMmap};
 
-use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
-
-use crate::memory::GuestRam;
-use kernel_images::rdpmc::{RDPMC, RdpmcSite, TRAP};
+use crate::finder::{RDPMC, RdpmcSite, TRAP};
 
 /// Method of emulating RDPMC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,16 +77,16 @@ pub enum RdpmcPatchError {
 /// # Errors
 /// Returns [`RdpmcPatchError::Memory`] if the memory is not accessible, and [`RdpmcPatchError::Other`] if it
 /// does not contain RDPMC.
-pub fn patch(ram: &GuestRam, site: &RdpmcSite) -> Result<(), RdpmcPatchError> {
+pub fn patch(memory: &GuestMemoryMmap, site: &RdpmcSite) -> Result<(), RdpmcPatchError> {
     let at = GuestAddress(site.opcode());
     let address = site.opcode();
     let failed = |source| RdpmcPatchError::Memory { address, source };
     let mut found = [0u8; 2];
-    ram.memory().read_slice(&mut found, at).map_err(failed)?;
+    memory.read_slice(&mut found, at).map_err(failed)?;
     if found != RDPMC {
         return Err(RdpmcPatchError::Other { address, found });
     }
-    ram.memory().write_slice(&TRAP, at).map_err(failed)
+    memory.write_slice(&TRAP, at).map_err(failed)
 }
 
 #[cfg(test)]
@@ -99,7 +95,7 @@ mod tests {
 
     #[test]
     fn patch_rejects_other_instruction() {
-        let ram = GuestRam::new(16 << 20).unwrap();
+        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 16 << 20)]).unwrap();
         let site = RdpmcSite {
             virt: 0xFFFF_FFFF_8100_0000,
             phys: 0x0F_FFFF,
@@ -108,10 +104,10 @@ mod tests {
             next_to_port_write: false,
             symbol: None,
         };
-        assert!(patch(&ram, &site).is_err());
-        ram.memory().write_slice(&RDPMC, GuestAddress(0x10_0000)).unwrap();
-        patch(&ram, &site).unwrap();
-        let bytes: [u8; 2] = ram.memory().read_obj(GuestAddress(0x10_0000)).unwrap();
+        assert!(patch(&memory, &site).is_err());
+        memory.write_slice(&RDPMC, GuestAddress(0x10_0000)).unwrap();
+        patch(&memory, &site).unwrap();
+        let bytes: [u8; 2] = memory.read_obj(GuestAddress(0x10_0000)).unwrap();
         assert_eq!(bytes, TRAP);
     }
 }

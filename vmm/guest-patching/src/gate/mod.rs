@@ -24,11 +24,12 @@ use std::sync::Arc;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vpmu::exact::GuestMemory;
 
-use super::step::state::{LinearMemory, VcpuState};
+use crate::finder::{MAX_INSTRUCTION_BYTES, TRAP};
+use crate::linear_memory::LinearMemory;
+use crate::registers::VcpuState;
 use frame::FaultFrame;
-pub(super) use frame::{RFLAGS_TF, rdpmc_length};
+pub use frame::{RFLAGS_TF, rdpmc_length};
 use kernel_images::packed::PackedSymbols;
-use kernel_images::rdpmc::{MAX_INSTRUCTION_BYTES, TRAP};
 use planted::HandlerInstruction;
 pub use planted::{GpHandlerTrap, TrapState};
 
