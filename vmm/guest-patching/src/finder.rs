@@ -19,12 +19,17 @@ use iced_x86::{
 use kernel_images::elf::CodeBytes;
 use kernel_images::symbols::KernelSymbols;
 
-/// I/O port that a patched RDPMC writes to. No PC device uses this port.
-pub const TRAP_PORT: u16 = 0xE1;
+/// I/O port that a patched RDPMC writes to. No PC device uses this port: the interrupt controller,
+/// the nearest one, has 0x20 and 0x21.
+///
+/// The number is the second byte of [`RDPMC`], so the trap differs from RDPMC in its first byte
+/// only. One byte is written atomically at any alignment.
+pub const TRAP_PORT: u16 = 0x33;
 /// Opcode of `rdpmc`.
 pub const RDPMC: [u8; 2] = [0x0F, 0x33];
 /// Encoding of `out TRAP_PORT, al`.
 pub const TRAP: [u8; 2] = [0xE6, TRAP_PORT.to_le_bytes()[0]];
+const _: () = assert!(TRAP[1] == RDPMC[1]);
 
 /// Maximum instruction length, in bytes (SDM vol. 2 §2.3.11).
 pub const MAX_INSTRUCTION_BYTES: usize = 15;
@@ -489,10 +494,10 @@ mod tests {
         for (before, behind, expected) in [
             (&[][..], &[][..], false),
             (&[0xEE], &[], true),
-            (&[0xE6, 0xE1], &[], true),
+            (&[0xE6, 0x33], &[], true),
             (&[0xE6, 0x80], &[], false),
             (&[], &[0x66, 0xEF], true),
-            (&[], &[0xE6, 0xE1], true),
+            (&[], &[0xE6, 0x33], true),
             (&[], &[0xE6, 0xF4], false),
             // shl rdx, 32; a displacement that contains EE.
             (&[0x89, 0xF9], &[0x48, 0xC1, 0xE2, 0x20], false),

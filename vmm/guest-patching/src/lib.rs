@@ -16,6 +16,10 @@
 //! Start with [`rdpmc`] for the reason, with [`running::RunningKernelPatcher`] for what happens at
 //! run time, and with docs/architecture.md, "Changes to the guest's kernel", for the whole.
 //!
+//! **Writes while vCPUs run.** Every change of code that another vCPU may be executing is one atomic
+//! write within an aligned 8-byte word. The trap differs from RDPMC in one byte, so RDPMC is
+//! replaced at any alignment; a #GP handler that crosses a word is left unchanged.
+//!
 //! **Dependencies.** `kernel-images` and `guest-profile` to find kernels, `vpmu` for vendors. This
 //! crate does not depend on KVM: the vCPU loop passes registers as [`registers::VcpuState`] and
 //! writes them back.

@@ -1,8 +1,8 @@
 //! RDPMC in guest kernels: replaces the instruction with a trap.
 //!
 //! KVM has no exit for RDPMC: with KVM's vPMU disabled, RDPMC raises #GP in the guest. Each RDPMC
-//! (0F 33) of the guest kernel is therefore replaced before the guest starts by `out imm8, al` (E6
-//! nn), also two bytes, on a reserved port. The exit handler reads ECX and writes EDX:EAX as RDPMC
+//! (0F 33) of the guest kernel is therefore replaced before the guest starts by `out 0x33, al` (E6
+//! 33), which writes to a port without a device. The exit handler reads ECX and writes EDX:EAX as RDPMC
 //! would. Prefixes are preserved, because they have no effect on either instruction. A port write
 //! is treated as RDPMC only at such a site ([`crate::sites`]); any other write goes to the bus.
 //!

@@ -6,7 +6,7 @@
 //! new kernel may start at the same address. A running kernel contains its symbols and unwind
 //! tables, so the same information is available as for a kernel that is loaded from a file.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -308,7 +308,8 @@ impl RunningKernelPatcher {
         Ok(sites)
     }
 
-    /// Replaces one RDPMC. Its two bytes may be in different pages.
+    /// Replaces one RDPMC, which another vCPU may execute concurrently. Its two bytes may be in
+    /// different pages.
     fn replace(&self, regs: &GuestRegs, site: &RdpmcSite) -> bool {
         let last = site.virt + u64::from(site.length) - 1;
         let [Some(first), Some(second)] =
@@ -317,16 +318,19 @@ impl RunningKernelPatcher {
             return false;
         };
         let memory = &self.memory;
-        // Both bytes are replaced atomically if they are in one word.
+        // The guest may change its code concurrently. Both bytes are compared and written at once
+        // if they are in one word.
         if second == first.unchecked_add(1) && first.0 % WORD_BYTES != WORD_BYTES - 1 {
             return replace_at_once(memory, first).is_some();
         }
-        let there = [first, second].map(|at| memory.read_obj::<u8>(at).ok());
-        // A vCPU that executes this code concurrently sees the old pair, a write to port 33H, or
-        // the new pair.
-        there == RDPMC.map(Some)
-            && memory.write_obj(TRAP[0], first).is_ok()
-            && memory.write_obj(TRAP[1], second).is_ok()
+        // The trap has the same second byte, so one write of one byte replaces the instruction.
+        memory.read_obj::<u8>(second).ok() == Some(RDPMC[1])
+            && memory.get_slice(first, 1).is_ok_and(|slice| {
+                slice.get_atomic_ref::<AtomicU8>(0).is_ok_and(|byte| {
+                    byte.compare_exchange(RDPMC[0], TRAP[0], Ordering::SeqCst, Ordering::SeqCst)
+                        .is_ok()
+                })
+            })
     }
 }
 
@@ -595,6 +599,46 @@ mod tests {
             None,
             "no memory is there"
         );
+    }
+
+    /// RDPMC at any alignment is replaced without another byte being written. Its second byte, which
+    /// may be in another word or page, belongs to both instructions.
+    #[test]
+    fn rdpmc_is_replaced_by_one_byte_at_any_alignment() {
+        let guest = Guest::new();
+        let replace = |virt: u64| {
+            let site = RdpmcSite {
+                virt,
+                phys: 0,
+                length: 2,
+                lead: 0,
+                next_to_port_write: false,
+                symbol: None,
+            };
+            guest.running.replace(&guest.regs, &site)
+        };
+        for offset in (0x100..0x110).chain(0xff0..0x1000) {
+            let around = GuestAddress(FIRST + offset - 1);
+            guest.memory.write_slice(&[0xAA; 4], around).unwrap();
+            assert!(!replace(START + offset), "no RDPMC is there");
+            guest
+                .memory
+                .write_obj(RDPMC, GuestAddress(FIRST + offset))
+                .unwrap();
+            assert!(replace(START + offset));
+            assert_eq!(
+                guest.memory.read_obj::<[u8; 4]>(around).unwrap(),
+                [0xAA, TRAP[0], RDPMC[1], 0xAA],
+                "{offset:#x}"
+            );
+        }
+        // The second byte is in a page that is not mapped.
+        let end = START + (2 << 20) - 1;
+        guest
+            .memory
+            .write_obj(RDPMC[0], GuestAddress(FIRST + (2 << 20) - 1))
+            .unwrap();
+        assert!(!replace(end));
     }
 
     /// A kernel at the address of the previous one also has its RDPMC replaced.
