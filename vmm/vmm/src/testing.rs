@@ -4,13 +4,14 @@ use std::io;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
-use perf_core::pmu::host::HostProbe;
+use perf_core::pmu::host::{GenericEvent, HostProbe};
+use vm_memory::{GuestAddress, GuestMemoryMmap};
 use vpmu::{BackingPolicy, PmuModel};
 
 use crate::boot::KernelSource;
 use crate::control::server::ControlledVm;
 use crate::kvm::host;
-use crate::pmu::PmuConfig;
+use crate::pmu::{GuestSamplingContext, PmuConfig, VmPmu};
 use crate::vcpu::kick;
 use crate::vm::{RunningVm, Vm, VmConfig};
 
@@ -84,4 +85,26 @@ pub(crate) fn control_target(vm: &RunningVm) -> ControlledVm {
         std::thread::sleep(Duration::from_millis(1));
     }
     control_target
+}
+
+/// Returns the PMU of a VM on a host that opens these generic events, or that has no PMU if
+/// `None`.
+pub(crate) fn pmu(opens: Option<&[&str]>, interprets_kernel: bool) -> VmPmu {
+    let mut probe = HostProbe::run();
+    probe.hardware_pmu = opens.is_some();
+    for GenericEvent {
+        name, opens: opened, ..
+    } in &mut probe.generic
+    {
+        *opened = opens.is_some_and(|opens| opens.contains(&name.as_str()));
+    }
+    let config = PmuConfig::new(PmuModel::INTEL, BackingPolicy::None);
+    let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
+    VmPmu::new(
+        config,
+        &probe,
+        None,
+        interprets_kernel,
+        GuestSamplingContext::new(memory, None),
+    )
 }

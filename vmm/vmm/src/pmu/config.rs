@@ -77,7 +77,7 @@ impl PmuConfig {
         let mut core = CoreConfig {
             share: self.share,
             mux: self.mux,
-            owner_uid: control_api::peer::own_uid(),
+            owner_uid: rustix::process::geteuid().as_raw(),
             turn_ns: self
                 .turn
                 .map(|turn| u64::try_from(turn.as_nanos()).unwrap_or(u64::MAX)),

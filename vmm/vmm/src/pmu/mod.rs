@@ -8,12 +8,12 @@ mod config;
 pub mod countable;
 pub mod event_opener;
 pub mod fit;
+pub mod guest_view;
 pub mod kernel_reader;
 mod operator;
 pub mod own;
 mod regs;
 pub(crate) mod remote_open;
-mod shown;
 mod steal;
 
 use std::io;
@@ -35,21 +35,20 @@ use smallvec::SmallVec;
 use vpmu::exact::{RetiredCounts, StepOutcome};
 use vpmu::filter::FilterAction;
 use vpmu::{
-    BackingPolicy, CountableEvents, CounterIndex, Cpl, EventFilter, EventSources, MsrAddress, MsrReadOutcome,
-    MsrWriteOutcome, ParavirtualEvent, PerfCoreEvents, PmiCounts, PmiReadiness, RdpmcIndex, SteppedLevels,
-    Vendor, Vpmu,
+    BackingPolicy, CountableEvents, CounterIndex, CounterView, Cpl, EventFilter, EventSources, MsrAddress,
+    MsrReadOutcome, MsrWriteOutcome, ParavirtualEvent, PerfCoreEvents, PmiCounts, PmiReadiness, RdpmcIndex,
+    SteppedLevels, Vendor, Vpmu,
 };
 
 use crate::kvm::cpuid;
 use crate::kvm::event_filter::KvmEventFilterError;
 use crate::kvm::vcpu_fd::VcpuFd;
-use control_api::protocol::GuestCounter;
 use steal::StealClock;
 
 pub use config::{OperatorLimits, PmuConfig};
-pub use operator::{HostSampling, HostSamplingError, OperatorEvent, OperatorEventError};
+pub use operator::{HostSampling, HostSamplingError};
 pub use own::KvmVpmu;
-pub use regs::{ExitRegisters, GuestSamplingContext, SampleCache, VcpuSampleRegs};
+pub use regs::{ExitRegisters, GuestSamplingContext, KernelSearchProgress, SampleCache, VcpuSampleRegs};
 
 /// Error of setting up the PMU of a vCPU.
 #[derive(Debug, thiserror::Error)]
@@ -666,8 +665,8 @@ impl VcpuPmu {
         VcpuSampleRegs::new(fd, &self.vm.probe, &mut self.samples, ExitRegisters::default()).find_kernel();
     }
 
-    /// Returns the guest's programmed counters for operators.
-    pub fn view(&mut self, fd: &VcpuFd) -> Vec<GuestCounter> {
+    /// Returns the counters as the guest programmed them.
+    pub fn view(&mut self, fd: &VcpuFd) -> Vec<CounterView> {
         if self.uses_kvm_vpmu() {
             return own::registers(fd, self.vm.config.model, self.filter.clone()).map_or_else(
                 |e| {
@@ -680,8 +679,7 @@ impl VcpuPmu {
         let Some(attached) = self.attached.as_mut() else {
             return Vec::new();
         };
-        let views = self.vpmu.counters_view(&mut attached.events);
-        views.iter().map(shown::guest_counter).collect()
+        self.vpmu.counters_view(&mut attached.events)
     }
 
     /// Returns the register file.

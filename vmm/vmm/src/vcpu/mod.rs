@@ -39,8 +39,8 @@ use std::time::{Duration, Instant};
 
 use vpmu::PmiReadiness;
 
+use crate::pmu::guest_view::VcpuPmuView;
 use control::{RunState, StopReason};
-use control_api::protocol::VcpuView;
 use factory::VcpuFactory;
 use failure::{RestartError, VcpuFailure, VcpuStartError};
 use pmi::PmiDelivery;
@@ -282,7 +282,7 @@ impl Running {
         if let Some(generation) = mail.view {
             let (uncounted_ns, places_lost) = pmu.uncounted().unzip();
             let stats = self.slot.stats();
-            let view = VcpuView {
+            let view = VcpuPmuView {
                 vcpu: self.id.into(),
                 uncounted_ns,
                 places_lost,
@@ -290,6 +290,7 @@ impl Running {
                     .has_pmis()
                     .then(|| stats.pmi_nmi.get() + stats.pmi_fixed.get()),
                 counters: pmu.view(&self.fd),
+                counted_by_kvm: pmu.uses_kvm_vpmu(),
             };
             self.slot.request_queue().answer(generation, view);
         }
