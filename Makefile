@@ -82,6 +82,11 @@ validate-lab: lab-files
 validate-nested: lab-files
 	$(LAB_TESTS) nested:: -- --ignored --nocapture --test-threads 1
 
+## graph: print the dependencies between the crates, as a Mermaid graph
+.PHONY: graph
+graph:
+	@CARGO="$(CARGO)" integration/crate-graph.sh
+
 ## check: format, clippy, docs, licences and links, without a warning
 .PHONY: check
 check:
@@ -92,7 +97,8 @@ check:
 		echo "check: perf-core with features '$$features' alone"; \
 		$(CARGO) clippy -q -p perf-core --lib --no-default-features --features "$$features" -- -D warnings || exit 1; \
 	done
-	$(CARGO) test -q --workspace --test host -- licences:: links::
+	$(CARGO) clippy -q -p operator --lib --no-default-features -- -D warnings
+	$(CARGO) test -q --workspace --test host -- layers:: licences:: links::
 	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny check; \
 	else echo "check: cargo-deny is not installed; licences were checked without it, advisories were not"; fi
 
