@@ -58,6 +58,7 @@ fn as_a_child() {
             std::io::Read::read_exact(&mut &reports, &mut heard).unwrap();
             std::process::exit(i32::from(heard[0]));
         }
+        "abort" => std::process::abort(),
         // SAFETY: the instruction ends the process, which is the purpose.
         "fault" => unsafe {
             libc::signal(libc::SIGILL, libc::SIG_DFL);
@@ -102,7 +103,8 @@ impl Supervised {
             .unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let mut found = lines.by_ref().map_while(Result::ok);
-        let line = found.find(|line| line.starts_with("ids ") || line.starts_with("status "))?;
+        let line = found.find(|line| line.starts_with("ids ") || line.starts_with("status "));
+        let line = line.expect("the child prints one of them");
         let Some(ids) = line.strip_prefix("ids ") else {
             child.wait().unwrap();
             assert_eq!(status_in(&line).code(), Some(NOT_PERMITTED));
@@ -148,6 +150,9 @@ fn supervisor_ends_like_first_process() {
     assert_eq!(supervised.wait().signal(), Some(libc::SIGKILL));
     let supervised = Supervised::start("fault").unwrap();
     assert_eq!(supervised.wait().signal(), Some(libc::SIGILL));
+    // Process 1 ignores the SIGABRT that it sends itself, and abort(3) then causes a fault.
+    let supervised = Supervised::start("abort").unwrap();
+    assert_eq!(supervised.wait().signal(), Some(libc::SIGSEGV));
 }
 
 #[test]
