@@ -38,6 +38,24 @@ pub fn is_end_requested() -> bool {
     }
 }
 
+/// Numbers of stop signals received directly and through the supervisor. A service manager and a
+/// terminal send a signal to both processes, and the VM then receives it twice.
+#[derive(Default)]
+struct StopSignalCounts([[u64; 2]; STOP_SIGNALS.len()]);
+
+impl StopSignalCounts {
+    /// Records a signal. Returns `false` if the same signal has arrived on the other way.
+    fn is_new(&mut self, signal: libc::c_int, forwarded: bool) -> bool {
+        let at = STOP_SIGNALS.iter().position(|other| *other == signal);
+        let Some(counts) = at.and_then(|at| self.0.get_mut(at)) else {
+            return true;
+        };
+        let [own, other] = if forwarded { [1, 0] } else { [0, 1] };
+        counts[own] += 1;
+        counts[own] > counts[other]
+    }
+}
+
 /// Blocked stop signals and a descriptor that is readable after a signal.
 #[derive(Debug)]
 pub struct StopSignals {
@@ -95,9 +113,15 @@ impl BlockedSignals {
         thread::Builder::new().name("signals".into()).spawn(move || {
             privileges::drop_thread_capabilities();
             sandbox::enter(ThreadKind::Signals);
-            let mut signal = 0;
-            // SAFETY: both pointers refer to valid values of this thread during the call.
-            while unsafe { libc::sigwait(&set, &mut signal) } == 0 {
+            let mut received = StopSignalCounts::default();
+            loop {
+                // SAFETY: a zeroed siginfo_t is valid.
+                let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+                // SAFETY: both pointers refer to valid values of this thread during the call.
+                let signal = unsafe { libc::sigwaitinfo(&set, &mut info) };
+                if signal < 0 {
+                    continue;
+                }
                 // A failed write means that the eventfd counter is full and thus readable.
                 let tell_other = match signal {
                     libc::SIGWINCH => Some(&tell_size),
@@ -106,6 +130,9 @@ impl BlockedSignals {
                 };
                 if let Some(tell_other) = tell_other {
                     let _ = tell_other.write(1);
+                    continue;
+                }
+                if !received.is_new(signal, sandbox::is_forwarded(&info)) {
                     continue;
                 }
                 store.store(signal, Ordering::SeqCst);
@@ -169,5 +196,24 @@ impl StopSignals {
 impl AsRawFd for StopSignals {
     fn as_raw_fd(&self) -> RawFd {
         self.came.as_raw_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signal_that_arrives_on_both_ways_counts_once() {
+        let mut received = StopSignalCounts::default();
+        assert!(received.is_new(libc::SIGTERM, false));
+        assert!(!received.is_new(libc::SIGTERM, true));
+        assert!(received.is_new(libc::SIGTERM, true), "the second");
+        assert!(!received.is_new(libc::SIGTERM, false));
+        assert!(received.is_new(libc::SIGINT, true), "another signal");
+        // Without a supervisor every signal counts.
+        for _ in 0..3 {
+            assert!(received.is_new(libc::SIGHUP, false));
+        }
     }
 }

@@ -33,7 +33,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vpmu::BackingPolicy;
 use vpmu::backing::MAX_EVENTS_PER_COUNTER;
 
-use crate::background::{self, DaemonStartup, ServiceManager};
+use crate::background::{self, DaemonStartup};
 use crate::cli::RunArgs;
 use crate::devices::{self};
 use crate::stopping::Stopping;
@@ -126,12 +126,14 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     jail::become_user(args)?;
     background::survive_job_control();
     footprint::configure_malloc();
+    // Started outside the jail's PID namespace, because it outlives the VM.
+    let broker =
+        SocketBroker::start(confinement(args), privileges::drop_all_privileges).map_err(RunError::Broker)?;
+    let manager = Arc::new(jail::enter_pid_namespace(args)?);
     // A separate process, started before this one has threads, signal handlers and descriptors.
     let kernel_reader = kernel_reader(args)?;
     let opener = VmEventOpener::start(confinement(args), overflow_signal(), kick::kick_signal())
         .map_err(RunError::PerfBroker)?;
-    let broker =
-        SocketBroker::start(confinement(args), privileges::drop_all_privileges).map_err(RunError::Broker)?;
     // Dropped last: the broker then removes the VM's sockets.
     let _finish = FinishBroker(broker.clone());
     let descriptors = jail::limit_descriptors(args)?;
@@ -156,7 +158,6 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     config.pmu.core_config().check()?;
     let (name, ends) = ServerSockets::open(args)?;
     let mut devices = devices::create_devices(args, &name, log, &broker)?;
-    let manager = Arc::new(ServiceManager::connect());
     // All sockets of the host's network and files of other processes are open. A process to be
     // jailed has no other thread yet.
     let jail = jail::separate(args, &config)?;
@@ -385,7 +386,7 @@ fn control_socket(name: Option<&str>) -> Result<(String, Option<Socket>), Socket
             Ok((name.to_owned(), Some(socket)))
         }
         None => {
-            let name = format!("vm-{}", std::process::id());
+            let name = format!("vm-{}", sandbox::starter_pid());
             let socket = Socket::bind(&dir, &name)
                 .inspect_err(|e| {
                     let why = error_line(e);

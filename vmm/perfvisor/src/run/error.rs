@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use perf_core::ConfigError;
-use sandbox::{CgroupError, FileAccessError, JailError, SandboxError, ServiceStartError};
+use sandbox::{CgroupError, FileAccessError, JailError, PidNamespaceError, SandboxError, ServiceStartError};
 use vpmu::ModelError;
 use vpmu::filter::FilterError;
 
@@ -92,6 +92,8 @@ pub enum RunError {
     Files(#[source] FileAccessError),
     #[error("--jail")]
     Jail(#[source] JailError),
+    #[error("--jail")]
+    PidNamespace(#[source] PidNamespaceError),
     #[error("--jail cgroup=")]
     Cgroup(#[source] CgroupError),
     #[error(

@@ -28,6 +28,7 @@ mod net;
 mod observers;
 mod panics;
 mod perf_open_faults;
+mod pid_namespace;
 mod privileges;
 mod prometheus;
 mod record_faults;

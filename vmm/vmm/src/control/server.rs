@@ -105,7 +105,7 @@ impl ControlledVm {
             protocol: PROTOCOL,
             version: env!("CARGO_PKG_VERSION").into(),
             name: self.name.clone(),
-            pid: std::process::id(),
+            pid: sandbox::host_pid(),
             vcpus: self.registry.present().len(),
             max_vcpus: self.registry.max().into(),
             pmu: self.pmu_name.clone(),

@@ -84,6 +84,7 @@ impl PmuConfig {
             // The VM belongs to its user, so VM-wide events reveal no more than per-vCPU events.
             paranoid: 0,
             reserved_slots: self.limits.reserved_slots,
+            pid: sandbox::host_pid(),
             ..CoreConfig::default()
         };
         if let Some(hz) = self.limits.sample_rate_hz {

@@ -314,7 +314,10 @@ impl VcpuPmu {
         vm.clock.add_vcpu(vcpu, clock.clone());
         let fed = Arc::new(FedCounts::new(vpmu::fed::SELECTORS));
         vm.fed.add_vcpu(vcpu, fed.clone());
-        let context = match vm.core.add_vcpu(vcpu, clock.tid()) {
+        let added = vm
+            .core
+            .add_vcpu_recorded_as(vcpu, clock.tid(), sandbox::host_tid());
+        let context = match added {
             Ok(context) => context,
             Err(e) => {
                 self.forget();
