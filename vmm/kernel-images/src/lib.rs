@@ -13,6 +13,7 @@
 //! | [`build_id`] | build IDs of kernels and programs |
 //! | [`image`] | all tables of one kernel, from a file or from memory |
 //! | [`rdpmc`] | RDPMC instructions in a kernel's text |
+//! | [`user_rdpmc`] | the default permission of RDPMC in programs |
 //! | [`le`] | little-endian integers in untrusted bytes |
 //!
 //! Use [`elf::parse`] to load a kernel, and [`image::KernelImage`] to inspect one.
@@ -50,5 +51,6 @@ pub mod orc;
 pub mod packed;
 pub mod rdpmc;
 pub mod symbols;
+pub mod user_rdpmc;
 
 pub use error::{ImageDamage, ImageError, Lz4BlockError};

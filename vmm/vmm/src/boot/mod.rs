@@ -16,6 +16,7 @@ mod multiboot;
 mod processors;
 mod pvh;
 mod regs;
+pub mod topdown_events;
 
 use std::fs::File;
 use std::io::Read;
@@ -40,7 +41,7 @@ use kernel_images::elf::{self, ElfImage, LoadSegment};
 use kernel_images::packed::PackedSymbols;
 use kernel_images::rdpmc::{CodeBits, CodeBytes, RdpmcSite, TextRange, find};
 use kernel_images::symbols::KernelSymbols;
-use kernel_images::{ImageDamage, ImageError, bzimage, kallsyms};
+use kernel_images::{ImageDamage, ImageError, bzimage, kallsyms, user_rdpmc};
 
 /// Maximum size of a kernel file in bytes.
 const MAX_KERNEL_FILE_BYTES: u64 = 1 << 30;
@@ -181,6 +182,10 @@ pub struct LoadedGuest {
     pub rdpmc_sites: Vec<RdpmcSite>,
     /// Tables of perf's generic events in a Linux kernel file.
     pub event_tables: Vec<event_tables::EventTable>,
+    /// Lists of top-down events in a Linux kernel file.
+    pub topdown: Vec<topdown_events::TopdownList>,
+    /// Guest-physical address of the operand that permits RDPMC in programs, in a Linux kernel.
+    pub user_rdpmc: Option<u64>,
 }
 
 impl LoadedGuest {
@@ -593,6 +598,7 @@ fn load_elf(
         &image.orc_ips,
         if linux { CodeBits::Only64 } else { CodeBits::Either },
     )?;
+    let in_linux = linux.then_some(&image.segments[..]);
     Ok(LoadedGuest {
         kind,
         entry,
@@ -602,11 +608,9 @@ fn load_elf(
         text: text_ranges(&image.code),
         symbols: Arc::new(PackedSymbols::new(&symbols)),
         rdpmc_sites,
-        event_tables: if linux {
-            event_tables::find(&image.segments)
-        } else {
-            Vec::new()
-        },
+        event_tables: in_linux.map(event_tables::find).unwrap_or_default(),
+        topdown: in_linux.map(topdown_events::find).unwrap_or_default(),
+        user_rdpmc: in_linux.and_then(|_| user_rdpmc::find(&image.code, &symbols)),
     })
 }
 
@@ -731,5 +735,7 @@ fn load_multiboot(
         symbols: Arc::new(PackedSymbols::new(&symbols)),
         rdpmc_sites,
         event_tables: Vec::new(),
+        topdown: Vec::new(),
+        user_rdpmc: None,
     })
 }

@@ -9,6 +9,7 @@ use vm_memory::GuestMemoryMmap;
 use vpmu::{BackingPolicy, CountableEvents, EventFilter, PmuModel, Vendor};
 
 use crate::boot::event_tables::{self, EventTable, HiddenEvents};
+use crate::boot::topdown_events::{self, TopdownList};
 use crate::kvm::cpuid;
 use crate::pmu::countable::CountableKernelEvents;
 
@@ -56,6 +57,14 @@ impl UncountableEvents {
         event_tables::hide(memory, tables, self.vendor, |event, n| {
             countable.can_count(event, n)
         })
+    }
+
+    /// Removes the top-down events from `lists` if they are uncountable, and if enabled.
+    pub fn hide_topdown(&self, memory: &GuestMemoryMmap, lists: &[TopdownList]) {
+        if self.hides && self.vendor == Vendor::Intel && !self.countable.can_count_topdown() {
+            let hidden = topdown_events::hide(memory, lists);
+            log::debug!("{hidden} lists of the kernel's top-down events taken out");
+        }
     }
 
     /// Removes uncountable events from a running kernel whose memory `bytes` begins at `start`.
