@@ -8,6 +8,7 @@
 //! | [`gate`] | interception of the guest's #GP handler, for RDPMC elsewhere |
 //! | [`hwbp`] | breakpoints in place of traps |
 //! | [`event_tables`] | tables of perf's generic events in a kernel |
+//! | [`topdown_events`] | lists of the top-down events of a kernel |
 //! | [`uncounted`] | removal of events from these tables that cannot be counted |
 //! | [`running`] | kernels that the guest starts itself (kexec, kdump) |
 //! | [`registers`] | the vCPU registers that the gate reads and changes |
@@ -44,4 +45,5 @@ pub mod rdpmc;
 pub mod registers;
 pub mod running;
 pub mod sites;
+pub mod topdown_events;
 pub mod uncounted;

@@ -8,11 +8,16 @@ use vm_memory::GuestMemoryMmap;
 use vpmu::Vendor;
 
 use crate::event_tables::{self, EventTable, HiddenEvents, KernelTableEvent};
+use crate::topdown_events::{self, TopdownList};
 
 /// Countability of the events in the tables of a guest's kernels, on this host and for this guest.
 pub trait EventCountability: Debug + Send + Sync {
     /// Returns `true` if `event` can be counted. `config` is its encoding in the kernel's table.
     fn can_count(&self, event: KernelTableEvent, config: u64) -> bool;
+
+    /// Returns `true` if the events of the top-down method that Linux lists by family and model may
+    /// be counted.
+    fn can_count_topdown(&self) -> bool;
 
     /// Returns the names of the events of a plain `perf stat` that cannot be counted.
     fn missing(&self) -> Vec<&'static str>;
@@ -46,6 +51,14 @@ impl UncountableEvents {
         event_tables::hide(memory, tables, self.vendor, |event, n| {
             countable.can_count(event, n)
         })
+    }
+
+    /// Removes the top-down events from `lists` if they are uncountable, and if enabled.
+    pub fn hide_topdown(&self, memory: &GuestMemoryMmap, lists: &[TopdownList]) {
+        if self.hides && self.vendor == Vendor::Intel && !self.countable.can_count_topdown() {
+            let hidden = topdown_events::hide(memory, lists);
+            log::debug!("{hidden} lists of the kernel's top-down events taken out");
+        }
     }
 
     /// Removes uncountable events from a running kernel whose memory `bytes` begins at `start`.

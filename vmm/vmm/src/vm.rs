@@ -105,6 +105,8 @@ impl Vm {
         let control = Arc::new(plan.make_control(kvm).map_err(|e| VmError::Os("eventfd", e))?);
         let bus = Arc::new(VmPlan::add_pci(bus, devices, loaded.pci, &fd, &ram, &control)?);
         let gate = plan.has_gate(kvm, &loaded, breakpoints.len())?;
+        let withdrawn = plan.withdraw_user_rdpmc(gate, &loaded, &ram);
+        plan.log_user_rdpmc(gate, &loaded, withdrawn);
         let parts = VcpuParts {
             supported,
             model,

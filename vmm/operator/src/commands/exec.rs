@@ -6,9 +6,9 @@ use std::io::{self, IsTerminal, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Sender};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -35,13 +35,16 @@ const SIGPIPE_STATUS: u8 = 141;
 const FORCED_EXIT_SIGNALS: usize = 3;
 /// Time within which these stop signals must arrive.
 const FORCED_EXIT_WINDOW: Duration = Duration::from_secs(5);
+/// Time within which the agent must acknowledge a forwarded signal. Otherwise the guest hangs.
+const SIGNAL_TIMEOUT: Duration = Duration::from_secs(10);
 
 const EXIT_STATUS_HELP: &str = "\
 Exit status: the command's; 128 and the number of the signal that ended it; 2 if it could not be started; 8 if
 the VM or its agent was lost while it ran, or was left.
 
 SIGINT, SIGTERM and SIGHUP go to the command. Three of them within 5 seconds leave it, whatever the guest does;
-with -t so does Ctrl-A x (Ctrl-A Ctrl-A sends one Ctrl-A). A command that is left gets SIGHUP.";
+with -t so does Ctrl-A x (Ctrl-A Ctrl-A sends one Ctrl-A). One of them leaves it after 10 seconds if the guest
+hangs. A command that is left gets SIGHUP.";
 
 /// `perfvisor exec`.
 #[derive(Clone, Debug, Args)]
@@ -175,7 +178,9 @@ pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecError> {
     let out: SharedOutput = Arc::new(Mutex::new(copy()?));
     let exit = Arc::new(ConnectionShutdown {
         stream: copy()?,
-        taken: AtomicBool::new(false),
+        reason: OnceLock::new(),
+        frames: AtomicU64::new(0),
+        writes: AtomicBool::new(false),
     });
     let window = Arc::new(FlowControlWindow::default());
     // These threads end with the process.
@@ -206,15 +211,26 @@ fn lost(way: &AgentAddress, error: io::Error) -> GuestError {
 /// Ends the program while the command runs: shuts the connection down, which wakes all threads.
 struct ConnectionShutdown {
     stream: UnixStream,
-    taken: AtomicBool,
+    /// Message about the reason, once the program ends.
+    reason: OnceLock<&'static str>,
+    /// Number of frames received from the agent.
+    frames: AtomicU64,
+    /// The output of a frame is being written, which waits for its reader.
+    writes: AtomicBool,
 }
 
 impl ConnectionShutdown {
-    fn take(&self) {
-        self.taken.store(true, Ordering::SeqCst);
+    fn take(&self, reason: &'static str) {
+        let _ = self.reason.set(reason);
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 }
+
+/// Message if the user has left the command.
+const LEFT: &str = "left; the command in the guest gets SIGHUP";
+/// Message if the guest hangs.
+const HANGS: &str =
+    "left: the guest does not answer the signal; the command gets SIGHUP once the guest runs again";
 
 /// Prints the output of the command until the command ends.
 fn serve(
@@ -226,16 +242,18 @@ fn serve(
     loop {
         let frame = match way.next(&mut stream) {
             Ok(frame) => frame,
-            Err(_) if exit.taken.load(Ordering::SeqCst) => {
-                say("perfvisor: left; the command in the guest gets SIGHUP\r\n");
-                return Ok(ExitStatus::Internal);
-            }
             Err(error) => {
                 // The command has run, so this is not invalid input.
-                say(&format!("perfvisor: {}\r\n", error_line(&error)));
+                let line = exit
+                    .reason
+                    .get()
+                    .map_or_else(|| error_line(&error), |&why| why.to_owned());
+                say(&format!("perfvisor: {line}\r\n"));
                 return Ok(ExitStatus::Internal);
             }
         };
+        exit.frames.fetch_add(1, Ordering::Relaxed);
+        exit.writes.store(true, Ordering::Relaxed);
         let written = match frame.kind {
             FrameKind::Stdout => io::stdout()
                 .write_all(&frame.payload)
@@ -253,6 +271,7 @@ fn serve(
             }
             _ => return Err(way.refused(&frame).into()),
         };
+        exit.writes.store(false, Ordering::Relaxed);
         if written.is_err() {
             // The reader of the output has closed the pipe. The agent ends the command when the
             // connection closes.
@@ -284,7 +303,7 @@ fn forward_input(out: &SharedOutput, window: &FlowControlWindow, escape: Option<
                     // The help is lost if standard error is closed.
                     KeyAction::Help => drop(io::stderr().write_all(KEYS.as_bytes())),
                     KeyAction::Nothing => {}
-                    KeyAction::Quit => return exit.take(),
+                    KeyAction::Quit => return exit.take(LEFT),
                 }
             }
             if typed.is_empty() && count > 0 {
@@ -301,7 +320,7 @@ fn forward_input(out: &SharedOutput, window: &FlowControlWindow, escape: Option<
 }
 
 /// Forwards signals and terminal size changes to the command. Several signals in a short time end
-/// this program.
+/// this program, as does one that the agent does not acknowledge.
 fn forward_signals(
     words: &Sender<(FrameKind, Vec<u8>)>,
     signals: &StopSignals,
@@ -310,15 +329,24 @@ fn forward_signals(
 ) {
     let mut last = size();
     let mut came: VecDeque<Instant> = VecDeque::new();
+    // Time of a forwarded signal, and the number of frames before it, until a frame arrives.
+    let mut waiting: Option<(Instant, u64)> = None;
     for nap in 0_u32.. {
         std::thread::sleep(NAP);
+        let frames = exit.frames.load(Ordering::Relaxed);
+        let writes = exit.writes.load(Ordering::Relaxed);
+        waiting = waiting.filter(|&(_, before)| frames == before && !writes);
+        if waiting.is_some_and(|(at, _)| at.elapsed() >= SIGNAL_TIMEOUT) {
+            return exit.take(HANGS);
+        }
         let signal = signals.take().and_then(|signal| u32::try_from(signal).ok());
         if let Some(signal) = signal {
             came.retain(|at| at.elapsed() < FORCED_EXIT_WINDOW);
             came.push_back(Instant::now());
             if came.len() >= FORCED_EXIT_SIGNALS {
-                return exit.take();
+                return exit.take(LEFT);
             }
+            waiting = waiting.or(Some((Instant::now(), frames)));
             if words
                 .send((FrameKind::Signal, signal.to_le_bytes().to_vec()))
                 .is_err()

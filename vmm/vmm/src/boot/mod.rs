@@ -35,11 +35,11 @@ use crate::kvm::vcpu_fd::VcpuFd;
 use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START};
 use crate::numbers::VcpuNumbers;
 use guest_patching::finder::{CodeBits, RdpmcSite, TextRange, find};
-use guest_patching::{event_tables, rdpmc};
+use guest_patching::{event_tables, rdpmc, topdown_events};
 use kernel_images::elf::{self, CodeBytes, ElfImage, LoadSegment};
 use kernel_images::packed::PackedSymbols;
 use kernel_images::symbols::KernelSymbols;
-use kernel_images::{ImageDamage, ImageError, bzimage, kallsyms};
+use kernel_images::{ImageDamage, ImageError, bzimage, kallsyms, user_rdpmc};
 
 /// Maximum size of a kernel file in bytes.
 const MAX_KERNEL_FILE_BYTES: u64 = 1 << 30;
@@ -180,6 +180,10 @@ pub struct LoadedGuest {
     pub rdpmc_sites: Vec<RdpmcSite>,
     /// Tables of perf's generic events in a Linux kernel file.
     pub event_tables: Vec<event_tables::EventTable>,
+    /// Lists of top-down events in a Linux kernel file.
+    pub topdown: Vec<topdown_events::TopdownList>,
+    /// Guest-physical address of the operand that permits RDPMC in programs, in a Linux kernel.
+    pub user_rdpmc: Option<u64>,
 }
 
 impl LoadedGuest {
@@ -592,6 +596,7 @@ fn load_elf(
         &image.orc_ips,
         if linux { CodeBits::Only64 } else { CodeBits::Either },
     )?;
+    let in_linux = linux.then_some(&image.segments[..]);
     Ok(LoadedGuest {
         kind,
         entry,
@@ -601,11 +606,9 @@ fn load_elf(
         text: text_ranges(&image.code),
         symbols: Arc::new(PackedSymbols::new(&symbols)),
         rdpmc_sites,
-        event_tables: if linux {
-            event_tables::find(&image.segments)
-        } else {
-            Vec::new()
-        },
+        event_tables: in_linux.map(event_tables::find).unwrap_or_default(),
+        topdown: in_linux.map(topdown_events::find).unwrap_or_default(),
+        user_rdpmc: in_linux.and_then(|_| user_rdpmc::find(&image.code, &symbols)),
     })
 }
 
@@ -730,5 +733,7 @@ fn load_multiboot(
         symbols: Arc::new(PackedSymbols::new(&symbols)),
         rdpmc_sites,
         event_tables: Vec::new(),
+        topdown: Vec::new(),
+        user_rdpmc: None,
     })
 }

@@ -102,6 +102,13 @@ impl EventCountability for CountableKernelEvents {
         ways.any(|way| way.known || self.host_supports(event))
     }
 
+    /// Only a host PMU of the same vendor has them.
+    fn can_count_topdown(&self) -> bool {
+        // UOPS_ISSUED.ANY, which the kernel lists as topdown-slots-issued.
+        let issued = EventRequest::from_raw_config(self.vendor, 0x010E);
+        self.filter.allows(issued.selection) && self.sources.of_request(&issued).next().is_some()
+    }
+
     /// AMD has no reference cycles before Zen 4.
     fn missing(&self) -> Vec<&'static str> {
         let asked = PERF_STAT_EVENTS.into_iter();
@@ -196,6 +203,25 @@ mod tests {
             some,
         );
         assert!(!foreign.can_count(KernelTableEvent::Cache(0), 0x81D0));
+    }
+
+    /// Events without an architectural number need a host PMU of the model's vendor.
+    #[test]
+    fn topdown_events_require_host_pmu_of_same_vendor() {
+        let some = probe(&[("cycles", 0), ("instructions", 1)]);
+        let intel = PmuModel::off(Vendor::Intel);
+        for (policy, host, probe, counted) in [
+            (BackingPolicy::Auto, Vendor::Intel, &some, true),
+            (BackingPolicy::Hardware, Vendor::Intel, &some, true),
+            (BackingPolicy::Auto, Vendor::Amd, &some, false),
+            (BackingPolicy::Clock, Vendor::Intel, &some, false),
+            (BackingPolicy::Exact, Vendor::Intel, &some, false),
+            (BackingPolicy::Auto, Vendor::Intel, &self::probe(&[]), false),
+        ] {
+            let countable =
+                CountableKernelEvents::new(&intel, host, policy, CountableEvents::NONE, probe.clone());
+            assert_eq!(countable.can_count_topdown(), counted, "{policy:?} {host:?}");
+        }
     }
 
     /// AMD's CPUID does not report individual events, so the kernel's tables must.

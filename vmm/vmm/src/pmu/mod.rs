@@ -239,6 +239,7 @@ impl VmPmu {
             attached: None,
             changed: false,
             fed_uncounted_ns: 0,
+            step_began: None,
             fed_overflow: false,
             samples: SampleCache::default(),
         }
@@ -268,15 +269,6 @@ struct AttachedThread {
     steal: StealClock,
 }
 
-/// Result of handling overflow signals.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct OverflowSummary {
-    /// Number of guest counters that overflowed.
-    pub overflows: u32,
-    /// Segment and control registers were read.
-    pub used_system: bool,
-}
-
 /// PMU of one vCPU. All methods must be called on the vCPU thread.
 #[derive(Debug)]
 pub struct VcpuPmu {
@@ -292,6 +284,8 @@ pub struct VcpuPmu {
     changed: bool,
     /// Part of [`Vpmu::uncounted_ns`] already fed to the guest's event, in nanoseconds.
     fed_uncounted_ns: u64,
+    /// Time of the last known position of a vCPU that is stepped.
+    step_began: Option<Instant>,
     /// A count fed by the VMM has reached an armed overflow.
     fed_overflow: bool,
     /// State that samples keep for the next sample.
@@ -465,14 +459,16 @@ impl VcpuPmu {
         self.vpmu.reconcile(&mut attached.events);
     }
 
-    /// Returns the privilege levels that must be stepped, as of the last reconcile.
+    /// Returns the privilege levels that must be stepped, as of the last reconcile. If there are
+    /// any, the vCPU's position is known now, and the next one is passed to [`VcpuPmu::feed_step`].
     #[inline]
-    pub fn stepped_levels(&self) -> SteppedLevels {
-        self.attached
-            .as_ref()
-            .map_or_else(SteppedLevels::default, |attached| {
-                attached.events.stepping_levels()
-            })
+    pub fn stepped_levels(&mut self) -> SteppedLevels {
+        let attached = self.attached.as_ref();
+        let levels = attached.map_or_else(SteppedLevels::default, |attached| {
+            attached.events.stepping_levels()
+        });
+        self.step_began = levels.any().then(|| self.step_began.unwrap_or_else(Instant::now));
+        levels
     }
 
     /// Returns how much may be fed at CPL 0 before an overflow.
@@ -482,17 +478,26 @@ impl VcpuPmu {
     }
 
     /// Feeds the events of a step. A resulting overflow must be handled before the next
-    /// instruction; see [`VcpuPmu::take_fed_overflow`].
+    /// instruction; see [`VcpuPmu::take_fed_overflow`]. The time of a step with an unknown outcome
+    /// is uncounted.
     pub fn feed_step(&mut self, step: &StepOutcome) {
-        if let Some(attached) = &self.attached {
+        let began = self.step_began.take();
+        if let Some(attached) = &mut self.attached {
             self.fed_overflow |= step.feed(&attached.fed);
+            if step.lost {
+                let lasted = began.map_or(Duration::ZERO, |began| began.elapsed());
+                let ns = u64::try_from(lasted.as_nanos()).unwrap_or(u64::MAX);
+                self.vpmu.lose_time(ns, &mut attached.events);
+                self.feed_uncounted();
+            }
         }
     }
 
-    /// Handles overflow signals and takes the due samples.
-    pub fn service_overflows(&mut self, fd: &VcpuFd, synced: ExitRegisters) -> OverflowSummary {
+    /// Handles overflow signals and takes the due samples. Returns `true` if segment and control
+    /// registers were read.
+    pub fn service_overflows(&mut self, fd: &VcpuFd, synced: ExitRegisters) -> bool {
         let Some(attached) = self.attached.as_mut() else {
-            return OverflowSummary::default();
+            return false;
         };
         attached.clock.after_signal();
         let began = self.samples.begin();
@@ -514,15 +519,11 @@ impl VcpuPmu {
                 }
             });
         let used_system = regs.used_system();
-        let mut overflows = 0;
         for counter in counters {
-            overflows += u32::from(self.vpmu.overflowed(counter, &mut attached.events));
+            self.vpmu.overflowed(counter, &mut attached.events);
         }
         self.samples.held(began);
-        OverflowSummary {
-            overflows,
-            used_system,
-        }
+        used_system
     }
 
     /// Counts one paravirtual event. Paravirtual events have no privilege level.
@@ -632,6 +633,11 @@ impl VcpuPmu {
     /// because the guest has cleared its cause.
     pub fn defer_pmi(&mut self) -> bool {
         self.vpmu.defer_pmi()
+    }
+
+    /// Returns the number of counter overflows; see [`Vpmu::overflow_count`].
+    pub fn overflow_count(&self) -> u64 {
+        self.vpmu.overflow_count()
     }
 
     /// Returns the numbers of delivered, throttled and withdrawn PMIs.

@@ -127,8 +127,8 @@ impl Running {
         kick::take_overflow();
         pmu.take_fed_overflow();
         let synced = self.registers.synced(&mut self.fd);
-        let done = pmu.service_overflows(&self.fd, synced);
-        self.slot.stats().overflows.add(u64::from(done.overflows));
+        pmu.service_overflows(&self.fd, synced);
+        self.slot.stats().overflows.set(pmu.overflow_count());
     }
 
     /// Waits outside the guest, with its counters closed, until the machine is reset. Returns
@@ -348,10 +348,9 @@ impl Running {
         let mut wants_system = self.registers.needs_system_sync();
         if pmu.take_fed_overflow() || signalled {
             let synced = self.registers.synced(&mut self.fd);
-            let done = pmu.service_overflows(&self.fd, synced);
-            self.slot.stats().overflows.add(u64::from(done.overflows));
             // An early timer signal needs no handling; the sample follows with the next signal.
-            wants_system |= done.used_system;
+            wants_system |= pmu.service_overflows(&self.fd, synced);
+            self.slot.stats().overflows.set(pmu.overflow_count());
         }
         self.registers.set_system_sync(&mut self.fd, wants_system);
         if pmu.registers().needs_svme() {
@@ -383,6 +382,8 @@ impl Running {
     /// Delivers a due PMI if possible.
     fn serve_pmi(&mut self, timer: &kick::KickTimer) -> Result<(), VcpuFailure> {
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
+        // A read may have found the overflow before its signal.
+        self.slot.stats().overflows.set(pmu.overflow_count());
         match pmu.pmi_ready() {
             PmiReadiness::No => {
                 self.slot.stats().pmi_withdrawn.set(pmu.pmi_counts().withdrawn);

@@ -107,6 +107,8 @@ impl RestartContext {
         }
         if self.needs_full_kvm && plan.has_pmu {
             self.uncounted.hide(ram.memory(), &loaded.event_tables);
+            self.uncounted.hide_topdown(ram.memory(), &loaded.topdown);
+            plan.withdraw_user_rdpmc(self.gate, &loaded, ram);
         }
         self.chips.restore(&self.fd)?;
         pmu.probe().forget();

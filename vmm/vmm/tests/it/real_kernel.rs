@@ -12,7 +12,7 @@ use kernel_images::elf::CodeBytes;
 use kernel_images::symbols::KernelSymbols;
 use test_support::skip;
 use vm_memory::{Bytes, GuestAddress};
-use vmm::boot::{self, BootProtocol, BootRequest, KernelFormat, KernelSource, LoadedGuest};
+use vmm::boot::{self, BootProtocol, BootRequest, KernelFormat, KernelSource, LoadedGuest, topdown_events};
 use vmm::memory::GuestRam;
 
 fn kernel() -> Option<PathBuf> {
@@ -107,6 +107,24 @@ fn only_real_rdpmc_instructions_are_replaced() {
     // Distribution kernels with PARAVIRT_XXL have one RDPMC; other kernels have it inlined.
     assert!(pairs > loaded.rdpmc_sites.len());
     assert!(loaded.rdpmc_sites.len() <= 8);
+}
+
+/// A distribution kernel has several lists of top-down events. They become empty,
+/// and the permission of RDPMC in programs is a constant in the kernel.
+#[test]
+fn topdown_events_and_rdpmc_permission_are_found() {
+    let Some(path) = kernel() else { return };
+    let (ram, loaded) = load(&path, false);
+    assert!(loaded.topdown.len() >= 4, "{:x?}", loaded.topdown);
+    let hidden = topdown_events::hide(ram.memory(), &loaded.topdown);
+    assert_eq!(hidden, loaded.topdown.len());
+    assert_eq!(
+        topdown_events::hide(ram.memory(), &loaded.topdown),
+        0,
+        "they are empty"
+    );
+    let permission = GuestAddress(loaded.user_rdpmc.unwrap());
+    assert_eq!(ram.memory().read_obj::<u32>(permission).unwrap(), 1);
 }
 
 #[test]

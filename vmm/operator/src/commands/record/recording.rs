@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::{self, BufWriter};
 use std::path::Path;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use perf_core::CALLCHAIN_MAX;
 use perf_core::pmu::host::monotonic_ns;
@@ -31,8 +31,6 @@ use kernel_images::build_id::BuildId;
 
 /// Maximum number of distinct tasks.
 const MAX_TASKS: usize = 1 << 16;
-/// Interval at which the file header is updated: the maximum loss if the recorder is killed.
-const HEADER_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of distinct mappings.
 const MAX_MAPPINGS: usize = 1 << 16;
 /// Minimum value of a context marker in a call chain.
@@ -73,8 +71,6 @@ pub(super) struct Recording {
     clock_offset_ns: u64,
     /// Build ID directory of perf.
     for_perf: Option<BuildIdDir>,
-    /// Time of the last header update.
-    kept: Instant,
 }
 
 impl Recording {
@@ -165,7 +161,6 @@ impl Recording {
             damaged: 0,
             clock_offset_ns: clock_offset_ns.unwrap_or(0),
             for_perf: args.for_perf(),
-            kept: Instant::now(),
         })
     }
 
@@ -396,13 +391,10 @@ impl Recording {
         self.damaged += 1;
     }
 
-    /// Updates the file header periodically, so that the recording is usable if the process or the
-    /// host fails.
+    /// Updates the file header if samples were written, so that they are kept if the recorder is
+    /// killed. Called after each drain: the update costs three system calls, and a later one would
+    /// lose the samples in between.
     pub(super) fn keep(&mut self) -> Result<(), RecordError> {
-        if self.kept.elapsed() < HEADER_INTERVAL {
-            return Ok(());
-        }
-        self.kept = Instant::now();
         self.writer.checkpoint().map_err(RecordError::Write)
     }
 
