@@ -88,6 +88,9 @@ tried() {
 		[ -f "$root/usr/lib/systemd/system/$unit" ] || failed "no $unit"
 	done
 	echo "try: $what: the program, check, $pages manual pages$([ -n "$man" ] || echo ' (not shown: no man here)') and completions are right"
+	for file in perfvisor-agent perfvisor-agent.service; do
+		[ -f "$root/usr/lib/perfvisor/$file" ] || failed "no $file for guests"
+	done
 }
 
 what=$(basename "$package")
