@@ -2,6 +2,7 @@
 
 mod all;
 pub mod annotate;
+mod countable;
 pub mod cp;
 pub mod ctl;
 pub mod diff;
