@@ -22,16 +22,18 @@ use vmm::rdpmc::RdpmcMode;
 use vpmu::{BackingPolicy, CounterNumbers, PmuModelName};
 
 use crate::commands::annotate::AnnotateArgs;
+use crate::commands::convert::ConvertArgs;
 use crate::commands::cp::CpArgs;
 use crate::commands::ctl::CtlArgs;
 use crate::commands::diff::DiffArgs;
 use crate::commands::exec::ExecArgs;
 use crate::commands::exits::ExitsArgs;
-use crate::commands::files::{FileArgs, FlamegraphArgs, PprofArgs, ReportArgs};
-use crate::commands::generate::GenerateArgs;
+use crate::commands::files::{FlamegraphArgs, PprofArgs};
+use crate::commands::generate::{EXAMPLES, GenerateArgs};
 use crate::commands::list::ListArgs;
 use crate::commands::ps::PsArgs;
 use crate::commands::record::RecordArgs;
+use crate::commands::report::{ReportArgs, ScriptArgs};
 use crate::commands::stat::StatArgs;
 use crate::commands::top::TopArgs;
 use crate::commands::validate::ValidateArgs;
@@ -129,11 +131,13 @@ pub enum Command {
     /// Show the instructions of a function with their shares of a file's samples: the hot spots in its code.
     Annotate(AnnotateArgs),
     /// Print every sample of a file.
-    Script(FileArgs),
+    Script(ScriptArgs),
     /// Draw the samples of a file as a flame graph, or print folded stacks.
     Flamegraph(FlamegraphArgs),
     /// Write the samples of a file as a profile for pprof, Pyroscope or Parca.
     Pprof(PprofArgs),
+    /// Write the samples of a file for the Firefox Profiler or speedscope.
+    Convert(ConvertArgs),
     /// Write the manual pages or the completions of a shell, for a package.
     #[command(hide = true)]
     Generate(GenerateArgs),
@@ -153,6 +157,18 @@ pub struct KeepShareArgs {
 /// Returns the clap command with the settings that derive attributes cannot express.
 pub fn command() -> clap::Command {
     with_negative_numbers(perf_options::add_accepted_options(Cli::command()))
+}
+
+/// Adds examples to the help of the commands that have no other text after their options.
+fn with_examples(command: clap::Command) -> clap::Command {
+    command.mut_subcommands(|of| {
+        let name = format!("perfvisor {}", of.get_name());
+        let known = EXAMPLES.iter().find(|(command, _)| *command == name);
+        match known.filter(|_| of.get_after_help().is_none()) {
+            Some((_, examples)) => of.after_help(format!("Examples:\n  {}", examples.join("\n  "))),
+            None => of,
+        }
+    })
 }
 
 /// Treats `-1` after an option as its value, so that the error message is about the value.
@@ -493,7 +509,7 @@ fn parse_run(args: &[OsString]) -> Option<Cli> {
 }
 
 fn parse_any(args: Vec<OsString>) -> Result<Cli, CliExit> {
-    let command = command();
+    let command = with_examples(command());
     let wrong = |e| CliExit::Error(one_line(&error_line(&e)));
     let mut args = args;
     // `help record` is an alias of `record --help`, as in many programs.

@@ -40,8 +40,8 @@ pub fn generate(args: &GenerateArgs, command: clap::Command) -> Result<ExitStatu
     Ok(DONE)
 }
 
-/// Examples of the manual pages, by command.
-const EXAMPLES: &[(&str, &[&str])] = &[
+/// Examples of the help texts and manual pages, by command.
+pub(crate) const EXAMPLES: &[(&str, &[&str])] = &[
     (
         "perfvisor run",
         &[
@@ -69,14 +69,33 @@ const EXAMPLES: &[(&str, &[&str])] = &[
         &["perfvisor record web -F 999 -d 10 -o perf.data"],
     ),
     ("perfvisor top", &["perfvisor top web"]),
-    ("perfvisor report", &["perfvisor report -i perf.data"]),
-    ("perfvisor script", &["perfvisor script -i perf.data"]),
+    (
+        "perfvisor report",
+        &[
+            "perfvisor report -i perf.data",
+            "perfvisor report --comms nginx -g caller,2",
+        ],
+    ),
+    (
+        "perfvisor script",
+        &[
+            "perfvisor script -i perf.data",
+            "perfvisor script --json -F comm,time,sym",
+        ],
+    ),
     (
         "perfvisor flamegraph",
         &["perfvisor flamegraph -i perf.data -o web.svg"],
     ),
     ("perfvisor pprof", &["perfvisor pprof -i perf.data -o web.pb.gz"]),
 ];
+    (
+        "perfvisor convert",
+        &[
+            "perfvisor convert --to speedscope",
+            "perfvisor convert --to firefox -i perf.data",
+        ],
+    ),
 
 /// Files of the manual pages.
 const FILES: &[(&str, &str)] = &[

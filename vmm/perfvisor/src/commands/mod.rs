@@ -2,6 +2,7 @@
 
 mod all;
 pub mod annotate;
+pub mod convert;
 mod countable;
 pub mod cp;
 pub mod ctl;
@@ -15,6 +16,7 @@ pub mod list;
 mod output;
 pub mod ps;
 pub mod record;
+pub mod report;
 pub mod stat;
 pub mod top;
 pub mod validate;
