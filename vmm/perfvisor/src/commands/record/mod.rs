@@ -6,6 +6,8 @@ mod error;
 mod names;
 mod recording;
 mod remote;
+mod switch;
+mod unnamed;
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -37,6 +39,7 @@ use perf_core::error_line;
 use recording::Recording;
 use remote::{ControlCommand, RemoteControl};
 
+use switch::SwitchTrigger;
 /// Interval at which the rings are drained.
 const DRAIN_INTERVAL: Duration = Duration::from_millis(50);
 /// Polling interval of `--control`.
@@ -61,7 +64,11 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
         return Err(RecordError::NeverBegins);
     }
     args.check_ring_size()?;
-    let signals = StopSignals::block().map_err(CommandError::Signals)?;
+    let signals = match args.switch_output {
+        Some(SwitchTrigger::Signal) => StopSignals::block_with_user_signal(),
+        _ => StopSignals::block(),
+    };
+    let signals = signals.map_err(CommandError::Signals)?;
     if args.all {
         let signals = signals.visible_to_all_threads();
         return Ok(for_each_vm(|vm, client| {
@@ -163,6 +170,7 @@ fn sample(
         recording.keep()?;
         full = args.max_size.is_some_and(|limit| recording.bytes() >= limit);
         // The ring mappings outlive the VM, so its last samples are read after its end.
+        recording.switch_if_due(args, signals)?;
         let steered = match client.call(request::Joined) {
             Ok(joined) => {
                 for of_vcpu in &joined {
