@@ -17,6 +17,7 @@ mod output;
 pub mod ps;
 pub mod record;
 pub mod report;
+mod select;
 pub mod stat;
 pub mod top;
 pub mod validate;
@@ -70,6 +71,10 @@ pub enum CommandError {
     #[error("interrupted before the first sample")]
     Interrupted,
     #[error("perfvisor panicked {0}; please report this")]
+    #[error("--cgroup {0}: no such control group below /sys/fs/cgroup")]
+    NoCgroup(String),
+    #[error("--cgroup {0}: no VM that can be reached runs in this control group")]
+    NoVmInCgroup(String),
     Panicked(String),
 }
 
@@ -91,12 +96,15 @@ impl CommandError {
     }
 }
 
-/// Connects to the VM at `socket`, otherwise to the VM with the given name, otherwise to the only
-/// VM.
+/// Connects to the VM at `socket`, otherwise to the VM with the given name or process ID (`pid:PID`),
+/// otherwise to the only VM.
 fn connect(name: Option<&str>, socket: Option<&Path>) -> Result<Client, ClientError> {
     match socket {
         Some(path) => Client::connect_at(path, None, REPLY_TIMEOUT),
-        None => Client::connect(name),
+        None => match name.and_then(select::pid_of_name) {
+            Some(pid) => select::connect_by_pid(pid),
+            None => Client::connect(name),
+        },
     }
 }
 

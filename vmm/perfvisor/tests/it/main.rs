@@ -37,5 +37,6 @@ mod service;
 mod system_calls;
 mod terminal;
 mod top;
+mod views;
 mod vm_lookup;
 mod without_pmu;

@@ -22,6 +22,7 @@ use perf_core::record::{Record, RecordFormat, Sample as RingSample};
 use perf_core::ring::RingReader;
 
 use super::all::for_each_vm;
+use super::select::name_or_pid;
 use super::{CommandError, DONE, WaitResult, check_sampling_support, connect, say, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
@@ -38,8 +39,8 @@ use names::RecordedSymbols;
 use perf_core::error_line;
 use recording::Recording;
 use remote::{ControlCommand, RemoteControl};
-
 use switch::SwitchTrigger;
+
 /// Interval at which the rings are drained.
 const DRAIN_INTERVAL: Duration = Duration::from_millis(50);
 /// Polling interval of `--control`.
@@ -81,7 +82,8 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
             record_one(&of_one, client, &signals, None)
         })?);
     }
-    let client = connect(args.name.as_deref(), args.socket.as_deref())?;
+    let name = name_or_pid(args.name.as_deref(), args.pid);
+    let client = connect(name.as_deref(), args.socket.as_deref())?;
     record_one(args, client, &signals, remote)
 }
 
@@ -168,9 +170,9 @@ fn sample(
             break;
         }
         recording.keep()?;
+        recording.switch_if_due(args, signals)?;
         full = args.max_size.is_some_and(|limit| recording.bytes() >= limit);
         // The ring mappings outlive the VM, so its last samples are read after its end.
-        recording.switch_if_due(args, signals)?;
         let steered = match client.call(request::Joined) {
             Ok(joined) => {
                 for of_vcpu in &joined {

@@ -10,14 +10,15 @@ use perf_core::CALLCHAIN_MAX;
 use perf_core::pmu::host::monotonic_ns;
 use perf_core::record::Sample as RingSample;
 
+use super::super::select::name_or_pid;
 use super::super::{CommandError, connect, create_private, files, say};
 use super::args::{CallGraph, RecordArgs};
 use super::code::{ProgramCache, Totals};
 use super::error::RecordError;
 use super::names::RecordedSymbols;
-use control_api::client::Client;
 use super::switch::OutputSwitch;
 use crate::signals::StopSignals;
+use control_api::client::Client;
 use control_api::protocol::{Opened, Sampling};
 use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::perfdata::PerfDataWriter;
@@ -42,11 +43,11 @@ const CONTEXT_MAX: u64 = (-4095i64).cast_unsigned();
 /// A recording in progress.
 pub(super) struct Recording {
     writer: PerfDataWriter<BufWriter<File>>,
-    names: RecordedSymbols,
     /// Metadata and events of the file, for its successor.
     head: (ProfileMetadata, Vec<EventInfo>),
     /// State of `--switch-output`.
     switch: Option<OutputSwitch>,
+    names: RecordedSymbols,
     /// Mappings and modules of the guest's programs.
     code: ProgramCache,
     /// Size of the stack copies to unwind, in bytes.
@@ -141,16 +142,19 @@ impl Recording {
         };
         let again = match &args.socket {
             Some(socket) => connect(None, Some(socket)),
-            None => connect(Some(&client.info().name), None),
+            None => {
+                let name = name_or_pid(Some(&client.info().name), args.pid);
+                connect(name.as_deref(), None)
+            }
         };
         Ok(Self {
             writer,
+            head,
+            switch: OutputSwitch::of(args),
             names,
             code: ProgramCache::new(again, files::guest_files(&args.symbols)?, stack_bytes.is_some()),
             stack_bytes,
             frames: Vec::new(),
-            head,
-            switch: OutputSwitch::of(args),
             ids,
             listed,
             first_id,
@@ -517,11 +521,11 @@ impl Recording {
             return Err(self.truncate_to_records(&args.output, source));
         }
         let (samples, bytes) = (self.writer.samples(), self.writer.bytes());
+        let symbols = self.symbols_of_file(args);
         // All samples have been written.
         self.writer
             .finish(&symbols)
             .map_err(|source| RecordError::Truncated {
-        let symbols = self.symbols_of_file(args);
                 path: args.output.clone(),
                 samples,
                 source,
@@ -590,10 +594,6 @@ impl Recording {
     }
 }
 
-/// Returns the wall-clock time that corresponds to the host's `CLOCK_MONOTONIC`; `None` before
-/// 1970.
-fn wall_clock() -> Option<WallClock> {
-    let before_ns = monotonic_ns();
 /// Creates a file with the header and the kernel's mapping.
 fn new_writer(
     path: &Path,
@@ -609,6 +609,10 @@ fn new_writer(
     Ok(writer)
 }
 
+/// Returns the wall-clock time that corresponds to the host's `CLOCK_MONOTONIC`; `None` before
+/// 1970.
+fn wall_clock() -> Option<WallClock> {
+    let before_ns = monotonic_ns();
     let wall = SystemTime::now().duration_since(UNIX_EPOCH).ok()?;
     Some(WallClock {
         wall_ns: u64::try_from(wall.as_nanos()).ok()?,
