@@ -8,6 +8,7 @@ use clap::{Args, ValueHint};
 use clap_complete::Shell;
 use clap_mangen::Man;
 
+use super::vm_completions::with_vm_names;
 use super::{CommandError, DONE, print};
 use crate::exit::ExitStatus;
 
@@ -88,7 +89,6 @@ pub(crate) const EXAMPLES: &[(&str, &[&str])] = &[
         &["perfvisor flamegraph -i perf.data -o web.svg"],
     ),
     ("perfvisor pprof", &["perfvisor pprof -i perf.data -o web.pb.gz"]),
-];
     (
         "perfvisor convert",
         &[
@@ -96,6 +96,7 @@ pub(crate) const EXAMPLES: &[(&str, &[&str])] = &[
             "perfvisor convert --to firefox -i perf.data",
         ],
     ),
+];
 
 /// Files of the manual pages.
 const FILES: &[(&str, &str)] = &[
@@ -230,7 +231,7 @@ pub fn completions(shell: Shell, command: clap::Command) -> String {
     let mut command = with_completion_hints(command);
     let mut text = Vec::new();
     clap_complete::generate(shell, &mut command, "perfvisor", &mut text);
-    String::from_utf8_lossy(&text).into_owned()
+    with_vm_names(shell, &String::from_utf8_lossy(&text), &command)
 }
 
 #[cfg(test)]

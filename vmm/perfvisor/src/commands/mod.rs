@@ -21,6 +21,7 @@ mod select;
 pub mod stat;
 pub mod top;
 pub mod validate;
+mod vm_completions;
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -70,11 +71,11 @@ pub enum CommandError {
     },
     #[error("interrupted before the first sample")]
     Interrupted,
-    #[error("perfvisor panicked {0}; please report this")]
     #[error("--cgroup {0}: no such control group below /sys/fs/cgroup")]
     NoCgroup(String),
     #[error("--cgroup {0}: no VM that can be reached runs in this control group")]
     NoVmInCgroup(String),
+    #[error("perfvisor panicked {0}; please report this")]
     Panicked(String),
 }
 
