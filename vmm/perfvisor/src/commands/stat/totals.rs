@@ -46,7 +46,8 @@ pub(super) fn totals(
     let total = |((_, vcpu), parts): (TotalKey, Parts<'_>)| {
         let first = parts.first()?.0;
         let (counted, doubt) = sum(parts.iter().map(|(_, p)| p));
-        let unit = if first.nanoseconds {
+        // A name that ends with its unit is printed in that unit.
+        let unit = if first.nanoseconds && !first.name.ends_with("-ns") {
             CountUnit::Nanoseconds
         } else {
             CountUnit::Count
