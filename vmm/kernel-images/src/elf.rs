@@ -105,7 +105,7 @@ fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
     if headers.iter().any(|ph| ph.p_type(endian) == elf::PT_INTERP) {
         return Err(ImageError::NotAKernel {
             name: name.to_owned(),
-            found: "a program that an operating system loads",
+            found: "it is a program that an operating system loads",
         });
     }
     let mut notes = ElfNotes::default();
