@@ -159,15 +159,19 @@ pub fn command() -> clap::Command {
     with_negative_numbers(perf_options::add_accepted_options(Cli::command()))
 }
 
-/// Adds examples to the help of the commands that have no other text after their options.
+/// Adds examples to the help of the commands, after their other notes.
 fn with_examples(command: clap::Command) -> clap::Command {
     command.mut_subcommands(|of| {
         let name = format!("perfvisor {}", of.get_name());
-        let known = EXAMPLES.iter().find(|(command, _)| *command == name);
-        match known.filter(|_| of.get_after_help().is_none()) {
-            Some((_, examples)) => of.after_help(format!("Examples:\n  {}", examples.join("\n  "))),
-            None => of,
+        let Some((_, examples)) = EXAMPLES.iter().find(|(command, _)| *command == name) else {
+            return of;
+        };
+        let notes = of.get_after_help().map(|notes| format!("{notes}\n\n"));
+        let notes = notes.unwrap_or_default();
+        if notes.contains("Example: ") {
+            return of;
         }
+        of.after_help(format!("{notes}Examples:\n  {}", examples.join("\n  ")))
     })
 }
 
@@ -519,8 +523,9 @@ fn parse_any(args: Vec<OsString>) -> Result<Cli, CliExit> {
     }
     let explain_ctl_order = explain_ctl_order(&command, &args);
     let (named, path) = named_command(&command, &args);
+    let words = args.clone();
     let ExpandedArgs { args, from_file } = config::expand(&command, args).map_err(wrong)?;
-    let explained = |e: clap::Error| match (condense_error(&e, named, &path), &from_file) {
+    let explained = |e: clap::Error| match (condense_error(&e, named, &path, &words), &from_file) {
         (CliExit::Error(_), _) if explain_ctl_order.is_some() => {
             CliExit::Error(explain_ctl_order.clone().unwrap_or_default())
         }
@@ -588,8 +593,19 @@ fn mentions_any_option(error: &clap::Error, options: &[String]) -> bool {
         .any(|option| long.strip_prefix("--") == Some(option))
 }
 
-/// Condenses clap's multi-line error about arguments of `command` into one line.
-fn condense_error(error: &clap::Error, command: &clap::Command, path: &str) -> CliExit {
+/// Returns the word of `words` that contains the unknown option `letter`, such as `-smp` for `-s`.
+fn whole_word(letter: &str, words: &[OsString]) -> Option<String> {
+    let name = letter
+        .strip_prefix('-')
+        .filter(|name| name.chars().count() == 1)?;
+    let is_it = |word: &&str| word.starts_with('-') && !word.starts_with("--") && word.contains(name);
+    let mut words = words.iter().filter_map(|word| word.to_str());
+    words.find(is_it).map(str::to_owned)
+}
+
+/// Condenses clap's multi-line error about arguments of `command` into one line. `words` are the
+/// arguments as typed.
+fn condense_error(error: &clap::Error, command: &clap::Command, path: &str, words: &[OsString]) -> CliExit {
     let context = |kind| match error.get(kind) {
         Some(ContextValue::String(s)) => s.clone(),
         Some(ContextValue::Strings(s)) => s.join(", "),
@@ -616,7 +632,8 @@ fn condense_error(error: &clap::Error, command: &clap::Command, path: &str) -> C
             format!("a command is missing: {known}; {see}")
         }
         ErrorKind::UnknownArgument => {
-            let typed = context(ContextKind::InvalidArg);
+            let letter = context(ContextKind::InvalidArg);
+            let typed = whole_word(&letter, words).unwrap_or(letter);
             let meant = meant(ContextKind::SuggestedArg);
             let option = if typed.starts_with('-') {
                 ""

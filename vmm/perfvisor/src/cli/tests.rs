@@ -213,7 +213,7 @@ fn help_command_prints_help() {
     assert!(line.contains("did you mean 'record'?"), "{line}");
 }
 
-/// The help of a command ends with examples, except where it has other notes.
+/// The help of a command ends with examples.
 #[test]
 fn help_shows_examples() {
     for (command, examples) in crate::commands::generate::EXAMPLES {
@@ -280,6 +280,7 @@ fn argument_errors_name_the_command() {
         ),
         (&["recrod"], ["did you mean 'record'?", "known are run, check"]),
         (&["rec"], ["did you mean 'record'?", "known are run, check"]),
+        (&["run", "-smp", "2"], ["unknown argument '-smp'", "run --help"]),
         (&["report", "perf.data"], ["'perf.data'", "named by -i FILE"]),
         (
             &["record", "demo", "sleep", "10"],

@@ -123,7 +123,10 @@ fn manual_page(man: &Man, command: &clap::Command) -> io::Result<Vec<u8>> {
     let mut page = Vec::new();
     man.render_title(&mut page)?;
     man.render_name_section(&mut page)?;
-    man.render_synopsis_section(&mut page)?;
+    // The generated section lists options without their values.
+    let usage = command.clone().render_usage().to_string();
+    let usage = usage.trim_start_matches("Usage:").trim();
+    page.extend_from_slice(format!(".SH SYNOPSIS\n.nf\n{}\n.fi\n", roff_text(usage)).as_bytes());
     man.render_description_section(&mut page)?;
     man.render_options_section(&mut page)?;
     if command.has_subcommands() {
@@ -262,6 +265,10 @@ mod tests {
         ] {
             assert!(page.contains(section), "{section}");
         }
+        assert!(
+            page.contains(".SH SYNOPSIS\n.nf\nperfvisor run [OPTIONS]\n"),
+            "{page}"
+        );
         assert!(
             !page.contains(".SH EXTRA") && page.contains("perfvisor run \\-\\-kernel vmlinux"),
             "{page}"
