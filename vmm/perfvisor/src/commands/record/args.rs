@@ -133,8 +133,9 @@ pub struct RecordArgs {
     /// exceed it by what the rings hold.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub max_size: Option<u64>,
-    /// Continue in a new file on SIGUSR2 (signal), at a size (as in 100M) or after a time (as in 30s, 5m, 2h);
-    /// the completed file becomes FILE.MILLISECONDS, its end in milliseconds since 1970 [default: signal]
+    /// Continue in a new file on SIGUSR2 (signal), at a size (as in 100M) or after a time (as in 30s, 5m,
+    /// 2h); the completed file becomes FILE.MILLISECONDS, its end in milliseconds since 1970 [default:
+    /// signal]
     #[arg(long, value_name = "WHEN", num_args = 0..=1, require_equals = true, default_missing_value = "signal",
           conflicts_with_all = ["max_size", "all"])]
     pub switch_output: Option<SwitchTrigger>,
