@@ -12,6 +12,8 @@ DEV_DIR := $(TARGET_DIR)/$(TRIPLE)/debug
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 # The binary that is shipped: without symbols, which are in perfvisor.debug beside it.
 BUILT := $(TARGET_DIR)/release/perfvisor
+# The guest agent that the packages contain.
+AGENT ?= $(RELEASE_DIR)/perfvisor-agent
 
 .DEFAULT_GOAL := help
 
@@ -164,14 +166,14 @@ bench-baseline:
 ## deb: a Debian package of the release build, with manual pages, completions and a systemd unit (BINARY=FILE: of that one)
 .PHONY: deb
 deb: $(if $(BINARY),,build)
-	packaging/deb.sh $(or $(BINARY),$(BUILT)) $(VERSION) $(TARGET_DIR)/perfvisor_$(VERSION)_amd64.deb
+	packaging/deb.sh $(or $(BINARY),$(BUILT)) $(AGENT) $(VERSION) $(TARGET_DIR)/perfvisor_$(VERSION)_amd64.deb
 	@echo "deb: $(TARGET_DIR)/perfvisor_$(VERSION)_amd64.deb; install it with dpkg -i"
 
 ## tarball: the same as a compressed archive to be unpacked at / (BINARY=FILE: of that one)
 .PHONY: tarball
 tarball: $(if $(BINARY),,build)
 	rm -rf $(TARGET_DIR)/tarball
-	packaging/stage.sh $(or $(BINARY),$(BUILT)) $(TARGET_DIR)/tarball
+	packaging/stage.sh $(or $(BINARY),$(BUILT)) $(AGENT) $(TARGET_DIR)/tarball
 	tar -C $(TARGET_DIR)/tarball --owner=0 --group=0 --sort=name -caf $(TARGET_DIR)/perfvisor-$(VERSION)-x86_64.tar.xz usr etc
 	@echo "tarball: $(TARGET_DIR)/perfvisor-$(VERSION)-x86_64.tar.xz"
 

@@ -112,6 +112,12 @@ fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
         return Err(ImageError::malformed(name, ImageDamage::BigEndian));
     }
     let headers = program_headers(name, data, header, endian)?;
+    if headers.iter().any(|ph| ph.p_type(endian) == elf::PT_INTERP) {
+        return Err(ImageError::NotAKernel {
+            name: name.to_owned(),
+            found: "it is a program that an operating system loads",
+        });
+    }
     let mut notes = ElfNotes::default();
     for ph in headers {
         notes.read(ph, endian, data);

@@ -63,6 +63,7 @@ pub struct StopSignals {
     last: Arc<AtomicI32>,
     resized: EventFd,
     child_ended: EventFd,
+    user: EventFd,
     /// `true` if the first signal stays readable for all threads.
     stays: bool,
 }
@@ -107,7 +108,8 @@ impl BlockedSignals {
         let came = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
         let resized = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
         let child_ended = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
-        let tell_child = child_ended.try_clone()?;
+        let user = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
+        let (tell_child, tell_user) = (child_ended.try_clone()?, user.try_clone()?);
         let last = Arc::new(AtomicI32::new(0));
         let (tell, store, tell_size) = (came.try_clone()?, last.clone(), resized.try_clone()?);
         thread::Builder::new().name("signals".into()).spawn(move || {
@@ -126,6 +128,7 @@ impl BlockedSignals {
                 let tell_other = match signal {
                     libc::SIGWINCH => Some(&tell_size),
                     libc::SIGCHLD => Some(&tell_child),
+                    libc::SIGUSR2 => Some(&tell_user),
                     _ => None,
                 };
                 if let Some(tell_other) = tell_other {
@@ -145,6 +148,7 @@ impl BlockedSignals {
             last,
             resized,
             child_ended,
+            user,
             stays: false,
         })
     }
@@ -158,6 +162,20 @@ impl StopSignals {
     /// Returns the error of the system call.
     pub fn block() -> io::Result<Self> {
         BlockedSignals::all(&STOP_SIGNALS)?.wait()
+    }
+
+    /// Blocks the stop signals and SIGUSR2, which [`StopSignals::take_user_signal`] reports.
+    ///
+    /// # Errors
+    /// Returns the error of the system call.
+    pub fn block_with_user_signal() -> io::Result<Self> {
+        let [a, b, c] = STOP_SIGNALS;
+        BlockedSignals::all(&[a, b, c, libc::SIGUSR2])?.wait()
+    }
+
+    /// Returns whether SIGUSR2 has arrived since the previous call, provided that it is blocked.
+    pub fn take_user_signal(&self) -> bool {
+        self.user.read().is_ok()
     }
 
     /// Returns a descriptor that is readable after the terminal window has changed its size.

@@ -53,7 +53,8 @@ use cli::{CliExit, Command};
 use commands::{generate, statistics, validate};
 use env_logger::Target;
 use operator::commands::{
-    annotate, cp, ctl, diff, exec, exits, files, list, one_line, print, ps, record, say, stat, top,
+    annotate, convert, cp, ctl, diff, exec, exits, files, list, one_line, print, ps, record, report, say,
+    stat, top,
 };
 use operator::exit::ExitStatus;
 use operator::exporter;
@@ -123,12 +124,13 @@ fn run_command(
         Command::Record(args) => record::record(&args)?,
         Command::Top(args) => top::top(&args)?,
         Command::Exporter(args) => exporter::exporter(&args)?,
-        Command::Report(args) => files::report(&args)?,
+        Command::Report(args) => report::report(&args)?,
         Command::Diff(args) => diff::diff(&args)?,
         Command::Annotate(args) => annotate::annotate(&args)?,
-        Command::Script(args) => files::script(&args)?,
+        Command::Script(args) => report::script(&args)?,
         Command::Flamegraph(args) => files::flamegraph(&args)?,
         Command::Pprof(args) => files::pprof(&args)?,
+        Command::Convert(args) => convert::convert(&args)?,
         Command::Generate(args) => generate::generate(&args, cli::command())?,
         Command::KeepShare(args) => {
             // virtiofsd maps guest memory, and the guest may be able to crash virtiofsd.

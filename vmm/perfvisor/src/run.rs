@@ -414,7 +414,11 @@ fn controlled(
             Some(path) => path.display().to_string(),
             None => "built-in guest".into(),
         },
-        console: consoles.serial().place().to_owned(),
+        // A daemon's standard streams are /dev/null.
+        console: match consoles.serial().place() {
+            "tty" if args.daemonize => "none".to_owned(),
+            place => place.to_owned(),
+        },
         virtio_console: consoles.virtio_location().unwrap_or_default().to_owned(),
         started: Instant::now(),
         control: running.control().clone(),

@@ -131,9 +131,9 @@ impl ReportRow {
         self
     }
 
-    /// Returns whether the failure of this row is time-dependent, so that it may be measured again.
+    /// Returns whether this row is time-dependent and did not pass, so that it may be measured again.
     pub fn is_off_in_time(&self) -> bool {
-        self.of_time && self.verdict == Verdict::Fail
+        self.of_time && matches!(self.verdict, Verdict::Fail | Verdict::TooBusy)
     }
 
     /// Sets the share of time that the event ran.
@@ -156,6 +156,14 @@ impl ReportRow {
     #[must_use]
     pub fn unsupported(mut self, why: impl Into<String>) -> Self {
         self.verdict = Verdict::NotSupported;
+        self.reason = Some(why.into());
+        self
+    }
+
+    /// Marks a row that passed or failed as undecided because of `why`.
+    #[must_use]
+    pub fn too_busy(mut self, why: impl Into<String>) -> Self {
+        self.verdict = Verdict::TooBusy;
         self.reason = Some(why.into());
         self
     }
@@ -258,6 +266,8 @@ pub struct Report {
     pub failed: usize,
     /// Number of rows that are not supported on this host.
     pub not_supported: usize,
+    /// Number of rows that the host's load left undecided.
+    pub too_busy: usize,
     /// Description of the host and the guests.
     pub summary: ReportSummary,
 }
@@ -271,6 +281,7 @@ impl Report {
             passed: count(Verdict::Pass),
             failed: count(Verdict::Fail),
             not_supported: count(Verdict::NotSupported),
+            too_busy: count(Verdict::TooBusy),
             rows,
             summary,
         }
@@ -328,9 +339,13 @@ impl Report {
         if let Some(why) = &s.linux_guest_skipped {
             line("Linux guest", &format!("not run: {why}"));
         }
+        let too_busy = match self.too_busy {
+            0 => String::new(),
+            rows => format!(", {rows} too busy to tell"),
+        };
         let _ = writeln!(
             out,
-            "\n{} passed, {} failed, {} not supported here, in {:.1} s: {}",
+            "\n{} passed, {} failed, {} not supported here{too_busy}, in {:.1} s: {}",
             self.passed,
             self.failed,
             self.not_supported,

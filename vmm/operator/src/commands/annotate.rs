@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 
 use super::files::{FileError, SymbolArgs, guest_files, read, read_profile, symbolizer, warn_missing_data};
-use super::{DONE, one_line, print};
+use super::{DONE, connect, one_line, print};
 use crate::exit::ExitStatus;
-use control_api::client::{Client, ClientError};
+use control_api::client::ClientError;
 use control_api::nearest::did_you_mean;
 use control_api::protocol::{CodeInfo, SymbolsInfo};
 use control_api::request;
@@ -237,7 +237,7 @@ fn read_code_from_vm(
         name: name.to_owned(),
         source,
     };
-    let mut client = Client::connect(Some(name)).map_err(vm)?;
+    let mut client = connect(Some(name), None).map_err(vm)?;
     if let Some(recorded) = profile.kernel.as_ref().and_then(|kernel| kernel.build_id) {
         let (info, _): (SymbolsInfo, _) = client.call_with_file(request::Symbols).map_err(vm)?;
         let place = format!("--vm {name}");

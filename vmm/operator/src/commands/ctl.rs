@@ -242,7 +242,7 @@ fn print_status(info: &VmInfo) -> Result<ExitStatus, CtlError> {
         info.state,
         vcpu_count_text(info)
     ))?;
-    if !matches!(info.console.as_str(), "" | "tty") {
+    if !matches!(info.console.as_str(), "" | "tty" | "none") {
         print(&format!("ttyS0 at {}\n", info.console))?;
     }
     if !info.virtio_console.is_empty() {

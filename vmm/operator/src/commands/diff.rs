@@ -55,6 +55,7 @@ pub fn diff(args: &DiffArgs) -> Result<ExitStatus, FileError> {
     let options = ReportOptions {
         sort: args.sort.0.clone(),
         min_percent: args.percent_limit,
+        ..ReportOptions::default()
     };
     let (diffs, alone) = diffs((&old, &mut old_symbols), (&new, &mut new_symbols), &options);
     print(&render(&diffs, &options.sort))?;

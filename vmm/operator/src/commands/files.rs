@@ -1,19 +1,19 @@
-//! `perfvisor report`, `script`, `flamegraph` and `pprof`: output of recordings.
+//! `perfvisor flamegraph` and `pprof`, and what the commands for recordings share.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::output::{DONE, OutputError, print, say, written};
+use super::output::{DONE, OutputError, say, written};
 use crate::exit::ExitStatus;
 use crate::input;
-use crate::values::{Labels, SortKeys, parse_labels, parse_percent, parse_sort};
+use crate::values::{Labels, parse_labels, parse_percent};
 use guest_profile::disk::{DiskBytes, DiskError, GuestDisk};
-use guest_profile::export::report::ReportOptions;
 use guest_profile::export::symbolize::{Symbolizer, complete_chains};
-use guest_profile::export::{Profile, folded, pprof, reader, report, script};
+use guest_profile::export::{Profile, folded, pprof, reader};
 use guest_profile::programs::{GuestFiles, GuestSymbols};
 use kernel_images::image::KernelImage;
 use kernel_images::symbols::KernelSymbols;
@@ -60,20 +60,6 @@ pub struct FileArgs {
     pub symbols: SymbolArgs,
 }
 
-/// `perfvisor report`.
-#[derive(Clone, Debug, Args)]
-pub struct ReportArgs {
-    /// Which file.
-    #[command(flatten)]
-    pub file: FileArgs,
-    /// Columns to group by: comm, pid, vcpu, dso, sym.
-    #[arg(short, long, value_name = "KEYS", default_value = "comm,dso,sym", value_parser = parse_sort)]
-    pub sort: SortKeys,
-    /// Leave out what is below this share, in percent.
-    #[arg(long, value_name = "PERCENT", default_value = "0", value_parser = parse_percent)]
-    pub percent_limit: f64,
-}
-
 /// `perfvisor flamegraph`.
 #[derive(Clone, Debug, Args)]
 pub struct FlamegraphArgs {
@@ -86,6 +72,9 @@ pub struct FlamegraphArgs {
     /// Print folded stacks to standard output instead.
     #[arg(long, conflicts_with = "output")]
     pub folded: bool,
+    /// Colour the graph by the change since this older recording: red grew, blue shrank.
+    #[arg(long, value_name = "FILE", conflicts_with = "folded")]
+    pub diff: Option<PathBuf>,
     /// Title of the graph.
     #[arg(long, value_name = "TEXT", default_value = "Flame Graph")]
     pub title: String,
@@ -170,7 +159,7 @@ pub enum FileError {
 
 impl FileError {
     /// Returns a closure for `map_err` that adds `path` to a write error.
-    fn write(path: &Path) -> impl FnOnce(io::Error) -> Self {
+    pub(super) fn write(path: &Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Write {
             path: path.to_owned(),
             source,
@@ -222,7 +211,7 @@ pub(super) fn warn_missing_data(profile: &Profile, symbols: &Symbolizer<'_>) {
 }
 
 /// Reads the recording and calls `show` with its profile.
-fn with_profile(
+pub(super) fn with_profile(
     args: &FileArgs,
     show: impl FnOnce(&Profile, &mut Symbolizer<'_>) -> Result<(), FileError>,
 ) -> Result<ExitStatus, FileError> {
@@ -333,7 +322,7 @@ fn output_name(output: &Path) -> String {
 }
 
 /// Writes to standard output, or to a file that is removed on failure.
-fn write_to(
+pub(super) fn write_to(
     output: &Path,
     write: impl FnOnce(&mut dyn Write) -> Result<(), FileError>,
 ) -> Result<(), FileError> {
@@ -352,33 +341,6 @@ fn write_to(
     result
 }
 
-/// Prints a report of the samples.
-///
-/// # Errors
-/// Returns [`FileError`] if the recording or the symbols cannot be read.
-pub fn report(args: &ReportArgs) -> Result<ExitStatus, FileError> {
-    let options = ReportOptions {
-        sort: args.sort.0.clone(),
-        min_percent: args.percent_limit,
-    };
-    with_profile(&args.file, |profile, symbols| {
-        Ok(print(&report::render(profile, symbols, &options))?)
-    })
-}
-
-/// Prints every sample.
-///
-/// # Errors
-/// Returns [`FileError`] if the recording cannot be read.
-pub fn script(args: &FileArgs) -> Result<ExitStatus, FileError> {
-    with_profile(args, |profile, symbols| {
-        let mut out = BufWriter::new(io::stdout().lock());
-        Ok(written(
-            script::write(profile, symbols, &mut out).and_then(|()| out.flush()),
-        )?)
-    })
-}
-
 /// Writes a flame graph or folded stacks.
 ///
 /// # Errors
@@ -392,15 +354,39 @@ pub fn flamegraph(args: &FlamegraphArgs) -> Result<ExitStatus, FileError> {
                 folded::write(&stacks, &mut out).and_then(|()| out.flush()),
             )?);
         }
+        let before = match &args.diff {
+            Some(path) => match older_stacks(path, &args.file.symbols)? {
+                Some(before) => Some(before),
+                None => return Ok(()),
+            },
+            None => None,
+        };
         let unit = profile.events.first().map_or("samples", |e| e.name.as_str());
         write_to(&args.output, |out| {
-            let drawn = folded::flamegraph(&stacks, &args.title, unit, args.min_width, out);
+            let drawn = match &before {
+                Some(before) => {
+                    folded::differential((before, &stacks), &args.title, unit, args.min_width, out)
+                }
+                None => folded::flamegraph(&stacks, &args.title, unit, args.min_width, out),
+            };
             drawn.map_err(|source| FileError::Draw {
                 path: args.output.clone(),
                 source,
             })
         })
     })
+}
+
+/// Reads the stacks of the older recording of a differential flame graph. Returns `None`, and prints
+/// a message, if the recording is empty.
+fn older_stacks(path: &Path, symbols: &SymbolArgs) -> Result<Option<BTreeMap<String, u64>>, FileError> {
+    let Some(profile) = read_profile(path)? else {
+        return Ok(None);
+    };
+    let mut symbols = symbolizer(&profile, symbols)?;
+    let stacks = folded::stacks(&complete_chains(&profile, &mut symbols), &mut symbols, None);
+    warn_missing_data(&profile, &symbols);
+    Ok(Some(stacks))
 }
 
 /// Writes a pprof profile.

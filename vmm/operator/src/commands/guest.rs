@@ -5,13 +5,13 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use control_api::client::{Client, ClientError};
+use control_api::client::ClientError;
 use control_api::place;
 use guest_agent::PORT;
 use guest_agent::request::{AgentOperation, Request, VERSION};
 use guest_agent::wire::{Frame, FrameKind, WireError, read_frame, write_frame};
 
-use super::NAP;
+use super::{NAP, connect};
 
 /// Time limit for the guest kernel to accept a connection and for the agent to accept a request.
 const TIMEOUT: Duration = Duration::from_secs(40);
@@ -39,6 +39,8 @@ pub enum GuestError {
         "no agent runs in the guest of VM '{0}': start perfvisor-agent there (docs/guide/exec.md says how to install it)"
     )]
     NoAgent(String),
+    #[error("VM '{0}' ended while its agent was waited for")]
+    Ended(String),
     #[error("the guest of VM '{name}': {why}")]
     Refused { name: String, why: String },
     #[error("the guest of VM '{name}'")]
@@ -98,6 +100,9 @@ impl AgentAddress {
             // The VM, its sockets, the guest kernel or the agent may become available later.
             match (self.connect(until), until) {
                 (Ok(stream), _) => break stream,
+                (Err(error), Some(_)) if has_ended(before.as_ref(), &error) => {
+                    return Err(GuestError::Ended(self.name.clone()));
+                }
                 (Err(error), Some(until)) if Instant::now() < until => {
                     before = Some(error);
                     std::thread::sleep(10 * NAP);
@@ -130,8 +135,8 @@ impl AgentAddress {
             Some(path) => path.clone(),
             None => {
                 // The error lists the running VMs if this VM does not exist.
-                drop(Client::connect(Some(&self.name))?);
-                place::vsock_path(&place::directory_of(&self.name), &self.name)
+                let name = connect(Some(&self.name), None)?.info().name.clone();
+                place::vsock_path(&place::directory_of(&name), &name)
             }
         };
         let connected = UnixStream::connect(&path).and_then(|stream| {
@@ -191,6 +196,13 @@ impl AgentAddress {
         let name = self.name.clone();
         GuestError::Wire { name, source }
     }
+}
+
+/// Returns whether the VM existed at the attempt `before` and does not any more. It may still be about
+/// to start if it has not existed yet.
+fn has_ended(before: Option<&GuestError>, error: &GuestError) -> bool {
+    let existed = matches!(before, Some(GuestError::NoAnswer(_) | GuestError::NoAgent(_)));
+    existed && matches!(error, GuestError::Client(ClientError::NoSuchVm { .. }))
 }
 
 /// Selects which of the last two errors to report. The user's deadline may pass during the last
@@ -257,6 +269,24 @@ mod tests {
         agent.join().unwrap();
         let error = way(&dir.path().join("none"), Duration::from_millis(100)).request_job(job());
         assert!(matches!(error, Err(GuestError::Socket { .. })), "{error:?}");
+    }
+
+    /// Regression test: the wait for the agent of a VM that had ended lasted until its deadline.
+    #[test]
+    fn ended_vm_is_not_waited_for() {
+        let missing = || {
+            GuestError::Client(ClientError::NoSuchVm {
+                name: "g".into(),
+                others: Vec::new(),
+            })
+        };
+        assert!(has_ended(Some(&GuestError::NoAnswer("g".into())), &missing()));
+        assert!(!has_ended(None, &missing()));
+        assert!(!has_ended(Some(&missing()), &missing()));
+        assert!(!has_ended(
+            Some(&GuestError::NoAgent("g".into())),
+            &GuestError::NoAnswer("g".into())
+        ));
     }
 
     /// The user's deadline also limits the wait for a silent guest kernel.

@@ -6,6 +6,7 @@ use std::fmt::Write as _;
 
 use clap::Args;
 
+use super::countable::CountableEvents;
 use super::{CommandError, DONE, connect, print};
 use crate::exit::ExitStatus;
 use crate::vendor::cpu::CpuName;
@@ -34,6 +35,8 @@ pub struct ListArgs {
 
 /// Event kind that is printed with code and description.
 const VENDOR: &str = "vendor";
+/// Line before the vendor's events on a host that cannot count them.
+const NOT_COUNTED: &str = "  (this host has no PMU that counts the following)\n";
 /// Maximum length of a description, in characters.
 const MAX_DESCRIPTION_CHARS: usize = 100;
 /// Number of events that are opened on a VM at a time.
@@ -85,6 +88,7 @@ pub fn list<E: Error>(
     let shows = |kind: &str| kinds.is_empty() || kinds.contains(&kind);
     let wanted = |event: &str| words.is_empty() || words.iter().any(|word| matches(word, event));
     let (mut out, mut names, mut unknown) = (String::new(), Vec::new(), None);
+    let countable = CountableEvents::of_host();
     for (kind, what) in KINDS.into_iter().filter(|(kind, _)| shows(kind)) {
         let events = match kind {
             "kvm" => statistics().unwrap_or_else(|e| {
@@ -94,7 +98,11 @@ pub fn list<E: Error>(
             VENDOR => match vendor::events_of(&args.cpuid.clone().unwrap_or_else(CpuName::host)) {
                 Ok(events) => {
                     names.extend(events.iter().map(|event| event.name.clone()));
-                    let events = events.into_iter().filter(|event| wanted(&event.name)).collect();
+                    let events: Vec<_> = events.into_iter().filter(|event| wanted(&event.name)).collect();
+                    let of_host = args.vm.is_none() && args.cpuid.is_none();
+                    if of_host && !countable.has_pmu() && !events.is_empty() {
+                        out += NOT_COUNTED;
+                    }
                     out += &format_vendor_events(events, args.vm.as_deref())?;
                     continue;
                 }
@@ -109,7 +117,8 @@ pub fn list<E: Error>(
         names.extend(events.iter().cloned());
         let events: Vec<&String> = events.iter().filter(|event| wanted(event)).collect();
         for event in &events {
-            let _ = writeln!(out, "  {event:<48} [{what}]");
+            let mark = countable.mark(event);
+            let _ = writeln!(out, "  {event:<48} [{what}]{mark}");
         }
         if !events.is_empty() {
             out.push('\n');

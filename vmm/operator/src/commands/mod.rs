@@ -5,6 +5,8 @@
 
 mod all;
 pub mod annotate;
+pub mod convert;
+mod countable;
 pub mod cp;
 pub mod ctl;
 pub mod diff;
@@ -16,6 +18,8 @@ pub mod list;
 mod output;
 pub mod ps;
 pub mod record;
+pub mod report;
+mod select;
 pub mod stat;
 pub mod top;
 
@@ -67,6 +71,10 @@ pub enum CommandError {
     },
     #[error("interrupted before the first sample")]
     Interrupted,
+    #[error("--cgroup {0}: no such control group below /sys/fs/cgroup")]
+    NoCgroup(String),
+    #[error("--cgroup {0}: no VM that can be reached runs in this control group")]
+    NoVmInCgroup(String),
     #[error("perfvisor panicked {0}; please report this")]
     Panicked(String),
 }
@@ -89,12 +97,15 @@ impl CommandError {
     }
 }
 
-/// Connects to the VM at `socket`, otherwise to the VM with the given name, otherwise to the only
-/// VM.
+/// Connects to the VM at `socket`, otherwise to the VM with the given name or process ID (`pid:PID`),
+/// otherwise to the only VM.
 fn connect(name: Option<&str>, socket: Option<&Path>) -> Result<Client, ClientError> {
     match socket {
         Some(path) => Client::connect_at(path, None, REPLY_TIMEOUT),
-        None => Client::connect(name),
+        None => match name.and_then(select::pid_of_name) {
+            Some(pid) => select::connect_by_pid(pid),
+            None => Client::connect(name),
+        },
     }
 }
 

@@ -23,6 +23,9 @@ pub struct PsArgs {
     /// Print one JSON object for each VM.
     #[arg(long)]
     pub json: bool,
+    /// Print only their names, for scripts; the VMs are not asked.
+    #[arg(long, conflicts_with = "json")]
+    pub names: bool,
     /// The VMs of all users, wherever their sockets are, with their users and their sockets.
     #[arg(short, long)]
     pub all: bool,
@@ -38,6 +41,11 @@ pub fn ps(args: &PsArgs) -> Result<ExitStatus, CommandError> {
     } else {
         in_default_directory()?
     };
+    if args.names {
+        let lines = sockets.iter().map(|vm| format!("{}\n", one_line(&vm.label())));
+        print(&lines.collect::<String>())?;
+        return Ok(DONE);
+    }
     // VMs are queried concurrently, so that several unresponsive ones cost one time limit.
     let seen: Vec<_> = std::thread::scope(|scope| {
         let ask = |vm: &VmSocket| {

@@ -47,6 +47,35 @@ impl CpuName {
         self.0.starts_with("AuthenticAMD-") || self.0.starts_with("HygonGenuine-")
     }
 
+    /// Returns older processors whose events are mostly the same, the nearest first, for versions of
+    /// perf without a table of this processor (Intel's perfmon event lists; AMD's PPRs).
+    pub fn relatives(&self) -> Vec<Self> {
+        // Model numbers in hexadecimal, as in perf's tables.
+        const INTEL: &[(&[&str], &[&str])] = &[
+            // Emerald Rapids, Granite Rapids, Diamond Rapids: Sapphire Rapids, Ice Lake servers.
+            (&["CF", "AD", "AE"], &["8F", "6A"]),
+            (&["8F"], &["6A"]),
+            // Raptor Lake, Meteor Lake, Arrow Lake, Lunar Lake: Alder Lake.
+            (&["B7", "BA", "BF", "AA", "AC", "B5", "C5", "C6", "BD"], &["97"]),
+        ];
+        // Zen 5 and Zen 4: Zen 4 and Zen 3.
+        const ZEN_4: &str = "AuthenticAMD-25-11-1";
+        const ZEN_3: &str = "AuthenticAMD-25-1-0";
+        let parts: Vec<&str> = self.0.split('-').collect();
+        let of = |names: &[&str]| names.iter().map(|name| Self((*name).to_owned())).collect();
+        match parts[..] {
+            ["GenuineIntel", "6", model, _] => {
+                let known = INTEL.iter().find(|(models, _)| models.contains(&model));
+                let models = known.map_or(&[][..], |(_, models)| *models);
+                let name = |model: &&str| Self(format!("GenuineIntel-6-{model}-0"));
+                models.iter().map(name).collect()
+            }
+            ["AuthenticAMD", "26", ..] => of(&[ZEN_4, ZEN_3]),
+            ["AuthenticAMD", "25", ..] => of(&[ZEN_3]),
+            _ => Vec::new(),
+        }
+    }
+
     /// Returns the name in the format of perf's `PERF_CPUID` variable.
     pub fn as_str(&self) -> &str {
         &self.0
@@ -100,6 +129,23 @@ mod tests {
             "{}",
             CpuName::host()
         );
+    }
+
+    #[test]
+    fn relatives_are_older_processors() {
+        let of = |name: &str| {
+            let relatives = name.parse::<CpuName>().unwrap().relatives();
+            relatives.into_iter().map(|cpu| cpu.0).collect::<Vec<_>>()
+        };
+        assert_eq!(
+            of("GenuineIntel-6-CF-2"),
+            ["GenuineIntel-6-8F-0", "GenuineIntel-6-6A-0"]
+        );
+        assert_eq!(
+            of("AuthenticAMD-26-44-0"),
+            ["AuthenticAMD-25-11-1", "AuthenticAMD-25-1-0"]
+        );
+        assert!(of("GenuineIntel-6-8E-9").is_empty());
     }
 
     #[test]

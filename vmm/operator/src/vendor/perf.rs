@@ -48,11 +48,42 @@ pub enum PerfError {
     Directory(#[source] io::Error),
 }
 
-/// Returns the events of a processor, sorted by name.
+/// Returns the events of a processor, sorted by name. If perf has no table of it, returns the events
+/// of an older processor with mostly the same events, and logs this.
 ///
 /// # Errors
 /// Returns [`PerfError`] if perf is missing, fails, or has no events of the processor.
 pub fn events_of(cpu: &CpuName) -> Result<Vec<VendorEvent>, PerfError> {
+    of_nearest(cpu, table_of)
+}
+
+/// Asks for the events of the processor, and then of its relatives.
+fn of_nearest(
+    cpu: &CpuName,
+    table_of: impl Fn(&CpuName) -> Result<Vec<VendorEvent>, PerfError>,
+) -> Result<Vec<VendorEvent>, PerfError> {
+    let missing = match table_of(cpu) {
+        Err(error @ PerfError::NoTable(_)) => error,
+        result => return result,
+    };
+    for relative in cpu.relatives() {
+        match table_of(&relative) {
+            Err(PerfError::NoTable(_)) => {}
+            Ok(events) => {
+                log::warn!(
+                    "this perf has no events of {cpu} by name; those of the older {relative} are taken, \
+                     and some may count something else"
+                );
+                return Ok(events);
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Err(missing)
+}
+
+/// Returns the events of perf's table of the processor.
+fn table_of(cpu: &CpuName) -> Result<Vec<VendorEvent>, PerfError> {
     // Hybrid processors have one PMU per core type.
     for pmu in ["cpu", "cpu_core"] {
         let dir = tempfile::tempdir().map_err(PerfError::Directory)?;
@@ -312,6 +343,27 @@ mod tests {
         assert!(matches!(error, PerfError::Slow), "{error}");
         let error = asked("exec cat /dev/zero", TIMEOUT).unwrap_err();
         assert!(matches!(error, PerfError::Large), "{error}");
+    }
+
+    /// A processor that perf does not know has the events of its nearest relative.
+    #[test]
+    fn unknown_processor_takes_table_of_relative() {
+        let emerald_rapids: CpuName = "GenuineIntel-6-CF-2".parse().unwrap();
+        let table = |known: &'static str| {
+            move |cpu: &CpuName| match cpu.as_str() == known {
+                true => Ok(from_text(TABLE)),
+                false => Err(PerfError::NoTable(cpu.clone())),
+            }
+        };
+        assert!(
+            !of_nearest(&emerald_rapids, table("GenuineIntel-6-6A-0"))
+                .unwrap()
+                .is_empty()
+        );
+        let none = of_nearest(&emerald_rapids, table("GenuineIntel-6-8E-9")).unwrap_err();
+        assert!(error_line(&none).contains("GenuineIntel-6-CF-2"), "{none}");
+        let failed = of_nearest(&emerald_rapids, |_| Err(PerfError::NotInstalled));
+        assert!(matches!(failed, Err(PerfError::NotInstalled)));
     }
 
     #[test]

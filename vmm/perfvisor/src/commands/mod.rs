@@ -4,3 +4,4 @@
 pub mod generate;
 pub mod statistics;
 pub mod validate;
+mod vm_completions;

@@ -39,5 +39,6 @@ mod sessions;
 mod system_calls;
 mod terminal;
 mod top;
+mod views;
 mod vm_lookup;
 mod without_pmu;

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 
+use super::select::name_or_pid;
 use super::{CommandError, DONE, WaitResult, connect, is_reader_closed, print, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
@@ -61,6 +62,9 @@ pub struct ExitsArgs {
     /// The VM's control socket, wherever it is, in place of its name.
     #[arg(long, value_name = "PATH", conflicts_with = "name")]
     pub socket: Option<PathBuf>,
+    /// The VM that this process runs, in place of its name.
+    #[arg(short, long, value_name = "PID", conflicts_with_all = ["name", "socket"])]
+    pub pid: Option<u32>,
     /// Print what came in each interval of so many seconds too.
     #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
     pub interval: Option<Duration>,
@@ -84,7 +88,8 @@ pub struct ExitsArgs {
 /// Returns [`CommandError`] if the VM cannot be observed.
 pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, CommandError> {
     let signals = StopSignals::block().map_err(CommandError::Signals)?;
-    let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
+    let name = name_or_pid(args.name.as_deref(), args.pid);
+    let mut client = connect(name.as_deref(), args.socket.as_deref())?;
     let mut watch = ExitObserver::begin(&mut client)?;
     let mut trace = if args.no_trace {
         Err(TraceError::NotWanted)

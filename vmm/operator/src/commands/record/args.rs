@@ -9,6 +9,7 @@ use clap::Args;
 use super::super::files::SymbolArgs;
 use super::error::RecordError;
 use super::remote::ControlPipes;
+use super::switch::SwitchTrigger;
 use crate::values::{VcpuList, integer_in_range, parse_bytes, parse_output, parse_seconds, parse_vcpus};
 use control_api::protocol::Sampling;
 use guest_profile::export::build_id_dir::BuildIdDir;
@@ -74,6 +75,9 @@ pub struct RecordArgs {
     /// The VM's control socket, wherever it is, in place of its name.
     #[arg(long, value_name = "PATH", conflicts_with = "name")]
     pub socket: Option<PathBuf>,
+    /// The VM that this process runs, in place of its name.
+    #[arg(short, long, value_name = "PID", conflicts_with_all = ["name", "socket", "all"])]
+    pub pid: Option<u32>,
     /// Each VM of this host that can be reached, as perfvisor ps --all lists them; into FILE.NAME for each.
     #[arg(long, conflicts_with_all = ["name", "socket", "control", "save_kallsyms"])]
     pub all: bool,
@@ -129,6 +133,15 @@ pub struct RecordArgs {
     /// exceed it by what the rings hold.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub max_size: Option<u64>,
+    /// Continue in a new file on SIGUSR2 (signal), at a size (as in 100M) or after a time (as in 30s, 5m,
+    /// 2h); the completed file becomes FILE.MILLISECONDS, its end in milliseconds since 1970 [default:
+    /// signal]
+    #[arg(long, value_name = "WHEN", num_args = 0..=1, require_equals = true, default_missing_value = "signal",
+          conflicts_with_all = ["max_size", "all"])]
+    pub switch_output: Option<SwitchTrigger>,
+    /// Keep only the newest N completed files of --switch-output.
+    #[arg(long, value_name = "N", requires = "switch_output", value_parser = integer_in_range(1..=1_000_000usize))]
+    pub switch_max_files: Option<usize>,
     /// Begin to sample only after so many milliseconds; -1: when --control says so.
     #[arg(short = 'D', long, value_name = "MS", allow_negative_numbers = true, default_value_t = 0, hide_default_value = true,
           value_parser = integer_in_range(-1..=(1i64 << 40) - 1))]

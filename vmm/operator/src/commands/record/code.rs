@@ -69,6 +69,13 @@ pub(super) struct Totals {
     pub(super) cut: u64,
 }
 
+/// A function in the memory of a process.
+pub(super) struct FoundFunction {
+    pub(super) symbol: SavedSymbol,
+    /// `false` if the function is not exported and its name is a file and an offset.
+    pub(super) named: bool,
+}
+
 /// A connection to the VM with a rate limit.
 struct PacedClient {
     client: Client,
@@ -151,20 +158,37 @@ impl ProgramCache {
         find(&process.mappings, address)
     }
 
-    /// Returns the exported function of process `pid` that contains `address`.
-    pub(super) fn function(&mut self, pid: u32, address: u64) -> Option<SavedSymbol> {
+    /// Returns the function of process `pid` that contains `address`. An exported function has its
+    /// name; another one has the name of its file with the offset of its start.
+    pub(super) fn function(&mut self, pid: u32, address: u64) -> Option<FoundFunction> {
         if !self.load(pid, address) {
             return None;
         }
         let process = self.processes.get(&pid)?.as_ref()?;
         let mapped = process.map.find(address)?;
         let (bias, module) = mapped.code.as_ref()?;
-        let function = module.function(address.wrapping_sub(*bias))?;
-        Some(SavedSymbol {
-            start: function.start.wrapping_add(*bias),
-            end: function.end.wrapping_add(*bias),
-            name: function.name.to_owned(),
+        let linked = address.wrapping_sub(*bias);
+        let saved = |start: u64, end: u64, name: String| SavedSymbol {
+            start: start.wrapping_add(*bias),
+            end: end.wrapping_add(*bias),
+            name,
             pid: Some(pid),
+        };
+        if let Some(function) = module.function(linked) {
+            let name = function.name.to_owned();
+            return Some(FoundFunction {
+                symbol: saved(function.start, function.end, name),
+                named: true,
+            });
+        }
+        let (start, end) = module.unnamed_function(linked)?;
+        let mapping = find(&process.mappings, address)?;
+        let offset = start.wrapping_add(*bias).checked_sub(mapping.start)?;
+        let offset = offset.checked_add(mapping.file_offset)?;
+        let file = mapping.path.rsplit('/').next().unwrap_or(&mapping.path);
+        Some(FoundFunction {
+            symbol: saved(start, end, format!("{file}+{offset:#x}")),
+            named: false,
         })
     }
 

@@ -6,6 +6,8 @@ mod error;
 mod names;
 mod recording;
 mod remote;
+mod switch;
+mod unnamed;
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -20,6 +22,7 @@ use perf_core::record::{Record, RecordFormat, Sample as RingSample};
 use perf_core::ring::RingReader;
 
 use super::all::for_each_vm;
+use super::select::name_or_pid;
 use super::{CommandError, DONE, WaitResult, check_sampling_support, connect, say, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
@@ -36,6 +39,7 @@ use names::RecordedSymbols;
 use perf_core::error_line;
 use recording::Recording;
 use remote::{ControlCommand, RemoteControl};
+use switch::SwitchTrigger;
 
 /// Interval at which the rings are drained.
 const DRAIN_INTERVAL: Duration = Duration::from_millis(50);
@@ -61,7 +65,11 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
         return Err(RecordError::NeverBegins);
     }
     args.check_ring_size()?;
-    let signals = StopSignals::block().map_err(CommandError::Signals)?;
+    let signals = match args.switch_output {
+        Some(SwitchTrigger::Signal) => StopSignals::block_with_user_signal(),
+        _ => StopSignals::block(),
+    };
+    let signals = signals.map_err(CommandError::Signals)?;
     if args.all {
         let signals = signals.visible_to_all_threads();
         return Ok(for_each_vm(|vm, client| {
@@ -74,7 +82,8 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
             record_one(&of_one, client, &signals, None)
         })?);
     }
-    let client = connect(args.name.as_deref(), args.socket.as_deref())?;
+    let name = name_or_pid(args.name.as_deref(), args.pid);
+    let client = connect(name.as_deref(), args.socket.as_deref())?;
     record_one(args, client, &signals, remote)
 }
 
@@ -161,6 +170,7 @@ fn sample(
             break;
         }
         recording.keep()?;
+        recording.switch_if_due(args, signals)?;
         full = args.max_size.is_some_and(|limit| recording.bytes() >= limit);
         // The ring mappings outlive the VM, so its last samples are read after its end.
         let steered = match client.call(request::Joined) {

@@ -1,10 +1,12 @@
 //! Symbols for the addresses of a recording, stored in its file.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::io::{self, Write};
 use std::path::Path;
 
 use super::args::RecordArgs;
+use super::code::FoundFunction;
+use super::unnamed::UnnamedCode;
 use crate::commands::{CommandError, create_private, files, one_line};
 use crate::kernel_map::{kernel_map, reference_symbol};
 use control_api::client::Client;
@@ -33,8 +35,10 @@ pub(super) struct RecordedSymbols {
     mount: Option<GuestSymbols>,
     /// Addresses to symbolize, by process ID; `None` for the kernel.
     addresses: HashSet<(Option<u32>, u64)>,
-    /// Exported functions by process ID and address.
+    /// Functions in guest memory by process ID and address.
     exported: BTreeMap<(u32, u64), SavedSymbol>,
+    /// Process IDs and start addresses of those that have no name.
+    unnamed: BTreeSet<(u32, u64)>,
 }
 
 impl RecordedSymbols {
@@ -62,6 +66,7 @@ impl RecordedSymbols {
             mount: files::guest_mount(args)?,
             addresses: HashSet::new(),
             exported: BTreeMap::new(),
+            unnamed: BTreeSet::new(),
         })
     }
 
@@ -134,16 +139,20 @@ impl RecordedSymbols {
         self.flat
     }
 
-    /// Adds an exported function of a process.
-    pub(super) fn keep(&mut self, function: SavedSymbol) {
-        if let Some(pid) = function.pid {
-            self.exported.insert((pid, function.start), function);
+    /// Adds a function in the memory of a process.
+    pub(super) fn keep(&mut self, function: FoundFunction) {
+        let FoundFunction { symbol, named } = function;
+        if let Some(pid) = symbol.pid {
+            if !named {
+                self.unnamed.insert((pid, symbol.start));
+            }
+            self.exported.insert((pid, symbol.start), symbol);
         }
     }
 
-    /// Returns the symbols of all recorded addresses without duplicates. `mapped` contains the
-    /// mappings of the processes.
-    pub(super) fn saved(mut self, mapped: &Profile) -> Vec<SavedSymbol> {
+    /// Returns the symbols of the addresses recorded since the previous call, without duplicates.
+    /// `mapped` contains the mappings of the processes.
+    pub(super) fn take_saved(&mut self, mapped: &Profile) -> Vec<SavedSymbol> {
         let mut saved: BTreeMap<(Option<u32>, u64), SavedSymbol> = BTreeMap::new();
         let mut keep = |symbol: SavedSymbol| {
             let entry = saved
@@ -154,8 +163,9 @@ impl RecordedSymbols {
         if let Some(mount) = &mut self.mount {
             mount.files().reload();
         }
-        let mut files = Symbolizer::new(mapped, None, self.mount);
-        for (pid, address) in self.addresses {
+        let mut unnamed = UnnamedCode::new(mapped, self.mount.is_some());
+        let mut files = Symbolizer::new(mapped, None, self.mount.take());
+        for (pid, address) in std::mem::take(&mut self.addresses) {
             if pid.is_none() || self.flat {
                 let found = self.kernel.as_ref().and_then(|k| {
                     let found = if self.flat {
@@ -193,6 +203,9 @@ impl RecordedSymbols {
                         pid: Some(pid),
                     });
                 } else if let Some(function) = exported() {
+                    if self.unnamed.contains(&(pid, function.start)) {
+                        unnamed.add(&named.object);
+                    }
                     keep(function);
                 } else if let Some((start, end, name)) = files.jit(pid, address) {
                     let (name, pid) = (name.to_owned(), Some(pid));
@@ -202,12 +215,16 @@ impl RecordedSymbols {
                         name,
                         pid,
                     });
+                } else {
+                    unnamed.add(&named.object);
                 }
             }
         }
+        unnamed.log(&mut files);
         for problem in files.problems() {
             log::warn!("{problem}");
         }
+        self.mount = files.into_files();
         saved.into_values().collect()
     }
 }

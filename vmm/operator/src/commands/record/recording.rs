@@ -10,11 +10,13 @@ use perf_core::CALLCHAIN_MAX;
 use perf_core::pmu::host::monotonic_ns;
 use perf_core::record::Sample as RingSample;
 
+use super::super::select::name_or_pid;
 use super::super::{CommandError, connect, create_private, files, say};
 use super::args::{CallGraph, RecordArgs};
 use super::code::{ProgramCache, Totals};
 use super::error::RecordError;
 use super::names::RecordedSymbols;
+use super::switch::OutputSwitch;
 use crate::session::task_name;
 use control_api::client::Client;
 use control_api::protocol::{Opened, Sampling};
@@ -22,7 +24,7 @@ use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::perfdata::PerfDataWriter;
 use guest_profile::export::{
     EventInfo, EventRate, FileMapping, NO_PID, Profile, ProfileMetadata, ProfilePerspective, Sample,
-    TaskName, WallClock,
+    SavedSymbol, TaskName, WallClock,
 };
 use guest_profile::merge::{LightSample, SampleTask, Totals as MergeTotals};
 use guest_profile::sample::SampleData;
@@ -39,6 +41,10 @@ const CONTEXT_MAX: u64 = (-4095i64).cast_unsigned();
 /// A recording in progress.
 pub(super) struct Recording {
     writer: PerfDataWriter<BufWriter<File>>,
+    /// Metadata and events of the file, for its successor.
+    head: (ProfileMetadata, Vec<EventInfo>),
+    /// State of `--switch-output`.
+    switch: Option<OutputSwitch>,
     names: RecordedSymbols,
     /// Mappings and modules of the guest's programs.
     code: ProgramCache,
@@ -51,7 +57,8 @@ pub(super) struct Recording {
     /// Event IDs of the file by position in the event list.
     listed: HashMap<u32, u64>,
     first_id: u64,
-    tasks: HashMap<u32, [u8; 16]>,
+    /// Process IDs and names of the tasks by thread ID.
+    tasks: HashMap<u32, (u32, [u8; 16])>,
     /// Mappings written so far, for symbolization.
     mapped: Profile,
     known: HashSet<(u32, u64, u64, u64)>,
@@ -120,26 +127,26 @@ impl Recording {
             clock: clock_offset_ns.and_then(|_| wall_clock()),
         };
         back_up_existing(&args.output)?;
-        let of_file = || CommandError::file(&args.output);
-        let file = create_private(&args.output).map_err(CommandError::create(&args.output))?;
         let listed = events.iter().map(|(index, event)| (*index, event.id)).collect();
         let events: Vec<EventInfo> = events.into_iter().map(|(_, event)| event).collect();
         let first_id = events.first().map_or(0, |e| e.id);
-        let mut writer = PerfDataWriter::new(BufWriter::new(file), meta, events)
-            .map_err(CommandError::create(&args.output))?;
-        if let Some(kernel) = names.kernel_map() {
-            writer.kernel(&kernel).map_err(of_file())?;
-        }
+        let head = (meta, events);
+        let writer = new_writer(&args.output, &head, &names)?;
         let stack_bytes = match args.call_graph {
             CallGraph::Dwarf(bytes) => Some(bytes),
             CallGraph::Fp | CallGraph::None => None,
         };
         let again = match &args.socket {
             Some(socket) => connect(None, Some(socket)),
-            None => connect(Some(&client.info().name), None),
+            None => {
+                let name = name_or_pid(Some(&client.info().name), args.pid);
+                connect(name.as_deref(), None)
+            }
         };
         Ok(Self {
             writer,
+            head,
+            switch: OutputSwitch::of(args),
             names,
             code: ProgramCache::new(again, files::guest_files(&args.symbols)?, stack_bytes.is_some()),
             stack_bytes,
@@ -198,8 +205,8 @@ impl Recording {
         });
         if let Some((pid, tid, comm)) = raw.task
             && self.tasks.len() < MAX_TASKS
-            && let before = self.tasks.insert(tid, comm)
-            && before != Some(comm)
+            && let before = self.tasks.insert(tid, (pid, comm))
+            && before != Some((pid, comm))
         {
             if before.is_some() && tid == pid {
                 // A new name usually indicates an exec.
@@ -426,16 +433,8 @@ impl Recording {
         ));
     }
 
-    /// Completes the file. `totals` are the statistics of host kernel samples, if there were any.
-    pub(super) fn finish(
-        mut self,
-        args: &RecordArgs,
-        gone: bool,
-        totals: Option<MergeTotals>,
-    ) -> Result<(), RecordError> {
-        if let Err(source) = self.writer.checkpoint() {
-            return Err(self.truncate_to_records(&args.output, source));
-        }
+    /// Makes the names of the current file available to perf, and returns its symbols.
+    fn symbols_of_file(&mut self, args: &RecordArgs) -> Vec<SavedSymbol> {
         if !args.as_host
             && let Err(e) = self
                 .names
@@ -447,8 +446,74 @@ impl Recording {
                 place.display()
             );
         }
-        let symbols = self.names.saved(&self.mapped);
+        self.names.take_saved(&self.mapped)
+    }
+
+    /// Continues in a new file if `--switch-output` requires it.
+    pub(super) fn switch_if_due(
+        &mut self,
+        args: &RecordArgs,
+        signals: &StopSignals,
+    ) -> Result<(), RecordError> {
+        let bytes = self.writer.bytes();
+        if !self
+            .switch
+            .as_ref()
+            .is_some_and(|switch| switch.is_due(bytes, signals))
+        {
+            return Ok(());
+        }
+        self.writer.checkpoint().map_err(RecordError::Write)?;
+        let symbols = self.symbols_of_file(args);
+        let completed = OutputSwitch::name_of_completed(&args.output);
+        std::fs::rename(&args.output, &completed).map_err(CommandError::file(&args.output))?;
+        let next = new_writer(&args.output, &self.head, &self.names)?;
+        let last = std::mem::replace(&mut self.writer, next);
+        let samples = last.samples();
+        last.finish(&symbols).map_err(|source| RecordError::Truncated {
+            path: completed.clone(),
+            samples,
+            source,
+        })?;
+        self.with_chain = 0;
+        // The VM reports a task and a mapping once.
+        let time_ns = self.file_ns(self.last_ns);
+        for (tid, (pid, comm)) in &self.tasks {
+            let task = TaskName {
+                time_ns,
+                pid: *pid,
+                tid: *tid,
+                comm: printable(comm),
+            };
+            self.writer.task(&task).map_err(RecordError::Write)?;
+        }
+        for mapping in &self.mapped.mappings {
+            self.writer.mapping(mapping).map_err(RecordError::Write)?;
+        }
+        if !args.quiet {
+            say(&format!(
+                "[ perfvisor record: wrote {} ({samples} samples) ]\n",
+                completed.display()
+            ));
+        }
+        if let Some(switch) = &mut self.switch {
+            switch.add_completed(completed);
+        }
+        Ok(())
+    }
+
+    /// Completes the file. `totals` are the statistics of host kernel samples, if there were any.
+    pub(super) fn finish(
+        mut self,
+        args: &RecordArgs,
+        gone: bool,
+        totals: Option<MergeTotals>,
+    ) -> Result<(), RecordError> {
+        if let Err(source) = self.writer.checkpoint() {
+            return Err(self.truncate_to_records(&args.output, source));
+        }
         let (samples, bytes) = (self.writer.samples(), self.writer.bytes());
+        let symbols = self.symbols_of_file(args);
         // All samples have been written.
         self.writer
             .finish(&symbols)
@@ -519,6 +584,21 @@ impl Recording {
         }
         Ok(())
     }
+}
+
+/// Creates a file with the header and the kernel's mapping.
+fn new_writer(
+    path: &Path,
+    (meta, events): &(ProfileMetadata, Vec<EventInfo>),
+    names: &RecordedSymbols,
+) -> Result<PerfDataWriter<BufWriter<File>>, CommandError> {
+    let file = create_private(path).map_err(CommandError::create(path))?;
+    let mut writer = PerfDataWriter::new(BufWriter::new(file), meta.clone(), events.clone())
+        .map_err(CommandError::create(path))?;
+    if let Some(kernel) = names.kernel_map() {
+        writer.kernel(&kernel).map_err(CommandError::file(path))?;
+    }
+    Ok(writer)
 }
 
 /// Returns the wall-clock time that corresponds to the host's `CLOCK_MONOTONIC`; `None` before

@@ -21,9 +21,15 @@ pub struct StatArgs {
     /// The VM's control socket, wherever it is, in place of its name.
     #[arg(long, value_name = "PATH", conflicts_with = "name")]
     pub socket: Option<PathBuf>,
+    /// The VM that this process runs, in place of its name.
+    #[arg(short, long, value_name = "PID", conflicts_with_all = ["name", "socket", "all"])]
+    pub pid: Option<u32>,
     /// Each VM of this host that can be reached, as perfvisor ps --all lists them.
     #[arg(long, conflicts_with_all = ["name", "socket", "guest_view"])]
     pub all: bool,
+    /// Each VM of this host whose process is in this control group or in one below it.
+    #[arg(short = 'G', long, value_name = "CGROUP", conflicts_with_all = ["name", "socket", "pid", "all", "guest_view"])]
+    pub cgroup: Option<String>,
     /// Events in perf's syntax: names (perfvisor list shows them), {groups}, modifiers, rNNN,
     /// cpu/event=N,umask=N/, kvm:STATISTIC, pv/NAME/.
     #[arg(short, long = "event", value_name = "LIST", default_value = DEFAULT_EVENTS)]

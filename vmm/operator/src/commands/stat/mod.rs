@@ -11,6 +11,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::all::for_each_vm;
+use super::select::{ControlGroup, name_or_pid};
 use super::{CommandError, DONE, WaitResult, connect, is_reader_closed, print, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
@@ -51,22 +52,31 @@ pub fn stat(args: &StatArgs) -> Result<ExitStatus, StatError> {
 
 fn count(args: &StatArgs) -> Result<ExitStatus, CommandError> {
     let signals = StopSignals::block().map_err(CommandError::Signals)?;
-    if args.all {
+    let cgroup = args.cgroup.as_deref().map(ControlGroup::parse).transpose()?;
+    if args.all || cgroup.is_some() {
         if wants_header(args) {
             print(&format!("{:<16} {}", "# VM", header(args)))?;
         }
         let (signals, tables) = (signals.visible_to_all_threads(), Mutex::new(BTreeMap::new()));
         let status = for_each_vm(|vm, client| {
+            let pid = client.info().pid;
+            if cgroup.as_ref().is_some_and(|cgroup| !cgroup.contains(pid)) {
+                return Ok(DONE);
+            }
             let table = count_one(args, client, &signals, Some(&vm.label()))?;
             let mut tables = tables.lock().unwrap_or_else(PoisonError::into_inner);
             tables.insert(vm.label(), table);
             Ok::<_, CommandError>(DONE)
         })?;
         let tables = tables.into_inner().unwrap_or_else(PoisonError::into_inner);
+        if let Some(cgroup) = args.cgroup.as_ref().filter(|_| tables.is_empty()) {
+            return Err(CommandError::NoVmInCgroup(cgroup.clone()));
+        }
         print(&tables.into_values().collect::<String>())?;
         return Ok(status);
     }
-    let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
+    let name = name_or_pid(args.name.as_deref(), args.pid);
+    let mut client = connect(name.as_deref(), args.socket.as_deref())?;
     if args.guest_view {
         return guest::view(&mut client, args);
     }

@@ -46,7 +46,7 @@ pub(super) fn totals(
     let total = |((_, vcpu), parts): (TotalKey, Parts<'_>)| {
         let first = parts.first()?.0;
         let (counted, doubt) = sum(parts.iter().map(|(_, p)| p));
-        let unit = if first.nanoseconds {
+        let unit = if first.nanoseconds && !names_nanoseconds(&first.name) {
             CountUnit::Nanoseconds
         } else {
             CountUnit::Count
@@ -184,6 +184,12 @@ pub(super) fn merge(runs: &[Vec<Total>]) -> Vec<Total> {
     first.iter().enumerate().map(merged).collect()
 }
 
+/// Returns whether the name of an event, such as `pv/steal-ns/u`, says that it counts nanoseconds. It is
+/// not printed in milliseconds.
+fn names_nanoseconds(name: &str) -> bool {
+    name.contains("-ns/") || name.ends_with("-ns")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -219,6 +225,15 @@ mod tests {
             gone: false,
             vcpus: Vec::new(),
         }
+    }
+
+    /// Regression test: steal-ns was printed in msec.
+    #[test]
+    fn event_names_tell_their_unit() {
+        for name in ["pv/steal-ns/", "pv/uncounted-ns/u", "steal-ns"] {
+            assert!(names_nanoseconds(name), "{name}");
+        }
+        assert!(!names_nanoseconds("task-clock"));
     }
 
     /// The sum requires a count of every vCPU.

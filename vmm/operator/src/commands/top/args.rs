@@ -17,6 +17,9 @@ pub struct TopArgs {
     /// The VM's control socket, wherever it is, in place of its name.
     #[arg(long, value_name = "PATH", conflicts_with = "name")]
     pub socket: Option<PathBuf>,
+    /// The VM that this process runs, in place of its name.
+    #[arg(short, long, value_name = "PID", conflicts_with_all = ["name", "socket", "all"])]
+    pub pid: Option<u32>,
     /// Each VM of this host that can be reached, as perfvisor ps --all lists them; those that come later too.
     #[arg(long, conflicts_with_all = ["name", "socket"])]
     pub all: bool,

@@ -12,6 +12,7 @@ use super::args::TopArgs;
 use super::collect::{CollectResult, Collector};
 use super::seen::{ListedVm, ObservedState, VmScreen};
 use crate::commands::ps::{self, VmSocket};
+use crate::commands::select::name_or_pid;
 use crate::commands::{CommandError, connect};
 use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
 use perf_core::error_line;
@@ -73,7 +74,8 @@ impl ObservedVms {
                 host.watch_found(vm);
             }
         } else {
-            let client = connect(args.name.as_deref(), args.socket.as_deref())?;
+            let name = name_or_pid(args.name.as_deref(), args.pid);
+            let client = connect(name.as_deref(), args.socket.as_deref())?;
             let label = client.info().name.clone();
             host.watch(label, move || Ok(client));
         }

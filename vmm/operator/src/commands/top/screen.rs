@@ -7,6 +7,7 @@ use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
+use ratatui::widgets::{Clear, Paragraph};
 
 use super::seen::{ListedVm, ObservedState, RateCell, SymbolRow, VcpuRow, VmScreen};
 use super::sheet::{CellValue, ColumnKind, RowOwner, SortableTable, TableColumn, TableRow};
@@ -17,7 +18,21 @@ use control_api::protocol::GuestCounter;
 
 /// Maximum number of symbols and processes in the text output.
 const TEXT_LINES: usize = 30;
-const KEYS: &str = "q quit  Tab/1-6 view  s sort  r reverse  / search  Enter into  Esc back  z forget";
+const KEYS: &str = "q quit  h keys  Tab view  s sort  r reverse  / search  Enter open  Esc back";
+/// All keys, for the key h.
+const HELP: &[&str] = &[
+    "q, Ctrl-C           quit",
+    "h, ?                these keys; any key closes them",
+    "Tab, Shift-Tab      next or previous view",
+    "1 to 9              the view at that position of the bar",
+    "s, S                sort by the next or previous column",
+    "r                   reverse the order",
+    "/                   show only rows with a text",
+    "Enter               open the row: the functions of a VM or process",
+    "Esc                 back; in the first view, quit",
+    "z                   discard the samples so far",
+    "arrows, page keys   choose a row",
+];
 
 /// The data displayed at one moment.
 #[derive(Clone, Debug)]
@@ -159,6 +174,11 @@ impl Screen {
         let found = sheet.rows.len();
         drawn.whose = sheet.rows.into_iter().map(|row| row.whose).collect();
         ui.drawn = drawn;
+        if ui.help {
+            let lines: Vec<Line<'_>> = HELP.iter().map(|line| Line::from(*line)).collect();
+            frame.render_widget(Clear, body);
+            frame.render_widget(Paragraph::new(lines), body);
+        }
         let line = match self.foot(ui, found) {
             Some(said) => Line::from(said).style(Modifier::BOLD),
             None => Line::from(KEYS).style(Color::DarkGray),

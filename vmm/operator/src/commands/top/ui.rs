@@ -97,6 +97,8 @@ pub struct UiState {
     pub search: String,
     /// `true` while the search text is being typed.
     pub typing: bool,
+    /// `true` while the keys are displayed.
+    pub help: bool,
     /// VM whose rows are displayed; `None` for all.
     pub vm: Option<String>,
     /// Process whose functions are displayed; `None` for all.
@@ -216,6 +218,9 @@ impl UiState {
         if control && key.code == KeyCode::Char('c') {
             return UiAction::Quit;
         }
+        if std::mem::take(&mut self.help) {
+            return UiAction::Draw;
+        }
         if self.typing {
             match key.code {
                 KeyCode::Enter => self.typing = false,
@@ -235,6 +240,7 @@ impl UiState {
             KeyCode::Char('q') => return UiAction::Quit,
             KeyCode::Esc if !self.back() => return UiAction::Quit,
             KeyCode::Char('z') => return UiAction::Reset,
+            KeyCode::Char('h' | '?') => self.help = true,
             KeyCode::Char('/') => {
                 self.search.clear();
                 self.typing = true;
@@ -311,6 +317,14 @@ mod tests {
             press(&mut ui, KeyCode::Tab);
         }
         assert_eq!(ui, before, "Tab comes round");
+        press(&mut ui, KeyCode::Char('h'));
+        assert!(ui.help);
+        assert_eq!(
+            press(&mut ui, KeyCode::Char('q')),
+            UiAction::Draw,
+            "it closes the keys"
+        );
+        assert!(!ui.help);
         press(&mut ui, KeyCode::Char('s'));
         assert_eq!(ui.shown().sort, Some(0));
         press(&mut ui, KeyCode::Char('s'));
