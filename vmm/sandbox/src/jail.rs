@@ -80,7 +80,8 @@ fn step(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) 
     move |source| JailError::Step { what, path, source }
 }
 
-/// Contents of a jail, in addition to `/proc/self` and `/proc/thread-self`. Paths that do not exist are ignored.
+/// Contents of a jail, in addition to `/proc/self` and `/proc/thread-self`. Paths that do not exist
+/// are ignored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct JailContents {
     /// Paths of files and directory trees that can be read. Sockets in them can be connected to.
@@ -190,10 +191,10 @@ impl Jail {
     }
 
     /// Replaces the root directory of the process with one that contains `inside` and the process's
-    /// own part of `/proc`, with its IDs outside a PID namespace. Paths are unchanged. The new root has no executable files, device files or effective
-    /// set-user-ID bits, and no path leads back to the host's files. In a user namespace, this
-    /// thread also drops all its capabilities, because they apply to that namespace only but look
-    /// like host capabilities.
+    /// own part of `/proc`, with its IDs outside a PID namespace. Paths are unchanged. The new root
+    /// has no executable files, device files or effective set-user-ID bits, and no path leads back
+    /// to the host's files. In a user namespace, this thread also drops all its capabilities,
+    /// because they apply to that namespace only but look like host capabilities.
     ///
     /// # Errors
     /// Returns a [`JailError`], in which case the root directory is either that of the host or
