@@ -10,6 +10,7 @@
 //! | [`event_tables`] | tables of perf's generic events in a kernel |
 //! | [`topdown_events`] | lists of the top-down events of a kernel |
 //! | [`uncounted`] | removal of events from these tables that cannot be counted |
+//! | [`user_rdpmc`] | the default permission of RDPMC in programs |
 //! | [`running`] | kernels that the guest starts itself (kexec, kdump) |
 //! | [`registers`] | the vCPU registers that the gate reads and changes |
 //! | [`linear_memory`] | guest memory through the page tables of a vCPU |
@@ -47,3 +48,4 @@ pub mod running;
 pub mod sites;
 pub mod topdown_events;
 pub mod uncounted;
+pub mod user_rdpmc;

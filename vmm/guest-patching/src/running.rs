@@ -425,6 +425,10 @@ mod tests {
             event == KernelTableEvent::Hardware(0)
         }
 
+        fn can_count_topdown(&self) -> bool {
+            false
+        }
+
         fn missing(&self) -> Vec<&'static str> {
             Vec::new()
         }

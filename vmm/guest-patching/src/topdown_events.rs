@@ -154,7 +154,6 @@ impl<'a> Image<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::GuestRam;
 
     const TEXT: u64 = 0xFFFF_FFFF_8100_0000;
     const DATA: u64 = 0xFFFF_FFFF_8280_0000;
@@ -219,8 +218,8 @@ mod tests {
         // The list after an event of another kind ends like any other, so only its beginning is
         // unknown: its remaining element is hidden.
         assert_eq!(offsets, [first, first + 6, first + 10, first + 15]);
-        let ram = GuestRam::new(32 << 20).unwrap();
-        let memory = ram.memory();
+        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 32 << 20)]).unwrap();
+        let memory = &memory;
         memory.write_slice(&data, GuestAddress(DATA_GPA)).unwrap();
         let changed = GuestAddress(DATA_GPA + 8 * (first + 15));
         memory.write_obj(7u64, changed).unwrap();

@@ -12,7 +12,6 @@
 //! | [`btf`] | the kernel's types: offsets of structure members |
 //! | [`build_id`] | build IDs of kernels and programs |
 //! | [`image`] | all tables of one kernel, from a file or from memory |
-//! | [`user_rdpmc`] | the default permission of RDPMC in programs |
 //! | [`le`] | little-endian integers in untrusted bytes |
 //!
 //! Use [`elf::parse`] to load a kernel, and [`image::KernelImage`] to inspect one.
@@ -49,6 +48,5 @@ pub mod le;
 pub mod orc;
 pub mod packed;
 pub mod symbols;
-pub mod user_rdpmc;
 
 pub use error::{ImageDamage, ImageError, Lz4BlockError};

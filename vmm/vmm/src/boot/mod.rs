@@ -35,11 +35,11 @@ use crate::kvm::vcpu_fd::VcpuFd;
 use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START};
 use crate::numbers::VcpuNumbers;
 use guest_patching::finder::{CodeBits, RdpmcSite, TextRange, find};
-use guest_patching::{event_tables, rdpmc, topdown_events};
+use guest_patching::{event_tables, rdpmc, topdown_events, user_rdpmc};
 use kernel_images::elf::{self, CodeBytes, ElfImage, LoadSegment};
 use kernel_images::packed::PackedSymbols;
 use kernel_images::symbols::KernelSymbols;
-use kernel_images::{ImageDamage, ImageError, bzimage, kallsyms, user_rdpmc};
+use kernel_images::{ImageDamage, ImageError, bzimage, kallsyms};
 
 /// Maximum size of a kernel file in bytes.
 const MAX_KERNEL_FILE_BYTES: u64 = 1 << 30;

@@ -7,12 +7,12 @@
 
 use std::path::{Path, PathBuf};
 
-use guest_patching::finder;
+use guest_patching::{finder, topdown_events};
 use kernel_images::elf::CodeBytes;
 use kernel_images::symbols::KernelSymbols;
 use test_support::skip;
 use vm_memory::{Bytes, GuestAddress};
-use vmm::boot::{self, BootProtocol, BootRequest, KernelFormat, KernelSource, LoadedGuest, topdown_events};
+use vmm::boot::{self, BootProtocol, BootRequest, KernelFormat, KernelSource, LoadedGuest};
 use vmm::memory::GuestRam;
 
 fn kernel() -> Option<PathBuf> {

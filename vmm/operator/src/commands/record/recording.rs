@@ -18,6 +18,7 @@ use super::error::RecordError;
 use super::names::RecordedSymbols;
 use super::switch::OutputSwitch;
 use crate::session::task_name;
+use crate::signals::StopSignals;
 use control_api::client::Client;
 use control_api::protocol::{Opened, Sampling};
 use guest_profile::export::build_id_dir::BuildIdDir;
@@ -483,7 +484,7 @@ impl Recording {
                 time_ns,
                 pid: *pid,
                 tid: *tid,
-                comm: printable(comm),
+                comm: task_name(comm),
             };
             self.writer.task(&task).map_err(RecordError::Write)?;
         }

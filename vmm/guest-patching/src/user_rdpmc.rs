@@ -7,8 +7,8 @@
 
 use iced_x86::{Code, Decoder, DecoderOptions, Instruction, OpKind};
 
-use crate::rdpmc::CodeBytes;
-use crate::symbols::KernelSymbols;
+use kernel_images::elf::CodeBytes;
+use kernel_images::symbols::KernelSymbols;
 
 /// Function that shows the variable in sysfs.
 const SHOW: &str = "get_attr_rdpmc";
@@ -68,7 +68,7 @@ fn loaded(instruction: &Instruction) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::symbols::SymbolsBuilder;
+    use kernel_images::symbols::SymbolsBuilder;
 
     const VIRT: u64 = 0xFFFF_FFFF_8100_0000;
     const PHYS: u64 = 0x100_0000;
