@@ -3,35 +3,22 @@
 
 use std::fs;
 use std::os::linux::net::SocketAddrExt;
-use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink};
+use std::os::unix::fs::{PermissionsExt, chown, lchown, symlink};
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use crate::common::process::{children, is_root};
 use crate::common::unprivileged::NOBODY;
 use crate::common::vm::{PROGRAM, SpinningVm, eventually};
 use test_support::skip::skipped;
 
-fn is_root() -> bool {
-    let own = fs::metadata("/proc/self").is_ok_and(|meta| meta.uid() == 0);
-    if !own {
-        skipped("only root has a jail without a user namespace", false);
-    }
-    own
-}
-
 /// Returns the VM's process and its children, with their names.
 fn processes(vm: &SpinningVm) -> Vec<(u32, String)> {
     let own = vm.child.id();
-    let numbers = fs::read_dir("/proc").unwrap().flatten();
-    let numbers = numbers.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let named = numbers.filter_map(|pid| {
-        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        let (name, rest) = stat.split_once('(')?.1.rsplit_once(") ")?;
-        let parent: u32 = rest.split(' ').nth(1)?.parse().ok()?;
-        (pid == own || parent == own).then(|| (pid, name.to_owned()))
-    });
-    named.collect()
+    let mut processes = children(own);
+    processes.push((own, "VM".to_owned()));
+    processes
 }
 
 /// Returns the descriptors of a process and their targets.

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::common::machine::Machine;
-
+use crate::common::process::children;
 use crate::common::unprivileged::UnprivilegedUser;
 use crate::common::vm::{PROGRAM, SpinningVm, eventually};
 use control_api::client::Client;
@@ -148,25 +148,6 @@ fn killed_perf_broker_is_reported_once() {
     };
     eventually("it says so", || told() > 0);
     assert_eq!(told(), 1, "{:?}", vm.said());
-}
-
-/// Returns the child processes of `pid`, with their names.
-fn children(pid: u32) -> Vec<(u32, String)> {
-    let processes = fs::read_dir("/proc").unwrap().flatten();
-    let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    numbers
-        .filter_map(|number| {
-            let status = fs::read_to_string(format!("/proc/{number}/status")).ok()?;
-            let of = |name: &str| {
-                status
-                    .lines()
-                    .find_map(|line| line.strip_prefix(name))
-                    .map(str::trim)
-            };
-            let parent: u32 = of("PPid:")?.parse().ok()?;
-            (parent == pid).then(|| (number, of("Name:").unwrap_or_default().to_owned()))
-        })
-        .collect()
 }
 
 /// The helper processes that start kernel readers and connect to sockets have no capability, no
