@@ -4,10 +4,11 @@ use perf_core::SharePolicy;
 use perf_core::estimate::Estimator;
 use vpmu::ArchEvent;
 
-use super::{BOTH, Builtin, CPU_TIME, GuestCounterId, judged, measure_with_retries, selector};
+use super::{BOTH, Builtin, CPU_TIME, GuestCounterId, judged, selector};
 use crate::child::ChildError;
 use crate::guest::{MeasurementJob, MeasuringGuest, OperatorEvents};
 use crate::judge::{Evidence, Expectation, Tolerance, whole};
+use crate::measure::measure_row;
 use crate::report::{CheckKind, ReportRow, ReportRows};
 use control_api::request;
 
@@ -110,7 +111,7 @@ impl Builtin<'_> {
             return Ok(());
         };
         let n = self.amount(guest, "busy", 3, TURN_MS)?;
-        rows.push(measure_with_retries(|| self.rotate(guest, backing, select, n))?);
+        rows.push(measure_row(|| self.rotate(guest, backing, select, n))?);
         Ok(())
     }
 
@@ -175,9 +176,7 @@ impl Builtin<'_> {
         ] {
             let name = policy.to_string();
             let () = guest.vm.client()?.call(request::Share { policy })?;
-            rows.push(measure_with_retries(|| {
-                self.contended(guest, backing, select, n, &name)
-            })?);
+            rows.push(measure_row(|| self.contended(guest, backing, select, n, &name))?);
         }
         let policy = SharePolicy::GuestFirst;
         let () = guest.vm.client()?.call(request::Share { policy })?;
