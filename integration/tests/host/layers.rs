@@ -216,10 +216,3 @@ fn layers_of_perf_core_import_lower_layers_only() {
         }
     }
 }
-
-#[test]
-fn module_cycle_is_detected() {
-    let edge = |from: &str, to: &[&str]| (from.to_owned(), to.iter().map(ToString::to_string).collect());
-    let imports: Imports = [edge("a", &["b", "c"]), edge("b", &["a"]), edge("c", &[])].into();
-    assert_eq!(cyclic(imports), ["a", "b"]);
-}
