@@ -85,7 +85,8 @@ fn overflow(m: &Machine, v: &VcpuContext, n: u64) {
 #[test]
 fn a_sample_holds_what_was_asked_for() {
     let m = Machine::with(4, |c| c.pid = 77);
-    let v = m.vcpu(3);
+    let v = m.core.add_vcpu_recorded_as(VcpuId(3), 1003, 4003).unwrap();
+    v.sched_in();
     let attr = Attr {
         sample_type: SampleType::all(),
         read_format: ReadFormat::GROUP | ReadFormat::ID,
@@ -98,7 +99,7 @@ fn a_sample_holds_what_was_asked_for() {
     assert_eq!(
         records(&ring, &attr),
         [
-            "sample GuestUser ip=abc pid=77 tid=1003 t=10 addr=add cpu=3 period=10 chain=[1, 2] raw=[114, 97, 119, 33] read=[10, 20]"
+            "sample GuestUser ip=abc pid=77 tid=4003 t=10 addr=add cpu=3 period=10 chain=[1, 2] raw=[114, 97, 119, 33] read=[10, 20]"
         ]
     );
     overflow(&m, &v, 30);

@@ -20,8 +20,8 @@ pub(crate) fn measure_row(
 /// Measures the rows of one measurement, [`MEASUREMENTS`] times if one of them depends on time, and
 /// judges each row by all of its measurements.
 ///
-/// A failure that is independent of time is final. Otherwise a row passes if most of its measurements,
-/// and therefore their median, are within the tolerance. The median is shown with the spread.
+/// A failure that is independent of time is final. Otherwise the verdict of most measurements decides;
+/// without a majority, the row is too busy to tell. The median is shown with the spread.
 pub(crate) fn measure_rows(
     mut measure: impl FnMut() -> Result<Vec<ReportRow>, ChildError>,
 ) -> Result<Vec<ReportRow>, ChildError> {
@@ -52,8 +52,14 @@ fn combine(mut rows: Vec<ReportRow>) -> ReportRow {
             ..rows.swap_remove(at)
         };
     }
-    let passed = rows.iter().filter(|row| row.verdict == Verdict::Pass).count();
-    let most = 2 * passed > rows.len();
+    let most = |verdict| 2 * rows.iter().filter(|row| row.verdict == verdict).count() > rows.len();
+    let (verdict, off) = if most(Verdict::Pass) {
+        (Verdict::Pass, None)
+    } else if most(Verdict::TooBusy) || !most(Verdict::Fail) {
+        (Verdict::TooBusy, Some("the measurements do not agree"))
+    } else {
+        (Verdict::Fail, Some("most measurements are off"))
+    };
     let order = |row: &ReportRow| row.ratio.unwrap_or_else(|| row.guest.unwrap_or(0) as f64);
     rows.sort_by(|a, b| order(a).total_cmp(&order(b)));
     let ends = rows.first().zip(rows.last()).filter(|_| measurements > 1);
@@ -62,17 +68,11 @@ fn combine(mut rows: Vec<ReportRow>) -> ReportRow {
     if median.verdict == Verdict::NotSupported {
         return median;
     }
-    let off = || {
-        median
-            .reason
-            .clone()
-            .unwrap_or_else(|| "most measurements are off".into())
-    };
     ReportRow {
         measurements,
         spread,
-        verdict: if most { Verdict::Pass } else { Verdict::Fail },
-        reason: (!most).then(off),
+        verdict,
+        reason: off.map(|off| median.reason.clone().unwrap_or_else(|| off.into())),
         ..median
     }
 }
@@ -81,7 +81,7 @@ fn combine(mut rows: Vec<ReportRow>) -> ReportRow {
 mod tests {
     use super::*;
     use crate::report::CheckKind;
-    use Verdict::{Fail, Pass};
+    use Verdict::{Fail, Pass, TooBusy};
 
     fn row(of_time: bool, verdict: Verdict, ratio: f64) -> ReportRow {
         ReportRow {
@@ -127,6 +127,9 @@ mod tests {
         let (verdict, _, spread, reason) = of_time([(Fail, 0.8), (Pass, 1.0), (Fail, 1.2)]);
         assert_eq!((verdict, spread), (Fail, [0.8, 1.2]));
         assert_eq!(reason.as_deref(), Some("most measurements are off"));
+        // Neither has a majority.
+        let (verdict, ..) = of_time([(Fail, 0.8), (Pass, 1.0), (TooBusy, 1.2)]);
+        assert_eq!(verdict, TooBusy);
     }
 
     /// Known counts are measured once, unless another row of the measurement depends on time, and one

@@ -158,6 +158,14 @@ impl ReportRow {
         self
     }
 
+    /// Marks a row that passed or failed as undecided because of `why`.
+    #[must_use]
+    pub fn too_busy(mut self, why: impl Into<String>) -> Self {
+        self.verdict = Verdict::TooBusy;
+        self.reason = Some(why.into());
+        self
+    }
+
     /// Marks the row as failed because of `why`.
     #[must_use]
     pub fn failed(mut self, why: impl Into<String>) -> Self {
@@ -256,6 +264,8 @@ pub struct Report {
     pub failed: usize,
     /// Number of rows that are not supported on this host.
     pub not_supported: usize,
+    /// Number of rows that the host's load left undecided.
+    pub too_busy: usize,
     /// Description of the host and the guests.
     pub summary: ReportSummary,
 }
@@ -269,6 +279,7 @@ impl Report {
             passed: count(Verdict::Pass),
             failed: count(Verdict::Fail),
             not_supported: count(Verdict::NotSupported),
+            too_busy: count(Verdict::TooBusy),
             rows,
             summary,
         }
@@ -326,9 +337,13 @@ impl Report {
         if let Some(why) = &s.linux_guest_skipped {
             line("Linux guest", &format!("not run: {why}"));
         }
+        let too_busy = match self.too_busy {
+            0 => String::new(),
+            rows => format!(", {rows} too busy to tell"),
+        };
         let _ = writeln!(
             out,
-            "\n{} passed, {} failed, {} not supported here, in {:.1} s: {}",
+            "\n{} passed, {} failed, {} not supported here{too_busy}, in {:.1} s: {}",
             self.passed,
             self.failed,
             self.not_supported,

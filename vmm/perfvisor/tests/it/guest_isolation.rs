@@ -8,8 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 
 use crate::common::machine::Machine;
-use crate::common::process::children;
-use crate::common::vm::{PROGRAM, SpinningVm, eventually};
+use crate::common::vm::{PROGRAM, SpinningVm, children, eventually};
 
 /// A PVH kernel after one leading byte; its code begins at [`CODE`].
 const KERNEL: &[u8] = include_bytes!("../../../fuzz/seeds/boot/pvh");

@@ -8,17 +8,20 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use crate::common::process::{children, is_root};
+use crate::common::process::is_root;
 use crate::common::unprivileged::NOBODY;
-use crate::common::vm::{PROGRAM, SpinningVm, eventually};
+use crate::common::vm::{PROGRAM, SpinningVm, children, eventually};
 use test_support::skip::skipped;
 
-/// Returns the VM's process and its children, with their names.
+/// Returns the processes of the VM, with their names.
 fn processes(vm: &SpinningVm) -> Vec<(u32, String)> {
-    let own = vm.child.id();
-    let mut processes = children(own);
-    processes.push((own, "VM".to_owned()));
-    processes
+    let started = vm.child.id();
+    let mut found = vec![(started, "the started process".to_owned())];
+    found.extend(children(started));
+    if vm.pid() != started {
+        found.extend(children(vm.pid()));
+    }
+    found
 }
 
 /// Returns the descriptors of a process and their targets.
@@ -50,8 +53,8 @@ fn jailed_vm_closes_inherited_descriptors() {
     };
     let processes = processes(&vm);
     assert!(
-        processes.len() >= 3,
-        "the VM, its keeper and its broker: {processes:?}"
+        processes.len() >= 5,
+        "supervisor, VM, keeper and brokers: {processes:?}"
     );
     for (pid, name) in processes {
         let open = descriptors(pid);
@@ -176,7 +179,7 @@ fn jail_limits_descriptors_and_file_sizes() {
     let Some(vm) = SpinningVm::start("limited", &args) else {
         return;
     };
-    let limits = fs::read_to_string(format!("/proc/{}/limits", vm.child.id())).unwrap();
+    let limits = fs::read_to_string(format!("/proc/{}/limits", vm.pid())).unwrap();
     let of = |name: &str| {
         let line = limits.lines().find_map(|line| line.strip_prefix(name));
         let words = line.unwrap().split_whitespace().take(2).map(str::to_owned);

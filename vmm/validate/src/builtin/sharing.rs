@@ -18,6 +18,9 @@ const TURN_MS: u64 = 20;
 const LENGTH_MS: u64 = 800;
 /// Number of events beyond the number of counters.
 const EXTRA: usize = 3;
+/// Maximum tolerance of a multiplexed row, in percent of the expected count. With a larger one, nearly
+/// any count would pass.
+const MAX_SLACK_PERCENT: u64 = 50;
 /// Total number of intervals.
 const TURNS: u64 = 14;
 
@@ -155,7 +158,8 @@ impl Builtin<'_> {
             }),
         };
         let basis = "the sum over all turns; tolerance: what turns differ by, for each that was not seen, and that of counting";
-        Ok(row.judged(&seen, basis).running(worst.running_ns, turns.now_ns))
+        let row = row.judged(&seen, basis).running(worst.running_ns, turns.now_ns);
+        Ok(undecided_if_wide(row, worst.slack, turns.all))
     }
 
     /// Counts the same vCPU as an operator, under each policy.
@@ -244,9 +248,21 @@ impl Builtin<'_> {
     }
 }
 
+/// Marks a row as undecided if its tolerance is too wide for a verdict.
+fn undecided_if_wide(row: ReportRow, slack: u64, expected: u64) -> ReportRow {
+    let limit = u128::from(expected) * u128::from(MAX_SLACK_PERCENT) / 100;
+    if u128::from(slack) <= limit {
+        return row;
+    }
+    row.too_busy(format!(
+        "the host's load varied so much between the turns that the tolerance is above {MAX_SLACK_PERCENT} %"
+    ))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::judge::Verdict;
     use proptest::prelude::*;
 
     const TURN_NS: u64 = 20_000_000;
@@ -254,6 +270,26 @@ mod tests {
     fn within(turns: &MultiplexedEvents, percent: f64) -> bool {
         let worst = turns.worst(percent).unwrap();
         worst.estimate.abs_diff(turns.all) <= worst.slack
+    }
+
+    /// A tolerance of 80 % is no verdict.
+    #[test]
+    fn wide_tolerance_leaves_row_undecided() {
+        let row = |slack| {
+            let seen = Evidence {
+                guest: Some(1100),
+                host: None,
+                expected: Some(Expectation {
+                    value: 1000,
+                    tolerance: Tolerance::PercentAnd(0.0, slack),
+                }),
+            };
+            let row = ReportRow::new(CheckKind::Multiplexing, "cycles", "clock", "turns");
+            undecided_if_wide(row.judged(&seen, "time"), slack, 1000)
+        };
+        assert_eq!(row(500).verdict, Verdict::Pass);
+        assert_eq!(row(99).verdict, Verdict::Fail);
+        assert_eq!((row(800).verdict, row(800).of_time), (Verdict::TooBusy, true));
     }
 
     /// A constant rate is estimated exactly.

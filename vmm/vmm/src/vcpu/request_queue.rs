@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vpmu::EventFilter;
 
-use control_api::protocol::VcpuView;
+use crate::pmu::guest_view::VcpuPmuView;
 
 /// Pending requests to a vCPU thread.
 #[derive(Debug, Default)]
@@ -24,7 +24,7 @@ struct Inner {
     /// Generation of the last requested view.
     asked: Option<u64>,
     /// Generation and contents of the last view.
-    seen: Option<(u64, VcpuView)>,
+    seen: Option<(u64, VcpuPmuView)>,
 }
 
 /// Request queue of one vCPU. After posting a request, the sender must kick the vCPU and wake it if
@@ -50,7 +50,7 @@ impl VcpuRequestQueue {
     }
 
     /// Stores the view that was requested. Called on the vCPU thread.
-    pub fn answer(&self, generation: u64, view: VcpuView) {
+    pub fn answer(&self, generation: u64, view: VcpuPmuView) {
         self.lock().seen = Some((generation, view));
     }
 
@@ -82,7 +82,7 @@ impl VcpuRequestQueue {
     }
 
     /// Returns view `generation` or a later one.
-    pub fn view(&self, generation: u64) -> Option<VcpuView> {
+    pub fn view(&self, generation: u64) -> Option<VcpuPmuView> {
         let inner = self.lock();
         let (seen, view) = inner.seen.as_ref()?;
         (*seen >= generation).then(|| view.clone())
@@ -109,12 +109,13 @@ mod tests {
         assert_eq!(request_queue.take().view, Some(2));
         assert!(!request_queue.has_requests());
         assert_eq!(request_queue.view(1), None);
-        let view = VcpuView {
+        let view = VcpuPmuView {
             vcpu: 0,
             pmis: Some(0),
             uncounted_ns: Some(0),
             places_lost: Some(0),
             counters: Vec::new(),
+            counted_by_kvm: false,
         };
         request_queue.answer(2, view.clone());
         assert_eq!(request_queue.view(1), Some(view.clone()));

@@ -13,15 +13,3 @@ pub fn is_root() -> bool {
     }
     own
 }
-
-/// Returns the child processes of `parent`, with their names.
-pub fn children(parent: u32) -> Vec<(u32, String)> {
-    let processes = fs::read_dir("/proc").unwrap().flatten();
-    let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let child = |number: u32| {
-        let stat = fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
-        let (name, rest) = stat.split_once('(')?.1.rsplit_once(") ")?;
-        (rest.split(' ').nth(1)?.parse() == Ok(parent)).then(|| (number, name.to_owned()))
-    };
-    numbers.filter_map(child).collect()
-}
