@@ -1,13 +1,13 @@
 //! Tests that perf in an unmodified Debian kernel counts and samples with the virtual PMU.
 //!
-//! One boot per PMU model and number of vCPUs runs all commands; each test checks its part of the
-//! output.
+//! Three guests per PMU model and number of vCPUs run all commands; each test checks its part of the
+//! output, and judges measured times by all three.
 
 use std::sync::OnceLock;
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
-use integration::measure::{OutOfTolerance, measured, within_tolerance};
+use integration::measure::{MEASUREMENTS, OutOfTolerance, measured, within_tolerance};
 use integration::parse::{PerfStat, parse_report, parse_stat, parse_stat_csv, pmu_driver_lines, tsc_hz};
 use integration::place::TestHost;
 
@@ -44,12 +44,8 @@ section off-and-on sh -c 'cd /sys/devices/system/cpu/cpu1 && echo 0 >online && c
 section one-again perf stat -a -A -x, -e cpu-clock,cycles taskset 2 spin 1
 "#;
 
-/// Maximum number of guests for a time measurement, which other load on the machine can disturb in
-/// the lab. Nothing else is retried.
-const TRIES: usize = 3;
-
 /// The runs of one kind of guest, created on demand and shared by the tests.
-type RunCache = [OnceLock<Result<GuestRun, String>>; TRIES];
+type RunCache = [OnceLock<Result<GuestRun, String>>; MEASUREMENTS];
 
 /// A PMU model whose tests share the runs of two kinds of guest.
 struct ModelTests {
@@ -65,20 +61,19 @@ impl ModelTests {
         Self {
             pmu,
             driver,
-            one_cpu: [const { OnceLock::new() }; TRIES],
-            two_cpus: [const { OnceLock::new() }; TRIES],
+            one_cpu: [const { OnceLock::new() }; MEASUREMENTS],
+            two_cpus: [const { OnceLock::new() }; MEASUREMENTS],
         }
     }
 
-    /// Applies `check` to the guest with one vCPU, and repeats a failed measurement in a new guest.
+    /// Applies `check` to each guest with one vCPU.
     fn one_cpu(&self, name: &str, check: impl Fn(&Self, &GuestRun) -> Result<(), OutOfTolerance>) {
         measured(&format!("{} {name}", self.pmu), |n| {
             check(self, self.nth(&self.one_cpu, n, 1, ONE_CPU))
         });
     }
 
-    /// Applies `check` to the guest with two vCPUs, and repeats a failed measurement in a new
-    /// guest.
+    /// Applies `check` to each guest with two vCPUs.
     fn two_cpus(&self, name: &str, check: impl Fn(&Self, &GuestRun) -> Result<(), OutOfTolerance>) {
         measured(&format!("{} {name}", self.pmu), |n| {
             check(self, self.nth(&self.two_cpus, n, 2, TWO_CPUS))

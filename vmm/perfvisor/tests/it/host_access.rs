@@ -3,22 +3,15 @@
 
 use std::fs;
 use std::os::linux::net::SocketAddrExt;
-use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink};
+use std::os::unix::fs::{PermissionsExt, chown, lchown, symlink};
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use crate::common::process::is_root;
 use crate::common::unprivileged::NOBODY;
 use crate::common::vm::{PROGRAM, SpinningVm, children, eventually};
 use test_support::skip::skipped;
-
-fn is_root() -> bool {
-    let own = fs::metadata("/proc/self").is_ok_and(|meta| meta.uid() == 0);
-    if !own {
-        skipped("only root has a jail without a user namespace", false);
-    }
-    own
-}
 
 /// Returns the processes of the VM, with their names.
 fn processes(vm: &SpinningVm) -> Vec<(u32, String)> {

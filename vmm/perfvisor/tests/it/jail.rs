@@ -8,17 +8,10 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::common::machine::Machine;
+use crate::common::process::is_root;
 use crate::common::unprivileged::{NOBODY, UnprivilegedUser};
 use crate::common::vm::{PROGRAM, SpinningVm, eventually, has_kvm, said};
 use test_support::skip::skipped;
-
-fn is_root() -> bool {
-    let own = fs::metadata("/proc/self").is_ok_and(|meta| meta.uid() == 0);
-    if !own {
-        skipped("only root has a jail without a user namespace", false);
-    }
-    own
-}
 
 fn names(dir: &str) -> Vec<String> {
     let entries = fs::read_dir(dir).unwrap_or_else(|e| panic!("{dir}: {e}"));

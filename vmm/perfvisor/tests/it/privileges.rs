@@ -7,7 +7,6 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::common::machine::Machine;
-
 use crate::common::unprivileged::UnprivilegedUser;
 use crate::common::vm::{PROGRAM, SpinningVm, children, eventually};
 use control_api::client::Client;

@@ -4,10 +4,11 @@ use perf_core::SharePolicy;
 use perf_core::estimate::Estimator;
 use vpmu::ArchEvent;
 
-use super::{BOTH, Builtin, CPU_TIME, GuestCounterId, judged, measure_with_retries, selector};
+use super::{BOTH, Builtin, CPU_TIME, GuestCounterId, judged, selector};
 use crate::child::ChildError;
 use crate::guest::{MeasurementJob, MeasuringGuest, OperatorEvents};
 use crate::judge::{Evidence, Expectation, Tolerance, whole};
+use crate::measure::measure_row;
 use crate::report::{CheckKind, ReportRow, ReportRows};
 use control_api::request;
 
@@ -113,7 +114,7 @@ impl Builtin<'_> {
             return Ok(());
         };
         let n = self.amount(guest, "busy", 3, TURN_MS)?;
-        rows.push(measure_with_retries(|| self.rotate(guest, backing, select, n))?);
+        rows.push(measure_row(|| self.rotate(guest, backing, select, n))?);
         Ok(())
     }
 
@@ -179,9 +180,7 @@ impl Builtin<'_> {
         ] {
             let name = policy.to_string();
             let () = guest.vm.client()?.call(request::Share { policy })?;
-            rows.push(measure_with_retries(|| {
-                self.contended(guest, backing, select, n, &name)
-            })?);
+            rows.push(measure_row(|| self.contended(guest, backing, select, n, &name))?);
         }
         let policy = SharePolicy::GuestFirst;
         let () = guest.vm.client()?.call(request::Share { policy })?;
@@ -273,7 +272,7 @@ mod tests {
         worst.estimate.abs_diff(turns.all) <= worst.slack
     }
 
-    /// A tolerance of 80 % is no verdict, and is measured again.
+    /// A tolerance of 80 % is no verdict.
     #[test]
     fn wide_tolerance_leaves_row_undecided() {
         let row = |slack| {
@@ -290,10 +289,7 @@ mod tests {
         };
         assert_eq!(row(500).verdict, Verdict::Pass);
         assert_eq!(row(99).verdict, Verdict::Fail);
-        assert_eq!(
-            (row(800).verdict, row(800).is_off_in_time()),
-            (Verdict::TooBusy, true)
-        );
+        assert_eq!((row(800).verdict, row(800).of_time), (Verdict::TooBusy, true));
     }
 
     /// A constant rate is estimated exactly.
