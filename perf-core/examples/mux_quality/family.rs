@@ -153,6 +153,11 @@ fn drawn(kind: &str, seed: u64) -> Trace {
     )
 }
 
+/// Returns the kind of the trace `name`.
+pub fn kind(name: &str) -> &str {
+    name.rsplit_once('-').map_or(name, |(kind, _)| kind)
+}
+
 fn log_uniform(rng: &mut Rng, least: f64, most: f64) -> f64 {
     least * (most / least).powf(rng.f64())
 }

@@ -1,94 +1,300 @@
-//! Measures the accuracy of multiplexed estimates and of their error bars: round robin with linear
-//! scaling and with the interpolating estimator, and the adaptive policy, on random and recorded
-//! traces; and the errors at longer intervals, for hosts with expensive kicks.
+//! Measures the accuracy of multiplexed estimates: the adaptive policy with the interpolating
+//! estimator against linear scaling under round robin, on fixed traces and on a family of random
+//! ones.
 //!
-//! `cargo run --release -p perf-core --example mux_quality`
+//! `cargo run --release --example mux_quality`
 
-#[allow(dead_code, reason = "each program uses its part")]
 mod family;
-#[allow(dead_code, reason = "each program uses its part")]
+mod limits;
 mod measure;
 mod traces;
 
-use measure::{Run, all_bars, runs, summarise};
+use std::collections::BTreeMap;
+
+use measure::{Comparison, ErrorBars, all_bars, bars, mean_error, run_core, runs, summarise};
 use perf_core::mux::MuxPolicy;
-use traces::{TICK_NS, Trace};
+use traces::{EVENTS, SEEDS, SLOTS, TICK_NS, Trace};
 
-/// Number of traces of each kind, and of seeds per trace.
-const TRACES: usize = 40;
-const SEEDS: usize = 2;
+/// Number of seeds per trace of the family.
+const FAMILY_SEEDS: usize = 8;
+/// Number of traces of each kind that are run through a core.
+const CORE_TRACES: usize = 40;
 
-fn error(figure: impl Fn(&Run) -> f64, runs: &[Run]) -> f64 {
-    100.0 * summarise(runs, figure).mean
+fn hasty_ns() -> u64 {
+    (TICK_NS as f64 * family::PACE) as u64
 }
 
-/// Prints the columns of one policy: error, coverage of two standard errors, share of estimates
-/// with a wrong error bar, with a bound only and with neither, and group starts per second.
-fn print_bars(runs: &[Run]) {
-    let bars = all_bars(runs);
-    let share = |n: f64| 100.0 * n / bars.events;
-    print!(
-        " |{:>9.3} %{:>7.1}%{:>7.1}%{:>7.0}%{:>7.0}%{:>7.0}",
-        error(|r| r.error, runs),
-        100.0 * bars.within_two(),
-        share(bars.wrong()),
-        share(bars.bounded),
-        share(bars.events - bars.known - bars.bounded),
-        summarise(runs, |r| r.switches_per_s).mean,
+fn fixed() {
+    println!(
+        "{EVENTS} events on {SLOTS} slots; error of the estimated count, mean over events and {} seeds (± deviation over seeds)",
+        SEEDS.len()
+    );
+    println!(
+        "{:<14}{:>17}{:>18}{:>7}{:>8}{:>8}{:>7} |{:>9}{:>10}{:>11}",
+        "trace",
+        "rotate, linear",
+        "adaptive, interp.",
+        "ratio",
+        "in 2se",
+        "se/err",
+        "sw/s",
+        "rot,int",
+        "ada,lin",
+        "hasty,lin"
+    );
+    let (mut reference, mut ours, mut hasty) = (0.0, 0.0, 0.0);
+    let traces = traces::all();
+    for trace in &traces {
+        let c = Comparison::new(trace, 1, SEEDS.len());
+        let fast = runs(trace, MuxPolicy::Rotate, hasty_ns(), 1, SEEDS.len());
+        let fast = summarise(&fast, |r| r.linear_error).mean;
+        reference += c.base.mean;
+        ours += c.ours.mean;
+        hasty += fast;
+        println!(
+            "{:<14}{:>7.3} % ±{:>6.3}{:>9.3} % ±{:>6.3}{:>7.2}{:>7.0}%{:>8.2}{:>7.0} |{:>8.3}%{:>9.3}%{:>10.3}%{}",
+            trace.name,
+            100.0 * c.base.mean,
+            100.0 * c.base.deviation,
+            100.0 * c.ours.mean,
+            100.0 * c.ours.deviation,
+            c.ours.mean / c.base.mean,
+            100.0 * all_bars(&c.adaptive).within_two(),
+            all_bars(&c.adaptive).confidence_ratio(),
+            summarise(&c.adaptive, |r| r.switches_per_s).mean,
+            100.0 * summarise(&c.rotate, |r| r.error).mean,
+            100.0 * summarise(&c.adaptive, |r| r.linear_error).mean,
+            100.0 * fast,
+            if c.excess() > 0.0 { "  WORSE" } else { "" },
+        );
+    }
+    let n = traces.len() as f64;
+    println!(
+        "mean over the traces: {:.2} % -> {:.2} %, ratio {:.3}; rotation as hasty, linear: {:.2} %",
+        100.0 * reference / n,
+        100.0 * ours / n,
+        ours / reference,
+        100.0 * hasty / n,
+    );
+    println!("se/err: standard error over error, root mean squares of both, adaptive.");
+    println!(
+        "sw/s: groups put on per second, adaptive; rotate puts on {:.0}, rotate as hasty {:.0}.",
+        1e9 / TICK_NS as f64,
+        1e9 / hasty_ns() as f64,
     );
 }
 
-fn print_kind(name: &str, traces: &[Trace]) {
-    let all = |policy| -> Vec<Run> {
-        let of = |trace| runs(trace, policy, TICK_NS, 1, SEEDS);
-        traces.iter().flat_map(of).collect()
-    };
-    let (rotate, adaptive) = (all(MuxPolicy::Rotate), all(MuxPolicy::Adaptive));
-    print!("{name:<16}{:>9.3} %", error(|r| r.linear_error, &rotate));
-    print_bars(&rotate);
-    print_bars(&adaptive);
-    println!();
+/// Sums over the traces of one kind.
+#[derive(Default)]
+struct KindTotals {
+    traces: u32,
+    base: f64,
+    ours: f64,
+    hasty: f64,
+    bars: ErrorBars,
+    worse: u32,
+    worst: f64,
 }
 
-/// Prints the error at longer intervals relative to linear scaling at the interval of Linux.
-fn by_length() {
-    println!("\nadaptive by the first length of its intervals, all random kinds but those in step");
-    let traces: Vec<Trace> = family::HOLD_OUT.map(family::trace).collect();
-    let mean = |figure: &dyn Fn(&Trace) -> f64| traces.iter().map(figure).sum::<f64>() / traces.len() as f64;
-    let reference =
-        mean(&|t| summarise(&runs(t, MuxPolicy::Rotate, TICK_NS, 1, SEEDS), |r| r.linear_error).mean);
-    for turn_us in [300u64, 584, 1_000, 2_000, 4_000, 6_500] {
-        let base_ns = (turn_us as f64 * 1e3 / family::PACE) as u64;
-        let of = |t: &Trace| summarise(&runs(t, MuxPolicy::Adaptive, base_ns, 1, SEEDS), |r| r.error).mean;
-        let error = mean(&of);
+impl KindTotals {
+    fn add(&mut self, other: &Self) {
+        self.traces += other.traces;
+        self.base += other.base;
+        self.ours += other.ours;
+        self.hasty += other.hasty;
+        self.bars.merge(&other.bars);
+        self.worse += other.worse;
+        self.worst = self.worst.max(other.worst);
+    }
+
+    fn print(&self, name: &str) {
+        let n = f64::from(self.traces);
         println!(
-            "{:>6.3} ms{:>8.2} %{:>8.2} of linear scaling with 4 ms",
-            turn_us as f64 / 1e3,
-            100.0 * error,
-            error / reference,
+            "{name:<14}{:>8}{:>13.3} %{:>16.3} %{:>8.2}{:>8.0}%{:>8.2}{:>10.3} %{:>7}{:>16.3} %",
+            self.traces,
+            100.0 * self.base / n,
+            100.0 * self.ours / n,
+            self.ours / self.base,
+            100.0 * self.bars.within_two(),
+            self.bars.confidence_ratio(),
+            100.0 * self.hasty / n,
+            self.worse,
+            100.0 * self.worst,
+        );
+    }
+}
+
+fn random() {
+    println!("\nrandom traces, 3 to 16 events on 2 to 6 slots, 4 to 12 s; seeds that were not tuned on");
+    println!(
+        "{:<14}{:>8}{:>15}{:>18}{:>8}{:>9}{:>8}{:>12}{:>7}{:>18}",
+        "kind",
+        "traces",
+        "rotate, linear",
+        "adaptive, interp.",
+        "ratio",
+        "in 2se",
+        "se/err",
+        "hasty,lin",
+        "worse",
+        "worst difference"
+    );
+    let mut kinds = BTreeMap::<String, KindTotals>::new();
+    let mut add = |trace: Trace| {
+        let c = Comparison::new(&trace, 1, FAMILY_SEEDS);
+        let fast = runs(&trace, MuxPolicy::Rotate, hasty_ns(), 1, FAMILY_SEEDS);
+        kinds
+            .entry(family::kind(&trace.name).to_owned())
+            .or_default()
+            .add(&KindTotals {
+                traces: 1,
+                base: c.base.mean,
+                ours: c.ours.mean,
+                hasty: summarise(&fast, |r| r.linear_error).mean,
+                bars: all_bars(&c.adaptive),
+                worse: u32::from(c.excess() > 0.0),
+                worst: c.ours.mean - c.base.mean,
+            });
+    };
+    family::HOLD_OUT.map(family::trace).for_each(&mut add);
+    // Separate from the others, which are independent of the policy: these are constructed against
+    // it.
+    family::HOLD_OUT.map(family::in_step).for_each(&mut add);
+    let in_step = kinds.remove(family::IN_STEP).unwrap_or_default();
+    let mut all = KindTotals::default();
+    for (name, kind) in &kinds {
+        kind.print(name);
+        all.add(kind);
+    }
+    all.print("all");
+    in_step.print(family::IN_STEP);
+    println!(
+        "worse: traces on which the adaptive policy is worse by more than two deviations over the seeds; worst difference: \
+         the largest by which its mean error exceeds the other."
+    );
+}
+
+/// Runs traces of all kinds through a core under both policies, and reports the core's error bars
+/// as users see them.
+fn through_a_core() {
+    println!("\nthrough a core, interpolating, {CORE_TRACES} traces of each kind, one seed each");
+    println!(
+        "{:<16}{:>9}{:>12}{:>12} |{:>8}{:>8}{:>8} |{:>8}{:>8} |{:>9}",
+        "kind",
+        "policy",
+        "mean error",
+        "switches/s",
+        "with se",
+        "in 2se",
+        "se/err",
+        "bounded",
+        "within",
+        "unknown"
+    );
+    for policy in [MuxPolicy::Rotate, MuxPolicy::Adaptive] {
+        for kind in family::ALL_KINDS {
+            let (mut error_bars, mut error, mut switches) = (ErrorBars::default(), 0.0, 0.0);
+            for seed in family::HOLD_OUT.take(CORE_TRACES) {
+                let trace = family::of_kind(kind, seed);
+                let (estimates, starts) = run_core(&trace, policy, TICK_NS, SEEDS[0]);
+                error_bars.merge(&bars(&estimates));
+                error += mean_error(&estimates) / CORE_TRACES as f64;
+                switches += starts as f64 / (trace.length_ns as f64 / 1e9) / CORE_TRACES as f64;
+            }
+            let share = |n: f64| 100.0 * n / error_bars.events;
+            println!(
+                "{kind:<16}{:>9}{:>10.3} %{switches:>12.0} |{:>7.0}%{:>7.0}%{:>8.2} |{:>7.0}%{:>7.0}% |{:>8.0}%",
+                format!("{policy:?}").to_lowercase(),
+                100.0 * error,
+                share(error_bars.known),
+                100.0 * error_bars.within_two(),
+                error_bars.confidence_ratio(),
+                share(error_bars.bounded),
+                100.0 * error_bars.within_bound(),
+                share(error_bars.events - error_bars.known - error_bars.bounded),
+            );
+        }
+    }
+}
+
+/// Compares the policies at the same number of turns.
+fn at_equal_turns() {
+    println!(
+        "\nat equal turns: the least error there can be, over that of linear scaling; slices are a quarter of a period"
+    );
+    println!(
+        "{:<44}{:>10}{:>12}",
+        "correlation time, in periods", "Gaussian", "two values"
+    );
+    for time in [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0] {
+        let limit = limits::limit(0.25, time);
+        println!(
+            "{time:<44}{:>10.2}{:>12.2}",
+            limit.gaussian / limit.linear,
+            limit.telegraph / limit.linear
+        );
+    }
+    println!("\nat equal turns: one turn a tick, {CORE_TRACES} traces of each kind, mean error");
+    println!(
+        "{:<16}{:>16}{:>16}{:>22}{:>8}",
+        "kind", "rotate, linear", "shuffled, linear", "rotate, with others", "ratio"
+    );
+    let mut all = limits::IdeaErrors::default();
+    for kind in family::ALL_KINDS {
+        let mut sum = limits::IdeaErrors::default();
+        for seed in family::HOLD_OUT.take(CORE_TRACES) {
+            let ideas = limits::ideas(&family::of_kind(kind, seed), SEEDS[0]);
+            sum.add(&ideas, 1.0 / CORE_TRACES as f64);
+        }
+        all.add(&sum, 1.0 / family::ALL_KINDS.len() as f64);
+        print_ideas(kind, &sum);
+    }
+    print_ideas("all", &all);
+}
+
+fn print_ideas(name: &str, ideas: &limits::IdeaErrors) {
+    println!(
+        "{name:<16}{:>14.3} %{:>14.3} %{:>20.3} %{:>8.2}",
+        100.0 * ideas.rotate,
+        100.0 * ideas.shuffled,
+        100.0 * ideas.together,
+        ideas.together / ideas.rotate,
+    );
+}
+
+/// Measures the cost of longer turns, for hosts with expensive kicks.
+fn by_length() {
+    println!("\nadaptive by the first length of its turns, interpolating, mean error");
+    println!(
+        "{:<12}{:>12}{:>10}{:>10}{:>34}",
+        "turn", "turns/s", "fixed", "random", "random, over rotate's of 4 ms"
+    );
+    let fixed = traces::all();
+    let random: Vec<Trace> = family::HOLD_OUT.map(family::trace).collect();
+    let mean = |traces: &[Trace], figure: &dyn Fn(&Trace) -> f64| {
+        traces.iter().map(figure).sum::<f64>() / traces.len() as f64
+    };
+    let linear = |t: &Trace| summarise(&runs(t, MuxPolicy::Rotate, TICK_NS, 1, 2), |r| r.linear_error).mean;
+    let reference = mean(&random, &linear);
+    for turn_us in [300u64, 584, 1_000, 2_000, 4_000, 6_500] {
+        let measure = (turn_us as f64 * 1e3 / family::PACE) as u64;
+        let error = |t: &Trace| summarise(&runs(t, MuxPolicy::Adaptive, measure, 1, 2), |r| r.error).mean;
+        let (fixed, random) = (mean(&fixed, &error), mean(&random, &error));
+        println!(
+            "{:<12}{:>12.0}{:>8.2} %{:>8.2} %{:>34.2}",
+            format!("{:.3} ms", turn_us as f64 / 1e3),
+            1e6 / turn_us as f64,
+            100.0 * fixed,
+            100.0 * random,
+            random / reference,
         );
     }
 }
 
 fn main() {
-    println!(
-        "{:<16}{:>11} |{:>11}{:>8}{:>8}{:>8}{:>8}{:>7} |{:>11}",
-        "", "rotate", "rotate", "", "", "", "", "", "adaptive"
-    );
-    let columns = format!(
-        " |{:>11}{:>8}{:>8}{:>8}{:>8}{:>7}",
-        "interpol.", "in 2se", "wrong", "bound", "unknown", "starts"
-    );
-    println!("{:<16}{:>11}{columns}{columns}", "trace", "linear");
-    for kind in family::ALL_KINDS {
-        let traces: Vec<Trace> = family::HOLD_OUT
-            .take(TRACES)
-            .map(|seed| family::of_kind(kind, seed))
-            .collect();
-        print_kind(kind, &traces);
-    }
-    for trace in traces::recorded() {
-        print_kind(&trace.name.clone(), &[trace]);
-    }
+    fixed();
+    random();
+    through_a_core();
+    at_equal_turns();
     by_length();
 }

@@ -36,16 +36,23 @@ pub struct ErrorBars {
     /// Number of estimates with only a bound, and of those within it.
     pub bounded: f64,
     pub held: f64,
+    /// Sums over the estimates with a standard error: its square, relative to the truth, and the
+    /// square of the error.
+    variance: f64,
+    square_error: f64,
 }
 
 impl ErrorBars {
     /// Adds an estimate.
     pub fn add(&mut self, truth: u64, value: u64, standard_error: Option<f64>, bound: Option<f64>) {
         let error = value as f64 - truth as f64;
+        let truth = (truth as f64).max(1.0);
         self.events += 1.0;
         if let Some(sure) = standard_error {
             self.known += 1.0;
             self.covered += f64::from(u8::from(error.abs() <= 2.0 * sure));
+            self.variance += (sure / truth).powi(2);
+            self.square_error += (error / truth).powi(2);
         } else if let Some(bound) = bound {
             self.bounded += 1.0;
             self.held += f64::from(u8::from(error.abs() <= bound));
@@ -59,6 +66,8 @@ impl ErrorBars {
         self.covered += other.covered;
         self.bounded += other.bounded;
         self.held += other.held;
+        self.variance += other.variance;
+        self.square_error += other.square_error;
     }
 
     /// Returns the fraction of estimates with a standard error that are within two of the truth.
@@ -66,14 +75,15 @@ impl ErrorBars {
         self.covered / self.known
     }
 
-    /// Returns the number of estimates outside of two standard errors or of their bound.
-    pub fn wrong(&self) -> f64 {
-        self.known - self.covered + self.bounded - self.held
-    }
-
     /// Returns the fraction of estimates with a bound that are within it.
     pub fn within_bound(&self) -> f64 {
         self.held / self.bounded
+    }
+
+    /// Returns the ratio of the root mean squares of standard error and error: 1 is correct, less
+    /// is overconfident.
+    pub fn confidence_ratio(&self) -> f64 {
+        (self.variance / self.square_error).sqrt()
     }
 }
 
@@ -176,7 +186,8 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
         match event.estimator.estimate(end - start, open) {
             Some(estimate) => {
                 result.error += error(estimate.value as f64);
-                let known = |error: Option<f64>| error.filter(|_| !queue.has_aliasing());
+                let known =
+                    |confidence_ratio: Option<f64>| confidence_ratio.filter(|_| !queue.has_aliasing());
                 result.bars.add(
                     truth as u64,
                     estimate.value,
@@ -304,10 +315,12 @@ pub fn all_bars(runs: &[Run]) -> ErrorBars {
     all
 }
 
-/// The errors of the adaptive policy with the interpolating estimator, and of linear scaling under
+/// The adaptive policy with the interpolating estimator compared with linear scaling under
 /// rotation.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Comparison {
+    pub rotate: Vec<Run>,
+    pub adaptive: Vec<Run>,
     pub base: Summary,
     pub ours: Summary,
 }
@@ -320,6 +333,8 @@ impl Comparison {
         Self {
             base: summarise(&rotate, |r| r.linear_error),
             ours: summarise(&adaptive, |r| r.error),
+            rotate,
+            adaptive,
         }
     }
 

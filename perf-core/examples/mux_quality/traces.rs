@@ -1,15 +1,20 @@
 //! Traces on which estimators and multiplexing policies are measured: the true rates of several
-//! events over time.
+//! events over time. Formulas, lengths and seeds are fixed.
 
 use std::sync::Arc;
+
+use fastrand::Rng;
 
 /// Resolution of a trace, in nanoseconds.
 pub const STEP_NS: u64 = 100_000;
 /// Nanoseconds per millisecond.
 pub const MS: u64 = 1_000_000;
-/// Number of events of a recorded trace, and of slots that they share.
-const EVENTS: usize = 8;
-const SLOTS: usize = 2;
+/// Length of the synthetic traces, in nanoseconds.
+const LENGTH_NS: u64 = 10_000 * MS;
+/// Number of events of a synthetic trace; the recorded traces have the same number.
+pub const EVENTS: usize = 8;
+/// Number of slots that the events share.
+pub const SLOTS: usize = 2;
 /// Interval of the reference policy's rotation, in nanoseconds.
 pub const TICK_NS: u64 = 4 * MS;
 /// Seeds of the measurements of each trace. They vary the start of the trace relative to the tick,
@@ -74,19 +79,185 @@ impl Trace {
     }
 }
 
-/// Returns the traces of real processes, recorded by `record.sh`: one row per millisecond, one column
-/// per event.
-pub fn recorded() -> [Trace; 2] {
-    let cc1 = ("real-cc1", include_str!("data/cc1.csv"));
-    let python = ("real-python", include_str!("data/python.csv"));
-    [cc1, python].map(|(name, csv)| {
-        let row = |line: &str| -> Vec<f64> { line.split(',').filter_map(|n| n.parse().ok()).collect() };
-        let rows: Vec<Vec<f64>> = csv.lines().map(row).collect();
-        let per_row = (MS / STEP_NS) as usize;
-        let rates = |e: usize| {
-            let steps = rows.iter().map(|r| std::iter::repeat_n(r[e] / 10.0, per_row));
-            steps.flatten().collect()
-        };
-        Trace::from_rates(name.to_owned(), (0..EVENTS).map(rates).collect(), SLOTS)
+fn steps() -> u64 {
+    LENGTH_NS / STEP_NS
+}
+
+/// Creates a trace whose event `e` has rate `rate(e, t)`, with `t` in milliseconds.
+fn formula(name: &'static str, rate: impl Fn(usize, f64) -> f64) -> Trace {
+    let ms_of = |step: u64| step as f64 * STEP_NS as f64 / MS as f64;
+    Trace {
+        name: name.to_owned(),
+        events: (0..EVENTS)
+            .map(|e| Curve::new((0..steps()).map(|s| rate(e, ms_of(s)))))
+            .collect(),
+        length_ns: LENGTH_NS,
+        slots: SLOTS,
+    }
+}
+
+/// Creates a trace of random events: `rates(e, rng)` returns the rate of each step.
+fn drawn(name: &'static str, seed: u64, rates: impl Fn(usize, &mut Rng) -> Vec<f64>) -> Trace {
+    Trace {
+        name: name.to_owned(),
+        events: (0..EVENTS)
+            .map(|e| Curve::new(rates(e, &mut Rng::with_seed(seed + e as u64)).into_iter()))
+            .collect(),
+        length_ns: LENGTH_NS,
+        slots: SLOTS,
+    }
+}
+
+/// Draws an exponentially distributed time in whole steps, at least one.
+fn exponential_steps(rng: &mut Rng, mean_ms: f64) -> usize {
+    let ms = -mean_ms * (1.0 - rng.f64()).ln();
+    ((ms * MS as f64 / STEP_NS as f64) as usize).max(1)
+}
+
+/// Alternates between on and off for random times around the two means.
+fn on_off(rng: &mut Rng, on_ms: f64, off_ms: f64, on: f64, off: f64) -> Vec<f64> {
+    let mut rates = Vec::new();
+    while rates.len() < steps() as usize {
+        let n = exponential_steps(rng, off_ms);
+        rates.extend(std::iter::repeat_n(off, n));
+        let n = exponential_steps(rng, on_ms);
+        rates.extend(std::iter::repeat_n(on, n));
+    }
+    rates.truncate(steps() as usize);
+    rates
+}
+
+fn square(t_ms: f64, period_ms: f64, duty: f64) -> f64 {
+    if (t_ms / period_ms).fract() < duty {
+        1.0
+    } else {
+        0.05
+    }
+}
+
+fn steady() -> Trace {
+    drawn("steady", 100, |e, rng| {
+        let level = 0.2 + e as f64 / 4.0;
+        (0..steps()).map(|_| level * (0.98 + 0.04 * rng.f64())).collect()
     })
+}
+
+/// Independent bursts of every event.
+fn bursty() -> Trace {
+    drawn("bursty", 200, |_, rng| on_off(rng, 25.0, 225.0, 2.0, 0.02))
+}
+
+/// Two bursty events among six steady ones.
+fn bursty_few() -> Trace {
+    drawn("bursty-few", 300, |e, rng| {
+        if e < 2 {
+            on_off(rng, 20.0, 180.0, 3.0, 0.02)
+        } else {
+            (0..steps()).map(|_| 0.9 + 0.2 * rng.f64()).collect()
+        }
+    })
+}
+
+/// Short, rare and high spikes, such as a garbage collector, a timer, or a flush.
+fn spikes() -> Trace {
+    drawn("spikes", 400, |e, rng| {
+        on_off(rng, 3.0, 100.0 + 20.0 * e as f64, 10.0, 0.3)
+    })
+}
+
+/// A period close to the reference's tick.
+fn near_tick() -> Trace {
+    formula("near-tick", |e, t| square(t + e as f64 * 0.4, 4.04, 0.3))
+}
+
+/// A period close to the reference's whole rotation: eight groups, a tick each.
+fn near_rotation() -> Trace {
+    formula("near-rotation", |e, t| square(t + e as f64 * 3.0, 32.05, 0.25))
+}
+
+/// A sine with a period of exactly twice the rotation.
+fn two_rotations() -> Trace {
+    formula("two-rotations", |e, t| {
+        1.0 + 0.9 * (std::f64::consts::TAU * (t + e as f64 * 7.0) / 64.0).sin()
+    })
+}
+
+/// Increasing rates for half the events, decreasing rates for the others.
+fn ramp() -> Trace {
+    formula("ramp", |e, t| {
+        let x = t / (LENGTH_NS / MS) as f64;
+        let x = if e % 2 == 0 { x } else { 1.0 - x };
+        0.05 + x * (1.0 + e as f64 / 4.0)
+    })
+}
+
+/// A program in phases of 0.1 to 0.9 s that change every event at once.
+fn phases() -> Trace {
+    let mut bounds = vec![0usize];
+    let mut rng = Rng::with_seed(500);
+    while *bounds.last().unwrap_or(&0) < steps() as usize {
+        bounds.push(bounds.last().unwrap_or(&0) + 1_000 + rng.usize(0..8_000));
+    }
+    drawn("phases", 510, |_, rng| {
+        let mut rates = Vec::new();
+        for pair in bounds.windows(2) {
+            let level = (3.0 * (rng.f64() - 0.5)).exp();
+            rates.extend((pair[0]..pair[1]).map(|_| level * (0.9 + 0.2 * rng.f64())));
+        }
+        rates.truncate(steps() as usize);
+        rates
+    })
+}
+
+/// Events that occur in one part of the run only.
+fn part_time() -> Trace {
+    formula("part-time", |e, t| {
+        let begin = 900.0 * e as f64;
+        if (begin..begin + 2_500.0).contains(&t) {
+            1.0
+        } else {
+            0.001
+        }
+    })
+}
+
+/// Parses a trace of a real process, recorded by `record.sh`: one row per millisecond, one column
+/// per event.
+fn recorded(name: &'static str, csv: &str) -> Trace {
+    let rows: Vec<Vec<f64>> = csv
+        .lines()
+        .map(|line| line.split(',').filter_map(|n| n.parse().ok()).collect())
+        .collect();
+    let per_row = (MS / STEP_NS) as usize;
+    Trace {
+        name: name.to_owned(),
+        events: (0..EVENTS)
+            .map(|e| {
+                Curve::new(
+                    rows.iter()
+                        .flat_map(|r| std::iter::repeat_n(r[e] / 10.0, per_row)),
+                )
+            })
+            .collect(),
+        length_ns: rows.len() as u64 * MS,
+        slots: SLOTS,
+    }
+}
+
+/// Returns all traces.
+pub fn all() -> Vec<Trace> {
+    vec![
+        steady(),
+        bursty(),
+        bursty_few(),
+        spikes(),
+        near_tick(),
+        near_rotation(),
+        two_rotations(),
+        ramp(),
+        phases(),
+        part_time(),
+        recorded("real-cc1", include_str!("data/cc1.csv")),
+        recorded("real-python", include_str!("data/python.csv")),
+    ]
 }
