@@ -42,13 +42,24 @@ WITH_DEV_BUILD = PERFVISOR_STATIC_DIR=$${PERFVISOR_STATIC_DIR:-$(abspath $(DEV_D
 # All other test programs, new ones too.
 QUICK_TESTS := $(filter-out lab,$(sort $(notdir $(basename $(wildcard */tests/*.rs vmm/*/tests/*.rs)) \
 	$(patsubst %/main.rs,%,$(wildcard */tests/*/main.rs vmm/*/tests/*/main.rs)))))
+# Binaries with unit tests. `--bins` would link test programs of the others, too ("test = false").
+MANIFESTS := $(wildcard */Cargo.toml vmm/*/Cargo.toml)
+BINARIES := $(shell awk -F'"' '/^\[/ {section = $$1} section == "[[bin]]" && /^name = / {print $$2}' $(MANIFESTS)) \
+	$(notdir $(basename $(wildcard */src/bin/*.rs)) $(patsubst %/main.rs,%,$(wildcard */src/bin/*/main.rs)))
+TESTED_BINARIES := $(filter-out \
+	$(shell awk -F'"' '/^name = / {name = $$2} /^test = false/ {print name}' $(MANIFESTS)),$(sort $(BINARIES)))
+
+# Tests wait for VMs and clocks more than they compute.
+TEST_THREADS = RUST_TEST_THREADS=$${RUST_TEST_THREADS:-$$((2 * $$(nproc)))}
 
 ## test: unit tests, bare-metal guests, Linux guests that count and sample: minutes; the rest is in test-all
+# Development dependencies enable more features of libraries. The first build therefore names a test, too:
+# without one, the libraries above them would be compiled a second time for the tests.
 .PHONY: test
 test: setup
-	$(CARGO) build --workspace --bins
-	$(WITH_DEV_BUILD) $(CARGO) run --bin lab -- --build-only
-	$(WITH_DEV_BUILD) $(CARGO) test --workspace $(ALL_FAILURES) --lib --bins $(QUICK_TESTS:%=--test %)
+	$(CARGO) build --workspace $(addprefix --bin ,perfvisor lab lab-agent perfvisor-agent) --test lab
+	$(WITH_DEV_BUILD) $(DEV_DIR)/lab --build-only
+	$(WITH_DEV_BUILD) $(TEST_THREADS) $(CARGO) test --workspace $(ALL_FAILURES) --lib $(TESTED_BINARIES:%=--bin %) $(QUICK_TESTS:%=--test %)
 	$(WITH_DEV_BUILD) $(LAB_TESTS) -- $(IN_LABS) $(QUICK_MODULES:%=%::)
 	$(CARGO) test --workspace --doc
 
@@ -293,7 +304,7 @@ fuzz-check:
 ## build: target/release/perfvisor, a static binary; its symbols are in perfvisor.debug beside it
 .PHONY: build
 build: setup
-	$(CARGO) build --release -p perfvisor -p guest-agent -p lab-agent
+	$(CARGO) build --release -p perfvisor -p guest-agent
 	@mkdir -p $(dir $(BUILT)); if [ $(RELEASE_DIR)/perfvisor -nt $(BUILT) ]; then \
 		objcopy --only-keep-debug $(RELEASE_DIR)/perfvisor $(BUILT).debug && \
 		strip -o $(BUILT) $(RELEASE_DIR)/perfvisor && \

@@ -161,8 +161,8 @@ fn build_binaries() -> Result<Binaries, ArtefactError> {
     }
     build_static(
         "perfvisor and the agents (a few minutes the first time)",
-        // The same packages as `make build`. Other packages would change features and cause a
-        // rebuild.
+        // The packages of `make build`, and the lab's agent, which enables no further features of
+        // their libraries. Other packages would cause a rebuild.
         &["build", "-p", "perfvisor", "-p", "guest-agent", "-p", "lab-agent"],
     )?;
     Ok(in_directory(&target_dir().join(STATIC_TARGET).join("release")))

@@ -11,6 +11,8 @@ fn make(arguments: &[&str]) -> (bool, String) {
         .current_dir(artefacts::workspace())
         .args(["--no-print-directory"])
         .args(arguments)
+        // The compression level is not under test, and the lowest is six times as fast.
+        .envs([("XZ_OPT", "-0"), ("DPKG_DEB_COMPRESSOR_LEVEL", "0")])
         .output()
         .unwrap();
     let said = [output.stdout, output.stderr].concat();
