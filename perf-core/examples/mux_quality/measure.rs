@@ -330,6 +330,11 @@ impl Comparison {
     pub fn new(trace: &Trace, grid_ns: u64, seeds: usize) -> Self {
         let rotate = runs(trace, MuxPolicy::Rotate, TICK_NS, 1, seeds);
         let adaptive = runs(trace, MuxPolicy::Adaptive, TICK_NS, grid_ns, seeds);
+        Self::of(rotate, adaptive)
+    }
+
+    /// Compares runs of both policies with the same trace and seeds.
+    pub fn of(rotate: Vec<Run>, adaptive: Vec<Run>) -> Self {
         Self {
             base: summarise(&rotate, |r| r.linear_error),
             ours: summarise(&adaptive, |r| r.error),

@@ -12,20 +12,44 @@ mod measure;
 #[path = "../../examples/mux_quality/traces.rs"]
 mod traces;
 
+use std::sync::OnceLock;
+use std::thread;
+
 use measure::{Comparison, ErrorBars, runs};
 use perf_core::mux::MuxPolicy;
 use traces::{SEEDS, TICK_NS, Trace};
 
-/// Compares on `traces`; `grid_ns` is the resolution of the adaptive policy's timer. No trace may
-/// be worse by more than the noise of repeated seeds and `tolerance`.
-fn compare(traces: impl Iterator<Item = Trace>, grid_ns: u64, seeds: usize, tolerance: f64) {
+/// Calls `measure` for each item on a thread of its own. Returns the results in the same order.
+fn in_parallel<T: Sync, R: Send>(items: &[T], measure: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    let measure = &measure;
+    thread::scope(|scope| {
+        let threads: Vec<_> = items
+            .iter()
+            .map(|item| scope.spawn(move || measure(item)))
+            .collect();
+        let results = threads.into_iter().map(|thread| thread.join());
+        results.map(|result| result.expect("a measurement")).collect()
+    })
+}
+
+/// Returns the fixed traces with their comparisons by a precise timer, which several tests judge.
+fn fixed_traces() -> &'static [(Trace, Comparison)] {
+    static FIXED: OnceLock<Vec<(Trace, Comparison)>> = OnceLock::new();
+    FIXED.get_or_init(|| {
+        in_parallel(&traces::all(), |trace| {
+            (trace.clone(), Comparison::new(trace, 1, SEEDS.len()))
+        })
+    })
+}
+
+/// Checks comparisons of named traces. No trace may be worse by more than the noise of repeated
+/// seeds and `tolerance`.
+fn check<'a>(comparisons: impl Iterator<Item = (&'a str, &'a Comparison)>, tolerance: f64) {
     let (mut reference, mut ours) = (0.0, 0.0);
-    for trace in traces {
-        let c = Comparison::new(&trace, grid_ns, seeds);
+    for (name, c) in comparisons {
         assert!(
             c.excess() <= tolerance,
-            "{}: {:?} against {:?}",
-            trace.name,
+            "{name}: {:?} against {:?}",
             c.ours,
             c.base
         );
@@ -40,48 +64,66 @@ fn compare(traces: impl Iterator<Item = Trace>, grid_ns: u64, seeds: usize, tole
 
 #[test]
 fn a_third_of_the_error_and_never_worse() {
-    compare(traces::all().into_iter(), 1, SEEDS.len(), 0.0);
+    let fixed = fixed_traces().iter();
+    check(fixed.map(|(trace, c)| (trace.name.as_str(), c)), 0.0);
 }
 
 /// The same with a timer that fires on whole milliseconds only: rounding makes turns irregular,
 /// which costs up to half a percent of a count.
 #[test]
 fn a_coarse_timer_is_enough() {
-    compare(traces::all().into_iter(), 1_000_000, SEEDS.len(), 0.005);
+    let coarse = in_parallel(fixed_traces(), |(trace, precise)| {
+        let adaptive = runs(trace, MuxPolicy::Adaptive, TICK_NS, 1_000_000, SEEDS.len());
+        Comparison::of(precise.rotate.clone(), adaptive)
+    });
+    let names = fixed_traces().iter().map(|(trace, _)| trace.name.as_str());
+    check(names.zip(&coarse), 0.005);
 }
 
 /// The same on random traces. A rhythm that rotation happens to sample evenly may be slightly
 /// worse.
 #[test]
 fn a_third_of_the_error_on_random_traces() {
-    compare(family::HOLD_OUT.step_by(2).map(family::trace), 1, 4, 0.003);
-}
-
-/// Returns the error bars that a core reports on traces of `kind` under `policy`.
-fn error_bars(kind: &str, policy: MuxPolicy, traces: usize) -> ErrorBars {
-    let mut error_bars = ErrorBars::default();
-    for seed in family::HOLD_OUT.take(traces) {
-        let trace = family::of_kind(kind, seed);
-        error_bars.merge(&measure::bars(
-            &measure::run_core(&trace, policy, TICK_NS, SEEDS[0]).0,
-        ));
-    }
-    error_bars
+    let random: Vec<_> = family::HOLD_OUT
+        .step_by(2)
+        .map(family::trace)
+        .map(|trace| (Comparison::new(&trace, 1, 4), trace.name))
+        .collect();
+    check(random.iter().map(|(c, name)| (name.as_str(), c)), 0.003);
 }
 
 const POLICIES: [MuxPolicy; 2] = [MuxPolicy::Rotate, MuxPolicy::Adaptive];
+
+/// Returns the error bars that a core reports under each policy on 24 traces of `kind`, which are
+/// measured once for all tests.
+fn error_bars(kind: &str) -> [(MuxPolicy, ErrorBars); 2] {
+    static MEASURED: [OnceLock<[ErrorBars; 2]>; family::ALL_KINDS.len()] =
+        [const { OnceLock::new() }; family::ALL_KINDS.len()];
+    let index = family::ALL_KINDS.iter().position(|known| *known == kind);
+    let measured = MEASURED[index.expect("a kind of traces")].get_or_init(|| {
+        let mut all = [ErrorBars::default(); 2];
+        for seed in family::HOLD_OUT.take(24) {
+            let trace = family::of_kind(kind, seed);
+            for (policy, all) in POLICIES.into_iter().zip(&mut all) {
+                let (estimates, _) = measure::run_core(&trace, policy, TICK_NS, SEEDS[0]);
+                all.merge(&measure::bars(&estimates));
+            }
+        }
+        all
+    });
+    [(POLICIES[0], measured[0]), (POLICIES[1], measured[1])]
+}
 
 /// The truth lies within two standard errors 19 times in 20, neither much less often nor always, on
 /// every kind of trace with informative slices and under both policies. The share per kind is known
 /// to about three percent.
 #[test]
 fn two_standard_errors_have_nominal_coverage() {
-    for policy in POLICIES {
-        let mut all = ErrorBars::default();
-        for kind in [
-            "steady", "bursts", "spikes", "drift", "phases", "common", "mixture", "ramp",
-        ] {
-            let error_bars = error_bars(kind, policy, 24);
+    let mut all = [ErrorBars::default(); 2];
+    for kind in [
+        "steady", "bursts", "spikes", "drift", "phases", "common", "mixture", "ramp",
+    ] {
+        for ((policy, error_bars), all) in error_bars(kind).into_iter().zip(&mut all) {
             assert!(
                 error_bars.known >= 0.5 * error_bars.events,
                 "{kind}, {policy:?}: {error_bars:?} have a standard error"
@@ -94,6 +136,8 @@ fn two_standard_errors_have_nominal_coverage() {
             );
             all.merge(&error_bars);
         }
+    }
+    for (policy, all) in POLICIES.into_iter().zip(&all) {
         let within = all.within_two();
         assert!(
             (0.93..=0.97).contains(&within),
@@ -107,16 +151,15 @@ fn two_standard_errors_have_nominal_coverage() {
 /// error, and those are correct: either the policy detected the rhythm, or the error is unknown.
 #[test]
 fn aliased_rhythms_have_no_error_bar_or_a_correct_one() {
-    for policy in POLICIES {
-        for kind in [
-            "rhythm",
-            "rhythms",
-            "near-rotation",
-            "near-slice",
-            family::IN_STEP,
-            family::IN_STEP_ROTATE,
-        ] {
-            let error_bars = error_bars(kind, policy, 24);
+    for kind in [
+        "rhythm",
+        "rhythms",
+        "near-rotation",
+        "near-slice",
+        family::IN_STEP,
+        family::IN_STEP_ROTATE,
+    ] {
+        for (policy, error_bars) in error_bars(kind) {
             let wrong = error_bars.known - error_bars.covered + error_bars.bounded - error_bars.held;
             assert!(
                 wrong <= 0.05 * error_bars.events,
@@ -130,9 +173,8 @@ fn aliased_rhythms_have_no_error_bar_or_a_correct_one() {
 /// With few decisive slices there is a bound, which holds.
 #[test]
 fn long_tails_have_bounds_that_hold() {
-    for policy in POLICIES {
-        for kind in ["long-tail", "phases", "spikes"] {
-            let error_bars = error_bars(kind, policy, 24);
+    for kind in ["long-tail", "phases", "spikes"] {
+        for (policy, error_bars) in error_bars(kind) {
             assert!(
                 error_bars.bounded == 0.0 || error_bars.within_bound() >= 0.95,
                 "{kind}, {policy:?}: {error_bars:?}"
@@ -145,9 +187,9 @@ fn long_tails_have_bounds_that_hold() {
 /// half.
 #[test]
 fn rhythm_hidden_from_rotation_has_no_error_bar() {
-    for trace in traces::all() {
-        for policy in POLICIES {
-            let error_bars = measure::all_bars(&runs(&trace, policy, TICK_NS, 1, SEEDS.len()));
+    for (trace, c) in fixed_traces() {
+        for (policy, runs) in POLICIES.into_iter().zip([&c.rotate, &c.adaptive]) {
+            let error_bars = measure::all_bars(runs);
             if trace.name == "near-rotation" && policy == MuxPolicy::Rotate {
                 assert_eq!(error_bars.known, 0.0, "{error_bars:?}");
             }
