@@ -40,7 +40,7 @@ fn output_of(mut command: Command) -> Output {
 
 fn command(arguments: &[&str]) -> Command {
     let mut command = Command::new("timeout");
-    command.args(["60", PROGRAM, "run"]).args(arguments);
+    command.args(["300", PROGRAM, "run"]).args(arguments);
     command
 }
 

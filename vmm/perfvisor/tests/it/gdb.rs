@@ -102,7 +102,7 @@ fn gdb(dir: &Path, socket: &Path, script: &str) -> String {
     let (image, commands) = prepare(dir, socket, script);
     // The time limit applies to failures only.
     let out = Command::new("timeout")
-        .args(["120", "gdb", "-nx", "-batch", "-x"])
+        .args(["300", "gdb", "-nx", "-batch", "-x"])
         .args([&commands, &image])
         .stdin(Stdio::null())
         .output()
