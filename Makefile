@@ -49,9 +49,6 @@ BINARIES := $(shell awk -F'"' '/^\[/ {section = $$1} section == "[[bin]]" && /^n
 TESTED_BINARIES := $(filter-out \
 	$(shell awk -F'"' '/^name = / {name = $$2} /^test = false/ {print name}' $(MANIFESTS)),$(sort $(BINARIES)))
 
-# Tests wait for VMs and clocks more than they compute.
-TEST_THREADS = RUST_TEST_THREADS=$${RUST_TEST_THREADS:-$$((2 * $$(nproc)))}
-
 ## test: unit tests, bare-metal guests, Linux guests that count and sample: minutes; the rest is in test-all
 # Development dependencies enable more features of libraries. The first build therefore names a test, too:
 # without one, the libraries above them would be compiled a second time for the tests.
@@ -59,7 +56,7 @@ TEST_THREADS = RUST_TEST_THREADS=$${RUST_TEST_THREADS:-$$((2 * $$(nproc)))}
 test: setup
 	$(CARGO) build --workspace $(addprefix --bin ,perfvisor lab lab-agent perfvisor-agent) --test lab
 	$(WITH_DEV_BUILD) $(DEV_DIR)/lab --build-only
-	$(WITH_DEV_BUILD) $(TEST_THREADS) $(CARGO) test --workspace $(ALL_FAILURES) --lib $(TESTED_BINARIES:%=--bin %) $(QUICK_TESTS:%=--test %)
+	$(WITH_DEV_BUILD) $(CARGO) test --workspace $(ALL_FAILURES) --lib $(TESTED_BINARIES:%=--bin %) $(QUICK_TESTS:%=--test %)
 	$(WITH_DEV_BUILD) $(LAB_TESTS) -- $(IN_LABS) $(QUICK_MODULES:%=%::)
 	$(CARGO) test --workspace --doc
 
