@@ -37,10 +37,10 @@ pub mod counts;
 pub mod events;
 pub mod nearest;
 pub mod peer;
-pub mod place;
 pub mod protocol;
 mod reading;
 pub mod request;
 mod schema;
+pub mod socket_dir;
 
 pub use schema::schema;

@@ -11,11 +11,11 @@ use vpmu::filter::FilterError;
 use super::consoles::ConsolesError;
 use crate::background::DaemonError;
 use crate::devices::DeviceError;
-use control_api::place::SocketError;
+use control_api::socket_dir::SocketError;
 use sandbox::privileges::PrivilegeError;
 use vmm::gdb::server::GdbError;
 use vmm::kvm::host::HostError;
-use vmm::kvm::own_pmu::KvmVpmuModelError;
+use vmm::kvm::vpmu_probe::KvmVpmuModelError;
 use vmm::pmu::backing::BackingError;
 use vmm::vm::VmError;
 
@@ -75,7 +75,7 @@ pub enum RunError {
     #[error("the VM's process cannot give up its rights")]
     Privileges(#[from] PrivilegeError),
     #[error("--seccomp {0}")]
-    Sandbox(sandbox::Mode, #[source] SandboxError),
+    Sandbox(sandbox::SeccompMode, #[source] SandboxError),
     #[error("no process to read the guest's kernel")]
     KernelReader(#[from] ServiceStartError),
     #[error("no process to connect to sockets")]
