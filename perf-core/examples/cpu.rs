@@ -13,7 +13,7 @@ use perf_core::*;
 const EVENTS: [(&str, u64); 3] = [("switches", 3), ("migrations", 4), ("page faults", 2)];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let core = Core::builder()
+    let core = PerfCore::builder()
         .driver(Arc::new(HostPmu::software(None)))
         .build()?;
     let session = core.session(0, Role::Admin);

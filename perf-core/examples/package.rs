@@ -82,7 +82,7 @@ fn real_vm() -> Result<Vm, Box<dyn std::error::Error>> {
 
 /// Counts `attrs` for the VM while three vCPUs are added and run once each, and one is removed.
 fn count(
-    core: &Core,
+    core: &PerfCore,
     attrs: &[(&str, Attr)],
     mut step: impl FnMut(u32),
 ) -> Result<(), Box<dyn std::error::Error>> {
@@ -116,7 +116,7 @@ fn count(
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let core = Core::new(CoreConfig::default());
+    let core = PerfCore::new(PerfCoreConfig::default());
     match real_vm() {
         Ok(mut vm) => {
             core.register(Arc::clone(&vm.pmu) as Arc<dyn Pmu>);

@@ -26,12 +26,12 @@ fn show(what: &str, handle: &Handle) -> Result<(), ControlError> {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let core = Core::new(CoreConfig {
-        clock: Arc::new(OwnTime),
-        ..CoreConfig::default()
+    let core = PerfCore::new(PerfCoreConfig {
+        clock: Arc::new(ThreadTimeClock),
+        ..PerfCoreConfig::default()
     });
     // A single counter, so that two events must share it.
-    core.register(Arc::new(FewCounters {
+    core.register(Arc::new(LimitedPmu {
         host: HostPmu::software(None),
         slots: 1,
     }));

@@ -5,7 +5,7 @@
 //! (CPUID.01H:EAX), so the number is decoded by the signature in the guest's CPUID.
 
 use crate::events::{ArchEvent, EventRequest, EventSelect, EventSelection, GuestEvent, UnitMask};
-use crate::names::Vendor;
+use crate::model_name::Vendor;
 
 /// BR_INST_RETIRED: event select of retired branches on Intel processors.
 const BR_INST_RETIRED: EventSelect = EventSelect(0xC4);

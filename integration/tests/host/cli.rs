@@ -7,8 +7,8 @@ use std::path::Path;
 use integration::artefacts;
 use integration::limit::Limit;
 use integration::measure::skipped;
-use integration::place::{KvmKind, probe_kvm};
 use integration::process::{Command, Output, Process};
+use integration::test_host::{KvmKind, probe_kvm};
 
 use crate::refusal::check_refusal;
 
@@ -72,7 +72,7 @@ fn cli_mistakes_are_reported_with_remedy() {
     // perf has no event table for it; without perf, the message says so.
     refused(
         &["list", "vendor", "--cpuid", "Nobodys-1-2-3"],
-        &["vendor's events by name are not known"],
+        &["names of the vendor's events are unavailable"],
     );
     for command in ["report", "annotate", "script"] {
         refused(&[command, "-i", "/no/such/file"], &["/no/such/file"]);
@@ -86,7 +86,7 @@ fn cli_mistakes_are_reported_with_remedy() {
 fn kvm_vpmu_is_rejected_if_missing_or_incompatible() {
     refused(
         &["run", "--backing", "kvm", "--rdpmc", "hwbp"],
-        &["--rdpmc hwbp", "KVM answers"],
+        &["--rdpmc hwbp", "KVM handles RDPMC"],
     );
     refused(
         &["run", "--backing", "kvm", "--pmi-limit", "9"],

@@ -28,7 +28,7 @@ impl SampleRegs for UserModeRegs {
 
 /// This thread as a vCPU with one guest event, and untouched memory.
 struct HostFixture {
-    _core: Core,
+    _core: PerfCore,
     _session: Session,
     vcpu: Arc<VcpuContext>,
     event: Handle,
@@ -37,7 +37,7 @@ struct HostFixture {
 
 impl HostFixture {
     fn new(config: u64, period: u64) -> Self {
-        let core = Core::new(CoreConfig::default());
+        let core = PerfCore::new(PerfCoreConfig::default());
         core.register(Arc::new(HostPmu::software(Some(catch_signals()))));
         let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
         let session = core.session(0, Role::Guest);
@@ -111,7 +111,7 @@ fn must(holds: bool) {
 }
 
 #[test]
-fn the_calls_are_counted() {
+fn calls_are_counted() {
     let calls = steps::system_calls(
         || (),
         |_| {
@@ -126,7 +126,7 @@ fn the_calls_are_counted() {
 }
 
 #[test]
-fn an_overflow_with_the_same_period_makes_no_system_call() {
+fn overflow_with_the_same_period_makes_no_system_call() {
     let calls = steps::system_calls(
         || HostFixture::new(PAGE_FAULTS, 100),
         |scene| {
@@ -168,7 +168,7 @@ fn rearmed_clock_reads_once_and_sets_period_once() {
 }
 
 #[test]
-fn a_read_makes_one_system_call() {
+fn read_makes_one_system_call() {
     let calls = steps::system_calls(
         || HostFixture::new(PAGE_FAULTS, 100),
         |scene| must(scene.event.read().is_ok_and(|r| r.value > 0)),

@@ -5,20 +5,20 @@ use std::sync::Arc;
 use perf_core::*;
 use proptest::prelude::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 /// Creates two vCPUs on host thread 7. The driver counts threads, so vCPU 0's driver events count
 /// whatever the thread runs while they are on.
-fn pair(m: &Machine) -> [Arc<VcpuContext>; 2] {
+fn pair(m: &TestCore) -> [Arc<VcpuContext>; 2] {
     [0, 1].map(|n| m.core.add_vcpu(VcpuId(n), 7).unwrap())
 }
 
-fn starts(m: &Machine) -> u64 {
+fn starts(m: &TestCore) -> u64 {
     m.hw.starts()
 }
 
 /// Runs the thread for `n` units of work, on either vCPU.
-fn thread_works(m: &Machine, n: u64) {
+fn thread_works(m: &TestCore, n: u64) {
     m.clock.advance(n);
     m.hw.work(0, n);
     m.hw.work(1, n);
@@ -26,7 +26,7 @@ fn thread_works(m: &Machine, n: u64) {
 
 #[test]
 fn equivalent_contexts_are_exchanged_without_touching_the_pmu() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let e = m.open(
         Attr {
             inherit: true,
@@ -52,8 +52,8 @@ fn equivalent_contexts_are_exchanged_without_touching_the_pmu() {
 /// The switch is counted while the events are still on: events that then wait for a slot do not
 /// count it.
 #[test]
-fn the_context_switch_is_raised_before_the_vcpu_goes_out() {
-    let m = Machine::new(1);
+fn context_switch_is_raised_before_the_vcpu_goes_out() {
+    let m = TestCore::new(1);
     let [a, b] = pair(&m);
     let switches = Attr::counting(EventType::VMM, SoftwareEventId::ContextSwitches as u64);
     let _holds_the_slot = m.open_vcpu(Attr { pinned: true, ..hw() }, None);
@@ -75,8 +75,8 @@ fn the_context_switch_is_raised_before_the_vcpu_goes_out() {
 
 /// A guest reset may change the state of one of two clones, so it ends the clone relation.
 #[test]
-fn a_reset_ends_the_clone_relation() {
-    let m = Machine::new(4);
+fn reset_ends_the_clone_relation() {
+    let m = TestCore::new(4);
     let _e = m.open(
         Attr {
             inherit: true,
@@ -95,7 +95,7 @@ fn a_reset_ends_the_clone_relation() {
 
 #[test]
 fn p19_pinned_and_uncloned_contexts_are_not_exchanged() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let _e = m.open(
         Attr {
             inherit: true,
@@ -140,7 +140,7 @@ proptest! {
     #[test]
     fn p18_exchanges_keep_sums_and_per_vcpu_values(steps in prop::collection::vec((any::<bool>(), 1u64..100), 1..30)) {
         use perf_core::record::{RecordFormat, Record};
-        let m = Machine::new(4);
+        let m = TestCore::new(4);
         let attr = Attr {
             inherit: true,
             inherit_stat: true,
@@ -182,7 +182,7 @@ proptest! {
 /// was at the time.
 #[test]
 fn exchanges_keep_estimates() {
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let attr = Attr {
         inherit: true,
         inherit_stat: true,

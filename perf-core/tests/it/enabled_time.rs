@@ -4,7 +4,7 @@
 use perf_core::*;
 use proptest::prelude::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 #[derive(Clone, Debug)]
 enum Step {
@@ -54,7 +54,7 @@ fn leader_enabled(events: &[Model], group: u64) -> bool {
 proptest! {
     #[test]
     fn time_enabled_matches_model(slots in 1..4usize, steps in prop::collection::vec(step(), 1..80)) {
-        let m = Machine::new(slots);
+        let m = TestCore::new(slots);
         let v = m.vcpu(0);
         let (mut inside, mut events, mut groups) = (true, Vec::<Model>::new(), 0u64);
         for step in steps {

@@ -4,7 +4,7 @@ use perf_core::attr::EventType;
 use perf_core::*;
 use proptest::prelude::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 fn wide() -> Attr {
     Attr {
@@ -14,8 +14,8 @@ fn wide() -> Attr {
 }
 
 #[test]
-fn a_vm_wide_event_covers_vcpus_present_and_to_come() {
-    let m = Machine::new(4);
+fn vm_wide_event_covers_later_vcpus() {
+    let m = TestCore::new(4);
     let _v0 = m.vcpu(0);
     let e = m.open(wide(), OpenTarget::Vm, None);
     m.run(0, 5);
@@ -37,7 +37,7 @@ fn a_vm_wide_event_covers_vcpus_present_and_to_come() {
 
 #[test]
 fn without_inherit_it_covers_those_present_only() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let _v0 = m.vcpu(0);
     let e = m.open(hw(), OpenTarget::Vm, None);
     let _v1 = m.vcpu(1);
@@ -48,7 +48,7 @@ fn without_inherit_it_covers_those_present_only() {
 
 #[test]
 fn p15_times_are_summed_over_live_and_exited_children() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let _v0 = m.vcpu(0);
     let v1 = m.vcpu(1);
     let e = m.open(wide(), OpenTarget::Vm, None);
@@ -65,7 +65,7 @@ fn p15_times_are_summed_over_live_and_exited_children() {
 
 #[test]
 fn child_inherits_current_parent_state() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let e = m.open(
         Attr {
             disabled: true,
@@ -91,7 +91,7 @@ fn child_inherits_current_parent_state() {
 
 #[test]
 fn groups_are_inherited_whole_and_read_as_sums() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v0 = m.vcpu(0);
     let format = ReadFormat::GROUP | ReadFormat::ID;
     let leader = m.open(
@@ -131,7 +131,7 @@ fn groups_are_inherited_whole_and_read_as_sums() {
 /// does, regardless of its own flag.
 #[test]
 fn members_of_an_inherited_group_open_before_there_are_vcpus() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let leader = m.open(wide(), OpenTarget::Vm, None);
     let member = m.open(hw(), OpenTarget::Vm, Some(&leader));
     let _v = m.vcpu(0);
@@ -148,7 +148,7 @@ fn members_of_an_inherited_group_open_before_there_are_vcpus() {
 
 #[test]
 fn p16_p17_families_are_flat_and_empty_after_the_last_exit() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let e = m.open(wide(), OpenTarget::Vm, None);
     for n in 0..4 {
         m.vcpu(n);
@@ -165,8 +165,8 @@ fn p16_p17_families_are_flat_and_empty_after_the_last_exit() {
 }
 
 #[test]
-fn a_failed_hot_add_leaves_nothing_behind() {
-    let m = Machine::new(4);
+fn failed_hot_add_leaves_nothing_behind() {
+    let m = TestCore::new(4);
     let ok = m.open(wide(), OpenTarget::Vm, None);
     // The event does not exist, but without a vCPU this is not detected.
     let _bad = m.open(Attr { config: 0, ..wide() }, OpenTarget::Vm, None);
@@ -178,7 +178,7 @@ fn a_failed_hot_add_leaves_nothing_behind() {
 
 #[test]
 fn p41_a_handle_outlives_its_vcpu_and_keeps_the_last_value() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let e = m.open_vcpu(hw(), None);
     m.run(0, 12);
@@ -203,7 +203,7 @@ fn p41_a_handle_outlives_its_vcpu_and_keeps_the_last_value() {
 
 #[test]
 fn p40_a_package_count_is_returned_unmodified_and_never_multiplied() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     for n in 0..3 {
         m.vcpu(n);
     }
@@ -245,7 +245,7 @@ fn p40_a_package_count_is_returned_unmodified_and_never_multiplied() {
 
 #[test]
 fn closing_session_closes_only_its_events() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let mine = m.open_vcpu(hw(), None);
     let other = m.core.session(0, Role::Admin);
@@ -271,7 +271,7 @@ proptest! {
     /// counted twice.
     #[test]
     fn p14_the_parent_is_the_sum_of_all_work(ops in prop::collection::vec((0u8..6, 0u32..4, 1u64..100), 1..80)) {
-        let m = Machine::new(2);
+        let m = TestCore::new(2);
         let e = m.open(wide(), OpenTarget::Vm, None);
         let mut there = [false; 4];
         let (mut work, mut last) = (0, Reading::default());
@@ -299,7 +299,7 @@ proptest! {
 #[test]
 fn p14_concurrent_readers_see_a_monotonic_sum() {
     use std::sync::atomic::{AtomicBool, Ordering};
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let e = m.open(wide(), OpenTarget::Vm, None);
     let done = AtomicBool::new(false);
     std::thread::scope(|s| {
@@ -337,7 +337,7 @@ fn p14_concurrent_readers_see_a_monotonic_sum() {
 
 #[test]
 fn software_events_of_the_vmm_are_inherited_too() {
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let v0 = m.vcpu(0);
     let e = m.open(
         Attr {
@@ -359,7 +359,7 @@ fn software_events_of_the_vmm_are_inherited_too() {
 /// removed.
 #[test]
 fn per_vcpu_counts_add_up_to_total() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let _v0 = m.vcpu(0);
     let e = m.open(wide(), OpenTarget::Vm, None);
     let parts = |e: &Handle| -> Vec<(u32, u64)> {
@@ -393,7 +393,7 @@ fn per_vcpu_counts_add_up_to_total() {
 /// The sum would be too low without the vCPU on which the event never ran.
 #[test]
 fn family_waiting_on_one_vcpu_has_no_estimate() {
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let (_v0, _v1) = (m.vcpu(0), m.vcpu(1));
     let pinned = Attr { pinned: true, ..hw() };
     let rival = m.open(pinned, OpenTarget::Vcpu(VcpuId(1)), None);
@@ -415,7 +415,7 @@ fn family_waiting_on_one_vcpu_has_no_estimate() {
 /// A pinned family without a slot on one vCPU is in the error state, although it counts on another.
 #[test]
 fn family_is_in_error_if_a_child_is() {
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let (_v0, _v1) = (m.vcpu(0), m.vcpu(1));
     let pinned = |inherit| Attr {
         pinned: true,
@@ -449,13 +449,13 @@ fn family_is_in_error_if_a_child_is() {
 /// multiplexing is off.
 #[test]
 fn hot_add_applies_open_checks() {
-    let errno = |m: &Machine, leader: Option<&Handle>| {
+    let errno = |m: &TestCore, leader: Option<&Handle>| {
         m.core
             .open(&m.admin, wide(), OpenTarget::Vm, leader, OpenFlags::default())
             .map_err(|e| e.errno())
     };
     // No vCPU exists yet.
-    let m = Machine::new(2);
+    let m = TestCore::new(2);
     let leader = errno(&m, None).unwrap();
     let _second = errno(&m, Some(&leader)).unwrap();
     assert_eq!(
@@ -466,13 +466,13 @@ fn hot_add_applies_open_checks() {
     let _alone = errno(&m, None).unwrap();
     assert_eq!(m.vcpu(0).stats().events, 3);
 
-    let m = Machine::with(2, |c| c.share = SharePolicy::Strict);
+    let m = TestCore::with(2, |c| c.share = SharePolicy::Strict);
     let _both = [errno(&m, None).unwrap(), errno(&m, None).unwrap()];
     assert_eq!(errno(&m, None).unwrap_err(), libc::EBUSY);
     assert_eq!(m.vcpu(0).stats().active, 2);
 
     // Opened while multiplexing was on.
-    let m = Machine::new(2);
+    let m = TestCore::new(2);
     let mut events: Vec<_> = (0..3).map(|_| errno(&m, None).unwrap()).collect();
     m.core.set_share(SharePolicy::Strict);
     let error = m.core.add_vcpu(VcpuId(0), 1).unwrap_err();
@@ -486,7 +486,7 @@ fn hot_add_applies_open_checks() {
 /// the first.
 #[test]
 fn failed_fan_out_leaves_no_event() {
-    let m = Machine::with(1, |c| c.share = SharePolicy::Strict);
+    let m = TestCore::with(1, |c| c.share = SharePolicy::Strict);
     let (v0, v1) = (m.vcpu(0), m.vcpu(1));
     let own = m.open(hw(), OpenTarget::Vcpu(VcpuId(1)), None);
     let before = (v0.stats(), v1.stats(), m.core.vm_stats(), m.hw.starts());

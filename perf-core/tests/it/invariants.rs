@@ -5,7 +5,7 @@ use perf_core::ring::RingReader;
 use perf_core::*;
 use proptest::prelude::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 fn sampling(period: u64) -> Attr {
     Attr {
@@ -28,7 +28,7 @@ proptest! {
     /// UNTHROTTLE records alternate.
     #[test]
     fn p26_overflows_per_tick_are_limited(rate in 10u64..400, period in 1u64..20, steps in prop::collection::vec((1u64..40, any::<bool>()), 1..120)) {
-        let m = Machine::with(1, |c| { c.sample_rate_hz = rate; c.tick_hz = 10; });
+        let m = TestCore::with(1, |c| { c.sample_rate_hz = rate; c.tick_hz = 10; });
         let v = m.vcpu(0);
         let e = m.core.open(&m.admin, sampling(period), OpenTarget::Vcpu(VcpuId(0)), None, cookie(1)).unwrap();
         let ring = e.map(16, true).unwrap();
@@ -36,7 +36,7 @@ proptest! {
         for (n, tick) in steps {
             m.run(0, n);
             work += n;
-            v.service_overflows(&mut NoRegs, &mut |_| in_tick += 1);
+            v.service_overflows(&mut UnavailableRegs, &mut |_| in_tick += 1);
             prop_assert!(in_tick <= rate / 10 + 1, "{in_tick}");
             if tick {
                 m.core.tick();
@@ -60,7 +60,7 @@ proptest! {
     /// off with HUP.
     #[test]
     fn p27_event_limit_is_exact(allowed in prop::collection::vec(1u32..6, 1..4), period in 1u64..10) {
-        let m = Machine::new(1);
+        let m = TestCore::new(1);
         let v = m.vcpu(0);
         let attr = Attr { disabled: true, ..sampling(period) };
         let e = m.core.open(&m.admin, attr, OpenTarget::Vcpu(VcpuId(0)), None, cookie(1)).unwrap();
@@ -71,7 +71,7 @@ proptest! {
         let mut seen = 0;
         for _ in 0..=total {
             m.run(0, period * 2);
-            v.service_overflows(&mut NoRegs, &mut |o| seen += o.times);
+            v.service_overflows(&mut UnavailableRegs, &mut |o| seen += o.times);
         }
         prop_assert_eq!(seen, total);
         prop_assert_eq!(e.state(), EventState::Off);
@@ -82,7 +82,7 @@ proptest! {
     /// is zero at the end.
     #[test]
     fn p35_charged_memory_equals_mapped_memory(ops in prop::collection::vec((0usize..3, 0u8..4, 0usize..6), 1..60)) {
-        let m = Machine::with(1, |c| { c.mlock_kb = 32; c.host_cpus = 1; c.memlock_kb = 0; });
+        let m = TestCore::with(1, |c| { c.mlock_kb = 32; c.host_cpus = 1; c.memlock_kb = 0; });
         let _v = m.vcpu(0);
         let user = m.core.session(0, Role::Operator);
         let open = || m.core.open(&user, soft(), OpenTarget::Vcpu(VcpuId(0)), None, OpenFlags::default()).unwrap();
@@ -114,7 +114,7 @@ proptest! {
     /// are written to the ring that the model predicts.
     #[test]
     fn p36_redirections_form_no_chains(ops in prop::collection::vec((0u8..4, 0usize..4, 0usize..4), 1..40)) {
-        let m = Machine::new(8);
+        let m = TestCore::new(8);
         let v = m.vcpu(0);
         let events: Vec<_> = (0..4).map(|_| m.open_vcpu(sampling(10), None)).collect();
         let mut target: [Option<usize>; 4] = [None; 4];
@@ -141,7 +141,7 @@ proptest! {
             }
             let mut before: Vec<_> = rings.iter().map(|r| r.as_ref().map(|r| r.published())).collect();
             m.run(0, 10);
-            v.service_overflows(&mut NoRegs, &mut |_| {});
+            v.service_overflows(&mut UnavailableRegs, &mut |_| {});
             for i in 0..4 {
                 if let Some(at) = &mut before[target[i].unwrap_or(i)] {
                     *at += 16;
@@ -155,7 +155,7 @@ proptest! {
     /// P40: a package count always equals the driver's value.
     #[test]
     fn p40_package_count_equals_driver_count(ops in prop::collection::vec((0u8..6, 0u32..3, 0u64..1000), 1..40)) {
-        let m = Machine::new(2);
+        let m = TestCore::new(2);
         let e = m.open(Attr { config: PACKAGE, inherit: true, ..hw() }, OpenTarget::Vm, None);
         let mut there = [false; 3];
         for (op, n, value) in ops {
@@ -175,7 +175,7 @@ proptest! {
     /// P41: the handles of a removed vCPU keep their last values permanently.
     #[test]
     fn p41_handles_keep_their_last_value(n in 1usize..6, work in 1u64..100, ops in prop::collection::vec((0u8..4, any::<prop::sample::Index>()), 0..20)) {
-        let m = Machine::new(2);
+        let m = TestCore::new(2);
         let v = m.vcpu(0);
         let events: Vec<_> = (0..n).map(|i| m.open_vcpu(if i % 2 == 0 { hw() } else { soft() }, None)).collect();
         m.run(0, work);
@@ -191,7 +191,7 @@ proptest! {
                 0 => e.enable(ControlScope::Group).unwrap(),
                 1 => e.disable(ControlScope::Event).unwrap(),
                 2 => { v.sched_in(); v.tick(); }
-                _ => { m.run(0, 10); v.service_overflows(&mut NoRegs, &mut |_| {}); }
+                _ => { m.run(0, 10); v.service_overflows(&mut UnavailableRegs, &mut |_| {}); }
             }
             prop_assert_eq!(events.iter().map(count).collect::<Vec<_>>(), last.clone());
         }

@@ -8,7 +8,7 @@ use perf_core::ring::{Ring, RingReader};
 use perf_core::*;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 struct Regs;
 
@@ -76,14 +76,14 @@ fn sampling(period: u64) -> Attr {
     }
 }
 
-fn overflow(m: &Machine, v: &VcpuContext, n: u64) {
+fn overflow(m: &TestCore, v: &VcpuContext, n: u64) {
     m.run(v.id().0, n);
     v.service_overflows(&mut Regs, &mut |_| {});
 }
 
 #[test]
-fn a_sample_holds_what_was_asked_for() {
-    let m = Machine::with(4, |c| c.pid = 77);
+fn sample_contains_the_requested_fields() {
+    let m = TestCore::with(4, |c| c.pid = 77);
     let v = m.vcpu(3);
     let attr = Attr {
         sample_type: SampleType::all(),
@@ -108,8 +108,8 @@ fn a_sample_holds_what_was_asked_for() {
 }
 
 #[test]
-fn the_throttle_record_precedes_its_sample_and_alternates() {
-    let m = Machine::with(4, |c| {
+fn throttle_record_precedes_its_sample_and_alternates() {
+    let m = TestCore::with(4, |c| {
         c.sample_rate_hz = 20;
         c.tick_hz = 10;
     });
@@ -135,8 +135,8 @@ fn the_throttle_record_precedes_its_sample_and_alternates() {
 /// throttling, so the event is throttled: if enabled again in the same tick, it waits for the next
 /// tick.
 #[test]
-fn an_event_that_its_limit_ends_while_it_is_throttled_stays_throttled_until_the_tick() {
-    let m = Machine::with(4, |c| {
+fn event_that_its_limit_ends_while_it_is_throttled_stays_throttled_until_the_tick() {
+    let m = TestCore::with(4, |c| {
         c.sample_rate_hz = 20;
         c.tick_hz = 10;
     });
@@ -175,7 +175,7 @@ fn an_event_that_its_limit_ends_while_it_is_throttled_stays_throttled_until_the_
 
 #[test]
 fn children_write_to_their_parents_ring() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v0 = m.vcpu(0);
     let attr = Attr {
         inherit: true,
@@ -207,7 +207,7 @@ fn children_write_to_their_parents_ring() {
 
 #[test]
 fn p39_exit_comes_after_the_last_sample_and_reads_follow_it() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let attr = Attr {
         inherit: true,
         inherit_stat: true,
@@ -249,7 +249,7 @@ fn p39_exit_comes_after_the_last_sample_and_reads_follow_it() {
 /// record, and not sampled after it. Its counts remain.
 #[test]
 fn p39_an_overflow_not_served_when_a_vcpu_is_removed_is_lost() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let attr = Attr {
         task: true,
@@ -269,7 +269,7 @@ fn p39_an_overflow_not_served_when_a_vcpu_is_removed_is_lost() {
 
 #[test]
 fn p36_redirections_form_no_chains_and_can_be_undone() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let target = m.open_vcpu(sampling(1000), None);
     let source = m.open_vcpu(sampling(5), None);
@@ -338,7 +338,7 @@ fn p36_redirections_form_no_chains_and_can_be_undone() {
 /// its own.
 #[test]
 fn p36_event_keeps_writing_to_ring_of_closed_event() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let target = m.open_vcpu(sampling(1000), None);
     let ring = target.map(1, true).unwrap();
@@ -385,7 +385,7 @@ fn p36_event_keeps_writing_to_ring_of_closed_event() {
 
 #[test]
 fn p35_ring_memory_is_charged_and_refunded_exactly() {
-    let m = Machine::with(4, |c| {
+    let m = TestCore::with(4, |c| {
         c.mlock_kb = 16;
         c.host_cpus = 2;
         c.memlock_kb = 4;
@@ -438,7 +438,7 @@ fn p35_ring_memory_is_charged_and_refunded_exactly() {
 /// process, by a client's copy of the file descriptor, or by a mapping that outlives it.
 #[test]
 fn ring_memory_is_charged_until_last_user_releases_it() {
-    let m = Machine::with(4, |c| {
+    let m = TestCore::with(4, |c| {
         c.mlock_kb = 32;
         c.host_cpus = 1;
         c.memlock_kb = 0;
@@ -480,8 +480,8 @@ fn ring_memory_is_charged_until_last_user_releases_it() {
 }
 
 #[test]
-fn a_ring_of_the_control_page_alone_shows_count_and_times() {
-    let m = Machine::new(4);
+fn ring_of_the_control_page_alone_shows_count_and_times() {
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let e = m.open_vcpu(hw(), None);
     let ring = e.map(0, true).unwrap();
@@ -506,7 +506,7 @@ fn a_ring_of_the_control_page_alone_shows_count_and_times() {
 
 #[test]
 fn poll_reports_hup_without_ring_and_in_with_samples() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let attr = Attr {
         wakeup: attr::Wakeup::Events(2),
@@ -534,7 +534,7 @@ fn is_readable(fd: &OwnedFd) -> bool {
 /// stays valid after the event and the ring are closed.
 #[test]
 fn poll_descriptor_belongs_to_caller() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let attr = Attr {
         wakeup: attr::Wakeup::Events(1),
@@ -563,7 +563,7 @@ fn poll_descriptor_belongs_to_caller() {
 /// may follow.
 #[test]
 fn event_at_limit_hangs_up_only_its_own_ring() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let limited = Attr {
         disabled: true,
@@ -590,7 +590,7 @@ fn event_at_limit_hangs_up_only_its_own_ring() {
 #[test]
 fn paused_ring_reports_lost_records() {
     for writable in [true, false] {
-        let m = Machine::new(4);
+        let m = TestCore::new(4);
         let v = m.vcpu(0);
         let attr = Attr {
             sample_type: SampleType::PERIOD,
@@ -602,7 +602,7 @@ fn paused_ring_reports_lost_records() {
         let overflow = |times: u32| {
             for _ in 0..times {
                 m.run(0, 10);
-                v.service_overflows(&mut NoRegs, &mut |_| {});
+                v.service_overflows(&mut UnavailableRegs, &mut |_| {});
             }
         };
         overflow(1);
@@ -623,7 +623,7 @@ fn paused_ring_reports_lost_records() {
 /// Registers with only the mandatory values yield samples with empty fields.
 #[test]
 fn unknown_registers_yield_empty_fields() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let attr = Attr {
         sample_type: SampleType::ADDR | SampleType::CALLCHAIN | SampleType::RAW,
@@ -632,7 +632,7 @@ fn unknown_registers_yield_empty_fields() {
     let event = m.open_vcpu(attr.clone(), None);
     let mut reader = perf_core::ring::RingReader::of(event.map(1, true).unwrap());
     m.run(0, 10);
-    v.service_overflows(&mut NoRegs, &mut |_| {});
+    v.service_overflows(&mut UnavailableRegs, &mut |_| {});
     let format = perf_core::record::RecordFormat::from(&attr);
     let raw = reader.next_record().unwrap().expect("a sample");
     let perf_core::record::Record::Sample(sample) = perf_core::record::Record::decode(raw, format).unwrap()
@@ -668,7 +668,7 @@ fn p36_every_lost_record_is_reported_under_redirection() {
     let (mut lost_at_all, mut to_closed) = (0, 0);
     for seed in 0..200 {
         let mut random = fastrand::Rng::with_seed(seed);
-        let m = Machine::with(64, |c| c.sample_rate_hz = u64::from(u32::MAX));
+        let m = TestCore::with(64, |c| c.sample_rate_hz = u64::from(u32::MAX));
         let v = m.vcpu(0);
         let mut events: Vec<TracedEvent> = Vec::new();
         // The ring, its reader, and the number of records due: written but unread, or lost but

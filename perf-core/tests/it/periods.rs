@@ -6,7 +6,7 @@ use perf_core::ring::{Ring, RingReader};
 use perf_core::*;
 use proptest::prelude::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 const NO_PERIODS: [u64; 0] = [];
 
@@ -32,13 +32,13 @@ fn raised(period: u64) -> Attr {
     }
 }
 
-fn run(m: &Machine, v: &VcpuContext, n: u64) {
+fn run(m: &TestCore, v: &VcpuContext, n: u64) {
     m.run(v.id().0, n);
-    v.service_overflows(&mut NoRegs, &mut |_| {});
+    v.service_overflows(&mut UnavailableRegs, &mut |_| {});
 }
 
 fn raise(v: &VcpuContext, n: u64) {
-    v.software_event(SoftwareEventId::Exits, n, Some(&mut NoRegs), &mut |_| {});
+    v.software_event(SoftwareEventId::Exits, n, Some(&mut UnavailableRegs), &mut |_| {});
 }
 
 /// Returns the vCPU and the period of each unread sample.
@@ -63,8 +63,8 @@ fn periods(ring: &Ring) -> Vec<u64> {
 }
 
 #[test]
-fn a_new_period_begins_at_once_and_its_sample_stands_for_the_rest_of_the_old_one() {
-    let m = Machine::new(4);
+fn new_period_begins_at_once_and_its_sample_stands_for_the_rest_of_the_old_one() {
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let e = m.open_vcpu(sampling(1000), None);
     let ring = e.map(8, true).unwrap();
@@ -85,14 +85,14 @@ fn a_new_period_begins_at_once_and_its_sample_stands_for_the_rest_of_the_old_one
 }
 
 #[test]
-fn an_overflow_that_passed_before_the_change_keeps_its_own_period() {
-    let m = Machine::new(4);
+fn overflow_that_passed_before_the_change_keeps_its_own_period() {
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let e = m.open_vcpu(sampling(100), None);
     let ring = e.map(8, true).unwrap();
     m.run(0, 250); // passed twice, not served yet
     e.set_period(10).unwrap();
-    assert_eq!(v.service_overflows(&mut NoRegs, &mut |_| {}), 1);
+    assert_eq!(v.service_overflows(&mut UnavailableRegs, &mut |_| {}), 1);
     assert_eq!(periods(&ring), [200]);
     run(&m, &v, 10);
     assert_eq!(periods(&ring), [60]);
@@ -100,7 +100,7 @@ fn an_overflow_that_passed_before_the_change_keeps_its_own_period() {
 
 #[test]
 fn changed_while_off_the_period_begins_when_it_is_on_again() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let e = m.open_vcpu(sampling(100), None);
     let ring = e.map(8, true).unwrap();
@@ -125,9 +125,9 @@ fn changed_while_off_the_period_begins_when_it_is_on_again() {
 }
 
 #[test]
-fn a_change_does_not_lift_a_throttle_and_the_next_sample_stands_for_what_it_hid() {
+fn period_change_keeps_throttle_and_next_sample_covers_hidden_counts() {
     // 10 overflows per tick are allowed, the eleventh throttles.
-    let m = Machine::with(4, |c| {
+    let m = TestCore::with(4, |c| {
         c.sample_rate_hz = 100;
         c.tick_hz = 10;
     });
@@ -152,8 +152,8 @@ fn a_change_does_not_lift_a_throttle_and_the_next_sample_stands_for_what_it_hid(
 }
 
 #[test]
-fn a_vm_wide_event_changes_its_period_on_every_vcpu_and_on_those_to_come() {
-    let m = Machine::new(4);
+fn vm_wide_period_change_reaches_later_vcpus() {
+    let m = TestCore::new(4);
     let (v0, v1) = (m.vcpu(0), m.vcpu(1));
     let wide = Attr {
         inherit: true,
@@ -173,8 +173,8 @@ fn a_vm_wide_event_changes_its_period_on_every_vcpu_and_on_those_to_come() {
 }
 
 #[test]
-fn a_vcpu_added_later_samples_at_the_frequency_and_the_period_of_its_family() {
-    let m = Machine::with(4, |c| c.tick_hz = 1000);
+fn vcpu_added_later_samples_at_the_frequency_and_the_period_of_its_family() {
+    let m = TestCore::with(4, |c| c.tick_hz = 1000);
     let wide = Attr {
         inherit: true,
         ..by_frequency(1000)
@@ -203,7 +203,7 @@ fn a_vcpu_added_later_samples_at_the_frequency_and_the_period_of_its_family() {
 
 #[test]
 fn by_frequency_each_sample_has_the_period_of_its_own_interval() {
-    let m = Machine::with(4, |c| c.tick_hz = 1000);
+    let m = TestCore::with(4, |c| c.tick_hz = 1000);
     let v = m.vcpu(0);
     let e = m.open_vcpu(by_frequency(10_000), None);
     let ring = e.map(64, true).unwrap();
@@ -232,7 +232,7 @@ fn by_frequency_each_sample_has_the_period_of_its_own_interval() {
 
 #[test]
 fn counts_without_registers_are_included_in_next_sample() {
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let v = m.vcpu(0);
     let e = m.open_vcpu(raised(10), None);
     let ring = e.map(8, true).unwrap();
@@ -252,10 +252,10 @@ fn counts_without_registers_are_included_in_next_sample() {
 }
 
 #[test]
-fn a_bursts_samples_are_written_together_in_their_places_before_a_throttle_and_an_end() {
+fn bursts_samples_are_written_together_in_their_places_before_a_throttle_and_an_end() {
     // 400 overflows per second, 10 ticks per second: 40 per tick are allowed, the next one
     // throttles.
-    let m = Machine::with(1, |c| {
+    let m = TestCore::with(1, |c| {
         c.sample_rate_hz = 400;
         c.tick_hz = 10;
     });
@@ -319,14 +319,14 @@ proptest! {
     /// For any operations on an event, the periods of its samples add up to its count: with a
     /// period or a frequency, driver or raised events, throttled or not.
     #[test]
-    fn the_periods_of_samples_add_up_to_the_count(
+    fn periods_of_samples_add_up_to_the_count(
         period in 10u64..200,
         freq: bool,
         software: bool,
         sample_rate in prop_oneof![Just(100u64), Just(100_000)],
         steps in prop::collection::vec(step(), 1..80),
     ) {
-        let m = Machine::with(1, |c| {
+        let m = TestCore::with(1, |c| {
             c.sample_rate_hz = sample_rate;
             c.tick_hz = 10;
         });
@@ -338,7 +338,7 @@ proptest! {
         let e = m.open_vcpu(attr, None);
         let ring = e.map(64, true).unwrap();
         let mut stood_for = 0;
-        let serve = || { v.service_overflows(&mut NoRegs, &mut |_| {}); };
+        let serve = || { v.service_overflows(&mut UnavailableRegs, &mut |_| {}); };
         let work = |n| if software { m.clock.advance(n); raise(&v, n) } else { m.run(0, n) };
         for s in steps {
             match s {

@@ -7,7 +7,7 @@ use perf_core::ring::{Ring, RingReader};
 use perf_core::*;
 use proptest::prelude::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 fn wide() -> Attr {
     Attr {
@@ -90,10 +90,10 @@ fn records(ring: &Ring) -> Vec<(&'static str, u32)> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// P8: each of several equal groups is on for its exact share of turns.
+    /// P8: each of several equal groups is on for its exact share of intervals.
     #[test]
     fn p8_each_of_equal_groups_has_its_share(slots in 1usize..6, n in 1usize..12, rounds in 20u64..60, turn in 1u64..10_000) {
-        let m = Machine::new(slots);
+        let m = TestCore::new(slots);
         let _v = m.vcpu(0);
         let events: Vec<_> = (0..n).map(|_| m.open_vcpu(hw(), None)).collect();
         let ticks = rounds * n as u64;
@@ -110,11 +110,11 @@ proptest! {
         }
     }
 
-    /// P10: after as many turns as there are groups, the same groups are on.
+    /// P10: after as many intervals as there are groups, the same groups are on.
     #[test]
     fn p10_full_rotation_restores_active_groups(slots in 1usize..6, more in 1usize..8, start in 0usize..20) {
         let n = slots + more;
-        let m = Machine::new(slots);
+        let m = TestCore::new(slots);
         let _v = m.vcpu(0);
         let events: Vec<_> = (0..n).map(|_| m.open_vcpu(hw(), None)).collect();
         let turns = |n| (0..n).for_each(|_| { m.run(0, 1); m.core.tick() });
@@ -129,7 +129,7 @@ proptest! {
     /// P12: a leader stops its running siblings and restarts exactly those that are not off.
     #[test]
     fn p12_leader_restarts_enabled_siblings(members in prop::collection::vec((any::<bool>(), any::<bool>()), 0..6), pinned: bool, inside: bool) {
-        let m = Machine::new(8);
+        let m = TestCore::new(8);
         let v = m.vcpu(0);
         let leader = m.open_vcpu(Attr { pinned, ..hw() }, None);
         let open = |&(software, disabled): &(bool, bool)| {
@@ -155,7 +155,7 @@ proptest! {
     /// and continue.
     #[test]
     fn p13_siblings_of_closed_leader_run_alone(members in prop::collection::vec((any::<bool>(), any::<bool>()), 0..6), leader_off: bool, work in 1u64..100) {
-        let m = Machine::new(8);
+        let m = TestCore::new(8);
         let v = m.vcpu(0);
         let leader = m.open_vcpu(hw(), None);
         let open = |&(software, disabled): &(bool, bool)| {
@@ -187,7 +187,7 @@ proptest! {
     /// enabled while its vCPU is scheduled in.
     #[test]
     fn p15_times_are_those_of_all_children(ops in prop::collection::vec((0u8..7, 0u32..3, 1u64..100), 1..60)) {
-        let m = Machine::new(1);
+        let m = TestCore::new(1);
         let e = m.open(wide(), OpenTarget::Vm, None);
         // Alternates with the first on every vCPU; together they are always on.
         let rival = m.open(wide(), OpenTarget::Vm, None);
@@ -216,7 +216,7 @@ proptest! {
     /// hot-add leaves none.
     #[test]
     fn p16_p17_a_family_has_one_child_for_each_vcpu(ops in prop::collection::vec((0u8..5, 0u32..4), 1..60)) {
-        let m = Machine::new(4);
+        let m = TestCore::new(4);
         let e = m.open(wide(), OpenTarget::Vm, None);
         let (mut there, mut impossible) = ([false; 4], None);
         let mut work = 0;
@@ -249,7 +249,7 @@ proptest! {
     /// no event is started.
     #[test]
     fn p19_only_unpinned_clones_are_exchanged(ops in prop::collection::vec((0u8..12, 0usize..2), 1..40)) {
-        let m = Machine::new(4);
+        let m = TestCore::new(4);
         let e = m.open(wide(), OpenTarget::Vm, None);
         let vcpus = [0, 1].map(|n| m.core.add_vcpu(VcpuId(n), 7).unwrap());
         vcpus[0].sched_in();
@@ -284,7 +284,7 @@ proptest! {
     #[test]
     fn p24_only_events_nested_in_own_level_are_dropped(nest in prop::collection::vec(0usize..4, 1..7)) {
         const LEVELS: [RaiseLevel; 4] = [RaiseLevel::Thread, RaiseLevel::Deferred, RaiseLevel::Signal, RaiseLevel::Nmi];
-        let m = Machine::new(1);
+        let m = TestCore::new(1);
         let vcpus: Vec<_> = (0..nest.len() as u32).map(|n| m.vcpu(n)).collect();
         let events: Vec<_> = vcpus.iter().map(|v| {
             let attr = Attr { sample_type: SampleType::IP, ..exits(1) };
@@ -309,10 +309,10 @@ proptest! {
     /// P38: a context without running events or pending overflows claims no signal.
     #[test]
     fn p38_inactive_context_claims_no_signal(period in 1u64..20, ops in prop::collection::vec((0u8..6, 1u64..50), 1..60)) {
-        let m = Machine::new(2);
+        let m = TestCore::new(2);
         let v = m.vcpu(0);
         let events = [m.open_vcpu(sampling(EventType::SIM, 1, period), None), m.open_vcpu(sampling(SOFT, 1, period), None)];
-        let serve = || v.service_overflows(&mut NoRegs, &mut |_| {});
+        let serve = || v.service_overflows(&mut UnavailableRegs, &mut |_| {});
         for (op, n) in ops {
             match op {
                 0 => events[n as usize % 2].disable(ControlScope::Event).unwrap(),
@@ -335,7 +335,7 @@ proptest! {
     /// overflows and references to its context. READ records may follow.
     #[test]
     fn p39_no_sample_follows_an_exit(work in 0u64..30, served: bool, raised in 0u64..30, inherit_stat: bool) {
-        let m = Machine::new(4);
+        let m = TestCore::new(4);
         let v = m.vcpu(0);
         let marked = |attr| Attr { task: true, inherit_stat, ..attr };
         let own = [
@@ -349,18 +349,18 @@ proptest! {
         let rings: Vec<_> = own.iter().chain(&vm).map(|e| e.map(16, true).unwrap()).collect();
         let happen = || {
             m.run(0, work);
-            v.software_event(SoftwareEventId::Exits, raised, Some(&mut NoRegs), &mut |_| {});
+            v.software_event(SoftwareEventId::Exits, raised, Some(&mut UnavailableRegs), &mut |_| {});
         };
         happen();
         if served {
-            v.service_overflows(&mut NoRegs, &mut |_| {});
+            v.service_overflows(&mut UnavailableRegs, &mut |_| {});
         }
         let values = || own.iter().chain(&vm).map(|e| e.read().unwrap().value).collect::<Vec<_>>();
         m.core.remove_vcpu(VcpuId(0)).unwrap();
         let last = values();
         prop_assert_eq!(&last, &[work, raised, work, raised]);
         happen();
-        v.service_overflows(&mut NoRegs, &mut |_| {});
+        v.service_overflows(&mut UnavailableRegs, &mut |_| {});
         v.sched_in();
         v.sched_out();
         prop_assert_eq!(values(), last, "a vCPU that is gone counts nothing");
@@ -375,7 +375,7 @@ proptest! {
 /// The leader's flag decides: siblings with `inherit` are not inherited if their leader is not.
 #[test]
 fn group_without_inherit_on_leader_is_not_inherited() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let _v0 = m.vcpu(0);
     let leader = m.open(hw(), OpenTarget::Vm, None);
     let sibling = m.open(wide(), OpenTarget::Vm, Some(&leader));

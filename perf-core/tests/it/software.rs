@@ -5,19 +5,19 @@ use perf_core::ring::RingReader;
 use perf_core::*;
 use proptest::prelude::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 fn exits() -> Attr {
     Attr::counting(EventType::VMM, SoftwareEventId::Exits as u64)
 }
 
 fn raise(v: &VcpuContext, n: u64) {
-    v.software_event(SoftwareEventId::Exits, n, Some(&mut NoRegs), &mut |_| {});
+    v.software_event(SoftwareEventId::Exits, n, Some(&mut UnavailableRegs), &mut |_| {});
 }
 
 #[test]
 fn only_matching_events_count() {
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let v = m.vcpu(0);
     let all = m.open_vcpu(exits(), None);
     let user = m.open_vcpu(
@@ -52,8 +52,8 @@ fn only_matching_events_count() {
 }
 
 #[test]
-fn a_vcpu_that_is_out_still_counts_what_happens_to_it() {
-    let m = Machine::new(1);
+fn scheduled_out_vcpu_still_counts_its_software_events() {
+    let m = TestCore::new(1);
     let v = m.vcpu(0);
     let e = m.open_vcpu(
         Attr::counting(EventType::VMM, SoftwareEventId::Migrations as u64),
@@ -81,7 +81,7 @@ fn event_without_counter_is_not_dropped() {
             0
         }
     }
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let v = m.vcpu(0);
     let _exits = m.open_vcpu(exits(), None);
     let nested = |v| {
@@ -100,7 +100,7 @@ fn event_without_counter_is_not_dropped() {
 
 #[test]
 fn vm_context_counts_events_of_every_vcpu() {
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let e = m.open(exits(), OpenTarget::Vm, None);
     let (v0, v1) = (m.vcpu(0), m.vcpu(1));
     raise(&v0, 1);
@@ -110,7 +110,7 @@ fn vm_context_counts_events_of_every_vcpu() {
 
 #[test]
 fn vm_context_counts_before_vcpu_context() {
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let v = m.vcpu(0);
     let open = |target, cookie| {
         let attr = Attr {
@@ -126,15 +126,15 @@ fn vm_context_counts_before_vcpu_context() {
     let _vcpu = open(OpenTarget::Vcpu(VcpuId(0)), 2);
     let _vm = open(OpenTarget::Vm, 1);
     let mut seen = Vec::new();
-    v.software_event(SoftwareEventId::Exits, 1, Some(&mut NoRegs), &mut |o| {
+    v.software_event(SoftwareEventId::Exits, 1, Some(&mut UnavailableRegs), &mut |o| {
         seen.push(o.cookie)
     });
     assert_eq!(seen, [1, 2]);
 }
 
 #[test]
-fn an_unknown_event_is_refused() {
-    let m = Machine::new(1);
+fn unknown_event_is_refused() {
+    let m = TestCore::new(1);
     let _v = m.vcpu(0);
     for target in [OpenTarget::Vm, OpenTarget::Vcpu(VcpuId(0))] {
         let attr = Attr::counting(EventType::VMM, SoftwareEventId::ALL.len() as u64);
@@ -172,7 +172,7 @@ impl SampleRegs for NestedRaise<'_> {
 
 #[test]
 fn p24_an_event_inside_its_own_level_is_dropped_and_others_nest() {
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let v = m.vcpu(0);
     let sampled = m.open_vcpu(
         Attr {
@@ -207,8 +207,8 @@ fn p24_an_event_inside_its_own_level_is_dropped_and_others_nest() {
 }
 
 #[test]
-fn a_sink_may_raise_events_itself() {
-    let m = Machine::new(1);
+fn sink_may_raise_events_itself() {
+    let m = TestCore::new(1);
     let v = m.vcpu(0);
     let flags = OpenFlags {
         cookie: Some(5),
@@ -238,7 +238,7 @@ proptest! {
     /// none.
     #[test]
     fn p23_samples_are_the_count_divided_by_the_period(period in 1u64..50, steps in prop::collection::vec(1u64..60, 1..40)) {
-        let m = Machine::with(1, |c| c.sample_rate_hz = 1_000_000_000);
+        let m = TestCore::with(1, |c| c.sample_rate_hz = 1_000_000_000);
         let v = m.vcpu(0);
         let attr = Attr { sample_period: period, sample_type: SampleType::IP, ..exits() };
         let e = m.open_vcpu(attr.clone(), None);
@@ -264,8 +264,8 @@ proptest! {
 /// While its vCPU is scheduled out, an event counts raised events only if its group would be on
 /// with the vCPU scheduled in.
 #[test]
-fn a_member_whose_leader_is_off_counts_nothing_while_the_vcpu_is_out() {
-    let m = Machine::new(1);
+fn member_of_disabled_leader_counts_nothing_while_vcpu_is_scheduled_out() {
+    let m = TestCore::new(1);
     let v = m.vcpu(0);
     let leader = m.open_vcpu(
         Attr {
@@ -301,9 +301,9 @@ fn kinds(ring: &perf_core::ring::Ring, attr: &Attr) -> Vec<String> {
 /// As in the kernel, the first overflow of a burst does not throttle, only later ones do. Samples
 /// of the burst end there, but its counts do not.
 #[test]
-fn a_burst_throttles_and_single_overflows_do_not() {
+fn burst_throttles_and_single_overflows_do_not() {
     let limited = || {
-        Machine::with(1, |c| {
+        TestCore::with(1, |c| {
             c.sample_rate_hz = 20;
             c.tick_hz = 10;
         })
@@ -357,9 +357,9 @@ fn a_burst_throttles_and_single_overflows_do_not() {
 /// A tick adjusts 64 of the events with frequencies, and the next tick the following ones, so none
 /// of many events keeps its initial period.
 #[test]
-fn each_of_many_frequencies_is_looked_after() {
+fn many_frequencies_are_adjusted() {
     const EVENTS: u64 = 100;
-    let m = Machine::with(1, |c| c.tick_hz = 1000);
+    let m = TestCore::with(1, |c| c.tick_hz = 1000);
     let v = m.vcpu(0);
     let attr = Attr {
         freq: true,
@@ -382,7 +382,7 @@ fn each_of_many_frequencies_is_looked_after() {
             v.software_event(
                 SoftwareEventId::Exits,
                 counts,
-                Some(&mut NoRegs),
+                Some(&mut UnavailableRegs),
                 &mut |o: OverflowReport| {
                     overflows[o.cookie as usize] += o.times;
                 },

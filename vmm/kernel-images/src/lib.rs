@@ -51,4 +51,4 @@ pub mod packed;
 pub mod rdpmc;
 pub mod symbols;
 
-pub use error::{ImageDamage, ImageError, Lz4BlockError};
+pub use error::{ImageDamage, KernelImageError, Lz4BlockError};

@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use guest_images::bare_metal::{GUESTS, Guest};
-use guest_profile::export::pprof::Label;
+use guest_images::bare_metal::{BareMetalGuest, GUESTS};
+use guest_profile::export::pprof::SampleLabel;
 use guest_profile::export::report::SortKey;
 use perf_core::SharePolicy;
 use vmm::gdb::config::{GdbConfig, GdbConfigError};
@@ -59,7 +59,7 @@ impl FromStr for SecurityProfile {
 
 /// The socket for observers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ObserversAt {
+pub struct ObserverSocketArg {
     /// Path of the socket.
     pub path: PathBuf,
     /// Permissions of the socket's file.
@@ -76,11 +76,11 @@ const MAX_SOCKET_PATH: usize = 107;
 /// Errors of parsing `PATH[,mode=MODE]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SocketPathError {
-    #[error("mode= takes the permissions of a file in octal, 0600 to 0777, as in mode=0660")]
+    #[error("mode= must be file permissions in octal between 0600 and 0777, for example mode=0660")]
     Mode,
     #[error("the path of a socket is missing")]
     Missing,
-    #[error("the path of a Unix socket has at most {MAX_SOCKET_PATH} bytes")]
+    #[error("the path of a Unix socket must be at most {MAX_SOCKET_PATH} bytes")]
     Unusable,
 }
 
@@ -104,7 +104,7 @@ fn permissions(text: &str) -> Option<u32> {
     (mode & !0o777 == 0 && mode & 0o600 == 0o600).then_some(mode)
 }
 
-impl FromStr for ObserversAt {
+impl FromStr for ObserverSocketArg {
     type Err = SocketPathError;
 
     fn from_str(text: &str) -> Result<Self, SocketPathError> {
@@ -124,56 +124,58 @@ pub enum ValueError {
     #[error(transparent)]
     Gdb(GdbConfigError),
     #[error(
-        "must be the path of a Unix socket, or PATH,wait: gdb connects by `target remote PATH`, not by TCP"
+        "must be the path of a Unix socket, or PATH,wait; gdb connects with `target remote PATH`, \
+        not over TCP"
     )]
     GdbPort,
     #[error("must be own or tenant")]
     SecurityProfile,
-    #[error("must be a number of bytes, or a number followed by K, M, G or T, as in 512M")]
+    #[error("must be a number of bytes, or a number followed by K, M, G or T, for example 512M")]
     Size,
     #[error("does not fit into 64 bits")]
     SizeTooLarge,
-    #[error("the least is {}M, and a number alone is one of bytes: 512M, not 512", MIN_RAM_BYTES >> 20)]
+    #[error("must be at least {}M; a number without a unit is in bytes: 512M, not 512", MIN_RAM_BYTES >> 20)]
     MemoryTooSmall,
     #[error("must be a multiple of {RAM_GRANULE_BYTES} bytes")]
     MemoryGranule,
-    #[error("the counter width must be 32 to 48 bits")]
+    #[error("the counter width must be between 32 and 48 bits")]
     Width,
-    #[error("must be a whole number, {from} to {to}", to = format_limit(*to))]
+    #[error("must be a whole number between {from} and {to}", to = format_limit(*to))]
     Whole { from: i128, to: i128 },
-    #[error("must be a number of PMIs per second, 0 to {}", u32::MAX)]
+    #[error("must be a number of PMIs per second between 0 and {}", u32::MAX)]
     PmiLimit,
-    #[error("must be a number of milliseconds, {MIN_TURN_MS} to {MAX_TURN_MS}, as in 1.5")]
+    #[error("must be a number of milliseconds between {MIN_TURN_MS} and {MAX_TURN_MS}, for example 1.5")]
     Turn,
-    #[error("must be a number of samples per second, 1 to {MAX_SAMPLE_RATE_HZ}")]
+    #[error("must be a number of samples per second between 1 and {MAX_SAMPLE_RATE_HZ}")]
     SampleLimit,
-    #[error("must be {}K to {}G", MIN_RING_BYTES >> 10, MAX_RING_BYTES >> 30)]
+    #[error("must be between {}K and {}G", MIN_RING_BYTES >> 10, MAX_RING_BYTES >> 30)]
     RingMemory,
     #[error("must be on or off")]
     OnOff,
-    #[error(
-        "must be guest-first, operator-first or strict (a directory of the host is shared by --share-dir)"
-    )]
+    #[error("must be guest-first, operator-first or strict (--share-dir shares a directory)")]
     Share,
-    #[error("must be vCPU numbers and ranges, as in 0,2-3")]
+    #[error("must be vCPU numbers and ranges, for example 0,2-3")]
     Vcpus,
-    #[error("must be a number of seconds above 0, as in 2.5")]
+    #[error("must be a number of seconds above 0, for example 2.5")]
     Seconds,
-    #[error("must be a number of seconds, 0 to {MAX_STOP_TIMEOUT_S}")]
+    #[error("must be a number of seconds between 0 and {MAX_STOP_TIMEOUT_S}")]
     StopTimeout,
-    #[error("must be a number of milliseconds, {MIN_INTERVAL_MS} to {MAX_INTERVAL_MS}")]
+    #[error("must be a number of milliseconds between {MIN_INTERVAL_MS} and {MAX_INTERVAL_MS}")]
     Interval,
     #[error("must not be empty")]
     Empty,
-    #[error("must be a share from 0 to 100")]
+    #[error("must be a percentage between 0 and 100")]
     Percent,
-    #[error("must be a number of percent, 0 to 50")]
+    #[error("must be a percentage between 0 and 50")]
     Tolerance,
-    #[error("'{0}' is no column; known are {known}", known = SortKey::NAMES)]
+    #[error("unknown column '{0}'; known are {known}", known = SortKey::NAMES)]
     SortKey(String),
-    #[error("'{0}' is no label; known are task, event, vcpu and pid")]
+    #[error("unknown label '{0}'; known are task, event, vcpu and pid")]
     Label(String),
-    #[error("a recording is not written in order, so not to standard output; name a file")]
+    #[error(
+        "cannot write a recording to standard output, because it is not written sequentially; \
+         name a file"
+    )]
     RecordingOnStdout,
     #[error("must be all or kvm")]
     ValidatedBacking,
@@ -207,7 +209,7 @@ where
 }
 
 /// Parses the name of a built-in guest.
-pub fn parse_builtin(text: &str) -> Result<&'static Guest, ValueError> {
+pub fn parse_builtin(text: &str) -> Result<&'static BareMetalGuest, ValueError> {
     let guest = GUESTS.iter().find(|guest| guest.name == text);
     guest.ok_or(ValueError::Builtin)
 }
@@ -381,18 +383,20 @@ pub fn parse_sort(text: &str) -> Result<SortKeys, ValueError> {
 
 /// Labels of a profile's samples.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Labels(pub Vec<Label>);
+pub struct ProfileLabels(pub Vec<SampleLabel>);
 
 /// Parses the labels of a profile's samples, such as `task,event`.
-pub fn parse_labels(text: &str) -> Result<Labels, ValueError> {
+pub fn parse_labels(text: &str) -> Result<ProfileLabels, ValueError> {
     let label = |name: &str| {
-        let found = Label::ALL.into_iter().find(|label| label.name() == name.trim());
+        let found = SampleLabel::ALL
+            .into_iter()
+            .find(|label| label.name() == name.trim());
         found.ok_or_else(|| ValueError::Label(name.to_owned()))
     };
-    let named: Vec<Label> = text.split(',').map(label).collect::<Result<_, _>>()?;
+    let named: Vec<SampleLabel> = text.split(',').map(label).collect::<Result<_, _>>()?;
     // Removes duplicates.
-    Ok(Labels(
-        Label::ALL
+    Ok(ProfileLabels(
+        SampleLabel::ALL
             .into_iter()
             .filter(|label| named.contains(label))
             .collect(),
@@ -463,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tolerance_is_a_percentage() {
+    fn tolerance_is_a_percentage() {
         assert_eq!(parse_tolerance("0.5"), Ok(0.5));
         for bad in ["", "-1", "51", "x", "NaN", "inf"] {
             assert!(parse_tolerance(bad).is_err(), "{bad}");

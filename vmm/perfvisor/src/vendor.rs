@@ -14,7 +14,7 @@ pub mod cpu;
 mod parse;
 mod perf;
 
-use control_api::events::list::{self, ListError};
+use control_api::events::list::{self, EventListError};
 use control_api::nearest::did_you_mean;
 
 use cpu::CpuName;
@@ -25,21 +25,22 @@ pub use perf::{PerfError, events_of};
 #[derive(Debug, thiserror::Error)]
 pub enum EventNameError {
     #[error(transparent)]
-    List(#[from] ListError),
-    #[error("unknown event '{event}'; the vendor's events by name are not known here")]
+    List(#[from] EventListError),
+    #[error("unknown event '{event}'; the names of the vendor's events are unavailable")]
     Unasked {
         event: String,
         #[source]
         source: PerfError,
     },
-    #[error("unknown event '{event}'{meant}; perfvisor list vendor shows those of {cpu}")]
+    #[error("unknown event '{event}'{meant}; perfvisor list vendor shows the events of {cpu}")]
     Unknown {
         event: String,
         meant: String,
         cpu: CpuName,
     },
     #[error(
-        "event '{event}' needs '{term}' beside its selector, and only event, umask, edge, inv and cmask can be counted by name"
+        "event '{event}' requires the unsupported term '{term}'; supported are event, umask, edge, \
+        inv and cmask"
     )]
     NeedsMore { event: String, term: String },
 }
@@ -64,7 +65,7 @@ fn with_tables(
 ) -> Result<String, EventNameError> {
     let error = match list::parse(events) {
         Ok(_) => return Ok(events.to_owned()),
-        Err(error @ ListError::Unknown(_)) => error,
+        Err(error @ EventListError::Unknown(_)) => error,
         Err(error) => return Err(error.into()),
     };
     let Some(first) = names(events).find(|(_, name)| may_be_vendor_event(name)) else {

@@ -50,7 +50,7 @@ pub use jail::{Jail, JailContents, JailError, become_user, separate};
 pub use kind::{PerfEventAccess, ThreadKind};
 pub use perf_broker::{PerfBroker, PerfBrokerError};
 pub use socket_broker::{SocketBroker, SocketDestination};
-pub use start::{Mode, SandboxError, begin, confine, enter, spawn, spawn_prepared};
+pub use start::{SandboxError, SeccompMode, begin, confine, enter, spawn, spawn_prepared};
 pub use table::{CallOutcome, markdown as filter_table, outcome};
 pub use violation::{TerminationActions, end_now, kind};
 pub use workers::{

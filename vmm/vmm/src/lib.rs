@@ -12,7 +12,7 @@
 //! | [`gdb`] | the gdb server |
 //! | [`control`] | the control socket server |
 //! | [`privileges`] | privileges of the process while the guest runs |
-//! | [`turns`] | perf-core's timers in the main loop |
+//! | [`timers`] | perf-core's timers in the main loop |
 //!
 //! Start with [`vm::Vm::new`] and [`vcpu::running::Vcpu`]. docs/architecture.md follows a WRMSR to
 //! `perf_event_open(2)`.
@@ -46,6 +46,6 @@ pub mod privileges;
 pub mod rdpmc;
 #[cfg(test)]
 mod testing;
-pub mod turns;
+pub mod timers;
 pub mod vcpu;
 pub mod vm;

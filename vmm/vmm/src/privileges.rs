@@ -10,7 +10,7 @@ use std::fs;
 use std::io;
 
 use perf_core::error_line;
-use perf_core::pmu::host::{DirectOpener, counting_is_denied_to};
+use perf_core::pmu::host::{SyscallOpener, counting_is_denied_to};
 use rustix::process::{
     DumpableBehavior, Resource, Rlimit, dumpable_behavior, getrlimit, set_dumpable_behavior, setrlimit,
 };
@@ -71,10 +71,7 @@ pub fn forbid_core_dumps() {
     };
     let limited = setrlimit(Resource::Core, limit);
     if let Err(e) = limited.and_then(|()| set_dumpable_behavior(DumpableBehavior::NotDumpable)) {
-        log::warn!(
-            "a crash may leave a core dump: {}",
-            error_line(&io::Error::from(e))
-        );
+        log::warn!("cannot disable core dumps: {}", error_line(&io::Error::from(e)));
     }
 }
 
@@ -82,7 +79,7 @@ pub fn forbid_core_dumps() {
 pub fn drop_thread_capabilities() {
     if let Err(e) = keep(CapabilitySet::empty()) {
         log::warn!(
-            "a thread keeps its capabilities: {}",
+            "cannot drop the capabilities of a thread: {}",
             error_line(&io::Error::from(e))
         );
     }
@@ -131,7 +128,7 @@ pub fn while_not_dumpable<T>(run: impl FnOnce() -> T) -> T {
 pub fn counting_needs_capability() -> bool {
     std::thread::scope(|scope| {
         let tried =
-            scope.spawn(|| keep(CapabilitySet::empty()).is_ok() && counting_is_denied_to(&DirectOpener));
+            scope.spawn(|| keep(CapabilitySet::empty()).is_ok() && counting_is_denied_to(&SyscallOpener));
         tried.join().unwrap_or(true)
     })
 }

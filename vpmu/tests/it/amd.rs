@@ -65,7 +65,7 @@ fn amd_reserved_bits_are_ignored() {
 }
 
 #[test]
-fn the_global_status_ignores_writes_and_has_registers_to_set_and_clear_it() {
+fn global_status_ignores_writes_and_has_registers_to_set_and_clear_it() {
     let mut guest = Guest::of("amd-v2", None);
     guest.write(PERF_CNTR_GLOBAL_STATUS, 0x3F);
     assert_eq!(guest.read(PERF_CNTR_GLOBAL_STATUS), 0);
@@ -94,7 +94,7 @@ fn amd_global_control_enables_counters_at_reset() {
 }
 
 #[test]
-fn the_event_select_has_twelve_bits() {
+fn event_select_has_twelve_bits() {
     let mut guest = Guest::of("amd", None);
     guest.write(PERF_CTL0, 0xF_0043_01FF);
     let counter = CounterIndex::general(0).unwrap();

@@ -80,7 +80,7 @@ fn global_control_enables_general_counters_at_reset() {
 }
 
 #[test]
-fn a_legacy_write_is_sign_extended_and_a_full_width_one_is_checked() {
+fn legacy_write_is_sign_extended_and_a_full_width_one_is_checked() {
     let mut guest = Guest::of("intel", None);
     for (written, stored) in [
         (0x7FFF_FFFFu64, 0x7FFF_FFFFu64),
@@ -291,7 +291,7 @@ fn late_freeze_does_not_undo_control_write() {
 
 #[test]
 fn narrow_counters_wrap_at_their_width() {
-    let model = PmuModel::new(Generation::Intel(2), None, Some(36)).unwrap();
+    let model = PmuModel::new(PmuGeneration::Intel(2), None, Some(36)).unwrap();
     let mut guest = Guest::new(model);
     guest.write(IA32_PMC0, -3i64 as u64);
     assert_eq!(guest.read(IA32_PMC0), (1 << 36) - 3);
@@ -466,7 +466,7 @@ fn event_3c_01_differs_from_fixed_counter_2() {
 #[test]
 fn fixed_counter_3_requires_countable_slots() {
     let four = PmuModel::new(
-        Generation::Intel(5),
+        PmuGeneration::Intel(5),
         Some(CounterNumbers {
             general: 8,
             fixed: Some(4),

@@ -70,7 +70,7 @@ const DEFAULT_TIME_LIMIT: Duration = Duration::from_secs(600);
 /// Maximum number of `--get` options.
 const MAX_GETS: usize = 64;
 
-/// Why a command line is invalid.
+/// Reason why a command line is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum UsageError {
     /// The option does not exist.

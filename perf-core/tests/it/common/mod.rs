@@ -2,8 +2,8 @@
 
 #[cfg(feature = "host")]
 pub mod guest;
-#[cfg(feature = "sim")]
-pub mod machine;
 pub mod ring;
+#[cfg(feature = "sim")]
+pub mod test_core;
 #[cfg(feature = "host")]
 pub mod thread;

@@ -3,11 +3,11 @@
 use std::io::{self, Write};
 
 use super::symbolize::{Symbolizer, task_label};
-use super::{Profile, Sample, frames};
+use super::{Profile, ProfileSample, frames};
 
 /// Writes all samples in chronological order.
 pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, mut out: impl Write) -> io::Result<()> {
-    let mut order: Vec<Sample<'_>> = profile.samples().collect();
+    let mut order: Vec<ProfileSample<'_>> = profile.samples().collect();
     order.sort_by_key(|s| s.time_ns);
     for s in order {
         let event = profile.event(s.event_id).map_or("unknown", |e| e.name.as_str());

@@ -8,7 +8,7 @@ use clap::{Args, ValueHint};
 use clap_complete::Shell;
 use clap_mangen::Man;
 
-use super::{CommandError, DONE, print};
+use super::{DONE, OperatorCommandError, print};
 use crate::exit::ExitStatus;
 
 /// `perfvisor generate`.
@@ -18,7 +18,7 @@ pub struct GenerateArgs {
     /// Write the manual pages of all commands to this directory.
     #[arg(long, value_name = "DIR")]
     pub man: Option<PathBuf>,
-    /// Print the completions for this shell: bash, zsh or fish, for example.
+    /// Print the completions for this shell, for example bash, zsh or fish.
     #[arg(long, value_name = "SHELL")]
     pub completions: Option<Shell>,
 }
@@ -26,21 +26,21 @@ pub struct GenerateArgs {
 /// Writes the pages or completions of `command`.
 ///
 /// # Errors
-/// Returns [`CommandError`] if a file cannot be written.
-pub fn generate(args: &GenerateArgs, command: clap::Command) -> Result<ExitStatus, CommandError> {
+/// Returns [`OperatorCommandError`] if a file cannot be written.
+pub fn generate(args: &GenerateArgs, command: clap::Command) -> Result<ExitStatus, OperatorCommandError> {
     if let Some(directory) = &args.man {
         let mut command = command.disable_help_subcommand(true);
         command.build();
         std::fs::create_dir_all(directory)
             .and_then(|()| write_manual(&command, directory))
-            .map_err(CommandError::file(directory))?;
+            .map_err(OperatorCommandError::file(directory))?;
     } else if let Some(shell) = args.completions {
         print(&completions(shell, command))?;
     }
     Ok(DONE)
 }
 
-/// Examples of the manual pages, by command.
+/// Examples of the manual pages and of `--help`, by command.
 const EXAMPLES: &[(&str, &[&str])] = &[
     (
         "perfvisor run",
@@ -59,6 +59,7 @@ const EXAMPLES: &[(&str, &[&str])] = &[
         &["perfvisor ctl web pause", "perfvisor ctl web status --json"],
     ),
     ("perfvisor exec", &["perfvisor exec web perf stat -a sleep 1"]),
+    ("perfvisor cp", &["perfvisor cp web:/var/log/dmesg ."]),
     (
         "perfvisor stat",
         &["perfvisor stat web -e cycles,instructions -d 10"],
@@ -70,13 +71,36 @@ const EXAMPLES: &[(&str, &[&str])] = &[
     ),
     ("perfvisor top", &["perfvisor top web"]),
     ("perfvisor report", &["perfvisor report -i perf.data"]),
+    ("perfvisor diff", &["perfvisor diff before.data after.data"]),
+    (
+        "perfvisor annotate",
+        &["perfvisor annotate memcpy --vmlinux vmlinux"],
+    ),
     ("perfvisor script", &["perfvisor script -i perf.data"]),
     (
         "perfvisor flamegraph",
         &["perfvisor flamegraph -i perf.data -o web.svg"],
     ),
     ("perfvisor pprof", &["perfvisor pprof -i perf.data -o web.pb.gz"]),
+    (
+        "perfvisor exporter",
+        &["perfvisor exporter --listen 127.0.0.1:9465"],
+    ),
 ];
+
+/// Adds the first example of each command to its help text.
+pub(crate) fn with_examples(command: clap::Command) -> clap::Command {
+    command.mut_subcommands(|command| {
+        let path = format!("perfvisor {}", command.get_name());
+        let examples = EXAMPLES.iter().find(|(name, _)| *name == path);
+        match examples.and_then(|(_, examples)| examples.first()) {
+            Some(example) if command.get_after_help().is_none() => {
+                command.after_help(format!("Example: {example}"))
+            }
+            _ => command,
+        }
+    })
+}
 
 /// Files of the manual pages.
 const FILES: &[(&str, &str)] = &[

@@ -85,7 +85,7 @@ fn text_screen_shows_all_views() {
     // One row in the table of vCPUs, the others in the table of guest counters.
     assert!(rows("0") > 1 && rows("0") == rows("1"), "{text}");
     for (args, word) in [
-        (&["test", "--once", "-e", "kvm:exits"][..], "cannot be sampled"),
+        (&["test", "--once", "-e", "kvm:exits"][..], "cannot sample"),
         (&["test", "--once", "-e", "cyclez"], "unknown event"),
         (&["nobody", "--once"], "running are test"),
         (&["test", "--once", "--vcpu", "9"], "no vCPU 9"),
@@ -253,7 +253,7 @@ fn every_exit_of_top_restores_terminal() {
     }
     let (status, shown) = leave_by(&mut vm, |vm, _, _| vm.0.child.kill().unwrap());
     assert_eq!(status.code(), Some(0));
-    assert!(shown.contains("the VM ended"));
+    assert!(shown.contains("the VM has exited"));
 }
 
 /// The text output for several VMs has one row per VM and the functions of all, and names the

@@ -12,9 +12,9 @@ use vpmu::ArchEvent;
 use super::child::ChildError;
 use super::guest::{Measurement, MeasurementJob, MeasuringGuest, OS, USR};
 use super::judge::{Evidence, Expectation, Tolerance, Verdict, judge_unbacked};
-use super::report::{CheckKind, ReportRow, ReportRows};
-use crate::host::Stop;
-use crate::host::{Host, Options};
+use super::report::{CheckKind, ReportRows, ValidationRow};
+use crate::host::StopCallback;
+use crate::host::{HostProperties, ValidateOptions};
 use crate::judge::whole;
 
 /// Maximum number of measurements of a time-dependent row, because other load on the host disturbs
@@ -31,9 +31,9 @@ const AROUND: u64 = 5;
 
 /// Parameters of the measurements with the built-in guest.
 pub(super) struct Builtin<'a> {
-    pub options: &'a Options,
-    pub host: &'a Host,
-    pub signals: &'a Stop,
+    pub options: &'a ValidateOptions,
+    pub host: &'a HostProperties,
+    pub signals: &'a StopCallback,
 }
 
 impl Builtin<'_> {
@@ -44,7 +44,7 @@ impl Builtin<'_> {
         }
         if let Some(why) = &self.host.no_hardware {
             rows.push(
-                ReportRow::new(CheckKind::Counting, "all hardware events", "hardware", "-")
+                ValidationRow::new(CheckKind::Counting, "all hardware events", "hardware", "-")
                     .unsupported(why.clone()),
             );
         } else {
@@ -53,7 +53,7 @@ impl Builtin<'_> {
         match &self.host.no_clock {
             Some(why) => {
                 rows.push(
-                    ReportRow::new(CheckKind::Counting, "cycles, ref-cycles", "clock", "-")
+                    ValidationRow::new(CheckKind::Counting, "cycles, ref-cycles", "clock", "-")
                         .unsupported(why.clone()),
                 );
             }
@@ -69,7 +69,7 @@ impl Builtin<'_> {
         self.time_rows(&mut guest, backing, rows)?;
         if backing == "kvm" {
             rows.push(
-                ReportRow::new(CheckKind::Counting, "paravirtual events", backing, "-")
+                ValidationRow::new(CheckKind::Counting, "paravirtual events", backing, "-")
                     .unsupported("KVM's own vPMU has none"),
             );
         } else if backing == "clock" || self.host.no_clock.is_some() {
@@ -78,7 +78,7 @@ impl Builtin<'_> {
         self.multiplexing_rows(&mut guest, backing, rows)?;
         if backing == "kvm" {
             rows.push(
-                ReportRow::new(CheckKind::Contention, "cycles", backing, "--share").unsupported(
+                ValidationRow::new(CheckKind::Contention, "cycles", backing, "--share").unsupported(
                     "the counters of KVM's own vPMU are the host kernel's events, which take no part in --share",
                 ),
             );
@@ -102,10 +102,7 @@ impl Builtin<'_> {
             let outcome = guest.measure(&MeasurementJob::new("nothing", 1), None)?;
             overhead_ns = overhead_ns.min(outcome.facts.first().map_or(0, |facts| facts.cpu_ns));
         }
-        log::info!(
-            "a measurement of nothing takes {:.1} ms",
-            overhead_ns as f64 / 1e6
-        );
+        log::info!("an empty measurement takes {:.1} ms", overhead_ns as f64 / 1e6);
         guest.overhead_ns = overhead_ns;
         Ok(guest)
     }
@@ -170,13 +167,13 @@ fn pace(guest: &mut MeasuringGuest, work: &'static str, cpl: u32, tsc_hz: u64) -
 const CPU_TIME: &str = "CPU time of the vCPU's thread, as the host's kernel accounts it, less that of a measurement of nothing, times the TSC frequency";
 /// Measures a row. Repeats a time-dependent row until it passes, at most [`TRIES`] times.
 fn measure_with_retries(
-    mut measure: impl FnMut() -> Result<ReportRow, ChildError>,
-) -> Result<ReportRow, ChildError> {
+    mut measure: impl FnMut() -> Result<ValidationRow, ChildError>,
+) -> Result<ValidationRow, ChildError> {
     let mut tries = 1;
     loop {
         let row = measure()?;
         if !row.is_off_in_time() || tries == TRIES {
-            return Ok(ReportRow { tries, ..row });
+            return Ok(ValidationRow { tries, ..row });
         }
         log::info!(
             "{} by {}, {}: guest {:?}, host {:?}, expected {:?}; once more",
@@ -211,17 +208,17 @@ impl GuestCounterId {
 /// [`measure_with_retries`] for several rows of one measurement, which has the same rows each time.
 /// A repetition replaces the rows that were off, and all rows that fail independently of time.
 fn measure_all_with_retries(
-    mut measure: impl FnMut() -> Result<Vec<ReportRow>, ChildError>,
-) -> Result<Vec<ReportRow>, ChildError> {
+    mut measure: impl FnMut() -> Result<Vec<ValidationRow>, ChildError>,
+) -> Result<Vec<ValidationRow>, ChildError> {
     let mut rows = measure()?;
     for tries in 2..=TRIES {
-        if !rows.iter().any(ReportRow::is_off_in_time) {
+        if !rows.iter().any(ValidationRow::is_off_in_time) {
             break;
         }
         for (row, again) in rows.iter_mut().zip(measure()?) {
             let broken = again.verdict == Verdict::Fail && !again.of_time;
             if row.is_off_in_time() || broken {
-                *row = ReportRow { tries, ..again };
+                *row = ValidationRow { tries, ..again };
             }
         }
     }
@@ -253,13 +250,13 @@ fn evidence(
 
 /// Judges counter 0 of CPU 0, with its running time.
 fn judged(
-    row: ReportRow,
+    row: ValidationRow,
     outcome: &Measurement,
     cpu: usize,
     counter: GuestCounterId,
     expected: Expectation,
     basis: &'static str,
-) -> ReportRow {
+) -> ValidationRow {
     let row = row.judged(&evidence(outcome, cpu, counter, Some(expected)), basis);
     match outcome.host(cpu, &counter.name()) {
         Some(counter) => row.running_if_known(counter.running_ns, counter.enabled_ns),
@@ -270,10 +267,10 @@ fn judged(
 /// Measures an event that is not backed on this host. Its counter must not move.
 fn unbacked(
     guest: &mut MeasuringGuest,
-    row: ReportRow,
+    row: ValidationRow,
     job: &MeasurementJob,
     why: &str,
-) -> Result<ReportRow, ChildError> {
+) -> Result<ValidationRow, ChildError> {
     let outcome = guest.measure(job, None)?;
     let count = outcome.cpus.first().and_then(|cpu| cpu.c.first()).copied();
     let backing = outcome.host(0, "gp0").and_then(|counter| counter.backing.clone());
@@ -281,7 +278,7 @@ fn unbacked(
     let backing = backing.filter(|backing| backing != "kvm");
     let (verdict, reason) = judge_unbacked(count, backing.as_deref(), why);
     let shown = (verdict == Verdict::Fail).then_some(count).flatten();
-    Ok(ReportRow {
+    Ok(ValidationRow {
         verdict,
         reason,
         guest: shown,
@@ -351,11 +348,11 @@ mod tests {
     use vpmu::Vendor;
     use vpmu::events::{EventSelect, GuestEvent, UnitMask, decode};
 
-    fn row(of_time: bool, verdict: Verdict) -> ReportRow {
-        ReportRow {
+    fn row(of_time: bool, verdict: Verdict) -> ValidationRow {
+        ValidationRow {
             of_time,
             verdict,
-            ..ReportRow::new(CheckKind::Sampling, "cycles", "clock", "x")
+            ..ValidationRow::new(CheckKind::Sampling, "cycles", "clock", "x")
         }
     }
 
@@ -417,7 +414,7 @@ mod tests {
         let verdict = |guest: u64, host: u64, expected: u64| {
             let mut seen = outcome(&[guest]);
             seen.after[0].counters = vec![counter("gp0", host)];
-            let row = ReportRow::new(CheckKind::Counting, "instructions", "exact", "busy");
+            let row = ValidationRow::new(CheckKind::Counting, "instructions", "exact", "busy");
             let index = GuestCounterId::General(0);
             judged(row, &seen, 0, index, exactly(expected), "counted by hand")
         };

@@ -8,7 +8,7 @@ use super::{BOTH, Builtin, CPU_TIME, GuestCounterId, judged, measure_with_retrie
 use crate::child::ChildError;
 use crate::guest::{MeasurementJob, MeasuringGuest, OperatorEvents};
 use crate::judge::{Evidence, Expectation, Tolerance, whole};
-use crate::report::{CheckKind, ReportRow, ReportRows};
+use crate::report::{CheckKind, ReportRows, ValidationRow};
 use control_api::request;
 
 /// CPU time of a multiplexing interval and of a contended measurement, in ms. A measurement
@@ -120,7 +120,7 @@ impl Builtin<'_> {
         backing: &'static str,
         select: u64,
         n: u64,
-    ) -> Result<ReportRow, ChildError> {
+    ) -> Result<ValidationRow, ChildError> {
         let counters = usize::from(u8::try_from(guest.hello.gp.min(8)).unwrap_or(8));
         let mut turns = MultiplexedEvents::new(counters, counters + EXTRA);
         for turn in 0..TURNS {
@@ -133,7 +133,7 @@ impl Builtin<'_> {
             let outcome = guest.measure(&job, None)?;
             let Some(cpu) = outcome.cpus.first() else {
                 return Ok(
-                    ReportRow::new(CheckKind::Multiplexing, "cycles", backing, "turns")
+                    ValidationRow::new(CheckKind::Multiplexing, "cycles", backing, "turns")
                         .failed("the guest did not count it"),
                 );
             };
@@ -141,7 +141,7 @@ impl Builtin<'_> {
             turns.take(u64::try_from(length_ns).unwrap_or(u64::MAX), &cpu.c);
         }
         let name = format!("{} events, {counters} counters, worst", counters + EXTRA);
-        let row = ReportRow::new(CheckKind::Multiplexing, "cycles", backing, name);
+        let row = ValidationRow::new(CheckKind::Multiplexing, "cycles", backing, name);
         let Some(worst) = turns.worst(self.options.tolerance_percent) else {
             return Ok(row.failed("no event had two turns"));
         };
@@ -191,8 +191,8 @@ impl Builtin<'_> {
         select: u64,
         n: u64,
         policy: &str,
-    ) -> Result<ReportRow, ChildError> {
-        let row = ReportRow::new(
+    ) -> Result<ValidationRow, ChildError> {
+        let row = ValidationRow::new(
             CheckKind::Contention,
             "cycles",
             backing,

@@ -5,7 +5,7 @@ use crate::builtin::on_host_pmu;
 use crate::child::ChildError;
 use crate::guest::OperatorEvents;
 use crate::judge::{Evidence, Expectation, Tolerance, Verdict, judge_unbacked, whole};
-use crate::report::{CheckKind, KNOWN, ReportRow, ReportRows};
+use crate::report::{CheckKind, KNOWN, ReportRows, ValidationRow};
 use control_api::request;
 use perf_core::SharePolicy;
 
@@ -37,8 +37,8 @@ fn of<'a>(counts: &'a [Count], event: &str) -> Option<&'a Count> {
     counts.iter().find(|count| count.event == event)
 }
 
-fn with_share(row: ReportRow, count: Option<&Count>) -> ReportRow {
-    ReportRow {
+fn with_share(row: ValidationRow, count: Option<&Count>) -> ValidationRow {
+    ValidationRow {
         running_percent: count.map(|count| count.running_percent),
         ..row
     }
@@ -46,20 +46,20 @@ fn with_share(row: ReportRow, count: Option<&Count>) -> ReportRow {
 
 /// Returns whether only time-dependent rows of a measurement failed. A repetition would not correct
 /// other failures.
-fn is_retryable(rows: &[ReportRow]) -> bool {
-    rows.iter().any(ReportRow::is_off_in_time)
+fn is_retryable(rows: &[ValidationRow]) -> bool {
+    rows.iter().any(ValidationRow::is_off_in_time)
         && rows.iter().all(|row| row.verdict != Verdict::Fail || row.of_time)
 }
 
 /// Measures a row. Repeats a time-dependent row until it passes, at most [`TRIES`] times.
 pub(super) fn measure_with_retries(
-    mut measure: impl FnMut() -> Result<ReportRow, ChildError>,
-) -> Result<ReportRow, ChildError> {
+    mut measure: impl FnMut() -> Result<ValidationRow, ChildError>,
+) -> Result<ValidationRow, ChildError> {
     let mut tries = 1;
     loop {
         let row = measure()?;
         if !row.is_off_in_time() || tries == TRIES {
-            return Ok(ReportRow { tries, ..row });
+            return Ok(ValidationRow { tries, ..row });
         }
         log::info!(
             "{}, {}: guest {:?}, host {:?}, expected {:?}; once more",
@@ -92,7 +92,7 @@ impl Linux<'_> {
             })?);
         }
         if amd {
-            let row = ReportRow::new(CheckKind::Counting, "ref-cycles", backing, "busy loop");
+            let row = ValidationRow::new(CheckKind::Counting, "ref-cycles", backing, "busy loop");
             let counted = counts(
                 &guest
                     .run("ref", "perf stat -x, -e ref-cycles spin 0.1", None)?
@@ -124,8 +124,8 @@ impl Linux<'_> {
         event: &str,
         program: &str,
         name: &str,
-    ) -> Result<ReportRow, ChildError> {
-        let row = ReportRow::new(CheckKind::Counting, event, backing, name);
+    ) -> Result<ValidationRow, ChildError> {
+        let row = ValidationRow::new(CheckKind::Counting, event, backing, name);
         let command = perf_stat(&format!("-a -e {event}"), program);
         let operator = OperatorEvents {
             events: event,
@@ -157,8 +157,8 @@ impl Linux<'_> {
         Ok(with_share(row.judged(&seen, basis), count))
     }
 
-    fn idle(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<ReportRow, ChildError> {
-        let row = ReportRow::new(CheckKind::Counting, "cycles", backing, "idle (sleep of 2 s)");
+    fn idle(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<ValidationRow, ChildError> {
+        let row = ValidationRow::new(CheckKind::Counting, "cycles", backing, "idle (sleep of 2 s)");
         let done = guest.run("idle", &perf_stat("-a -e cycles", "idle 2"), None)?;
         let counted = counts(&done.text);
         let count = of(&counted, "cycles");
@@ -202,7 +202,7 @@ impl Linux<'_> {
             let counts_here =
                 on_host_pmu(backing) && self.host.probe.generic.iter().any(|g| g.name == event && g.opens);
             let name = if counts_here { "busy loop" } else { "tried" };
-            let row = ReportRow::new(CheckKind::Counting, event, backing, name);
+            let row = ValidationRow::new(CheckKind::Counting, event, backing, name);
             let loops = if counts_here { LOOPS } else { LOOPS / 10 };
             let done = guest.run(
                 "number",
@@ -222,7 +222,7 @@ impl Linux<'_> {
                     _ => "a clock counts time only",
                 };
                 let (verdict, reason) = judge_unbacked(count.value, None, why);
-                rows.push(ReportRow {
+                rows.push(ValidationRow {
                     verdict,
                     reason,
                     guest: count.value.filter(|_| verdict == Verdict::Fail),
@@ -281,9 +281,9 @@ impl Linux<'_> {
                         tolerance: Tolerance::PercentAnd(0.0, slack),
                     }),
                 };
-                let row = ReportRow::new(CheckKind::Counting, event, backing, "busy loop");
+                let row = ValidationRow::new(CheckKind::Counting, event, backing, "busy loop");
                 let row = row.judged(&seen, basis);
-                batch.push(with_share(ReportRow { tries, ..row }, of(&counted, event)));
+                batch.push(with_share(ValidationRow { tries, ..row }, of(&counted, event)));
             }
             if !is_retryable(&batch) {
                 break;
@@ -313,7 +313,7 @@ impl Linux<'_> {
             let done = guest.run("smp", &command, Some(operator))?;
             let counted = counts(&done.text);
             for cpu in 0..2u32 {
-                let row = ReportRow::new(
+                let row = ValidationRow::new(
                     CheckKind::Counting,
                     "cycles",
                     backing,
@@ -344,7 +344,7 @@ impl Linux<'_> {
                     expected,
                 };
                 batch.push(with_share(
-                    ReportRow {
+                    ValidationRow {
                         tries,
                         ..row.judged(&seen, HOST_CPU_TIME)
                     },
@@ -383,8 +383,8 @@ impl Linux<'_> {
         Ok(())
     }
 
-    fn scaled(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<ReportRow, ChildError> {
-        let row = ReportRow::new(
+    fn scaled(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<ValidationRow, ChildError> {
+        let row = ValidationRow::new(
             CheckKind::Multiplexing,
             "cycles",
             backing,
@@ -445,8 +445,8 @@ impl Linux<'_> {
         guest: &mut LinuxGuest,
         backing: &'static str,
         policy: &str,
-    ) -> Result<ReportRow, ChildError> {
-        let row = ReportRow::new(
+    ) -> Result<ValidationRow, ChildError> {
+        let row = ValidationRow::new(
             CheckKind::Contention,
             "cycles",
             backing,
@@ -506,13 +506,13 @@ impl Linux<'_> {
                 host: None,
                 expected: Some(Expectation { value, tolerance }),
             };
-            let row = ReportRow::new(CheckKind::Counting, event, "exact", "known program, whole");
+            let row = ValidationRow::new(CheckKind::Counting, event, "exact", "known program, whole");
             let tolerance = Tolerance::Range(whole.saturating_sub(MISSED), whole);
             rows.push(with_share(
                 row.judged(&seen(value(&few), whole, tolerance), KNOWN),
                 of(&few, event),
             ));
-            let row = ReportRow::new(CheckKind::Counting, event, "exact", "known program, 2000 rounds");
+            let row = ValidationRow::new(CheckKind::Counting, event, "exact", "known program, 2000 rounds");
             let more = value(&many)
                 .zip(value(&few))
                 .map(|(many, few)| many.saturating_sub(few));

@@ -5,7 +5,7 @@ use super::{Linux, LinuxGuest};
 use crate::child::ChildError;
 use crate::guest::OperatorEvents;
 use crate::judge::{Evidence, Expectation, Tolerance, whole};
-use crate::report::{CheckKind, ReportRow, ReportRows};
+use crate::report::{CheckKind, ReportRows, ValidationRow};
 use control_api::protocol::VcpuView;
 
 /// Samples per second of CPU time. Hosts that check timers only at their 4 ms tick do not support a
@@ -26,7 +26,7 @@ impl Linux<'_> {
         let period = self.host.tsc_hz / SAMPLES_PER_SECOND;
         let mut functions: Vec<(u64, String)> = Vec::new();
         rows.push(measure_with_retries(|| {
-            let row = ReportRow::new(CheckKind::Sampling, "cycles", backing, "perf record -c: samples");
+            let row = ValidationRow::new(CheckKind::Sampling, "cycles", backing, "perf record -c: samples");
             let record = format!("perf record -q -B -N -c {period} -e cycles -o /tmp/period gate three 3");
             let operator = OperatorEvents {
                 events: "cycles",
@@ -76,7 +76,7 @@ impl Linux<'_> {
         });
         let all: u64 = hits.iter().sum();
         for ((name, percent), hits) in SHARES.iter().zip(hits) {
-            let row = ReportRow::new(
+            let row = ValidationRow::new(
                 CheckKind::Sampling,
                 "cycles",
                 backing,

@@ -40,16 +40,16 @@ pub struct HostSampling {
 #[derive(Debug, thiserror::Error)]
 pub enum HostSamplingError {
     /// The vCPU has no thread yet.
-    #[error("vCPU {0} does not run yet")]
+    #[error("vCPU {0} is not running yet")]
     NotRunning(u32),
     /// The host's clock cannot distinguish guest privilege levels.
-    #[error("the vCPU's clock is of one privilege level only")]
+    #[error("the vCPU's clock cannot distinguish privilege levels")]
     OneLevel,
     /// The host has no usable hardware PMU.
-    #[error("no hardware PMU of this host can be used; perfvisor check says why")]
+    #[error("this host has no usable hardware PMU; see perfvisor check")]
     NoPmu,
     /// The event's driver is not part of the host's kernel.
-    #[error("only the host's PMU and the vCPU's clock are sampled in the host's kernel")]
+    #[error("only events of the host's PMU and the vCPU's clock can be sampled in the host's kernel")]
     OtherDriver,
     /// The host rejected the event.
     #[error(transparent)]
@@ -58,24 +58,24 @@ pub enum HostSamplingError {
 
 /// Reason why an operator's event cannot be counted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum OperatorEventError {
+pub enum UnsupportedEventError {
     /// Modifier `h` without `G`.
-    #[error("events count the guest; for the host's side use perf on the VMM's threads")]
+    #[error("events count the guest only; for the host, use perf on the VMM's threads")]
     HostOnly,
     /// Modifiers `p` and `P`.
-    #[error("there is no precise sampling of a guest")]
+    #[error("precise sampling of a guest is unsupported")]
     Precise,
     /// The event requires a hardware PMU, which this host lacks.
     #[error("this host has no hardware PMU")]
     NoPmu,
     /// The host's PMU does not support the event, and no other backing counts it.
-    #[error("this host's PMU does not count '{0}'")]
+    #[error("this host's PMU does not support '{0}'")]
     NotOnHost(String),
     /// KVM has no statistic of this name.
-    #[error("this host's KVM keeps no statistic '{0}'")]
+    #[error("statistic '{0}' not found in this host's KVM")]
     NoStatistic(String),
     /// The host has no source for the paravirtual event.
-    #[error("this host cannot count '{0}' for an operator")]
+    #[error("this host cannot count '{0}' for operators")]
     NoParavirtual(String),
 }
 
@@ -138,20 +138,20 @@ impl VmPmu {
     /// Translates `spec` to an event that can be counted on this host.
     ///
     /// # Errors
-    /// Returns [`OperatorEventError`] with the reason.
-    pub fn operator_event(&self, spec: &EventSpec) -> Result<OperatorEvent, OperatorEventError> {
+    /// Returns [`UnsupportedEventError`] with the reason.
+    pub fn operator_event(&self, spec: &EventSpec) -> Result<OperatorEvent, UnsupportedEventError> {
         let m = &spec.modifiers;
         if m.host && !m.guest {
-            return Err(OperatorEventError::HostOnly);
+            return Err(UnsupportedEventError::HostOnly);
         }
         if m.precise > 0 || m.precise_max {
-            return Err(OperatorEventError::Precise);
+            return Err(UnsupportedEventError::Precise);
         }
         let (ty, config, config1, config2, backing, nanoseconds) = match &spec.kind {
             EventKind::Hardware(event) => {
                 let way = self.generic(*event).ok_or_else(|| match self.hardware {
-                    Some(_) => OperatorEventError::NotOnHost(spec.name.clone()),
-                    None => OperatorEventError::NoPmu,
+                    Some(_) => UnsupportedEventError::NotOnHost(spec.name.clone()),
+                    None => UnsupportedEventError::NoPmu,
                 })?;
                 (way.ty, way.config, 0, 0, way.backing.name(), false)
             }
@@ -164,7 +164,7 @@ impl VmPmu {
                 config2,
             } if self.hardware.is_some() => (EventType::RAW, *config, *config1, *config2, "hardware", false),
             EventKind::Cache(_) | EventKind::Raw { .. } => {
-                return Err(OperatorEventError::NoPmu);
+                return Err(UnsupportedEventError::NoPmu);
             }
             EventKind::Software(event) => {
                 let time = matches!(event, SoftwareEvent::CpuClock | SoftwareEvent::TaskClock);
@@ -174,13 +174,13 @@ impl VmPmu {
                 let config = self
                     .kvm
                     .config(name)
-                    .ok_or_else(|| OperatorEventError::NoStatistic(name.clone()))?;
+                    .ok_or_else(|| UnsupportedEventError::NoStatistic(name.clone()))?;
                 (EventType::KVM, config, 0, 0, "kvm-stat", false)
             }
             EventKind::Paravirtual(name) => {
                 let event = ParavirtualEvent::ALL.into_iter().find(|e| e.name() == *name);
                 let way = event.and_then(|event| self.sources().paravirtual_for_operator(event));
-                let way = way.ok_or_else(|| OperatorEventError::NoParavirtual((*name).to_owned()))?;
+                let way = way.ok_or_else(|| UnsupportedEventError::NoParavirtual((*name).to_owned()))?;
                 let backing = match way.ty {
                     EventType::FED => "vmm",
                     _ => way.backing.name(),
@@ -266,7 +266,7 @@ mod tests {
         )
     }
 
-    fn event(vm: &VmPmu, text: &str) -> Result<OperatorEvent, OperatorEventError> {
+    fn event(vm: &VmPmu, text: &str) -> Result<OperatorEvent, UnsupportedEventError> {
         let groups = list::parse(text).unwrap_or_else(|e| panic!("{text}: {e}"));
         vm.operator_event(&groups[0].events[0])
     }
@@ -293,12 +293,15 @@ mod tests {
             assert!(event.attr.disabled && !event.estimate, "{text}");
         }
         for (text, why) in [
-            ("instructions", OperatorEventError::NoPmu),
-            ("stalled-cycles-frontend", OperatorEventError::NoPmu),
-            ("r1a8", OperatorEventError::NoPmu),
-            ("L1-dcache-load-misses", OperatorEventError::NoPmu),
-            ("kvm:exits", OperatorEventError::NoStatistic("exits".into())),
-            ("vm-exits", OperatorEventError::NoParavirtual("vm-exits".into())),
+            ("instructions", UnsupportedEventError::NoPmu),
+            ("stalled-cycles-frontend", UnsupportedEventError::NoPmu),
+            ("r1a8", UnsupportedEventError::NoPmu),
+            ("L1-dcache-load-misses", UnsupportedEventError::NoPmu),
+            ("kvm:exits", UnsupportedEventError::NoStatistic("exits".into())),
+            (
+                "vm-exits",
+                UnsupportedEventError::NoParavirtual("vm-exits".into()),
+            ),
         ] {
             assert_eq!(event(&vm, text).unwrap_err(), why, "{text}");
         }
@@ -319,7 +322,7 @@ mod tests {
         }
         assert_eq!(
             event(&vm, "branch-misses").unwrap_err(),
-            OperatorEventError::NotOnHost("branch-misses".into())
+            UnsupportedEventError::NotOnHost("branch-misses".into())
         );
     }
 
@@ -331,8 +334,14 @@ mod tests {
         assert!(user.attr.exclude_kernel && !user.attr.exclude_user && user.attr.exclude_host);
         assert!(user.attr.pinned && user.estimate, "the clock does not see levels");
         assert!(!event(&vm, "page-faults").unwrap().attr.exclude_host);
-        assert_eq!(event(&vm, "cycles:H").unwrap_err(), OperatorEventError::HostOnly);
-        assert_eq!(event(&vm, "cycles:pp").unwrap_err(), OperatorEventError::Precise);
+        assert_eq!(
+            event(&vm, "cycles:H").unwrap_err(),
+            UnsupportedEventError::HostOnly
+        );
+        assert_eq!(
+            event(&vm, "cycles:pp").unwrap_err(),
+            UnsupportedEventError::Precise
+        );
     }
 
     #[test]

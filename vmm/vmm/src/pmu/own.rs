@@ -14,9 +14,9 @@ use vpmu::{
 use super::shown;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::event_filter::{KvmEventFilter, KvmEventFilterError};
-use crate::kvm::own_pmu::KvmPmuOffer;
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::kvm::vm_fd::VmFd;
+use crate::kvm::vpmu_probe::KvmPmuOffer;
 use control_api::protocol::GuestCounter;
 
 /// KVM's own vPMU of a VM.
@@ -35,8 +35,8 @@ impl KvmVpmu {
     /// Sets the events that the guest may count.
     ///
     /// # Errors
-    /// Returns [`KvmEventFilterError`] if KVM does not support the filter. The previous filter stays in
-    /// effect.
+    /// Returns [`KvmEventFilterError`] if KVM does not support the filter. The previous filter
+    /// stays in effect.
     pub fn set_filter(&self, filter: &EventFilter) -> Result<(), KvmEventFilterError> {
         let translated = KvmEventFilter::new(
             filter,

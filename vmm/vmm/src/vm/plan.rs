@@ -9,11 +9,11 @@ use perf_core::pmu::host::HostProbe;
 use virtio_devices::device::{FatalErrorCallback, VirtioDevice};
 use virtio_devices::transport::bus::PciBus;
 use virtio_devices::transport::machine::PciBackend;
-use vpmu::{BackingPolicy, Generation, PmuModel};
+use vpmu::{BackingPolicy, PmuGeneration, PmuModel};
 
-use super::begun::PendingKvmSetup;
 use super::config::VmConfig;
 use super::error::VmError;
+use super::pending_setup::PendingKvmSetup;
 use crate::boot::{self, BootError, BootRequest, KernelFormat, LoadedGuest, layout};
 use crate::devices::{Bus, ports};
 use crate::kernels::running::RunningKernelPatcher;
@@ -24,11 +24,11 @@ use crate::kvm::host::{self, HostError, KvmFlavour};
 use crate::kvm::initial_state::InitialVcpuState;
 use crate::kvm::misc_enable;
 use crate::kvm::msr_filter::{self, MsrFilterError};
-use crate::kvm::own_pmu::{self};
 use crate::kvm::pci_backend::KvmPciBackend;
 use crate::kvm::stats_fd::stats_fd;
 use crate::kvm::stepping::{self, BREAKPOINTS};
 use crate::kvm::vm_fd::VmFd;
+use crate::kvm::vpmu_probe::{self};
 use crate::memory::GuestRam;
 use crate::pmu::{GuestSamplingContext, KvmVpmu, PmuConfig, VmPmu};
 use crate::rdpmc::RdpmcMode;
@@ -78,7 +78,7 @@ impl<'a> VmPlan<'a> {
     }
 
     pub(super) fn of(config: &'a VmConfig) -> Self {
-        let has_pmu = !matches!(config.pmu.model.generation(), Generation::Off(_));
+        let has_pmu = !matches!(config.pmu.model.generation(), PmuGeneration::Off(_));
         let traps = has_pmu && config.own_pmu.is_none();
         Self {
             config,
@@ -337,9 +337,12 @@ impl<'a> VmPlan<'a> {
         let table = cpuid::for_vcpu(&parts.supported, cpu, id)?;
         vcpu.set_cpuid2(&table)?;
         if config.own_pmu.is_some() {
-            own_pmu::set_capabilities(kvm, &vcpu, &config.pmu.model)?;
+            vpmu_probe::set_capabilities(kvm, &vcpu, &config.pmu.model)?;
         } else if parts.model.intel_version() > 0 && !misc_enable::announce_pmu(&vcpu)? {
-            log::info!("this host's KVM lets no one set IA32_MISC_ENABLE; its bit 7 does not show the PMU");
+            log::info!(
+                "this host's KVM does not allow setting IA32_MISC_ENABLE; bit 7 does not \
+                 show the PMU"
+            );
         }
         boot::configure_local_apic(&vcpu)?;
         if id == 0 {
@@ -423,8 +426,9 @@ pub(super) fn rdpmc_faults(kvm: &Kvm, kind: &KernelFormat) -> Result<bool, HostE
     let faults = host::rdpmc_faults(kvm)?;
     if !faults && needs_full_kvm(kind) {
         log::warn!(
-            "programs of the guest that use RDPMC read counters that do not count: this host's KVM answers it (AMD-V in Linux 6.1; \
-             fixed in 6.12); `echo 0 >/sys/bus/event_source/devices/cpu/rdpmc` in the guest makes them use read(2)"
+            "programs in the guest that use RDPMC read counters that do not count, because this \
+            host's KVM handles RDPMC (AMD-V in Linux 6.1; fixed in 6.12); run `echo 0 \
+            >/sys/bus/event_source/devices/cpu/rdpmc` in the guest to make them use read(2)"
         );
     }
     Ok(faults)

@@ -365,7 +365,7 @@ fn invalid_pvh_entry_is_rejected() {
     }
     for outside in [0, 0xF_FFFF, 0x10_1000, u32::MAX] {
         let said = refused(&entry(outside));
-        assert!(said.contains("lies in no loaded segment"), "{said}");
+        assert!(said.contains("is outside the loaded segments"), "{said}");
     }
     attempt_by(BootProtocol::Pvh, &image(&entry(0x10_0008)), None, "", 1).unwrap();
 }

@@ -4,7 +4,7 @@ use kvm_bindings::{kvm_regs, kvm_segment, kvm_sregs};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vpmu::exact::{CodeSize, CpuState, GateFormat, GuestMemory, gate_in_table};
 
-use crate::kvm::armed::{ArmedVcpu, SyncReg};
+use crate::kvm::armed_vcpu::{ArmedVcpu, SyncReg};
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
 use guest_profile::paging::AddressSpace;
