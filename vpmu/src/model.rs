@@ -516,7 +516,7 @@ mod tests {
                 "amd",
                 None,
                 Some(40),
-                "a counter width of 40 bits: amd supports 48 only; leave --pmu-width out for 48",
+                "a counter width of 40 bits: amd supports 48 only; omit --pmu-width for 48",
             ),
             (
                 "intel",

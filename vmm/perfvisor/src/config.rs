@@ -299,7 +299,7 @@ mod tests {
     #[test]
     fn config_file_errors_match_option_errors() {
         for (text, parts) in [
-            ("cpus = 0", ["'0'", "1 to 64"]),
+            ("cpus = 0", ["'0'", "between 1 and 64"]),
             ("memory = \"15M\"", ["'15M'", "16M"]),
             ("initrd = \"x\"", ["--kernel", ""]),
             (

@@ -190,8 +190,8 @@ mod tests {
         assert!(error("l1d.replacment").contains("did you mean 'l1d.replacement'"));
         assert!(error("bananas.ripe").contains("'bananas.ripe'; perfvisor list vendor"));
         let response = error("offcore_response.demand_code_rd.any_response");
-        assert!(response.contains("needs 'offcore_rsp'"), "{response}");
-        assert!(error("l1d_pend_miss.pending_cycles_any").contains("needs 'any'"));
+        assert!(response.contains("unsupported term 'offcore_rsp'"), "{response}");
+        assert!(error("l1d_pend_miss.pending_cycles_any").contains("unsupported term 'any'"));
         let none = || Err(PerfError::NotInstalled);
         let asked = with_tables("l1d.replacement", none).unwrap_err();
         assert!(error_line(&asked).contains("linux-perf"), "{asked}");

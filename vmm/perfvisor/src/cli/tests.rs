@@ -125,11 +125,11 @@ fn valid_values_are_parsed() {
 #[test]
 fn invalid_values_are_reported_with_valid_ones_in_one_line() {
     for (args, value, allowed) in [
-        (&["--cpus", "0"][..], "'0'", "1 to 64"),
-        (&["--cpus", "65"], "'65'", "1 to 64"),
-        (&["--cpus", "-1"], "'-1'", "1 to 64"),
+        (&["--cpus", "0"][..], "'0'", "between 1 and 64"),
+        (&["--cpus", "65"], "'65'", "between 1 and 64"),
+        (&["--cpus", "-1"], "'-1'", "between 1 and 64"),
         (&["--memory", "-1"], "'-1'", "512M"),
-        (&["--cpus", "two"], "'two'", "1 to 64"),
+        (&["--cpus", "two"], "'two'", "between 1 and 64"),
         (&["--gdb", "tcp::1234"], "'tcp::1234'", "not over TCP"),
         (
             &["--gdb", "127.0.0.1:1234,wait"],
@@ -163,11 +163,19 @@ fn invalid_values_are_reported_with_valid_ones_in_one_line() {
         (&["--mux", "x"], "'x'", "adaptive"),
         (&["--pmi-limit", "x"], "'x'", "PMIs"),
         (&["--halt-poll-ns", "on"], "'on'", "auto, host, or nanoseconds"),
-        (&["--halt-poll-ns", "1000001"], "'1000001'", "0 to 1000000"),
-        (&["--mux-turn", "0.1"], "'0.1'", "0.2 to 100"),
-        (&["--mux-turn", "nan"], "'nan'", "0.2 to 100"),
-        (&["--sample-limit", "0"], "'0'", "1 to 1000000"),
-        (&["--sample-limit", "2000000"], "'2000000'", "1 to 1000000"),
+        (
+            &["--halt-poll-ns", "1000001"],
+            "'1000001'",
+            "between 0 and 1000000",
+        ),
+        (&["--mux-turn", "0.1"], "'0.1'", "between 0.2 and 100"),
+        (&["--mux-turn", "nan"], "'nan'", "between 0.2 and 100"),
+        (&["--sample-limit", "0"], "'0'", "between 1 and 1000000"),
+        (
+            &["--sample-limit", "2000000"],
+            "'2000000'",
+            "between 1 and 1000000",
+        ),
         (&["--ring-memory", "4K"], "'4K'", "64K to 64G"),
         (&["--ring-memory", "1T"], "'1T'", "64K to 64G"),
         (&["--reserve-counters", "-1"], "'-1'", "whole number"),
@@ -291,11 +299,20 @@ fn argument_errors_name_the_command() {
         ),
         (
             &["ctl", "one", "vcpus", "-1"],
-            ["'-1'", "a whole number, 1 to 64"],
+            ["'-1'", "a whole number between 1 and 64"],
         ),
-        (&["record", "-F", "-1"], ["'-1'", "a whole number, 1 to 2^32 - 1"]),
-        (&["top", "-F", "0"], ["'0'", "a whole number, 1 to 2^32 - 1"]),
-        (&["record", "-c", "0"], ["'0'", "a whole number, 1 to 2^62 - 1"]),
+        (
+            &["record", "-F", "-1"],
+            ["'-1'", "a whole number between 1 and 2^32 - 1"],
+        ),
+        (
+            &["top", "-F", "0"],
+            ["'0'", "a whole number between 1 and 2^32 - 1"],
+        ),
+        (
+            &["record", "-c", "0"],
+            ["'0'", "a whole number between 1 and 2^62 - 1"],
+        ),
         (
             &["record", "-F", "x"],
             ["'x'", "must be a whole number between 1 and 2^32 - 1"],
@@ -311,7 +328,7 @@ fn argument_errors_name_the_command() {
         ),
         (
             &["record", "--call-graph", "dwarf,70000"],
-            ["'dwarf,70000'", "from 8 to 32768"],
+            ["'dwarf,70000'", "between 8 and 32768"],
         ),
         (
             &["stat", "--call-graph", "dwarf"],

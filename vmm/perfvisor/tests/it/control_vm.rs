@@ -342,7 +342,7 @@ fn invalid_operator_commands_print_one_line() {
         (&["ctl", "test", "vcpus", "2"], "--cpus N,max=M"),
         (&["ctl", "test", "vcpus", "many"], "'many'"),
         (&["stat", "test", "-e", "cyclez"], "unknown event"),
-        (&["stat", "test", "--vcpu", "7", "-d", "1"], "no vCPU 7"),
+        (&["stat", "test", "--vcpu", "7", "-d", "1"], "vCPU 7 not found"),
         (&["stat", "test", "--vcpu", "x"], "0,2-3"),
         (&["stat", "test", "-r", "3"], "--duration"),
         (

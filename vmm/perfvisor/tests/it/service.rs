@@ -269,7 +269,7 @@ fn invalid_pinning_and_memory_print_one_line() {
     }
     for (args, parts) in [
         (&["--pin", "0=99999"][..], ["CPU 99999", "may run on"]),
-        (&["--pin", "3=0"], ["no vCPU 3", "0 to 0"]),
+        (&["--pin", "3=0"], ["vCPU 3 not found", "between 0 and 0"]),
         (&["--memory", "64T", "--prealloc"], ["64", "--memory"]),
     ] {
         let out = Command::new(PROGRAM).arg("run").args(args).output().unwrap();
@@ -279,7 +279,7 @@ fn invalid_pinning_and_memory_print_one_line() {
     }
 }
 
-/// A VM whose process is stopped is listed as does not respond, in contrast to one that has ended,
+/// A VM whose process is stopped is listed as not responding, in contrast to one that has ended,
 /// and continues normally. `ps` does not wait for it until the client timeout.
 #[test]
 fn stopped_vm_is_listed_as_not_responding() {
@@ -295,7 +295,7 @@ fn stopped_vm_is_listed_as_not_responding() {
     });
     let list = vm.operator(&["ps"]);
     let row = list.lines().find(|row| row.starts_with("machine"));
-    assert!(row.is_some_and(|row| row.contains("does not respond")), "{list}");
+    assert!(row.is_some_and(|row| row.contains("not responding")), "{list}");
     let json = vm.operator(&["ps", "--json"]);
     assert_eq!(json, "{\"name\":\"machine\",\"state\":\"not_responding\"}\n");
     for command in [

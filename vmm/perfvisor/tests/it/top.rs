@@ -88,7 +88,7 @@ fn text_screen_shows_all_views() {
         (&["test", "--once", "-e", "kvm:exits"][..], "cannot sample"),
         (&["test", "--once", "-e", "cyclez"], "unknown event"),
         (&["nobody", "--once"], "running are test"),
-        (&["test", "--once", "--vcpu", "9"], "no vCPU 9"),
+        (&["test", "--once", "--vcpu", "9"], "vCPU 9 not found"),
         (&["test", "-d", "0"], "above 0"),
     ] {
         let out = vm.top(args).output().unwrap();
@@ -275,7 +275,7 @@ fn text_screen_shows_all_vms() {
         let said = String::from_utf8_lossy(&out.stderr);
         text = String::from_utf8(out.stdout).unwrap();
         assert_eq!(out.status.code(), Some(1), "{text}{said}");
-        assert!(said.contains("c: the VM is not responding"), "{said}");
+        assert!(said.contains("c: the VM does not respond"), "{said}");
         text.contains("] spin_hot")
     });
     let row = |first: &str| text.lines().find(|l| l.split_whitespace().next() == Some(first));

@@ -74,7 +74,7 @@ fn ps_until_vm_answers(vm: &TestVm, args: &[&str]) -> String {
     eventually("the VM is in the list, and has answered", || {
         text = vm.say(args);
         let line = text.lines().find(|line| line.contains(socket.to_str().unwrap()));
-        line.is_some_and(|line| !line.contains("not_responding") && !line.contains("does not respond"))
+        line.is_some_and(|line| !line.contains("not_responding") && !line.contains("not responding"))
     });
     text
 }

@@ -189,7 +189,7 @@ mod tests {
         let pins: Pinning = format!("1={first}").parse().unwrap();
         assert!(pins.check(2).is_ok());
         let line = pins.check(1).unwrap_err().to_string();
-        assert!(line.contains("no vCPU 1"), "{line}");
+        assert!(line.contains("vCPU 1 not found"), "{line}");
         let pins: Pinning = "0=100000".parse().unwrap();
         let line = pins.check(1).unwrap_err().to_string();
         assert!(

@@ -289,7 +289,7 @@ fn command_line_and_vcpu_count_are_limited() {
             VcpuNumbers::fixed(cpus)
                 .unwrap_err()
                 .to_string()
-                .contains("1 to 64")
+                .contains("between 1 and 64")
         );
     }
 }

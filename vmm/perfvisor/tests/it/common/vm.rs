@@ -261,7 +261,7 @@ pub fn ps_until_all_answer(mut ps: impl FnMut() -> String) -> String {
     let mut text = String::new();
     eventually("ps has its answers", || {
         text = ps();
-        !text.contains("not_responding") && !text.contains("does not respond")
+        !text.contains("not_responding") && !text.contains("not responding")
     });
     text
 }
