@@ -83,7 +83,7 @@ fn overflow(m: &TestCore, v: &VcpuContext, n: u64) {
 }
 
 #[test]
-fn sample_holds_what_was_asked_for() {
+fn sample_contains_the_requested_fields() {
     let m = TestCore::with(4, |c| c.pid = 77);
     let v = m.core.add_vcpu_recorded_as(VcpuId(3), 1003, 4003).unwrap();
     v.sched_in();

@@ -67,7 +67,7 @@ impl SlotLossFixture {
 
 /// Without reads, a tick detects the loss.
 #[test]
-fn pinned_event_whose_slot_is_taken_is_in_error_after_a_tick_and_goes_on_when_enabled() {
+fn pinned_event_enters_error_state_when_its_slot_is_taken_and_recovers_when_enabled() {
     let rig = SlotLossFixture::slots(2);
     let events = [rig.open(true), rig.open(true)];
     rig.run(1000);

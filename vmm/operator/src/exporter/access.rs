@@ -7,7 +7,7 @@
 //! permissions decide.
 //!
 //! A malicious web page can make a name of its own resolve to this host (DNS rebinding), but cannot
-//! choose the `HostHeader` field. The field must therefore be an IP address, `localhost`, the host's
+//! choose the `Host` field. The field must therefore be an IP address, `localhost`, the host's
 //! name, or a name given by `--allow-host`.
 
 use std::fs::{self, File};

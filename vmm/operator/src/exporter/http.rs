@@ -22,7 +22,7 @@ pub const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; char
 /// Media type of plain-text replies.
 pub const TEXT: &str = "text/plain; charset=utf-8";
 
-/// The `HostHeader` field of a request.
+/// The `Host` field of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HostHeader {
     /// The field is missing.
@@ -42,7 +42,7 @@ pub struct HttpRequest {
     pub path: String,
     /// Query parameters, as names and values.
     pub parameters: Vec<(String, String)>,
-    /// The `HostHeader` field.
+    /// The `Host` field.
     pub host: HostHeader,
     /// Token of `Authorization: Bearer TOKEN` (RFC 6750).
     pub bearer: Option<String>,
