@@ -63,15 +63,15 @@ fn check<'a>(comparisons: impl Iterator<Item = (&'a str, &'a Comparison)>, toler
 }
 
 #[test]
-fn a_third_of_the_error_and_never_worse() {
+fn third_of_the_error_and_never_worse() {
     let fixed = fixed_traces().iter();
     check(fixed.map(|(trace, c)| (trace.name.as_str(), c)), 0.0);
 }
 
-/// The same with a timer that fires on whole milliseconds only: rounding makes turns irregular,
+/// The same with a timer that fires on whole milliseconds only: rounding makes intervals irregular,
 /// which costs up to half a percent of a count.
 #[test]
-fn a_coarse_timer_is_enough() {
+fn coarse_timer_is_enough() {
     let coarse = in_parallel(fixed_traces(), |(trace, precise)| {
         let adaptive = runs(trace, MuxPolicy::Adaptive, TICK_NS, 1_000_000, SEEDS.len());
         Comparison::of(precise.rotate.clone(), adaptive)
@@ -83,7 +83,7 @@ fn a_coarse_timer_is_enough() {
 /// The same on random traces. A rhythm that rotation happens to sample evenly may be slightly
 /// worse.
 #[test]
-fn a_third_of_the_error_on_random_traces() {
+fn third_of_the_error_on_random_traces() {
     let random: Vec<_> = family::HOLD_OUT
         .step_by(2)
         .map(family::trace)
@@ -147,7 +147,7 @@ fn two_standard_errors_have_nominal_coverage() {
     }
 }
 
-/// A rhythm in step with the turns looks constant. Few estimates of such rhythms get a standard
+/// A rhythm in step with the intervals looks constant. Few estimates of such rhythms get a standard
 /// error, and those are correct: either the policy detected the rhythm, or the error is unknown.
 #[test]
 fn aliased_rhythms_have_no_error_bar_or_a_correct_one() {
