@@ -23,6 +23,7 @@ use vpmu::{BackingPolicy, CounterNumbers, PmuModelName};
 
 use crate::commands::generate::{EXAMPLES, GenerateArgs};
 use crate::commands::validate::ValidateArgs;
+use crate::firecracker::FirecrackerArgs;
 use crate::values::{
     ObserversAt, SecurityProfile, integer_in_range, parse_builtin, parse_gdb, parse_memory, parse_on_off,
     parse_pmi_limit, parse_ring_memory, parse_sample_limit, parse_share, parse_stop_timeout, parse_turn,
@@ -100,6 +101,8 @@ pub struct Global {
 pub enum Command {
     /// Run a guest: a Linux kernel, a multiboot kernel, or the built-in one.
     Run(Box<RunArgs>),
+    /// Serve Firecracker's API for a VM.
+    Firecracker(Box<FirecrackerArgs>),
     /// Say what this host can do.
     Check(CheckArgs),
     /// Prove on this host that what guests count is true.
@@ -487,8 +490,20 @@ where
     I: IntoIterator<Item = T>,
     T: Into<OsString> + Clone,
 {
-    let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
+    let args = named_by_program(args.into_iter().map(Into::into).collect());
     parse_run(&args).map_or_else(|| parse_any(args), Ok)
+}
+
+/// Inserts the command `firecracker` if the program was started by that name.
+fn named_by_program(mut args: Vec<OsString>) -> Vec<OsString> {
+    let program = args.first().map(std::path::Path::new);
+    if program
+        .and_then(std::path::Path::file_name)
+        .is_some_and(|name| name == "firecracker")
+    {
+        args.insert(1, "firecracker".into());
+    }
+    args
 }
 
 /// Parses a valid `run` command line without building the clap description of all commands, which

@@ -8,6 +8,7 @@
 //! | `devices` | virtio devices from the arguments |
 //! | `check` | `perfvisor check`: capabilities of this host |
 //! | `commands` | `perfvisor validate` and `generate` |
+//! | `firecracker` | `perfvisor firecracker`: Firecracker's API and command line |
 //! | `config` | the options of `run` as a TOML file |
 //! | `background` | VMs without a terminal: daemon, service |
 //! | `stopping` | stop signals of a VM, and the power button |
@@ -35,6 +36,7 @@ mod cli;
 mod commands;
 mod config;
 mod devices;
+mod firecracker;
 mod jail;
 mod run;
 mod stopping;
@@ -77,9 +79,15 @@ fn main() -> ExitCode {
         Command::Run(args) => (args.log_file.as_deref(), args.kernel.is_none()),
         _ => (None, false),
     };
-    let log_file = match init_log(cli.global.verbose, log_file, own_guest) {
-        Ok(log_file) => log_file,
-        Err(error) => return bad_input(&error_line(&error)),
+    let log_file = match &cli.command {
+        Command::Firecracker(_) => {
+            firecracker::init_log();
+            None
+        }
+        _ => match init_log(cli.global.verbose, log_file, own_guest) {
+            Ok(log_file) => log_file,
+            Err(error) => return bad_input(&error_line(&error)),
+        },
     };
     if let Some(parent) = cli.global.parent
         && !die_with_parent(parent)
@@ -112,6 +120,7 @@ fn run_command(
 ) -> Result<ExitStatus, Box<dyn Error>> {
     Ok(match command {
         Command::Run(args) => run::run(&args, start, log_file)?,
+        Command::Firecracker(args) => firecracker::firecracker(&args)?,
         Command::Check(args) => check::check(&args)?,
         Command::Validate(args) => validate::validate(&args)?,
         Command::Ps(args) => ps::ps(&args)?,
