@@ -12,9 +12,9 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 use std::time::{Duration, SystemTime};
 
 use control_api::client::{Client, REPLY_TIMEOUT};
-use control_api::place;
 use control_api::protocol::{VmInfo, VmState};
 use control_api::request;
+use control_api::socket_dir;
 use firecracker_api::resources::log_level;
 use firecracker_api::session::VmBackend;
 use firecracker_api::types::{Logger, Metrics};
@@ -154,7 +154,7 @@ impl VmProcess {
 /// # Errors
 /// Returns the VM's error message if it ends before.
 fn wait_for_vm(child: &mut Child, messages: &mut ChildStderr, name: &str) -> Result<Client, String> {
-    let socket = place::socket_path(&place::directory(), name);
+    let socket = socket_dir::socket_path(&socket_dir::directory(), name);
     let mut said = Vec::new();
     loop {
         let ended = child.try_wait().map_err(|e| e.to_string())?;
@@ -187,7 +187,8 @@ fn last_message(said: &[u8]) -> String {
     let text = String::from_utf8_lossy(said);
     let line = text.lines().rfind(|line| !line.trim().is_empty());
     let line = line.unwrap_or("the VM ended without a message");
-    line.strip_prefix("perfvisor: ").unwrap_or(line).to_owned()
+    let line = line.strip_prefix("perfvisor: ").unwrap_or(line);
+    line.strip_prefix("error: ").unwrap_or(line).to_owned()
 }
 
 impl VmBackend for VmProcess {
@@ -282,6 +283,7 @@ mod tests {
     fn start_error_is_the_last_message() {
         let said = b"perfvisor: info: x\nperfvisor: --net tap=t: no such device\n\n";
         assert_eq!(last_message(said), "--net tap=t: no such device");
+        assert_eq!(last_message(b"perfvisor: error: x\n"), "x");
         assert_eq!(last_message(b""), "the VM ended without a message");
     }
 }
