@@ -101,8 +101,6 @@ pub struct GlobalOptions {
 pub enum CliCommand {
     /// Run a guest: a Linux kernel, a multiboot kernel, or the built-in one.
     Run(Box<RunArgs>),
-    /// Serve Firecracker's API for a VM.
-    Firecracker(Box<FirecrackerArgs>),
     /// Show what this host supports.
     Check(CheckArgs),
     /// Check on this host that guests count correctly.
@@ -128,6 +126,8 @@ pub enum CliCommand {
     Top(TopArgs),
     /// Serve metrics and profiles of this host's VMs over HTTP, for Prometheus and Pyroscope.
     Exporter(ExporterArgs),
+    /// Serve Firecracker's API for a VM.
+    Firecracker(Box<FirecrackerArgs>),
     /// Show the samples of a recording as a table of shares by task, object and function.
     Report(ReportArgs),
     /// Compare two recordings: shares of functions before and after.
