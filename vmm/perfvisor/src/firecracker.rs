@@ -25,7 +25,7 @@ use operator::exit::ExitStatus;
 use operator::signals::StopSignals;
 use sandbox::{FrontEndError, paths};
 
-use vm_process::VmProcess;
+use vm_process::{CheckArguments, VmProcess};
 
 pub use log_output::init_log;
 
@@ -170,7 +170,7 @@ fn parse_payload(text: &str) -> Result<usize, String> {
 /// # Errors
 /// Returns [`FirecrackerError`] if an option is invalid or unsupported, or the VM of
 /// `--config-file` does not start.
-pub fn firecracker(args: &FirecrackerArgs) -> Result<ExitStatus, FirecrackerError> {
+pub fn firecracker(args: &FirecrackerArgs, check: CheckArguments) -> Result<ExitStatus, FirecrackerError> {
     if args.version {
         let text = format!(
             "Firecracker v{API_VERSION}\nPerfvisor v{}\n",
@@ -181,7 +181,7 @@ pub fn firecracker(args: &FirecrackerArgs) -> Result<ExitStatus, FirecrackerErro
     }
     check_unsupported(args)?;
     let signals = StopSignals::block().map_err(os("sigprocmask"))?;
-    let mut session = session(args)?;
+    let mut session = session(args, check)?;
     if let Some(path) = &args.config_file {
         session
             .configure(read_config(path)?)
@@ -219,8 +219,8 @@ fn check_unsupported(args: &FirecrackerArgs) -> Result<(), FirecrackerError> {
 }
 
 /// Creates the session, and applies the options for log messages and metrics.
-fn session(args: &FirecrackerArgs) -> Result<Session<VmProcess>, FirecrackerError> {
-    let backend = VmProcess::new(args.id.clone());
+fn session(args: &FirecrackerArgs, check: CheckArguments) -> Result<Session<VmProcess>, FirecrackerError> {
+    let backend = VmProcess::new(args.id.clone(), check);
     let id = args.id.clone().unwrap_or_else(|| DEFAULT_ID.into());
     let mut session = Session::new(backend, id, env!("CARGO_PKG_VERSION").into());
     let logger = Logger {

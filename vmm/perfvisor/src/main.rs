@@ -120,7 +120,7 @@ fn run_command(
 ) -> Result<ExitStatus, Box<dyn Error>> {
     Ok(match command {
         CliCommand::Run(args) => run::run(&args, start, log_file)?,
-        CliCommand::Firecracker(args) => firecracker::firecracker(&args)?,
+        CliCommand::Firecracker(args) => firecracker::firecracker(&args, check_arguments)?,
         CliCommand::Check(args) => check::check(&args)?,
         CliCommand::Validate(args) => validate::validate(&args)?,
         CliCommand::Ps(args) => ps::ps(&args)?,
@@ -148,6 +148,14 @@ fn run_command(
             ExitStatus::PoweredOff
         }
     })
+}
+
+/// Checks a command line. Returns its error message.
+fn check_arguments(args: Vec<std::ffi::OsString>) -> Result<(), String> {
+    match cli::parse(args) {
+        Ok(_) => Ok(()),
+        Err(CliExit::Error(line) | CliExit::Text(line)) => Err(line),
+    }
 }
 
 /// Makes the kernel kill this process when the thread that started it ends. Returns whether

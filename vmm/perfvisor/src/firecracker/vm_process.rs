@@ -26,7 +26,8 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::log_output::{self, DEFAULT_LEVEL};
-use crate::cli::{self, CliExit};
+/// Checks a command line. Returns its error message.
+pub type CheckArguments = fn(Vec<OsString>) -> Result<(), String>;
 
 /// Interval at which a starting VM, or one whose vCPUs stop, is checked.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
@@ -36,6 +37,7 @@ const MESSAGE_BYTES: usize = 4096;
 /// A VM that is configured, or runs.
 pub struct VmProcess {
     program: PathBuf,
+    check: CheckArguments,
     id: Option<String>,
     level: LevelFilter,
     metrics: Option<File>,
@@ -60,11 +62,12 @@ struct ChildVm {
 
 impl VmProcess {
     /// Creates a VM that does not run yet. Without `id`, its name contains its process ID.
-    pub fn new(id: Option<String>) -> Self {
+    pub fn new(id: Option<String>, check: CheckArguments) -> Self {
         // Without /proc, as in a chroot, the path by which this process was started.
         let started = std::env::args_os().next().unwrap_or_default();
         Self {
             program: std::env::current_exe().unwrap_or_else(|_| started.into()),
+            check,
             id,
             level: DEFAULT_LEVEL,
             metrics: None,
@@ -194,10 +197,7 @@ fn last_message(said: &[u8]) -> String {
 impl VmBackend for VmProcess {
     fn check_options(&mut self, options: &[String]) -> Result<(), String> {
         let words = ["perfvisor", "run"].into_iter().map(OsString::from);
-        match cli::parse(words.chain(options.iter().map(Into::into))) {
-            Ok(_) => Ok(()),
-            Err(CliExit::Error(line) | CliExit::Text(line)) => Err(line),
-        }
+        (self.check)(words.chain(options.iter().map(Into::into)).collect())
     }
 
     fn check_file(&mut self, path: &str) -> Result<(), String> {
