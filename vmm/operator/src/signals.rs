@@ -3,11 +3,14 @@
 //!
 //! A thread waits for the signals instead of a signalfd. The kernel wakes the waiters of a signalfd
 //! on every signal of the process, and vCPUs are kicked by signals a thousand times per second.
-#![expect(unsafe_code, reason = "blocks signals and waits for them by system calls")]
+#![expect(
+    unsafe_code,
+    reason = "blocks signals and waits for them by system calls, and borrows the eventfd"
+)]
 
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::thread;
@@ -208,6 +211,13 @@ impl StopSignals {
         }
         self.came.read().ok()?;
         Some(self.last.load(Ordering::SeqCst))
+    }
+}
+
+impl AsFd for StopSignals {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the eventfd stays open for the lifetime of `self`, which the result borrows.
+        unsafe { BorrowedFd::borrow_raw(self.came.as_raw_fd()) }
     }
 }
 

@@ -23,6 +23,7 @@ use vpmu::{BackingPolicy, CounterNumbers, PmuModelName};
 
 use crate::commands::generate::{EXAMPLES, GenerateArgs};
 use crate::commands::validate::ValidateArgs;
+use crate::firecracker::FirecrackerArgs;
 use crate::values::{
     ObserverSocketArg, SecurityProfile, integer_in_range, parse_builtin, parse_gdb, parse_memory,
     parse_on_off, parse_pmi_limit, parse_ring_memory, parse_sample_limit, parse_share, parse_stop_timeout,
@@ -125,6 +126,8 @@ pub enum CliCommand {
     Top(TopArgs),
     /// Serve metrics and profiles of this host's VMs over HTTP, for Prometheus and Pyroscope.
     Exporter(ExporterArgs),
+    /// Serve Firecracker's API for a VM.
+    Firecracker(Box<FirecrackerArgs>),
     /// Show the samples of a recording as a table of shares by task, object and function.
     Report(ReportArgs),
     /// Compare two recordings: shares of functions before and after.
@@ -496,8 +499,20 @@ where
     I: IntoIterator<Item = T>,
     T: Into<OsString> + Clone,
 {
-    let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
+    let args = named_by_program(args.into_iter().map(Into::into).collect());
     parse_run(&args).map_or_else(|| parse_any(args), Ok)
+}
+
+/// Inserts the command `firecracker` if the program was started by that name.
+fn named_by_program(mut args: Vec<OsString>) -> Vec<OsString> {
+    let program = args.first().map(std::path::Path::new);
+    if program
+        .and_then(std::path::Path::file_name)
+        .is_some_and(|name| name == "firecracker")
+    {
+        args.insert(1, "firecracker".into());
+    }
+    args
 }
 
 /// Parses a valid `run` command line without building the clap description of all commands, which

@@ -8,6 +8,7 @@
 //! | `devices` | virtio devices from the arguments |
 //! | `check` | `perfvisor check`: capabilities of this host |
 //! | `commands` | `perfvisor validate` and `generate` |
+//! | `firecracker` | `perfvisor firecracker`: Firecracker's API and command line |
 //! | `config` | the options of `run` as a TOML file |
 //! | `background` | VMs without a terminal: daemon, service |
 //! | `stopping` | stop signals of a VM, and the power button |
@@ -35,6 +36,7 @@ mod cli;
 mod commands;
 mod config;
 mod devices;
+mod firecracker;
 mod jail;
 mod run;
 mod stop_handler;
@@ -77,9 +79,15 @@ fn main() -> ExitCode {
         CliCommand::Run(args) => (args.log_file.as_deref(), args.kernel.is_none()),
         _ => (None, false),
     };
-    let log_file = match init_log(cli.global.verbose, log_file, own_guest) {
-        Ok(log_file) => log_file,
-        Err(error) => return bad_input(&error_line(&error)),
+    let log_file = match &cli.command {
+        CliCommand::Firecracker(_) => {
+            firecracker::init_log();
+            None
+        }
+        _ => match init_log(cli.global.verbose, log_file, own_guest) {
+            Ok(log_file) => log_file,
+            Err(error) => return bad_input(&error_line(&error)),
+        },
     };
     if let Some(parent) = cli.global.parent
         && !die_with_parent(parent)
@@ -112,6 +120,7 @@ fn run_command(
 ) -> Result<ExitStatus, Box<dyn Error>> {
     Ok(match command {
         CliCommand::Run(args) => run::run(&args, start, log_file)?,
+        CliCommand::Firecracker(args) => firecracker::firecracker(&args, check_arguments)?,
         CliCommand::Check(args) => check::check(&args)?,
         CliCommand::Validate(args) => validate::validate(&args)?,
         CliCommand::Ps(args) => ps::ps(&args)?,
@@ -139,6 +148,14 @@ fn run_command(
             ExitStatus::PoweredOff
         }
     })
+}
+
+/// Checks a command line. Returns its error message.
+fn check_arguments(args: Vec<std::ffi::OsString>) -> Result<(), String> {
+    match cli::parse(args) {
+        Ok(_) => Ok(()),
+        Err(CliExit::Error(line) | CliExit::Text(line)) => Err(line),
+    }
 }
 
 /// Makes the kernel kill this process when the thread that started it ends. Returns whether

@@ -17,6 +17,7 @@
 //! | `start` | application of filters, and the starter thread |
 //! | `service` | service processes that end with the VM |
 //! | `perf_broker` | the process that opens perf events |
+//! | `front_end` | the process that serves Firecracker's API |
 //! | `workers` | more restricted processes for guest-controlled data |
 //! | `fault` | fault injection for tests |
 //! | `crash` | handling of fault signals |
@@ -31,6 +32,7 @@ mod crash;
 mod fault;
 mod files;
 mod filter;
+mod front_end;
 mod jail;
 mod kind;
 mod lists;
@@ -50,6 +52,7 @@ pub use cgroup::{CgroupError, join_cgroup};
 pub use crash::watch_faults;
 pub use fault::{fault_point, worker_fault};
 pub use files::{AccessibleFiles, FileAccessError, begin_files, has_landlock, only_files};
+pub use front_end::{FrontEndError, confine_front_end};
 pub use jail::{Jail, JailContents, JailError, become_user, separate};
 pub use kind::{PerfEventAccess, ThreadKind};
 pub use perf_broker::{PerfBroker, PerfBrokerError};

@@ -658,6 +658,17 @@ pub(crate) fn of_socket_broker() -> Vec<AllowedSyscall> {
     list
 }
 
+/// Allow-list of the process that serves Firecracker's API ([`crate::confine_front_end`]) once its
+/// VM runs: existing connections and new ones from its listener, and the end of the VM. `own` is
+/// the ID of that process.
+pub(crate) fn of_front_end(own: u32) -> Vec<AllowedSyscall> {
+    let mut list = common(own);
+    list.extend(connections());
+    list.extend(any(&[Sysno::wait4, Sysno::waitid, Sysno::rt_sigtimedwait]));
+    list.extend(refused_to_workers());
+    list
+}
+
 /// Allow-list of the supervisor of a VM in a PID namespace ([`crate::Supervisor`]): receives signals
 /// and reports, signals the VM, and ends like it. `vm` and `own` are the process IDs of the VM and
 /// of the supervisor.

@@ -54,6 +54,10 @@ pub(crate) const EXAMPLES: &[(&str, &[&str])] = &[
     ("perfvisor check", &["perfvisor check --json"]),
     ("perfvisor validate", &["perfvisor validate --backing all"]),
     ("perfvisor ps", &["perfvisor ps --all"]),
+    (
+        "perfvisor firecracker",
+        &["perfvisor firecracker --api-sock /run/web.socket --id web"],
+    ),
     ("perfvisor list", &["perfvisor list --vm web"]),
     (
         "perfvisor ctl",

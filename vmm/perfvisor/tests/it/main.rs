@@ -16,6 +16,7 @@ mod exec;
 mod exits;
 mod exporter;
 mod exporter_isolation;
+mod firecracker;
 mod gdb;
 mod guest_isolation;
 mod host_access;

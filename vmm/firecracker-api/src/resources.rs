@@ -1,0 +1,562 @@
+//! The configuration of a VM, its validation, and its translation to options of `perfvisor run`.
+//!
+//! Only options leave this module: `perfvisor run` parses them as it does its command line, so a VM
+//! is built in one way only.
+
+use crate::fault::Fault;
+use crate::routes::check_id;
+use crate::types::{
+    BootSource, Drive, EntropyDevice, HugePages, IoEngine, Logger, MachineConfig, MachineConfigUpdate,
+    Metrics, NetworkInterface, Pmu, RateLimiter, SerialDevice, VmConfig, Vsock,
+};
+
+/// Maximum number of vCPUs, as in the specification.
+const MAX_VCPUS: u8 = 32;
+/// Word of the kernel command line that would hide the devices, which are functions of a PCI bus.
+const PCI_OFF: &str = "pci=off";
+/// Kernel command line of `perfvisor run` for Linux, to which the root device is added.
+const DEFAULT_BOOT_ARGS: &str = "console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check";
+
+/// The configuration of a VM.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Resources {
+    machine: MachineConfig,
+    boot_source: Option<BootSource>,
+    drives: Vec<Drive>,
+    interfaces: Vec<NetworkInterface>,
+    vsock: Option<Vsock>,
+    entropy: Option<EntropyDevice>,
+    serial: Option<SerialDevice>,
+    logger: Option<Logger>,
+    metrics: Option<Metrics>,
+    pmu: Option<Pmu>,
+}
+
+impl Resources {
+    /// Returns the configuration that `config` describes.
+    ///
+    /// # Errors
+    /// Returns a [`Fault`] if `config` is invalid or contains an unsupported device.
+    pub fn from_config(config: VmConfig) -> Result<Self, Fault> {
+        let unsupported = [
+            ("balloon", config.balloon.is_some()),
+            ("cpu-config", config.cpu_config.is_some()),
+            ("mmds-config", config.mmds_config.is_some()),
+            ("memory-hotplug", config.memory_hotplug.is_some()),
+            ("pmem", !config.pmem.is_empty()),
+        ];
+        if let Some((name, _)) = unsupported.iter().find(|(_, given)| *given) {
+            return Err(Fault::unsupported(name, "this version does not offer it"));
+        }
+        let mut all = Self::default();
+        all.set_machine(config.machine_config.unwrap_or_default())?;
+        if let Some(boot_source) = config.boot_source {
+            all.set_boot_source(boot_source)?;
+        }
+        for drive in config.drives {
+            check_id("drive_id", &drive.drive_id, &drive.drive_id)?;
+            all.set_drive(drive)?;
+        }
+        for interface in config.network_interfaces {
+            check_id("iface_id", &interface.iface_id, &interface.iface_id)?;
+            all.set_interface(interface)?;
+        }
+        if let Some(vsock) = config.vsock {
+            all.set_vsock(vsock)?;
+        }
+        if let Some(entropy) = config.entropy {
+            all.set_entropy(entropy)?;
+        }
+        if let Some(serial) = config.serial {
+            all.set_serial(serial)?;
+        }
+        if let Some(logger) = config.logger {
+            all.set_logger(logger)?;
+        }
+        if let Some(pmu) = config.pmu {
+            all.set_pmu(pmu)?;
+        }
+        all.metrics = config.metrics;
+        Ok(all)
+    }
+
+    /// Returns the configuration as the body of `GET /vm/config`.
+    pub fn to_config(&self) -> VmConfig {
+        VmConfig {
+            machine_config: Some(self.machine.clone()),
+            boot_source: self.boot_source.clone(),
+            drives: self.drives.clone(),
+            network_interfaces: self.interfaces.clone(),
+            vsock: self.vsock.clone(),
+            entropy: self.entropy.clone(),
+            serial: self.serial.clone(),
+            logger: self.logger.clone(),
+            metrics: self.metrics.clone(),
+            pmu: Some(self.pmu()),
+            ..VmConfig::default()
+        }
+    }
+
+    /// Returns size and features of the machine.
+    pub fn machine(&self) -> &MachineConfig {
+        &self.machine
+    }
+
+    /// Returns the log messages' level and destination.
+    pub fn logger(&self) -> Option<&Logger> {
+        self.logger.as_ref()
+    }
+
+    /// Returns the destination of metrics.
+    pub fn metrics(&self) -> Option<&Metrics> {
+        self.metrics.as_ref()
+    }
+
+    /// Returns the PMU with its default model.
+    pub fn pmu(&self) -> Pmu {
+        let mut pmu = self.pmu.clone().unwrap_or_default();
+        pmu.model.get_or_insert_with(|| "auto".into());
+        pmu
+    }
+
+    /// Sets size and features of the machine.
+    ///
+    /// # Errors
+    /// Returns a [`Fault`] if a field is invalid or unsupported.
+    pub fn set_machine(&mut self, machine: MachineConfig) -> Result<(), Fault> {
+        if !(1..=MAX_VCPUS).contains(&machine.vcpu_count) {
+            return Err(Fault::bad(format!(
+                "vcpu_count: must be between 1 and {MAX_VCPUS}"
+            )));
+        }
+        if machine.mem_size_mib == 0 {
+            return Err(Fault::bad("mem_size_mib: must not be 0"));
+        }
+        if machine.huge_pages == HugePages::TwoMib && !machine.mem_size_mib.is_multiple_of(2) {
+            return Err(Fault::bad("mem_size_mib: must be even with huge_pages 2M"));
+        }
+        if machine.smt {
+            return Err(Fault::unsupported("smt", "each vCPU is a core of its own"));
+        }
+        if machine.track_dirty_pages {
+            return Err(Fault::unsupported(
+                "track_dirty_pages",
+                "this version has no snapshots",
+            ));
+        }
+        if machine.cpu_template.as_deref().is_some_and(|name| name != "None") {
+            return Err(Fault::unsupported(
+                "cpu_template",
+                "the guest sees the host's features; PUT /pmu selects its PMU",
+            ));
+        }
+        self.machine = machine;
+        Ok(())
+    }
+
+    /// Changes size and features of the machine.
+    ///
+    /// # Errors
+    /// Returns a [`Fault`] if the update is empty, or a field is invalid or unsupported.
+    pub fn update_machine(&mut self, update: MachineConfigUpdate) -> Result<(), Fault> {
+        if update == MachineConfigUpdate::default() {
+            return Err(Fault::bad("PATCH /machine-config: no field is given"));
+        }
+        let old = self.machine.clone();
+        self.set_machine(MachineConfig {
+            vcpu_count: update.vcpu_count.unwrap_or(old.vcpu_count),
+            mem_size_mib: update.mem_size_mib.unwrap_or(old.mem_size_mib),
+            smt: update.smt.unwrap_or(old.smt),
+            track_dirty_pages: update.track_dirty_pages.unwrap_or(old.track_dirty_pages),
+            huge_pages: update.huge_pages.unwrap_or(old.huge_pages),
+            cpu_template: update.cpu_template.or(old.cpu_template),
+        })
+    }
+
+    /// Sets kernel, initial RAM disk and command line.
+    ///
+    /// # Errors
+    /// Returns a [`Fault`] if a text contains a NUL character.
+    pub fn set_boot_source(&mut self, boot_source: BootSource) -> Result<(), Fault> {
+        check_text("kernel_image_path", Some(&boot_source.kernel_image_path))?;
+        check_text("initrd_path", boot_source.initrd_path.as_deref())?;
+        check_text("boot_args", boot_source.boot_args.as_deref())?;
+        self.boot_source = Some(boot_source);
+        Ok(())
+    }
+
+    /// Adds a block device, or replaces the one with the same identifier.
+    ///
+    /// # Errors
+    /// Returns a [`Fault`] if a field is invalid or unsupported, or there is another root device.
+    pub fn set_drive(&mut self, drive: Drive) -> Result<(), Fault> {
+        if drive.socket.is_some() {
+            return Err(Fault::unsupported("socket", "disks have no vhost-user back end"));
+        }
+        check_limiter("rate_limiter", drive.rate_limiter.as_ref())?;
+        if drive.io_engine == Some(IoEngine::Async) {
+            return Err(Fault::unsupported("io_engine", "must be Sync"));
+        }
+        let Some(path) = &drive.path_on_host else {
+            return Err(Fault::bad("path_on_host: missing"));
+        };
+        check_text("path_on_host", Some(path))?;
+        if path.contains(',') {
+            return Err(Fault::unsupported("path_on_host", "the path contains a comma"));
+        }
+        let partuuid = drive.partuuid.as_deref();
+        check_text("partuuid", partuuid)?;
+        if partuuid.is_some_and(|text| text.is_empty() || text.contains(char::is_whitespace)) {
+            return Err(Fault::bad("partuuid: must be a word"));
+        }
+        let is_other = |other: &&Drive| other.drive_id != drive.drive_id;
+        if drive.is_root_device
+            && let Some(root) = self
+                .drives
+                .iter()
+                .filter(is_other)
+                .find(|other| other.is_root_device)
+        {
+            let message = format!("is_root_device: '{}' is the root device already", root.drive_id);
+            return Err(Fault::bad(message));
+        }
+        match self
+            .drives
+            .iter_mut()
+            .find(|other| other.drive_id == drive.drive_id)
+        {
+            Some(old) => *old = drive,
+            None => self.drives.push(drive),
+        }
+        Ok(())
+    }
+
+    /// Adds a network device, or replaces the one with the same identifier.
+    ///
+    /// # Errors
+    /// Returns a [`Fault`] if a field is invalid or unsupported, or another device has the MAC
+    /// address or the tap device.
+    pub fn set_interface(&mut self, interface: NetworkInterface) -> Result<(), Fault> {
+        check_limiter("rx_rate_limiter", interface.rx_rate_limiter.as_ref())?;
+        check_limiter("tx_rate_limiter", interface.tx_rate_limiter.as_ref())?;
+        if interface.mtu.is_some() {
+            return Err(Fault::unsupported("mtu", "the device offers no MTU"));
+        }
+        let others = || {
+            self.interfaces
+                .iter()
+                .filter(|other| other.iface_id != interface.iface_id)
+        };
+        let mac = interface.guest_mac.as_deref();
+        let has_mac = |other: &NetworkInterface| {
+            let pair = other.guest_mac.as_deref().zip(mac);
+            pair.is_some_and(|(one, other)| one.eq_ignore_ascii_case(other))
+        };
+        if others().any(has_mac) {
+            return Err(Fault::bad("guest_mac: another interface has this address"));
+        }
+        if others().any(|other| other.host_dev_name == interface.host_dev_name) {
+            return Err(Fault::bad(
+                "host_dev_name: another interface uses this tap device",
+            ));
+        }
+        for (field, text) in [
+            ("host_dev_name", Some(interface.host_dev_name.as_str())),
+            ("guest_mac", mac),
+        ] {
+            check_text(field, text)?;
+            if text.is_some_and(|text| text.contains([',', '='])) {
+                return Err(Fault::bad(format!(
+                    "{field}: must not contain a comma or an equals sign"
+                )));
+            }
+        }
+        match self
+            .interfaces
+            .iter_mut()
+            .find(|other| other.iface_id == interface.iface_id)
+        {
+            Some(old) => *old = interface,
+            None => self.interfaces.push(interface),
+        }
+        Ok(())
+    }
+
+    /// Sets the vsock device.
+    ///
+    /// # Errors
+    /// Returns a [`Fault`] if a field is invalid.
+    pub fn set_vsock(&mut self, vsock: Vsock) -> Result<(), Fault> {
+        if vsock.guest_cid < 3 {
+            return Err(Fault::bad("guest_cid: must be at least 3"));
+        }
+        check_text("uds_path", Some(&vsock.uds_path))?;
+        self.vsock = Some(vsock);
+        Ok(())
+    }
+
+    /// Adds the entropy device.
+    ///
+    /// # Errors
+    /// Returns a [`Fault`] if a field is unsupported.
+    pub fn set_entropy(&mut self, entropy: EntropyDevice) -> Result<(), Fault> {
+        check_limiter("rate_limiter", entropy.rate_limiter.as_ref())?;
+        self.entropy = Some(entropy);
+        Ok(())
+    }
+
+    /// Sets the destination of the serial output.
+    ///
+    /// # Errors
+    /// Returns a [`Fault`] if a field is invalid or unsupported.
+    pub fn set_serial(&mut self, serial: SerialDevice) -> Result<(), Fault> {
+        if serial.rate_limiter.is_some_and(|limiter| !limiter.is_unlimited()) {
+            return Err(no_limiter("rate_limiter"));
+        }
+        check_text("serial_out_path", serial.serial_out_path.as_deref())?;
+        self.serial = Some(serial);
+        Ok(())
+    }
+
+    /// Sets level and destination of log messages.
+    ///
+    /// # Errors
+    /// Returns a [`Fault`] if a field is invalid or unsupported.
+    pub fn set_logger(&mut self, logger: Logger) -> Result<(), Fault> {
+        if let Some(level) = &logger.level {
+            log_level(level)?;
+        }
+        if logger.module.is_some() {
+            return Err(Fault::unsupported("module", "modules have other names here"));
+        }
+        if logger.show_log_origin == Some(true) {
+            return Err(Fault::unsupported(
+                "show_log_origin",
+                "messages have no file and line",
+            ));
+        }
+        check_text("log_path", logger.log_path.as_deref())?;
+        self.logger = Some(logger);
+        Ok(())
+    }
+
+    /// Sets the destination of metrics.
+    ///
+    /// # Errors
+    /// Returns a [`Fault`] if there is one already.
+    pub fn set_metrics(&mut self, metrics: Metrics) -> Result<(), Fault> {
+        if self.metrics.is_some() {
+            return Err(Fault::bad("metrics_path: the destination is set already"));
+        }
+        check_text("metrics_path", Some(&metrics.metrics_path))?;
+        self.metrics = Some(metrics);
+        Ok(())
+    }
+
+    /// Sets the guest's PMU.
+    ///
+    /// # Errors
+    /// Returns a [`Fault`] if a text contains a NUL character.
+    pub fn set_pmu(&mut self, pmu: Pmu) -> Result<(), Fault> {
+        for (field, text) in [
+            ("model", &pmu.model),
+            ("backing", &pmu.backing),
+            ("counters", &pmu.counters),
+            ("filter", &pmu.filter),
+            ("share", &pmu.share),
+        ] {
+            check_text(field, text.as_deref())?;
+        }
+        self.pmu = Some(pmu);
+        Ok(())
+    }
+
+    /// Returns the files that must exist before the start, with the names of their fields.
+    pub fn files(&self) -> Vec<(&'static str, &str)> {
+        let boot = self.boot_source.as_ref();
+        let kernel = boot.map(|boot| ("kernel_image_path", boot.kernel_image_path.as_str()));
+        let initrd = boot.and_then(|boot| Some(("initrd_path", boot.initrd_path.as_deref()?)));
+        let drives = self.drives.iter();
+        let drives = drives.filter_map(|drive| Some(("path_on_host", drive.path_on_host.as_deref()?)));
+        kernel.into_iter().chain(initrd).chain(drives).collect()
+    }
+
+    /// Returns the options of `perfvisor run`.
+    ///
+    /// # Errors
+    /// Returns a [`Fault`] if there is no boot source.
+    pub fn run_options(&self) -> Result<Vec<String>, Fault> {
+        let Some(boot) = &self.boot_source else {
+            return Err(Fault::bad(
+                "boot-source: a VM needs a kernel; PUT /boot-source sets it",
+            ));
+        };
+        let mut options = self.device_options();
+        options.push(format!("--kernel={}", boot.kernel_image_path));
+        options.extend(boot.initrd_path.as_ref().map(|path| format!("--initrd={path}")));
+        options.extend(self.cmdline(boot).map(|line| format!("--cmdline={line}")));
+        Ok(options)
+    }
+
+    /// Returns the options of `perfvisor run` that need no kernel, to validate a partial
+    /// configuration.
+    pub fn device_options(&self) -> Vec<String> {
+        let machine = &self.machine;
+        let huge_pages = match machine.huge_pages {
+            HugePages::None => "off",
+            HugePages::Transparent => "transparent",
+            HugePages::TwoMib => "2M",
+        };
+        let mut options = vec![
+            format!("--cpus={}", machine.vcpu_count),
+            format!("--memory={}M", machine.mem_size_mib),
+            format!("--hugepages={huge_pages}"),
+            format!("--rng={}", if self.entropy.is_some() { "on" } else { "off" }),
+        ];
+        options.extend(self.drives_in_order().filter_map(drive_option));
+        for interface in &self.interfaces {
+            let mac = interface.guest_mac.as_ref().map(|mac| format!(",mac={mac}"));
+            let mac = mac.unwrap_or_default();
+            options.push(format!("--net=tap={}{mac}", interface.host_dev_name));
+        }
+        if let Some(vsock) = &self.vsock {
+            options.push(format!(
+                "--vsock=cid={},socket={}",
+                vsock.guest_cid, vsock.uds_path
+            ));
+        }
+        let serial = self
+            .serial
+            .as_ref()
+            .and_then(|serial| serial.serial_out_path.as_ref());
+        options.extend(serial.map(|path| format!("--console=file={path}")));
+        let pmu = self.pmu();
+        for (option, value) in [
+            ("pmu", pmu.model),
+            ("backing", pmu.backing),
+            ("pmu-counters", pmu.counters),
+            ("pmu-filter", pmu.filter),
+            ("share", pmu.share),
+        ] {
+            options.extend(value.map(|value| format!("--{option}={value}")));
+        }
+        options
+    }
+
+    /// Returns the drives with the root device first, which the kernel names `/dev/vda`.
+    fn drives_in_order(&self) -> impl Iterator<Item = &Drive> {
+        let root = self.drives.iter().filter(|drive| drive.is_root_device);
+        root.chain(self.drives.iter().filter(|drive| !drive.is_root_device))
+    }
+
+    /// Returns the kernel command line, with the root device and without [`PCI_OFF`]; `None` for
+    /// the default.
+    fn cmdline(&self, boot: &BootSource) -> Option<String> {
+        let root = self.drives.iter().find(|drive| drive.is_root_device);
+        let root = root.map(|drive| {
+            let device = match &drive.partuuid {
+                Some(partuuid) => format!("PARTUUID={partuuid}"),
+                None => "/dev/vda".into(),
+            };
+            let mode = if drive.is_read_only == Some(true) {
+                "ro"
+            } else {
+                "rw"
+            };
+            format!("root={device} {mode}")
+        });
+        let given = boot.boot_args.as_deref();
+        if given.is_none() && root.is_none() {
+            return None;
+        }
+        let given = given.unwrap_or(DEFAULT_BOOT_ARGS);
+        let given = if self.hides_pci() {
+            without_pci_off(given)
+        } else {
+            given.to_owned()
+        };
+        Some(
+            [Some(given), root]
+                .into_iter()
+                .flatten()
+                .collect::<Vec<_>>()
+                .join(" ")
+                .trim()
+                .to_owned(),
+        )
+    }
+
+    /// Returns whether the kernel command line contains `pci=off`, which is removed.
+    pub fn hides_pci(&self) -> bool {
+        let args = self
+            .boot_source
+            .as_ref()
+            .and_then(|boot| boot.boot_args.as_deref());
+        args.is_some_and(|args| args.split_ascii_whitespace().any(|word| word == PCI_OFF))
+    }
+}
+
+fn without_pci_off(line: &str) -> String {
+    let words: Vec<&str> = line
+        .split_ascii_whitespace()
+        .filter(|word| *word != PCI_OFF)
+        .collect();
+    words.join(" ")
+}
+
+fn drive_option(drive: &Drive) -> Option<String> {
+    let path = drive.path_on_host.as_ref()?;
+    let mode = if drive.is_read_only == Some(true) {
+        ",ro"
+    } else {
+        ""
+    };
+    Some(format!("--disk={path}{mode}"))
+}
+
+/// Returns the level of log messages as in the syntax of the crate `log`.
+///
+/// # Errors
+/// Returns a [`Fault`] if the level is unknown.
+pub fn log_level(level: &str) -> Result<log::LevelFilter, Fault> {
+    Ok(match level.to_ascii_lowercase().as_str() {
+        "off" => log::LevelFilter::Off,
+        "error" => log::LevelFilter::Error,
+        "warning" | "warn" => log::LevelFilter::Warn,
+        "info" => log::LevelFilter::Info,
+        "debug" => log::LevelFilter::Debug,
+        "trace" => log::LevelFilter::Trace,
+        _ => {
+            return Err(Fault::bad(
+                "level: must be Error, Warning, Info, Debug, Trace or Off",
+            ));
+        }
+    })
+}
+
+fn no_limiter(field: &str) -> Fault {
+    Fault::unsupported(field, "devices have no rate limiters")
+}
+
+/// Rejects a rate limiter that limits something.
+///
+/// # Errors
+/// Returns a [`Fault`] with the name of the field.
+pub fn check_limiter(field: &str, limiter: Option<&RateLimiter>) -> Result<(), Fault> {
+    match limiter {
+        Some(limiter) if !limiter.is_unlimited() => Err(no_limiter(field)),
+        _ => Ok(()),
+    }
+}
+
+/// Rejects a text that cannot be an argument of a program.
+fn check_text(field: &str, text: Option<&str>) -> Result<(), Fault> {
+    match text {
+        Some(text) if text.contains('\0') => Err(Fault::bad(format!("{field}: contains a NUL character"))),
+        Some("") if field.ends_with("_path") => Err(Fault::bad(format!("{field}: must not be empty"))),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests;

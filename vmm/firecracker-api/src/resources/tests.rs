@@ -1,0 +1,179 @@
+use super::*;
+
+fn drive(json: &str) -> Drive {
+    serde_json::from_str(json).unwrap()
+}
+
+fn with_kernel(boot_args: Option<&str>) -> Resources {
+    let mut all = Resources::default();
+    let source = BootSource {
+        kernel_image_path: "/k".into(),
+        initrd_path: None,
+        boot_args: boot_args.map(str::to_owned),
+    };
+    all.set_boot_source(source).unwrap();
+    all
+}
+
+fn option<'o>(options: &'o [String], name: &str) -> Option<&'o str> {
+    let prefix = format!("--{name}=");
+    options.iter().find_map(|option| option.strip_prefix(&prefix))
+}
+
+#[test]
+fn configuration_becomes_options() {
+    let mut all = with_kernel(Some("console=ttyS0 pci=off quiet"));
+    let second = r#"{"drive_id":"b","is_root_device":false,"path_on_host":"/b","is_read_only":true}"#;
+    all.set_drive(drive(second)).unwrap();
+    let root = r#"{"drive_id":"a","is_root_device":true,"path_on_host":"/a"}"#;
+    all.set_drive(drive(root)).unwrap();
+    let interface = r#"{"iface_id":"e","host_dev_name":"tap0","guest_mac":"06:00:00:00:00:01"}"#;
+    all.set_interface(serde_json::from_str(interface).unwrap())
+        .unwrap();
+    let vsock = r#"{"guest_cid":5,"uds_path":"/v"}"#;
+    all.set_vsock(serde_json::from_str(vsock).unwrap()).unwrap();
+    let options = all.run_options().unwrap();
+    let disks: Vec<&String> = options
+        .iter()
+        .filter(|option| option.starts_with("--disk"))
+        .collect();
+    assert_eq!(disks, ["--disk=/a", "--disk=/b,ro"]);
+    assert_eq!(
+        option(&options, "cmdline"),
+        Some("console=ttyS0 quiet root=/dev/vda rw")
+    );
+    assert_eq!(option(&options, "net"), Some("tap=tap0,mac=06:00:00:00:00:01"));
+    assert_eq!(option(&options, "vsock"), Some("cid=5,socket=/v"));
+    assert_eq!(option(&options, "memory"), Some("128M"));
+    assert_eq!(option(&options, "pmu"), Some("auto"));
+    assert_eq!(option(&options, "rng"), Some("off"));
+    assert_eq!(option(&with_kernel(None).run_options().unwrap(), "cmdline"), None);
+}
+
+#[test]
+fn root_partition_is_named_by_its_uuid() {
+    let mut all = with_kernel(None);
+    let root = r#"{"drive_id":"a","is_root_device":true,"path_on_host":"/a","partuuid":"0eaa91a0-01",
+        "is_read_only":true}"#;
+    all.set_drive(drive(root)).unwrap();
+    let options = all.run_options().unwrap();
+    let line = option(&options, "cmdline").unwrap();
+    assert!(
+        line.starts_with("console=ttyS0 ") && line.ends_with(" root=PARTUUID=0eaa91a0-01 ro"),
+        "{line}"
+    );
+}
+
+/// Every field that is not offered is rejected by its name.
+#[test]
+fn unsupported_fields_are_named() {
+    let limiter = r#""rate_limiter":{"ops":{"size":1,"refill_time":1}}"#;
+    let base = r#""drive_id":"a","is_root_device":false"#;
+    let mut all = Resources::default();
+    for (field, body) in [
+        (
+            "rate_limiter",
+            format!("{{{base},\"path_on_host\":\"/a\",{limiter}}}"),
+        ),
+        (
+            "io_engine",
+            format!("{{{base},\"path_on_host\":\"/a\",\"io_engine\":\"Async\"}}"),
+        ),
+        ("socket", format!("{{{base},\"socket\":\"/s\"}}")),
+        ("path_on_host", format!("{{{base}}}")),
+        ("path_on_host", format!("{{{base},\"path_on_host\":\"/a,ro\"}}")),
+        (
+            "path_on_host",
+            format!("{{{base},\"path_on_host\":\"/a\\u0000\"}}"),
+        ),
+    ] {
+        let fault = all.set_drive(drive(&body)).unwrap_err();
+        assert!(fault.message.starts_with(&format!("{field}: ")), "{fault:?}");
+    }
+    for (field, body) in [
+        ("smt", r#"{"vcpu_count":2,"mem_size_mib":64,"smt":true}"#),
+        (
+            "cpu_template",
+            r#"{"vcpu_count":2,"mem_size_mib":64,"cpu_template":"T2"}"#,
+        ),
+        (
+            "track_dirty_pages",
+            r#"{"vcpu_count":2,"mem_size_mib":64,"track_dirty_pages":true}"#,
+        ),
+        ("vcpu_count", r#"{"vcpu_count":33,"mem_size_mib":64}"#),
+        ("mem_size_mib", r#"{"vcpu_count":1,"mem_size_mib":0}"#),
+        (
+            "mem_size_mib",
+            r#"{"vcpu_count":1,"mem_size_mib":63,"huge_pages":"2M"}"#,
+        ),
+    ] {
+        let fault = all.set_machine(serde_json::from_str(body).unwrap()).unwrap_err();
+        assert!(fault.message.starts_with(&format!("{field}: ")), "{fault:?}");
+    }
+    for field in ["balloon", "cpu-config", "mmds-config", "memory-hotplug"] {
+        let config = serde_json::from_str(&format!("{{\"{field}\":{{}}}}")).unwrap();
+        let fault = Resources::from_config(config).unwrap_err();
+        assert!(
+            fault.message.starts_with(&format!("{field}: unsupported")),
+            "{fault:?}"
+        );
+    }
+    assert_eq!(all, Resources::default());
+}
+
+/// A limiter without a limit, which some clients always send, is accepted.
+#[test]
+fn unlimited_rate_limiter_is_accepted() {
+    let body = r#"{"drive_id":"a","is_root_device":false,"path_on_host":"/a",
+        "rate_limiter":{"bandwidth":{"size":0,"refill_time":0},"ops":null}}"#;
+    Resources::default().set_drive(drive(body)).unwrap();
+}
+
+#[test]
+fn conflicting_devices_are_rejected() {
+    let mut all = Resources::default();
+    let root = |id: &str| {
+        drive(&format!(
+            r#"{{"drive_id":"{id}","is_root_device":true,"path_on_host":"/a"}}"#
+        ))
+    };
+    all.set_drive(root("a")).unwrap();
+    all.set_drive(root("a")).unwrap();
+    assert!(
+        all.set_drive(root("b"))
+            .unwrap_err()
+            .message
+            .starts_with("is_root_device: 'a'")
+    );
+    let interface = |id: &str, tap: &str, mac: &str| {
+        let body = format!(r#"{{"iface_id":"{id}","host_dev_name":"{tap}","guest_mac":"{mac}"}}"#);
+        serde_json::from_str(&body).unwrap()
+    };
+    all.set_interface(interface("a", "tap0", "06:00:00:00:00:0a"))
+        .unwrap();
+    let same_mac = all
+        .set_interface(interface("b", "tap1", "06:00:00:00:00:0A"))
+        .unwrap_err();
+    assert!(same_mac.message.starts_with("guest_mac: "), "{same_mac:?}");
+    let same_tap = all
+        .set_interface(interface("b", "tap0", "06:00:00:00:00:0b"))
+        .unwrap_err();
+    assert!(same_tap.message.starts_with("host_dev_name: "), "{same_tap:?}");
+}
+
+#[test]
+fn exported_configuration_can_be_imported() {
+    let mut all = with_kernel(Some("quiet"));
+    all.set_metrics(Metrics {
+        metrics_path: "/m".into(),
+    })
+    .unwrap();
+    all.set_drive(drive(
+        r#"{"drive_id":"a","is_root_device":true,"path_on_host":"/a"}"#,
+    ))
+    .unwrap();
+    let text = serde_json::to_string(&all.to_config()).unwrap();
+    let again = Resources::from_config(serde_json::from_str(&text).unwrap()).unwrap();
+    assert_eq!(again.run_options(), all.run_options());
+    assert_eq!(again.to_config(), all.to_config());
+}

@@ -1,0 +1,379 @@
+//! From method, path and body to a typed call.
+//!
+//! [`ROUTES`] lists all paths, for the router's tests and the OpenAPI description. A feature that
+//! Perfvisor does not offer is in [`UNSUPPORTED`]: to add it, move its row to [`ROUTES`] and give
+//! it a variant of [`ApiCall`].
+
+use serde::de::DeserializeOwned;
+
+use crate::fault::Fault;
+use crate::http::{Method, Request};
+use crate::types::{
+    Action, ActionType, BootSource, Drive, DriveUpdate, EntropyDevice, Logger, MachineConfig,
+    MachineConfigUpdate, Metrics, NetworkInterface, NetworkInterfaceUpdate, Pmu, RequestedState,
+    SerialDevice, VmUpdate, Vsock,
+};
+
+/// Maximum length of an identifier, in bytes.
+const MAX_ID: usize = 64;
+
+/// A typed call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ApiCall {
+    /// `GET /`
+    GetInstance,
+    /// `GET /version`
+    GetVersion,
+    /// `GET /machine-config`
+    GetMachineConfig,
+    /// `GET /vm/config`
+    GetVmConfig,
+    /// `GET /pmu`
+    GetPmu,
+    /// `PUT /machine-config`
+    PutMachineConfig(MachineConfig),
+    /// `PATCH /machine-config`
+    PatchMachineConfig(MachineConfigUpdate),
+    /// `PUT /boot-source`
+    PutBootSource(BootSource),
+    /// `PUT /drives/{drive_id}`
+    PutDrive(Drive),
+    /// `PATCH /drives/{drive_id}`
+    PatchDrive(DriveUpdate),
+    /// `PUT /network-interfaces/{iface_id}`
+    PutNetworkInterface(NetworkInterface),
+    /// `PATCH /network-interfaces/{iface_id}`
+    PatchNetworkInterface(NetworkInterfaceUpdate),
+    /// `PUT /vsock`
+    PutVsock(Vsock),
+    /// `PUT /entropy`
+    PutEntropy(EntropyDevice),
+    /// `PUT /serial`
+    PutSerial(SerialDevice),
+    /// `PUT /logger`
+    PutLogger(Logger),
+    /// `PUT /metrics`
+    PutMetrics(Metrics),
+    /// `PUT /pmu`
+    PutPmu(Pmu),
+    /// `PUT /actions`
+    Act(ActionType),
+    /// `PATCH /vm`
+    PatchVm(RequestedState),
+}
+
+/// A path that is served.
+#[derive(Clone, Copy, Debug)]
+pub struct Route {
+    /// Method.
+    pub method: Method,
+    /// Path, with a parameter in braces.
+    pub path: &'static str,
+    /// Summary for the OpenAPI description.
+    pub summary: &'static str,
+    /// Name of the type of the request body.
+    pub request: Option<&'static str>,
+    /// Name of the type of the response body.
+    pub response: Option<&'static str>,
+}
+
+const fn get(path: &'static str, summary: &'static str, response: &'static str) -> Route {
+    Route {
+        method: Method::Get,
+        path,
+        summary,
+        request: None,
+        response: Some(response),
+    }
+}
+
+const fn put(path: &'static str, summary: &'static str, request: &'static str) -> Route {
+    Route {
+        method: Method::Put,
+        path,
+        summary,
+        request: Some(request),
+        response: None,
+    }
+}
+
+const fn patch(path: &'static str, summary: &'static str, request: &'static str) -> Route {
+    Route {
+        method: Method::Patch,
+        ..put(path, summary, request)
+    }
+}
+
+/// All paths that are served.
+pub const ROUTES: &[Route] = &[
+    get("/", "Describes the VM", "InstanceInfo"),
+    get("/version", "Returns the version of the API", "ApiVersion"),
+    get(
+        "/machine-config",
+        "Returns size and features of the machine",
+        "MachineConfig",
+    ),
+    get("/vm/config", "Returns the whole configuration", "VmConfig"),
+    get("/pmu", "Returns the configuration of the guest's PMU", "Pmu"),
+    put(
+        "/machine-config",
+        "Sets size and features of the machine, before the start",
+        "MachineConfig",
+    ),
+    patch(
+        "/machine-config",
+        "Changes some of them, before the start",
+        "MachineConfigUpdate",
+    ),
+    put(
+        "/boot-source",
+        "Sets kernel and command line, before the start",
+        "BootSource",
+    ),
+    put(
+        "/drives/{drive_id}",
+        "Adds or replaces a block device, before the start",
+        "Drive",
+    ),
+    patch(
+        "/drives/{drive_id}",
+        "Changes a block device of a running VM (always refused)",
+        "DriveUpdate",
+    ),
+    put(
+        "/network-interfaces/{iface_id}",
+        "Adds or replaces a network device, before the start",
+        "NetworkInterface",
+    ),
+    patch(
+        "/network-interfaces/{iface_id}",
+        "Changes the rate limiters of a running VM (refused with limits)",
+        "NetworkInterfaceUpdate",
+    ),
+    put("/vsock", "Sets the vsock device, before the start", "Vsock"),
+    put(
+        "/entropy",
+        "Adds the entropy device, before the start",
+        "EntropyDevice",
+    ),
+    put(
+        "/serial",
+        "Sets the destination of the serial output, before the start",
+        "SerialDevice",
+    ),
+    put(
+        "/logger",
+        "Sets level and destination of log messages, before the start",
+        "Logger",
+    ),
+    put(
+        "/metrics",
+        "Sets the destination of metrics, before the start",
+        "Metrics",
+    ),
+    put(
+        "/pmu",
+        "Sets the guest's PMU, before the start (extension)",
+        "Pmu",
+    ),
+    put(
+        "/actions",
+        "Starts the VM, writes metrics, or asks the guest to shut down",
+        "Action",
+    ),
+    patch("/vm", "Pauses or resumes the VM", "VmUpdate"),
+];
+
+/// Paths of the specification that Perfvisor does not offer, with the reason.
+pub const UNSUPPORTED: &[(&str, &str)] = &[
+    ("/snapshot/create", "this version has no snapshots"),
+    ("/snapshot/load", "this version has no snapshots"),
+    ("/balloon", "this version has no balloon device"),
+    ("/balloon/statistics", "this version has no balloon device"),
+    ("/balloon/hinting/start", "this version has no balloon device"),
+    ("/balloon/hinting/status", "this version has no balloon device"),
+    ("/balloon/hinting/stop", "this version has no balloon device"),
+    ("/mmds", "this version has no metadata service"),
+    ("/mmds/config", "this version has no metadata service"),
+    ("/hotplug/memory", "this version has no hot-pluggable memory"),
+    (
+        "/cpu-config",
+        "the guest sees the host's features; PUT /pmu selects its PMU",
+    ),
+];
+
+/// Path prefix of persistent memory devices, which Perfvisor does not offer.
+const PMEM: &str = "/pmem/";
+
+/// Returns the call of a request.
+///
+/// # Errors
+/// Returns a [`Fault`] for an unknown or unsupported path, and for an invalid body.
+pub fn route(request: &Request) -> Result<ApiCall, Fault> {
+    let path = request.path.as_str();
+    if let Some((_, reason)) = UNSUPPORTED.iter().find(|(unsupported, _)| *unsupported == path) {
+        return Err(Fault::unsupported(path, reason));
+    }
+    if path.starts_with(PMEM) {
+        return Err(Fault::unsupported(
+            path,
+            "this version has no persistent memory devices",
+        ));
+    }
+    match request.method {
+        Method::Get => route_get(request),
+        Method::Put => route_put(request),
+        Method::Patch => route_patch(request),
+    }
+}
+
+fn route_get(request: &Request) -> Result<ApiCall, Fault> {
+    let call = match request.path.as_str() {
+        "/" => ApiCall::GetInstance,
+        "/version" => ApiCall::GetVersion,
+        "/machine-config" => ApiCall::GetMachineConfig,
+        "/vm/config" => ApiCall::GetVmConfig,
+        "/pmu" => ApiCall::GetPmu,
+        _ => return Err(unknown(request)),
+    };
+    if !request.body.is_empty() {
+        return Err(Fault::bad("a GET request must not have a body"));
+    }
+    Ok(call)
+}
+
+fn route_put(request: &Request) -> Result<ApiCall, Fault> {
+    Ok(match request.path.as_str() {
+        "/machine-config" => ApiCall::PutMachineConfig(body(request)?),
+        "/boot-source" => ApiCall::PutBootSource(body(request)?),
+        "/vsock" => ApiCall::PutVsock(body(request)?),
+        "/entropy" => ApiCall::PutEntropy(body(request)?),
+        "/serial" => ApiCall::PutSerial(body(request)?),
+        "/logger" => ApiCall::PutLogger(body(request)?),
+        "/metrics" => ApiCall::PutMetrics(body(request)?),
+        "/pmu" => ApiCall::PutPmu(body(request)?),
+        "/actions" => ApiCall::Act(body::<Action>(request)?.action_type),
+        path => {
+            if let Some(id) = path.strip_prefix("/drives/") {
+                let drive: Drive = body(request)?;
+                check_id("drive_id", id, &drive.drive_id)?;
+                ApiCall::PutDrive(drive)
+            } else if let Some(id) = path.strip_prefix("/network-interfaces/") {
+                let interface: NetworkInterface = body(request)?;
+                check_id("iface_id", id, &interface.iface_id)?;
+                ApiCall::PutNetworkInterface(interface)
+            } else {
+                return Err(unknown(request));
+            }
+        }
+    })
+}
+
+fn route_patch(request: &Request) -> Result<ApiCall, Fault> {
+    Ok(match request.path.as_str() {
+        "/machine-config" => ApiCall::PatchMachineConfig(body(request)?),
+        "/vm" => ApiCall::PatchVm(body::<VmUpdate>(request)?.state),
+        path => {
+            if let Some(id) = path.strip_prefix("/drives/") {
+                let update: DriveUpdate = body(request)?;
+                check_id("drive_id", id, &update.drive_id)?;
+                ApiCall::PatchDrive(update)
+            } else if let Some(id) = path.strip_prefix("/network-interfaces/") {
+                let update: NetworkInterfaceUpdate = body(request)?;
+                check_id("iface_id", id, &update.iface_id)?;
+                ApiCall::PatchNetworkInterface(update)
+            } else {
+                return Err(unknown(request));
+            }
+        }
+    })
+}
+
+fn unknown(request: &Request) -> Fault {
+    Fault::bad(format!(
+        "{} {}: unknown method and path",
+        request.method.name(),
+        request.path
+    ))
+}
+
+/// Parses the body, which must be a JSON object.
+fn body<T: DeserializeOwned>(request: &Request) -> Result<T, Fault> {
+    let (method, path) = (request.method.name(), &request.path);
+    if request.body.is_empty() {
+        return Err(Fault::bad(format!("{method} {path}: the body is missing")));
+    }
+    serde_json::from_slice(&request.body).map_err(|e| Fault::bad(format!("{method} {path}: {e}")))
+}
+
+/// Checks the identifier of a device, in the path and in the body.
+///
+/// # Errors
+/// Returns a [`Fault`] if the identifiers are invalid or differ.
+pub fn check_id(field: &str, path: &str, body: &str) -> Result<(), Fault> {
+    let is_valid = |id: &str| {
+        (1..=MAX_ID).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
+    };
+    if !is_valid(body) {
+        return Err(Fault::bad(format!(
+            "{field}: must have 1 to {MAX_ID} letters, digits and underscores"
+        )));
+    }
+    if path != body {
+        return Err(Fault::bad(format!(
+            "{field}: '{body}' differs from the identifier in the path"
+        )));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(method: Method, path: &str, body: &str) -> Request {
+        Request {
+            method,
+            path: path.into(),
+            body: body.as_bytes().to_vec(),
+            keep_alive: true,
+        }
+    }
+
+    #[test]
+    fn listed_routes_are_routed() {
+        for of in ROUTES {
+            let path = of.path.replace("{drive_id}", "a").replace("{iface_id}", "a");
+            match route(&request(of.method, &path, "")) {
+                Ok(_) => assert_eq!(of.method, Method::Get),
+                Err(fault) => assert!(fault.message.ends_with("the body is missing"), "{fault:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn unsupported_paths_name_their_reason() {
+        for method in [Method::Get, Method::Put, Method::Patch] {
+            for path in UNSUPPORTED.iter().map(|(path, _)| *path).chain(["/pmem/a"]) {
+                let fault = route(&request(method, path, "{}")).unwrap_err();
+                assert!(
+                    fault.message.starts_with(&format!("{path}: unsupported: ")),
+                    "{fault:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn bodies_with_unknown_fields_and_other_ids_are_rejected() {
+        let message = |path: &str, body: &str| route(&request(Method::Put, path, body)).unwrap_err().message;
+        let drive = |id: &str| format!(r#"{{"drive_id":"{id}","is_root_device":false,"path_on_host":"/x"}}"#);
+        assert!(route(&request(Method::Put, "/drives/a", &drive("a"))).is_ok());
+        assert!(message("/drives/b", &drive("a")).contains("drive_id: 'a' differs"));
+        assert!(message("/drives/a-b", &drive("a-b")).starts_with("drive_id: must have"));
+        assert!(message("/vsock", r#"{"guest_cid":3,"uds_path":"v","color":1}"#).contains("`color`"));
+        assert!(message("/actions", r#"{"action_type":"Explode"}"#).contains("InstanceStart"));
+        assert!(message("/nowhere", "{}").contains("unknown method and path"));
+        assert!(message("/vm", r#"{"state":"Paused"}"#).contains("unknown method and path"));
+    }
+}

@@ -1,0 +1,283 @@
+//! Connections on a Unix socket.
+//!
+//! One thread serves all connections and answers one request at a time. A connection holds at most
+//! one request and one response. At [`MAX_CONNECTIONS`], a new connection replaces the one that was
+//! inactive for the longest time. A request must be complete within [`REQUEST_TIME`] after its first
+//! byte, and its response must be read within the same time.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::fault::Fault;
+use crate::http::{self, CONTINUE, MAX_HEAD, Parsed, Request, Response};
+
+/// Maximum number of open connections.
+pub const MAX_CONNECTIONS: usize = 32;
+/// Time limit for a request from its first byte, and for the transmission of its response.
+pub const REQUEST_TIME: Duration = Duration::from_secs(10);
+/// Maximum number of connections accepted between two polls.
+const ACCEPT_BATCH: usize = 16;
+/// Time for which a failed `accept(2)` is not repeated.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Size of one read, in bytes.
+const READ_BYTES: usize = 4096;
+
+/// The listening socket and its connections.
+#[derive(Debug)]
+pub struct Server {
+    /// `None` for a VM without an API.
+    listener: Option<UnixListener>,
+    connections: Vec<Connection>,
+    max_body: usize,
+    /// Time before which no connection is accepted, because the process lacked a resource.
+    accept_after: Option<Instant>,
+}
+
+#[derive(Debug)]
+struct Connection {
+    stream: UnixStream,
+    /// Received bytes that belong to no answered request.
+    received: Vec<u8>,
+    /// Bytes of the response that were not sent yet.
+    unsent: Vec<u8>,
+    last_active: Instant,
+    /// End of the time limit of the current request or response.
+    deadline: Option<Instant>,
+    /// `true` if the connection closes once its response is sent.
+    closes: bool,
+    /// `true` if the client received an interim response for the current request.
+    continued: bool,
+}
+
+impl Server {
+    /// Serves the connections of `listener`, if any. Request bodies may have `max_body` bytes.
+    ///
+    /// # Errors
+    /// Returns the error of `fcntl(2)`.
+    pub fn new(listener: Option<UnixListener>, max_body: usize) -> io::Result<Self> {
+        if let Some(listener) = &listener {
+            listener.set_nonblocking(true)?;
+        }
+        Ok(Self {
+            listener,
+            connections: Vec::new(),
+            max_body,
+            accept_after: None,
+        })
+    }
+
+    /// Returns the number of open connections.
+    pub fn connections(&self) -> usize {
+        self.connections.len()
+    }
+
+    /// Waits for a request, a connection or one of the descriptors in `others`, answers the
+    /// complete requests with `answer`, and returns which of `others` are readable.
+    ///
+    /// # Errors
+    /// Returns the error of `poll(2)`.
+    pub fn turn(
+        &mut self,
+        others: &[BorrowedFd<'_>],
+        answer: &mut dyn FnMut(&Request) -> Response,
+    ) -> io::Result<Vec<bool>> {
+        let (ready, others) = self.wait(others)?;
+        let now = Instant::now();
+        let max_body = self.max_body;
+        for (connection, ready) in self.connections.iter_mut().zip(&ready) {
+            if *ready {
+                connection.serve(max_body, now, answer);
+            }
+            connection.check_deadline(now);
+        }
+        self.connections.retain(|connection| !connection.is_finished());
+        self.accept(now);
+        Ok(others)
+    }
+
+    /// Waits for an event. Returns which connections and which of `others` are ready.
+    fn wait(&mut self, others: &[BorrowedFd<'_>]) -> io::Result<(Vec<bool>, Vec<bool>)> {
+        let now = Instant::now();
+        let accepts = self.accept_after.is_none_or(|after| now >= after);
+        let deadlines = self.connections.iter().filter_map(|c| c.deadline);
+        let until = deadlines.chain(self.accept_after.filter(|_| !accepts)).min();
+        let timeout = until.map(|until| {
+            // A whole millisecond more, so that the deadline has passed after the wait.
+            let left = until.saturating_duration_since(now) + Duration::from_millis(1);
+            Timespec::try_from(left).unwrap_or(Timespec {
+                tv_sec: 1,
+                tv_nsec: 0,
+            })
+        });
+        let mut fds: Vec<PollFd<'_>> = others
+            .iter()
+            .map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN))
+            .collect();
+        for connection in &self.connections {
+            let events = if connection.unsent.is_empty() {
+                PollFlags::IN
+            } else {
+                PollFlags::OUT
+            };
+            fds.push(PollFd::from_borrowed_fd(connection.stream.as_fd(), events));
+        }
+        if accepts && let Some(listener) = &self.listener {
+            fds.push(PollFd::new(listener, PollFlags::IN));
+        }
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+        let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        let (others, connections) = ready.split_at(others.len());
+        Ok((connections.to_vec(), others.to_vec()))
+    }
+
+    /// Accepts waiting connections, and replaces inactive ones at the limit.
+    fn accept(&mut self, now: Instant) {
+        let Some(listener) = &self.listener else { return };
+        if self.accept_after.is_some_and(|after| now < after) {
+            return;
+        }
+        self.accept_after = None;
+        for _ in 0..ACCEPT_BATCH {
+            let stream = match listener.accept() {
+                Ok((stream, _)) => stream,
+                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::ConnectionAborted) => return,
+                Err(e) if e.kind() == ErrorKind::Interrupted => continue,
+                Err(e) => {
+                    log::warn!("API socket: accept failed: {e}");
+                    self.accept_after = Some(now + ACCEPT_PAUSE);
+                    return;
+                }
+            };
+            if self.connections.len() >= MAX_CONNECTIONS {
+                let oldest = self.connections.iter().enumerate();
+                let oldest = oldest.min_by_key(|(_, connection)| connection.last_active);
+                if let Some((index, _)) = oldest {
+                    self.connections.remove(index);
+                }
+            }
+            if stream.set_nonblocking(true).is_ok() {
+                self.connections.push(Connection::new(stream, now));
+            }
+        }
+    }
+}
+
+impl Connection {
+    fn new(stream: UnixStream, now: Instant) -> Self {
+        Self {
+            stream,
+            received: Vec::new(),
+            unsent: Vec::new(),
+            last_active: now,
+            deadline: None,
+            closes: false,
+            continued: false,
+        }
+    }
+
+    fn is_finished(&self) -> bool {
+        self.closes && self.unsent.is_empty()
+    }
+
+    /// Closes the connection without a response.
+    fn abandon(&mut self) {
+        self.unsent.clear();
+        self.closes = true;
+    }
+
+    /// Sends and receives what is possible without waiting, and answers complete requests.
+    fn serve(&mut self, max_body: usize, now: Instant, answer: &mut dyn FnMut(&Request) -> Response) {
+        self.last_active = now;
+        self.flush();
+        // Requests that arrived with an earlier one, whose response was not sent then.
+        self.answer_requests(max_body, now, answer);
+        if !self.unsent.is_empty() || self.closes {
+            return;
+        }
+        let mut chunk = [0; READ_BYTES];
+        match self.stream.read(&mut chunk) {
+            Ok(0) => return self.abandon(),
+            Ok(count) => self.received.extend(chunk.iter().take(count)),
+            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => return,
+            Err(_) => return self.abandon(),
+        }
+        // The parser decides at MAX_HEAD, and the body is bounded, so `received` is bounded too.
+        debug_assert!(self.received.len() <= MAX_HEAD + max_body + READ_BYTES);
+        self.answer_requests(max_body, now, answer);
+    }
+
+    fn answer_requests(
+        &mut self,
+        max_body: usize,
+        now: Instant,
+        answer: &mut dyn FnMut(&Request) -> Response,
+    ) {
+        while self.unsent.is_empty() && !self.received.is_empty() && !self.closes {
+            match http::parse(&self.received, max_body) {
+                Parsed::Incomplete(expects_continue) => {
+                    self.deadline.get_or_insert(now + REQUEST_TIME);
+                    if expects_continue && !self.continued {
+                        self.continued = true;
+                        self.unsent = CONTINUE.to_vec();
+                        self.flush();
+                    }
+                    return;
+                }
+                Parsed::Complete(request, taken) => {
+                    self.received.drain(..taken);
+                    self.continued = false;
+                    let response = answer(&request);
+                    self.send(&response, request.keep_alive);
+                }
+                Parsed::Rejected(fault) => self.send(&Response::from(&fault), false),
+            }
+        }
+    }
+
+    fn send(&mut self, response: &Response, keep_alive: bool) {
+        self.unsent = response.encode(keep_alive);
+        self.closes = !keep_alive;
+        self.deadline = Some(Instant::now() + REQUEST_TIME);
+        self.flush();
+    }
+
+    /// Sends as much of the response as the socket accepts.
+    fn flush(&mut self) {
+        while !self.unsent.is_empty() {
+            match self.stream.write(&self.unsent) {
+                Ok(count) if count > 0 => {
+                    self.unsent.drain(..count);
+                }
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return,
+                _ => return self.abandon(),
+            }
+        }
+        if self.received.is_empty() {
+            self.deadline = None;
+        }
+    }
+
+    /// Ends a request or response that exceeds its time limit.
+    fn check_deadline(&mut self, now: Instant) {
+        if self.deadline.is_none_or(|deadline| now < deadline) {
+            return;
+        }
+        if self.unsent.is_empty() && !self.closes {
+            let fault = Fault {
+                status: 408,
+                message: format!("the request was not complete after {} s", REQUEST_TIME.as_secs()),
+            };
+            self.unsent = Response::from(&fault).encode(false);
+            self.flush();
+        }
+        self.abandon();
+    }
+}

@@ -1,0 +1,424 @@
+//! Bodies of requests and responses, with the field names of Firecracker's API.
+//!
+//! Every object rejects unknown fields. Fields that Perfvisor does not offer are part of the types,
+//! so that [`crate::resources`] can reject them by name.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// Body of `GET /`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct InstanceInfo {
+    /// Identifier of the VM (`--id`).
+    pub id: String,
+    /// State of the VM.
+    pub state: InstanceState,
+    /// Version of the program.
+    pub vmm_version: String,
+    /// Name of the program.
+    pub app_name: String,
+}
+
+/// State of the VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub enum InstanceState {
+    /// The VM is being configured.
+    #[serde(rename = "Not started")]
+    NotStarted,
+    /// The vCPUs run.
+    Running,
+    /// The vCPUs are paused.
+    Paused,
+}
+
+/// Body of `GET /version`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct ApiVersion {
+    /// Version of the API specification.
+    pub firecracker_version: String,
+}
+
+/// Body of a response with an error status.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct FaultBody {
+    /// Field and reason.
+    pub fault_message: String,
+}
+
+/// Size and features of the machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct MachineConfig {
+    /// Number of vCPUs, 1 to 32.
+    pub vcpu_count: u8,
+    /// Memory size, in MiB.
+    pub mem_size_mib: u32,
+    /// Simultaneous multithreading. Unsupported.
+    #[serde(default)]
+    pub smt: bool,
+    /// Dirty page tracking. Unsupported.
+    #[serde(default)]
+    pub track_dirty_pages: bool,
+    /// Huge pages of guest memory.
+    #[serde(default)]
+    pub huge_pages: HugePages,
+    /// CPU template. Only `None` is supported.
+    #[serde(default)]
+    pub cpu_template: Option<String>,
+}
+
+impl Default for MachineConfig {
+    fn default() -> Self {
+        Self {
+            vcpu_count: 1,
+            mem_size_mib: 128,
+            smt: false,
+            track_dirty_pages: false,
+            huge_pages: HugePages::None,
+            cpu_template: None,
+        }
+    }
+}
+
+/// Partial update of a [`MachineConfig`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct MachineConfigUpdate {
+    /// Number of vCPUs, 1 to 32.
+    pub vcpu_count: Option<u8>,
+    /// Memory size, in MiB.
+    pub mem_size_mib: Option<u32>,
+    /// Simultaneous multithreading. Unsupported.
+    pub smt: Option<bool>,
+    /// Dirty page tracking. Unsupported.
+    pub track_dirty_pages: Option<bool>,
+    /// Huge pages of guest memory.
+    pub huge_pages: Option<HugePages>,
+    /// CPU template. Only `None` is supported.
+    pub cpu_template: Option<String>,
+}
+
+/// Huge pages of guest memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum HugePages {
+    /// Pages of 4 KiB.
+    #[default]
+    None,
+    /// Transparent huge pages.
+    Transparent,
+    /// Reserved pages of 2 MiB.
+    #[serde(rename = "2M")]
+    TwoMib,
+}
+
+/// Kernel, initial RAM disk and command line.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct BootSource {
+    /// Path of the kernel.
+    pub kernel_image_path: String,
+    /// Path of the initial RAM disk.
+    #[serde(default)]
+    pub initrd_path: Option<String>,
+    /// Kernel command line.
+    #[serde(default)]
+    pub boot_args: Option<String>,
+}
+
+/// A block device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Drive {
+    /// Identifier, equal to the one in the path.
+    pub drive_id: String,
+    /// `true` if the kernel mounts this device as its root file system.
+    pub is_root_device: bool,
+    /// `PARTUUID` of the root partition, used if `is_root_device` is `true`.
+    #[serde(default)]
+    pub partuuid: Option<String>,
+    /// Cache mode. Flush requests of the guest are honoured in both modes.
+    #[serde(default)]
+    pub cache_type: CacheType,
+    /// `true` if the guest cannot write the device.
+    #[serde(default)]
+    pub is_read_only: Option<bool>,
+    /// Path of the image or of a block device.
+    #[serde(default)]
+    pub path_on_host: Option<String>,
+    /// Rate limiter. Unsupported.
+    #[serde(default)]
+    pub rate_limiter: Option<RateLimiter>,
+    /// I/O engine. Only `Sync` is supported.
+    #[serde(default)]
+    pub io_engine: Option<IoEngine>,
+    /// Socket of a vhost-user back end. Unsupported.
+    #[serde(default)]
+    pub socket: Option<String>,
+}
+
+/// Cache mode of a block device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum CacheType {
+    /// The guest is not offered flush requests by Firecracker.
+    #[default]
+    Unsafe,
+    /// Flush requests write to stable storage.
+    Writeback,
+}
+
+/// I/O engine of a block device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum IoEngine {
+    /// System calls that wait.
+    Sync,
+    /// `io_uring(7)`.
+    Async,
+}
+
+/// Update of a block device while the VM runs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DriveUpdate {
+    /// Identifier, equal to the one in the path.
+    pub drive_id: String,
+    /// Path of the new image. Unsupported.
+    #[serde(default)]
+    pub path_on_host: Option<String>,
+    /// Rate limiter. Unsupported.
+    #[serde(default)]
+    pub rate_limiter: Option<RateLimiter>,
+}
+
+/// A network device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct NetworkInterface {
+    /// Identifier, equal to the one in the path.
+    pub iface_id: String,
+    /// Name of the tap device.
+    pub host_dev_name: String,
+    /// MAC address of the guest.
+    #[serde(default)]
+    pub guest_mac: Option<String>,
+    /// MTU offered to the guest. Unsupported.
+    #[serde(default)]
+    pub mtu: Option<u32>,
+    /// Rate limiter of received frames. Unsupported.
+    #[serde(default)]
+    pub rx_rate_limiter: Option<RateLimiter>,
+    /// Rate limiter of sent frames. Unsupported.
+    #[serde(default)]
+    pub tx_rate_limiter: Option<RateLimiter>,
+}
+
+/// Update of a network device while the VM runs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct NetworkInterfaceUpdate {
+    /// Identifier, equal to the one in the path.
+    pub iface_id: String,
+    /// Rate limiter of received frames. Unsupported.
+    #[serde(default)]
+    pub rx_rate_limiter: Option<RateLimiter>,
+    /// Rate limiter of sent frames. Unsupported.
+    #[serde(default)]
+    pub tx_rate_limiter: Option<RateLimiter>,
+}
+
+/// A rate limiter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RateLimiter {
+    /// Limit of the bytes.
+    #[serde(default)]
+    pub bandwidth: Option<TokenBucket>,
+    /// Limit of the operations.
+    #[serde(default)]
+    pub ops: Option<TokenBucket>,
+}
+
+impl RateLimiter {
+    /// Returns whether this limiter limits nothing.
+    pub fn is_unlimited(&self) -> bool {
+        self.bandwidth.is_none_or(TokenBucket::is_unlimited) && self.ops.is_none_or(TokenBucket::is_unlimited)
+    }
+}
+
+/// A token bucket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct TokenBucket {
+    /// Capacity, in tokens.
+    pub size: u64,
+    /// Additional tokens at the start.
+    #[serde(default)]
+    pub one_time_burst: Option<u64>,
+    /// Time to refill the bucket, in milliseconds.
+    pub refill_time: u64,
+}
+
+impl TokenBucket {
+    /// Returns whether this bucket limits nothing, as it does in Firecracker without a size or a
+    /// refill time.
+    pub fn is_unlimited(self) -> bool {
+        self.size == 0 || self.refill_time == 0
+    }
+}
+
+/// The vsock device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Vsock {
+    /// CID of the guest, at least 3.
+    pub guest_cid: u32,
+    /// Path of the Unix socket.
+    pub uds_path: String,
+    /// Identifier without a meaning, kept for old clients.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vsock_id: Option<String>,
+}
+
+/// The entropy device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct EntropyDevice {
+    /// Rate limiter. Unsupported.
+    #[serde(default)]
+    pub rate_limiter: Option<RateLimiter>,
+}
+
+/// The serial console.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SerialDevice {
+    /// File that receives the output.
+    #[serde(default)]
+    pub serial_out_path: Option<String>,
+    /// Rate limiter of the output. Unsupported.
+    #[serde(default)]
+    pub rate_limiter: Option<TokenBucket>,
+}
+
+/// Log messages.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Logger {
+    /// File or named pipe that receives the messages.
+    #[serde(default)]
+    pub log_path: Option<String>,
+    /// Minimum level, in any case: Error, Warning, Info, Debug, Trace or Off.
+    #[serde(default)]
+    pub level: Option<String>,
+    /// Show the level. Perfvisor always shows it.
+    #[serde(default)]
+    pub show_level: Option<bool>,
+    /// Show file and line of a message. Unsupported.
+    #[serde(default)]
+    pub show_log_origin: Option<bool>,
+    /// Only messages of this module. Unsupported.
+    #[serde(default)]
+    pub module: Option<String>,
+}
+
+/// Destination of the metrics.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Metrics {
+    /// File or named pipe that receives a line of JSON for each flush.
+    pub metrics_path: String,
+}
+
+/// The guest's PMU. An extension of Perfvisor; the values are those of the options of
+/// `perfvisor run`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Pmu {
+    /// PMU model (`--pmu`), `auto` by default.
+    #[serde(default)]
+    pub model: Option<String>,
+    /// Backing of the counters (`--backing`).
+    #[serde(default)]
+    pub backing: Option<String>,
+    /// Numbers of counters (`--pmu-counters`).
+    #[serde(default)]
+    pub counters: Option<String>,
+    /// Path of the event filter (`--pmu-filter`).
+    #[serde(default)]
+    pub filter: Option<String>,
+    /// Sharing policy (`--share`).
+    #[serde(default)]
+    pub share: Option<String>,
+}
+
+/// Body of `PUT /actions`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Action {
+    /// The action.
+    pub action_type: ActionType,
+}
+
+/// Action of `PUT /actions`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum ActionType {
+    /// Starts the VM.
+    InstanceStart,
+    /// Writes the metrics.
+    FlushMetrics,
+    /// Asks the guest to shut down.
+    SendCtrlAltDel,
+}
+
+/// Body of `PATCH /vm`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct VmUpdate {
+    /// Requested state.
+    pub state: RequestedState,
+}
+
+/// State requested by `PATCH /vm`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum RequestedState {
+    /// Pauses all vCPUs.
+    Paused,
+    /// Resumes all vCPUs.
+    Resumed,
+}
+
+/// The whole configuration: body of `GET /vm/config`, and contents of `--config-file`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+pub struct VmConfig {
+    /// Size and features of the machine.
+    pub machine_config: Option<MachineConfig>,
+    /// Kernel, initial RAM disk and command line.
+    pub boot_source: Option<BootSource>,
+    /// Block devices.
+    pub drives: Vec<Drive>,
+    /// Network devices.
+    pub network_interfaces: Vec<NetworkInterface>,
+    /// The vsock device.
+    pub vsock: Option<Vsock>,
+    /// The entropy device.
+    pub entropy: Option<EntropyDevice>,
+    /// The serial console.
+    pub serial: Option<SerialDevice>,
+    /// Log messages.
+    pub logger: Option<Logger>,
+    /// Metrics.
+    pub metrics: Option<Metrics>,
+    /// The guest's PMU.
+    pub pmu: Option<Pmu>,
+    /// Balloon. Unsupported.
+    pub balloon: Option<Value>,
+    /// CPU configuration. Unsupported.
+    pub cpu_config: Option<Value>,
+    /// Metadata service. Unsupported.
+    pub mmds_config: Option<Value>,
+    /// Hot-pluggable memory. Unsupported.
+    pub memory_hotplug: Option<Value>,
+    /// Persistent memory devices. Unsupported.
+    pub pmem: Vec<Value>,
+}

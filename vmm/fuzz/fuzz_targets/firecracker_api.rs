@@ -1,0 +1,61 @@
+//! Fuzzes the API of Firecracker: HTTP requests, their bodies, the states of a VM, and the options
+//! of the VM.
+#![no_main]
+
+use firecracker_api::http::{Parsed, parse};
+use firecracker_api::session::{Session, VmBackend};
+use firecracker_api::types::{Logger, Metrics};
+use libfuzzer_sys::fuzz_target;
+
+/// A backend that accepts everything.
+struct Accepting;
+
+impl VmBackend for Accepting {
+    fn check_options(&mut self, options: &[String]) -> Result<(), String> {
+        // Options become arguments of a program.
+        assert!(options.iter().all(|option| option.starts_with("--") && !option.contains('\0')));
+        Ok(())
+    }
+
+    fn check_file(&mut self, _: &str) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn set_logger(&mut self, _: &Logger) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn set_metrics(&mut self, _: &Metrics) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn start(&mut self, options: &[String]) -> Result<(), String> {
+        self.check_options(options)
+    }
+
+    fn pause(&mut self) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn resume(&mut self) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn press_power_button(&mut self) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn flush_metrics(&mut self) -> Result<(), String> {
+        Ok(())
+    }
+}
+
+fuzz_target!(|data: &[u8]| {
+    let mut session = Session::new(Accepting, "fuzz".into(), "0".into());
+    let mut rest = data;
+    while let Parsed::Complete(request, taken) = parse(rest, 51_200) {
+        let response = session.answer(&request);
+        assert!(matches!(response.status, 200 | 204 | 400));
+        rest = &rest[taken..];
+    }
+});

@@ -1,0 +1,328 @@
+//! `perfvisor firecracker`: Firecracker's command line and API for a VM of `perfvisor run`.
+//!
+//! The API is served by a process of its own, which starts `perfvisor run` as its child and controls
+//! it through the control socket. [`vm_process`] is the child, [`log_output`] the destination of log
+//! messages.
+
+mod log_output;
+mod vm_process;
+
+use std::io::{self, Read};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use firecracker_api::API_VERSION;
+use firecracker_api::fault::Fault;
+use firecracker_api::http::DEFAULT_MAX_BODY;
+use firecracker_api::routes::ApiCall;
+use firecracker_api::server::Server;
+use firecracker_api::session::Session;
+use firecracker_api::types::{InstanceState, Logger, Metrics, VmConfig};
+use operator::commands::print;
+use operator::exit::ExitStatus;
+use operator::signals::StopSignals;
+use sandbox::{FrontEndError, paths};
+
+use vm_process::{CheckArguments, VmProcess};
+
+pub use log_output::init_log;
+
+/// Identifier of a VM without `--id`, as in Firecracker.
+const DEFAULT_ID: &str = "anonymous-instance";
+/// Maximum size of the configuration file, in bytes.
+const MAX_CONFIG_BYTES: u64 = 1 << 20;
+/// Largest value of `--http-api-max-payload-size`, in bytes.
+const MAX_PAYLOAD_BYTES: usize = 1 << 24;
+
+/// Options of `perfvisor firecracker`, with the names of Firecracker's.
+#[derive(Clone, Debug, Args)]
+#[command(disable_version_flag = true)]
+pub struct FirecrackerArgs {
+    /// Serve the API at this Unix socket.
+    #[arg(long, value_name = "PATH", default_value = "/run/firecracker.socket")]
+    pub api_sock: PathBuf,
+    /// Name the VM; `perfvisor ps` shows it.
+    #[arg(long, value_name = "ID", value_parser = parse_id)]
+    pub id: Option<String>,
+    /// Configure and start the VM from a JSON file.
+    #[arg(long, value_name = "FILE")]
+    pub config_file: Option<PathBuf>,
+    /// Serve no API.
+    #[arg(long, requires = "config_file")]
+    pub no_api: bool,
+    /// Append log messages to a file or named pipe.
+    #[arg(long, value_name = "PATH")]
+    pub log_path: Option<String>,
+    /// Log messages from this level on: Error, Warning, Info, Debug, Trace or Off [default: Info]
+    #[arg(long, value_name = "LEVEL")]
+    pub level: Option<String>,
+    /// Unsupported.
+    #[arg(long, value_name = "MODULE", hide = true)]
+    pub module: Option<String>,
+    /// Show the level of messages, which are always shown with it.
+    #[arg(long)]
+    pub show_level: bool,
+    /// Unsupported.
+    #[arg(long, hide = true)]
+    pub show_log_origin: bool,
+    /// Write metrics to a file or named pipe on FlushMetrics.
+    #[arg(long, value_name = "PATH")]
+    pub metrics_path: Option<String>,
+    /// Log the time from this start of the process to the API, in microseconds (CLOCK_MONOTONIC).
+    #[arg(long, value_name = "US")]
+    pub start_time_us: Option<u64>,
+    /// Log this CPU time with it, in microseconds.
+    #[arg(long, value_name = "US")]
+    pub start_time_cpu_us: Option<u64>,
+    /// Log this CPU time of the parent with it, in microseconds.
+    #[arg(long, value_name = "US")]
+    pub parent_cpu_time_us: Option<u64>,
+    /// Warn that the file has no effect: Perfvisor's own filters apply.
+    #[arg(long, value_name = "FILE", conflicts_with = "no_seccomp")]
+    pub seccomp_filter: Option<PathBuf>,
+    /// Warn that the option has no effect: Perfvisor's filters stay.
+    #[arg(long)]
+    pub no_seccomp: bool,
+    /// Limit the body of a request to this size, in bytes.
+    #[arg(long, value_name = "BYTES", default_value_t = DEFAULT_MAX_BODY, value_parser = parse_payload)]
+    pub http_api_max_payload_size: usize,
+    /// Attach devices to a PCI bus, as is always done.
+    #[arg(long)]
+    pub enable_pci: bool,
+    /// Print the version of the API and of Perfvisor.
+    #[arg(long)]
+    pub version: bool,
+    /// Unsupported.
+    #[arg(long, hide = true)]
+    pub boot_timer: bool,
+    /// Unsupported.
+    #[arg(long, hide = true)]
+    pub snapshot_version: bool,
+    /// Unsupported.
+    #[arg(long, value_name = "FILE", hide = true)]
+    pub describe_snapshot: Option<PathBuf>,
+    /// Unsupported.
+    #[arg(long, value_name = "FILE", hide = true)]
+    pub metadata: Option<PathBuf>,
+    /// Unsupported.
+    #[arg(long, value_name = "BYTES", hide = true)]
+    pub mmds_size_limit: Option<u64>,
+}
+
+/// Errors of `perfvisor firecracker`. Each message is one line.
+#[derive(Debug, thiserror::Error)]
+pub enum FirecrackerError {
+    /// An option of Firecracker that Perfvisor does not offer.
+    #[error("{0}: unsupported: {1}")]
+    Unsupported(&'static str, &'static str),
+    /// An invalid value, or a failed start.
+    #[error("{0}")]
+    Refused(String),
+    /// The configuration file cannot be read.
+    #[error("--config-file {}", .0.display())]
+    ReadConfig(PathBuf, #[source] io::Error),
+    /// The configuration file is too large.
+    #[error("--config-file {}: more than {MAX_CONFIG_BYTES} bytes", .0.display())]
+    ConfigSize(PathBuf),
+    /// The configuration file is invalid.
+    #[error("--config-file {}", .0.display())]
+    Config(PathBuf, #[source] serde_json::Error),
+    /// The socket cannot be bound.
+    #[error("--api-sock {}", .0.display())]
+    Socket(PathBuf, #[source] io::Error),
+    /// A system call failed.
+    #[error("{0} failed")]
+    Os(&'static str, #[source] io::Error),
+    /// The process cannot be confined.
+    #[error(transparent)]
+    Confine(#[from] FrontEndError),
+}
+
+fn os(call: &'static str) -> impl FnOnce(io::Error) -> FirecrackerError {
+    move |source| FirecrackerError::Os(call, source)
+}
+
+fn refused(option: &str, fault: &Fault) -> FirecrackerError {
+    FirecrackerError::Refused(format!("{option}: {}", fault.message))
+}
+
+fn parse_id(text: &str) -> Result<String, String> {
+    let is_valid =
+        (1..=64).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
+    let id = text.to_owned();
+    is_valid
+        .then_some(id)
+        .ok_or_else(|| "must have 1 to 64 letters, digits and dashes".into())
+}
+
+fn parse_payload(text: &str) -> Result<usize, String> {
+    let bytes = text
+        .parse()
+        .ok()
+        .filter(|bytes| (1..=MAX_PAYLOAD_BYTES).contains(bytes));
+    bytes.ok_or_else(|| format!("must be between 1 and {MAX_PAYLOAD_BYTES}"))
+}
+
+/// Serves the API until the VM ends or a signal ends both.
+///
+/// # Errors
+/// Returns [`FirecrackerError`] if an option is invalid or unsupported, or the VM of
+/// `--config-file` does not start.
+pub fn firecracker(args: &FirecrackerArgs, check: CheckArguments) -> Result<ExitStatus, FirecrackerError> {
+    if args.version {
+        let text = format!(
+            "Firecracker v{API_VERSION}\nPerfvisor v{}\n",
+            env!("CARGO_PKG_VERSION")
+        );
+        print(&text).map_err(|e| FirecrackerError::Refused(perf_core::error_line(&e)))?;
+        return Ok(ExitStatus::PoweredOff);
+    }
+    check_unsupported(args)?;
+    let signals = StopSignals::block().map_err(os("sigprocmask"))?;
+    let mut session = session(args, check)?;
+    if let Some(path) = &args.config_file {
+        session
+            .configure(read_config(path)?)
+            .map_err(|fault| refused("--config-file", &fault))?;
+    }
+    let listener = bind(args)?;
+    let server = Server::new(listener, args.http_api_max_payload_size).map_err(os("fcntl"))?;
+    log_times(args);
+    if args.config_file.is_some() {
+        session
+            .start()
+            .map_err(|fault| refused("--config-file", &fault))?;
+    }
+    serve(server, session, &signals)
+}
+
+/// Rejects options that Perfvisor does not offer, and warns of those without an effect.
+fn check_unsupported(args: &FirecrackerArgs) -> Result<(), FirecrackerError> {
+    let snapshots = "this version has no snapshots";
+    let metadata = "this version has no metadata service";
+    let unsupported = [
+        ("--boot-timer", args.boot_timer, "the VM has no boot timer device"),
+        ("--snapshot-version", args.snapshot_version, snapshots),
+        ("--describe-snapshot", args.describe_snapshot.is_some(), snapshots),
+        ("--metadata", args.metadata.is_some(), metadata),
+        ("--mmds-size-limit", args.mmds_size_limit.is_some(), metadata),
+    ];
+    if let Some((option, _, reason)) = unsupported.into_iter().find(|(_, given, _)| *given) {
+        return Err(FirecrackerError::Unsupported(option, reason));
+    }
+    if args.no_seccomp || args.seccomp_filter.is_some() {
+        log::warn!("--no-seccomp and --seccomp-filter have no effect: Perfvisor's filters apply");
+    }
+    Ok(())
+}
+
+/// Creates the session, and applies the options for log messages and metrics.
+fn session(args: &FirecrackerArgs, check: CheckArguments) -> Result<Session<VmProcess>, FirecrackerError> {
+    let backend = VmProcess::new(args.id.clone(), check);
+    let id = args.id.clone().unwrap_or_else(|| DEFAULT_ID.into());
+    let mut session = Session::new(backend, id, env!("CARGO_PKG_VERSION").into());
+    let logger = Logger {
+        log_path: args.log_path.clone(),
+        level: args.level.clone(),
+        show_level: args.show_level.then_some(true),
+        show_log_origin: args.show_log_origin.then_some(true),
+        module: args.module.clone(),
+    };
+    if logger != Logger::default() {
+        let set = session.call(ApiCall::PutLogger(logger));
+        set.map_err(|fault| refused("logger options", &fault))?;
+    }
+    if let Some(path) = &args.metrics_path {
+        let metrics_path = path.clone();
+        let set = session.call(ApiCall::PutMetrics(Metrics { metrics_path }));
+        set.map_err(|fault| refused("--metrics-path", &fault))?;
+    }
+    Ok(session)
+}
+
+fn read_config(path: &Path) -> Result<VmConfig, FirecrackerError> {
+    let failed = |e| FirecrackerError::ReadConfig(path.into(), e);
+    let mut bytes = Vec::new();
+    let file = operator::input::open(path).map_err(failed)?;
+    file.take(MAX_CONFIG_BYTES + 1)
+        .read_to_end(&mut bytes)
+        .map_err(failed)?;
+    if bytes.len() as u64 > MAX_CONFIG_BYTES {
+        return Err(FirecrackerError::ConfigSize(path.into()));
+    }
+    serde_json::from_slice(&bytes).map_err(|e| FirecrackerError::Config(path.into(), e))
+}
+
+/// Binds the socket of the API. A socket without a listener is replaced.
+fn bind(args: &FirecrackerArgs) -> Result<Option<UnixListener>, FirecrackerError> {
+    let path = &args.api_sock;
+    if args.no_api {
+        return Ok(None);
+    }
+    let bound = paths::bind(path, None).map_err(|e| FirecrackerError::Socket(path.clone(), e))?;
+    log::info!("API version {API_VERSION} at {}", path.display());
+    Ok(Some(bound))
+}
+
+/// Logs the time from the start of the process, as given by the process that started it.
+fn log_times(args: &FirecrackerArgs) {
+    let Some(start) = args.start_time_us else { return };
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    let now =
+        u64::try_from(now.tv_sec).unwrap_or(0) * 1_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0) / 1000;
+    log::info!(
+        "API ready {} us after the start of the process (CPU time before: {} us own, {} us of the parent)",
+        now.saturating_sub(start),
+        args.start_time_cpu_us.unwrap_or(0),
+        args.parent_cpu_time_us.unwrap_or(0)
+    );
+}
+
+/// Answers requests until the VM has ended, or until a signal arrives before its start.
+fn serve(
+    mut server: Server,
+    mut session: Session<VmProcess>,
+    signals: &StopSignals,
+) -> Result<ExitStatus, FirecrackerError> {
+    let (mut is_confined, mut is_signalled) = (false, false);
+    loop {
+        if session.state() != InstanceState::NotStarted && !is_confined {
+            sandbox::confine_front_end()?;
+            is_confined = true;
+        }
+        let child = session.backend().take_descriptors();
+        let mut others = vec![signals.as_fd()];
+        others.extend(
+            child
+                .iter()
+                .flat_map(|child| [child.process.as_fd(), child.messages.as_fd()]),
+        );
+        let ready = server
+            .turn(&others, &mut |request| session.answer(request))
+            .map_err(os("poll"))?;
+        if let Some(child) = child {
+            session.backend().put_descriptors(child);
+        }
+        if signals.take().is_some() {
+            is_signalled = true;
+            // Without an answer, the kernel ends the VM with this process.
+            if !session.backend().stop() {
+                return Ok(ExitStatus::Terminated);
+            }
+        }
+        if ready.get(2) == Some(&true) {
+            session.backend().relay_messages();
+        }
+        if ready.get(1) == Some(&true)
+            && let Some(status) = session.backend().exit_status()
+        {
+            return Ok(if is_signalled {
+                ExitStatus::Terminated
+            } else {
+                status
+            });
+        }
+    }
+}

@@ -1,0 +1,289 @@
+//! The VM of the API: a child process of `perfvisor run`, controlled through its control socket.
+//!
+//! The kernel ends the child with this process (`--parent`), however this process ends.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStderr, Command, Stdio};
+use std::time::{Duration, SystemTime};
+
+use control_api::client::{Client, REPLY_TIMEOUT};
+use control_api::protocol::{VmInfo, VmState};
+use control_api::request;
+use control_api::socket_dir;
+use firecracker_api::resources::log_level;
+use firecracker_api::session::VmBackend;
+use firecracker_api::types::{Logger, Metrics};
+use log::LevelFilter;
+use operator::exit::ExitStatus;
+use operator::input;
+use perf_core::error_line;
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+use super::log_output::{self, DEFAULT_LEVEL};
+/// Checks a command line. Returns its error message.
+pub type CheckArguments = fn(Vec<OsString>) -> Result<(), String>;
+
+/// Interval at which a starting VM, or one whose vCPUs stop, is checked.
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
+/// Size of one read of the VM's messages, in bytes.
+const MESSAGE_BYTES: usize = 4096;
+
+/// A VM that is configured, or runs.
+pub struct VmProcess {
+    program: PathBuf,
+    check: CheckArguments,
+    id: Option<String>,
+    level: LevelFilter,
+    metrics: Option<File>,
+    child: Option<ChildVm>,
+}
+
+/// Descriptors of the VM for the event loop.
+pub struct ChildDescriptors {
+    /// Readable once the VM has ended.
+    pub process: OwnedFd,
+    /// Standard error of the VM.
+    pub messages: ChildStderr,
+}
+
+/// A VM that runs.
+struct ChildVm {
+    child: Child,
+    /// `None` while the event loop waits for them.
+    descriptors: Option<ChildDescriptors>,
+    client: Client,
+}
+
+impl VmProcess {
+    /// Creates a VM that does not run yet. Without `id`, its name contains its process ID.
+    pub fn new(id: Option<String>, check: CheckArguments) -> Self {
+        // Without /proc, as in a chroot, the path by which this process was started.
+        let started = std::env::args_os().next().unwrap_or_default();
+        Self {
+            program: std::env::current_exe().unwrap_or_else(|_| started.into()),
+            check,
+            id,
+            level: DEFAULT_LEVEL,
+            metrics: None,
+            child: None,
+        }
+    }
+
+    /// Takes the descriptors of a running VM, so that they can be polled while it is used.
+    pub fn take_descriptors(&mut self) -> Option<ChildDescriptors> {
+        self.child.as_mut()?.descriptors.take()
+    }
+
+    /// Returns the descriptors taken by [`VmProcess::take_descriptors`].
+    pub fn put_descriptors(&mut self, descriptors: ChildDescriptors) {
+        if let Some(vm) = &mut self.child {
+            vm.descriptors = Some(descriptors);
+        }
+    }
+
+    /// Writes messages of the VM to the log.
+    pub fn relay_messages(&mut self) {
+        let descriptors = self.child.as_mut().and_then(|vm| vm.descriptors.as_mut());
+        if let Some(descriptors) = descriptors {
+            relay(&mut descriptors.messages, &mut Vec::new());
+        }
+    }
+
+    /// Ends the VM. Returns `false` if none runs or it does not answer.
+    pub fn stop(&mut self) -> bool {
+        let vm = self.child.as_mut();
+        vm.is_some_and(|vm| vm.client.call(request::Stop).is_ok())
+    }
+
+    /// Returns the exit status if the VM has ended: 0 after a power-off or a reset, otherwise that
+    /// of `perfvisor run`.
+    pub fn exit_status(&mut self) -> Option<ExitStatus> {
+        self.relay_messages();
+        let status = self.child.as_mut()?.child.try_wait().ok()??;
+        let code = status.code().and_then(|code| u8::try_from(code).ok());
+        Some(match code {
+            Some(code) if code == ExitStatus::Reset.code() => ExitStatus::PoweredOff,
+            Some(code) => ExitStatus::Command(code),
+            None => {
+                log::error!(
+                    "the VM's process was ended by signal {}",
+                    status.signal().unwrap_or(0)
+                );
+                ExitStatus::Internal
+            }
+        })
+    }
+
+    /// Returns the arguments of the program that runs the VM.
+    fn arguments(&self, options: &[String]) -> Vec<OsString> {
+        let parent = std::process::id().to_string();
+        let mut arguments: Vec<OsString> = ["--parent", &parent, "run"].map(Into::into).into();
+        arguments.extend(options.iter().map(Into::into));
+        // A stop signal to Firecracker ends the VM at once.
+        arguments.push("--stop-timeout=0".into());
+        arguments.extend(self.id.as_ref().map(|id| format!("--name={id}").into()));
+        arguments
+    }
+
+    /// Starts the process of the VM.
+    fn spawn(&self, options: &[String]) -> io::Result<(Child, ChildDescriptors)> {
+        let mut child = Command::new(&self.program)
+            // The name selects the command, and may be that of Firecracker.
+            .arg0("perfvisor")
+            .args(self.arguments(options))
+            .env("RUST_LOG", self.level.as_str())
+            .stderr(Stdio::piped())
+            .spawn()?;
+        let messages = child.stderr.take().ok_or(io::ErrorKind::BrokenPipe)?;
+        fcntl_setfl(&messages, fcntl_getfl(&messages)? | OFlags::NONBLOCK)?;
+        let process = pidfd_open(Pid::from_child(&child), PidfdFlags::empty())?;
+        Ok((child, ChildDescriptors { process, messages }))
+    }
+
+    fn running(&mut self) -> Result<&mut Client, String> {
+        let vm = self.child.as_mut().ok_or("the VM does not run")?;
+        Ok(&mut vm.client)
+    }
+}
+
+/// Waits until the VM's main loop answers, and returns a connection to its control socket.
+///
+/// # Errors
+/// Returns the VM's error message if it ends before.
+fn wait_for_vm(child: &mut Child, messages: &mut ChildStderr, name: &str) -> Result<Client, String> {
+    let socket = socket_dir::socket_path(&socket_dir::directory(), name);
+    let mut said = Vec::new();
+    loop {
+        let ended = child.try_wait().map_err(|e| e.to_string())?;
+        relay(messages, &mut said);
+        if ended.is_some() {
+            return Err(last_message(&said));
+        }
+        match Client::connect_at(&socket, None, REPLY_TIMEOUT) {
+            // Another VM may have the name, in which case this one ends.
+            Ok(client) if client.info().pid == child.id() => return Ok(client),
+            _ => std::thread::sleep(POLL_INTERVAL),
+        }
+    }
+}
+
+/// Copies available messages to the log and to `copy`, which keeps the last ones.
+fn relay(messages: &mut ChildStderr, copy: &mut Vec<u8>) {
+    let mut chunk = [0; MESSAGE_BYTES];
+    while let Ok(count @ 1..) = messages.read(&mut chunk) {
+        let chunk = chunk.get(..count).unwrap_or_default();
+        log_output::write_log(chunk);
+        copy.extend_from_slice(chunk);
+        let surplus = copy.len().saturating_sub(MESSAGE_BYTES);
+        copy.drain(..surplus);
+    }
+}
+
+/// Returns the last line without the name of the program.
+fn last_message(said: &[u8]) -> String {
+    let text = String::from_utf8_lossy(said);
+    let line = text.lines().rfind(|line| !line.trim().is_empty());
+    let line = line.unwrap_or("the VM ended without a message");
+    let line = line.strip_prefix("perfvisor: ").unwrap_or(line);
+    line.strip_prefix("error: ").unwrap_or(line).to_owned()
+}
+
+impl VmBackend for VmProcess {
+    fn check_options(&mut self, options: &[String]) -> Result<(), String> {
+        let words = ["perfvisor", "run"].into_iter().map(OsString::from);
+        (self.check)(words.chain(options.iter().map(Into::into)).collect())
+    }
+
+    fn check_file(&mut self, path: &str) -> Result<(), String> {
+        input::can_be_read(Path::new(path)).map_err(|e| error_line(&e))
+    }
+
+    fn set_logger(&mut self, logger: &Logger) -> Result<(), String> {
+        if let Some(path) = &logger.log_path {
+            let file = log_output::open_output(Path::new(path));
+            log_output::set_file(file.map_err(|e| format!("{path}: {}", error_line(&e)))?);
+        }
+        if let Some(level) = &logger.level {
+            self.level = log_level(level).map_err(|fault| fault.message)?;
+            log::set_max_level(self.level);
+        }
+        Ok(())
+    }
+
+    fn set_metrics(&mut self, metrics: &Metrics) -> Result<(), String> {
+        let path = &metrics.metrics_path;
+        let file = log_output::open_output(Path::new(path));
+        self.metrics = Some(file.map_err(|e| format!("{path}: {}", error_line(&e)))?);
+        Ok(())
+    }
+
+    fn start(&mut self, options: &[String]) -> Result<(), String> {
+        let failed = |e: io::Error| format!("{}: {}", self.program.display(), error_line(&e));
+        let (mut child, mut descriptors) = self.spawn(options).map_err(failed)?;
+        let name = self.id.clone().unwrap_or_else(|| format!("vm-{}", child.id()));
+        let client = wait_for_vm(&mut child, &mut descriptors.messages, &name)?;
+        self.child = Some(ChildVm {
+            child,
+            descriptors: Some(descriptors),
+            client,
+        });
+        Ok(())
+    }
+
+    fn pause(&mut self) -> Result<(), String> {
+        let client = self.running()?;
+        let mut info: VmInfo = client.call(request::Pause).map_err(|e| error_line(&e))?;
+        while info.parked < info.vcpus {
+            if info.state != VmState::Paused {
+                return Err(format!("the VM is {}", info.state));
+            }
+            std::thread::sleep(POLL_INTERVAL);
+            info = client.call(request::Status).map_err(|e| error_line(&e))?;
+        }
+        Ok(())
+    }
+
+    fn resume(&mut self) -> Result<(), String> {
+        let resumed = self.running()?.call(request::Resume);
+        resumed.map(|_| ()).map_err(|e| error_line(&e))
+    }
+
+    fn press_power_button(&mut self) -> Result<(), String> {
+        let pressed = self.running()?.call(request::Powerdown);
+        pressed.map(|_| ()).map_err(|e| error_line(&e))
+    }
+
+    fn flush_metrics(&mut self) -> Result<(), String> {
+        let client = self.running()?;
+        let info = client.call(request::Status).map_err(|e| error_line(&e))?;
+        let vcpus = client.call(request::Counts).map_err(|e| error_line(&e))?;
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        let now = now.map_or(0, |now| now.as_millis());
+        let mut line = serde_json::json!({ "vm": info, "vcpus": vcpus });
+        line["utc_timestamp_ms"] = u64::try_from(now).unwrap_or(u64::MAX).into();
+        let Some(file) = &mut self.metrics else {
+            return Err("no destination is set".into());
+        };
+        file.write_all(format!("{line}\n").as_bytes())
+            .map_err(|e| error_line(&e))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn start_error_is_the_last_message() {
+        let said = b"perfvisor: info: x\nperfvisor: --net tap=t: no such device\n\n";
+        assert_eq!(last_message(said), "--net tap=t: no such device");
+        assert_eq!(last_message(b"perfvisor: error: x\n"), "x");
+        assert_eq!(last_message(b""), "the VM ended without a message");
+    }
+}

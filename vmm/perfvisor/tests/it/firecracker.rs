@@ -1,0 +1,349 @@
+//! `perfvisor firecracker`: life cycles of VMs through the API.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+
+use serde_json::{Value, json};
+
+use crate::common::test_lock::{self, SharedLock};
+use crate::common::vm::{PROGRAM, StderrLines, children, eventually, has_kvm, said, stdout_of};
+
+/// A process that serves the API; killed on drop.
+struct ApiProcess {
+    child: Child,
+    dir: tempfile::TempDir,
+    stderr: StderrLines,
+    _lock: SharedLock,
+}
+
+impl ApiProcess {
+    /// Starts the program with `args`, and waits until it serves the API. Returns `None` if KVM is
+    /// unavailable.
+    fn start(args: &[&str]) -> Option<Self> {
+        if !has_kvm() {
+            return None;
+        }
+        let lock = test_lock::shared();
+        let dir = tempfile::tempdir().unwrap();
+        let kernel = dir.path().join("kernel");
+        std::fs::write(kernel, guest_images::bare_metal::BUILTIN).unwrap();
+        // The name selects the command.
+        let link = dir.path().join("firecracker");
+        std::os::unix::fs::symlink(PROGRAM, &link).unwrap();
+        let mut child = Command::new(link)
+            .arg("--api-sock")
+            .arg(dir.path().join("api"))
+            .args(args)
+            .current_dir(dir.path())
+            .env("XDG_RUNTIME_DIR", dir.path())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let stderr = StderrLines::collect(&mut child);
+        let mut api = Self {
+            child,
+            dir,
+            stderr,
+            _lock: lock,
+        };
+        let socket = api.path("api");
+        eventually("the API is served", || {
+            let ended = api.child.try_wait().unwrap();
+            assert_eq!(ended, None, "{:?}", api.stderr.so_far());
+            UnixStream::connect(&socket).is_ok()
+        });
+        Some(api)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// Sends a request as curl does. Returns the status and the body.
+    fn request(&self, method: &str, path: &str, body: &Value) -> (u16, Value) {
+        let body = if body.is_null() {
+            String::new()
+        } else {
+            body.to_string()
+        };
+        let mut stream = UnixStream::connect(self.path("api")).unwrap();
+        let head = format!(
+            "{method} {path} HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8.0\r\nAccept: application/json\r\n\
+             Content-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
+            body.len()
+        );
+        stream.write_all(head.as_bytes()).unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        let status = text.split(' ').nth(1).and_then(|status| status.parse().ok());
+        let body = text.split_once("\r\n\r\n").map_or("", |(_, body)| body);
+        (
+            status.unwrap_or(0),
+            serde_json::from_str(body).unwrap_or(Value::Null),
+        )
+    }
+
+    fn get(&self, path: &str) -> Value {
+        let (status, body) = self.request("GET", path, &Value::Null);
+        assert_eq!(status, 200, "{path}: {body}");
+        body
+    }
+
+    #[track_caller]
+    fn put(&self, path: &str, body: Value) {
+        let (status, fault) = self.request("PUT", path, &body);
+        assert_eq!(status, 204, "{path}: {fault}");
+    }
+
+    /// Sends a request that is refused, and returns the message.
+    #[track_caller]
+    fn refused(&self, method: &str, path: &str, body: Value) -> String {
+        let (status, fault) = self.request(method, path, &body);
+        assert_eq!(status, 400, "{path}: {fault}");
+        fault["fault_message"].as_str().unwrap().to_owned()
+    }
+
+    /// Configures a VM whose guest runs until it is stopped.
+    fn configure(&self) {
+        self.put("/machine-config", json!({"vcpu_count": 2, "mem_size_mib": 64}));
+        self.put(
+            "/boot-source",
+            json!({"kernel_image_path": "kernel", "boot_args": "loop"}),
+        );
+        self.put("/serial", json!({"serial_out_path": self.path("serial")}));
+        self.put("/metrics", json!({"metrics_path": "metrics"}));
+    }
+
+    fn start_vm(&self) {
+        self.put("/actions", json!({"action_type": "InstanceStart"}));
+    }
+
+    fn patch_vm(&self, state: &str) {
+        let (status, fault) = self.request("PATCH", "/vm", &json!({"state": state}));
+        assert_eq!(status, 204, "{fault}");
+    }
+
+    fn operator(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(PROGRAM);
+        command.args(args).env("XDG_RUNTIME_DIR", self.dir.path());
+        command
+    }
+}
+
+impl Drop for ApiProcess {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn vm_is_configured_started_paused_resumed_and_stopped() {
+    let Some(mut api) = ApiProcess::start(&["--id", "web"]) else {
+        return;
+    };
+    let info = api.get("/");
+    assert_eq!(
+        (&info["id"], &info["state"]),
+        (&json!("web"), &json!("Not started"))
+    );
+    assert_eq!(api.get("/version")["firecracker_version"], "1.17.0");
+    api.configure();
+    api.put("/pmu", json!({"model": "intel-v2", "counters": "4+3"}));
+    let config = api.get("/vm/config");
+    assert_eq!(config["boot-source"]["boot_args"], "loop");
+    assert_eq!(config["machine-config"]["vcpu_count"], 2);
+    api.start_vm();
+    assert_eq!(api.get("/")["state"], "Running");
+    eventually("the guest spins", || {
+        std::fs::read_to_string(api.path("serial"))
+            .unwrap_or_default()
+            .contains("spinning")
+    });
+    let status = stdout_of(&mut api.operator(&["ctl", "web", "status", "--json"]));
+    let status: Value = serde_json::from_str(&status).unwrap();
+    assert_eq!(
+        (&status["vcpus"], &status["state"]),
+        (&json!(2), &json!("running"))
+    );
+    assert!(status["pmu"].as_str().unwrap().contains('2'), "{status}");
+    assert!(stdout_of(&mut api.operator(&["ps"])).contains("web"));
+    api.patch_vm("Paused");
+    assert_eq!(api.get("/")["state"], "Paused");
+    let parked = stdout_of(&mut api.operator(&["ctl", "web", "status", "--json"]));
+    assert!(parked.contains("\"parked\":2"), "{parked}");
+    api.patch_vm("Resumed");
+    api.put("/actions", json!({"action_type": "FlushMetrics"}));
+    let metrics: Value =
+        serde_json::from_str(&std::fs::read_to_string(api.path("metrics")).unwrap()).unwrap();
+    assert_eq!(metrics["vm"]["name"], "web");
+    assert_eq!(metrics["vcpus"].as_array().unwrap().len(), 2);
+    let message = api.refused("PUT", "/boot-source", json!({"kernel_image_path": "kernel"}));
+    assert!(message.contains("not supported after"), "{message}");
+    let vm = status["pid"].as_u64().unwrap();
+    terminate(api.child.id());
+    assert_eq!(api.child.wait().unwrap().code(), Some(10));
+    assert!(
+        !std::path::Path::new(&format!("/proc/{vm}")).exists(),
+        "the VM outlives its API"
+    );
+}
+
+/// Sends SIGTERM, as orchestrators do.
+fn terminate(pid: u32) {
+    let sent = Command::new("kill").arg(pid.to_string()).status();
+    assert!(sent.unwrap().success());
+}
+
+/// The VM ends with the process that serves the API, even if that is killed.
+#[test]
+fn vm_ends_with_its_api_process() {
+    let Some(mut api) = ApiProcess::start(&[]) else {
+        return;
+    };
+    api.configure();
+    api.start_vm();
+    assert_eq!(api.get("/")["id"], "anonymous-instance");
+    assert_eq!(api.get("/pmu")["model"], "auto");
+    let vm = children(api.child.id());
+    let [(vm, _)] = vm.as_slice() else {
+        panic!("{vm:?}")
+    };
+    api.child.kill().unwrap();
+    api.child.wait().unwrap();
+    eventually("the VM ends", || {
+        let stat = std::fs::read_to_string(format!("/proc/{vm}/stat")).unwrap_or_default();
+        stat.is_empty() || stat.contains(") Z ")
+    });
+}
+
+/// Requests that are refused change nothing: the VM starts afterwards, and runs on.
+#[test]
+fn refused_requests_leave_the_vm_unaffected() {
+    let Some(api) = ApiProcess::start(&["--id", "web", "--http-api-max-payload-size", "1000"]) else {
+        return;
+    };
+    let start = json!({"action_type": "InstanceStart"});
+    assert!(
+        api.refused("PUT", "/actions", start.clone())
+            .contains("boot-source")
+    );
+    let missing = api.refused("PUT", "/boot-source", json!({"kernel_image_path": "nothing"}));
+    assert!(missing.contains("kernel_image_path: nothing: "), "{missing}");
+    assert!(
+        api.refused("PUT", "/pmu", json!({"model": "vax"}))
+            .contains("vax")
+    );
+    let tap = json!({"iface_id": "eth0", "host_dev_name": "a/b"});
+    assert!(
+        api.refused("PUT", "/network-interfaces/eth0", tap)
+            .contains("--net")
+    );
+    assert!(
+        api.refused("PUT", "/snapshot/load", json!({}))
+            .contains("/snapshot/load: unsupported")
+    );
+    assert_eq!(
+        api.request("PUT", "/pmu", &json!({"model": "x".repeat(2000)})).0,
+        413
+    );
+    let missing_tap = json!({"iface_id": "eth0", "host_dev_name": "no-such-tap"});
+    api.put("/network-interfaces/eth0", missing_tap);
+    api.configure();
+    let message = api.refused("PUT", "/actions", start.clone());
+    assert!(
+        message.starts_with("InstanceStart: ") && message.contains("no-such-tap"),
+        "{message}"
+    );
+    assert_eq!(api.get("/")["state"], "Not started");
+}
+
+#[test]
+fn hostile_clients_leave_the_running_vm_unaffected() {
+    let Some(api) = ApiProcess::start(&["--id", "web"]) else {
+        return;
+    };
+    api.configure();
+    api.start_vm();
+    let mut idle = Vec::new();
+    for n in 0..1000_u32 {
+        let mut stream = UnixStream::connect(api.path("api")).unwrap();
+        let bytes: &[u8] = match n % 4 {
+            0 => b"",
+            1 => b"PUT /actions HTTP/1.1\r\nContent-Length: 51200\r\n\r\n{",
+            2 => b"\0\xff\x16",
+            _ => b"GET / HTTP/1.1\r\n\r\nGET /vm/config HTTP/1.1\r\n",
+        };
+        let _ = stream.write_all(bytes);
+        idle.push(stream);
+    }
+    assert_eq!(api.get("/")["state"], "Running");
+    let files = std::fs::read_dir(format!("/proc/{}/fd", api.child.id()))
+        .unwrap()
+        .count();
+    assert!(files < 64, "{files} descriptors");
+    assert_eq!(
+        api.request("PUT", "/actions", &json!({"action_type": "InstanceStart"}))
+            .0,
+        400
+    );
+    let status = stdout_of(&mut api.operator(&["ctl", "web", "status"]));
+    assert!(status.contains("running"), "{status}");
+}
+
+/// The contents of `--config-file` are those of `GET /vm/config`.
+#[test]
+fn configuration_file_starts_the_vm() {
+    let Some(api) = ApiProcess::start(&["--id", "first"]) else {
+        return;
+    };
+    api.configure();
+    std::fs::write(api.path("config.json"), api.get("/vm/config").to_string()).unwrap();
+    let mut child = Command::new(PROGRAM)
+        .args([
+            "firecracker",
+            "--no-api",
+            "--id",
+            "second",
+            "--config-file",
+            "config.json",
+        ])
+        .args(["--level", "Error", "--log-path", "log"])
+        .current_dir(api.dir.path())
+        .env("XDG_RUNTIME_DIR", api.dir.path())
+        .stdin(Stdio::null())
+        .spawn()
+        .unwrap();
+    eventually("the VM runs", || {
+        assert_eq!(child.try_wait().unwrap(), None);
+        said(&mut api.operator(&["ctl", "second", "status"])).0 == Some(0)
+    });
+    assert_eq!(said(&mut api.operator(&["ctl", "second", "stop"])).0, Some(0));
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn invalid_options_are_refused() {
+    for (args, word) in [
+        (&["--id", "a_b"][..], "letters, digits and dashes"),
+        (&["--no-api"], "--config-file"),
+        (&["--boot-timer"], "--boot-timer: unsupported"),
+        (&["--snapshot-version"], "--snapshot-version: unsupported"),
+        (&["--level", "Loud"], "Debug"),
+        (&["--module", "vmm"], "module: unsupported"),
+        (&["--config-file", "/no/such/file"], "/no/such/file"),
+        (&["--api-sock", "/no/such/dir/api"], "/no/such/dir/api"),
+        (&["--http-api-max-payload-size", "0"], "between 1 and"),
+    ] {
+        let (status, text) = said(Command::new(PROGRAM).arg("firecracker").args(args));
+        assert_eq!(status, Some(2), "{args:?}: {text}");
+        let last = text.lines().last().unwrap_or_default();
+        assert!(last.contains(word), "{args:?}: {text}");
+    }
+    let version = stdout_of(Command::new(PROGRAM).args(["firecracker", "--version"]));
+    assert!(version.starts_with("Firecracker v1.17.0\n"), "{version}");
+}
