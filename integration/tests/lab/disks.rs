@@ -121,7 +121,7 @@ fn flushed_data_survives_killed_vm() {
         "{said}"
     );
     assert!(
-        said.contains("is in use by process") && said.contains("perfvisor"),
+        said.contains(": in use by process") && said.contains("perfvisor"),
         "{said}"
     );
 

@@ -95,7 +95,7 @@ fn client_above_connection_limit_is_refused() {
             told["message"]
                 .as_str()
                 .unwrap()
-                .contains("32 connections are open"),
+                .contains("the limit of 32 connections is reached"),
             "{told}"
         );
     }
@@ -108,7 +108,7 @@ fn client_above_connection_limit_is_refused() {
         let said = String::from_utf8_lossy(&out.stderr).into_owned();
         assert_eq!(out.status.code(), Some(2), "{args:?}: {said}");
         assert!(
-            said.contains("32 connections are open") && said.lines().count() == 1,
+            said.contains("the limit of 32 connections is reached") && said.lines().count() == 1,
             "{args:?}: {said}"
         );
     }

@@ -126,7 +126,7 @@ fn added_vcpus_stay_if_guest_does_not_respond() {
     let out = vm.run(&["-v", "ctl", "test", "vcpus", "3", "--wait", "0.3"]);
     let said = String::from_utf8_lossy(&out.stderr).into_owned();
     assert_eq!(out.status.code(), Some(0), "{said}");
-    assert!(said.contains("no note of vCPUs 1, 2"), "{said}");
+    assert!(said.contains("did not acknowledge vCPUs 1, 2"), "{said}");
     assert_eq!(String::from_utf8_lossy(&out.stdout), "test: running, 3 vCPUs\n");
     assert_eq!(vm.vcpu_threads(), ["vcpu0", "vcpu1", "vcpu2"]);
 
@@ -175,7 +175,7 @@ fn added_vcpus_stay_if_guest_does_not_respond() {
     let said = String::from_utf8_lossy(&out.stderr).into_owned();
     assert_eq!(out.status.code(), Some(2), "{said}");
     assert!(
-        said.contains("has not given up vCPUs 1, 2 in 0.3 s; there are 3 vCPUs"),
+        said.contains("did not eject vCPUs 1, 2 within 0.3 s; the VM has 3 vCPUs"),
         "{said}"
     );
     assert_eq!(said.lines().count(), 1, "{said}");
@@ -241,7 +241,7 @@ fn vcpu_can_be_added_with_exact_backing() {
     let out = vm.run(&["ctl", "test", "vcpus", "1", "--wait", "0.1"]);
     let said = String::from_utf8_lossy(&out.stderr).into_owned();
     assert_eq!(out.status.code(), Some(2), "{said}");
-    assert!(said.contains("has not given up vCPU 1 in 0.1 s"), "{said}");
+    assert!(said.contains("did not eject vCPU 1 within 0.1 s"), "{said}");
     assert_eq!(vm.say(&["ctl", "test", "stop"]), "test: stopped\n");
     assert_eq!(vm.vm.child.wait().unwrap().code(), Some(0));
 }

@@ -69,7 +69,7 @@ fn ignored_power_button_ends_vm_at_timeout() {
     signal(&vm, libc::SIGTERM);
     assert_eq!(vm.status(), Some(10));
     eventually("it says why", || {
-        vm.said_count("has not powered off in 0.2 s") == 1
+        vm.said_count("did not power off within 0.2 s") == 1
     });
     for second in [libc::SIGTERM, libc::SIGINT] {
         let args = ["--cmdline", "button deaf", "--stop-timeout", "86400"];

@@ -220,7 +220,7 @@ mod tests {
         assert!(error("a,serial=a b").contains("1 to 20"));
         assert!(error("a,ro,ro").contains("twice"));
         assert!(error("a,serial=1,serial=2").contains("twice"));
-        assert!(error("a,format=vmdk").contains("'vmdk' is no format"));
+        assert!(error("a,format=vmdk").contains("unknown format 'vmdk'"));
         assert!(error("a,format=raw,format=qcow2").contains("'format' is given twice"));
     }
 

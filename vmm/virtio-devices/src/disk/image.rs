@@ -289,7 +289,7 @@ mod tests {
         let file = file(4096).into_temp_path();
         let writer = open(&file, false).unwrap();
         let line = error_line(&open(&file, false).unwrap_err());
-        assert!(line.contains("is in use by another --disk of this VM"), "{line}");
+        assert!(line.contains(": in use by another --disk of this VM"), "{line}");
         assert!(open(&file, true).is_err());
         drop(writer);
         let readers = [(); 2].map(|()| open(&file, true).unwrap());

@@ -73,7 +73,7 @@ fn as_a_child() {
     };
     finds();
     for why in [
-        "the process that reads it has failed: it panicked at ",
+        "the reader process failed: it panicked at ",
         "it wanted more memory than it may have",
         "it took more time of a processor than it may have",
         "it asked the host's kernel for what its seccomp filter forbids",
