@@ -37,7 +37,6 @@ impl Context {
         if event.state != EventState::Active || !event.sampling.is_on() {
             return;
         }
-        event.sampling.seen_tick = self.ticks;
         let (throttled, frequency) = (event.sampling.throttled, event.sampling.adapts());
         let notifies = matches!(event.source, Source::Driver(_));
         self.add_to_list(EventList::Armed, key);

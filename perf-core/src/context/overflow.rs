@@ -153,7 +153,7 @@ impl Context {
         let sampling = &mut self.events[key].sampling;
         let period = sampling.account(0);
         let countdown = sampling.count_down(times);
-        let throttle = self.one_overflow(pass, key, (true, times), period, &mut due);
+        let throttle = self.one_overflow(pass, key, true, period, &mut due);
         self.write_samples(pass, key, &mut due);
         self.report(key, countdown.counted, pass.batch);
         if countdown.last {
@@ -190,7 +190,7 @@ impl Context {
             let sampling = &mut self.events[key].sampling;
             let period = sampling.account((times - 1 - i) * apart);
             let countdown = sampling.count_down(1);
-            let throttle = self.one_overflow(pass, key, (i > 0, 1), period, &mut due);
+            let throttle = self.one_overflow(pass, key, i > 0, period, &mut due);
             done = done.saturating_add(1);
             if countdown.last {
                 self.write_samples(pass, key, &mut due);
@@ -241,14 +241,13 @@ impl Context {
         }
     }
 
-    /// Accounts one interrupt for `times` overflows and writes its records. The sample may be added
-    /// to `due` to be written together with others. Returns `true` if the event must be throttled
-    /// now.
+    /// Accounts one interrupt and writes its records. The sample may be added to `due` to be written
+    /// together with others. Returns `true` if the event must be throttled now.
     fn one_overflow(
         &mut self,
         pass: &ServicePass<'_>,
         key: EventKey,
-        (may_throttle, times): (bool, u32),
+        may_throttle: bool,
         period: u64,
         due: &mut DuePeriods,
     ) -> bool {
@@ -256,13 +255,15 @@ impl Context {
             ns: pass.by.time_ns,
             tick: self.ticks,
         };
+        if self.events[key].sampling.adapts() {
+            let running_ns = self.running_ns(key, self.clock.time_at(now.ns));
+            let tick_ns = 1_000_000_000 / pass.tick_hz;
+            self.events[key]
+                .sampling
+                .note_overflow(now.ns, running_ns, tick_ns);
+        }
         let event = &mut self.events[key];
-        event
-            .sampling
-            .note_overflow_time(times, now.ns, 1_000_000_000 / pass.tick_hz);
-        let over = event
-            .sampling
-            .interrupt(times, now, pass.tick_hz, pass.sample_rate_hz);
+        let over = event.sampling.interrupt(now, pass.tick_hz, pass.sample_rate_hz);
         // The rate of guest counters is limited where PMIs are delivered.
         let throttle = over && may_throttle && event.shared.owner != Owner::Guest;
         let begins = throttle && !event.sampling.throttled;
@@ -390,13 +391,14 @@ impl Context {
     /// The work per tick is bounded. Unthrottling costs less than the overflows that caused the
     /// throttle, and each tick adjusts only a subset of a large number of frequencies.
     ///
-    /// `by` identifies the source of the tick in records. The caller has already advanced
-    /// [`Context::ticks`].
-    pub fn tick_sampling(&mut self, now_ns: u64, tick_hz: u64, sample_rate_hz: u64, by: SampleId) {
-        let tick = self.ticks;
+    /// `by` identifies the source of the tick in records.
+    pub fn tick_sampling(&mut self, now_ns: u64, tick_hz: u64, by: SampleId) {
+        let time = self.clock.advance(now_ns);
+        let tick_ns = 1_000_000_000 / tick_hz.max(1);
         while let Some(&key) = self.lists.of(EventList::Throttled).last() {
             self.remove_from_list(EventList::Throttled, key);
-            let _ = self.events[key].sampling.tick(tick, tick_hz, sample_rate_hz);
+            // The overflows since the throttle were not accounted.
+            self.adjust_period(key, time, 0);
             self.unthrottle(key, now_ns, by);
         }
         let many = self.lists.of(EventList::Frequency).len();
@@ -411,10 +413,33 @@ impl Context {
                 break;
             };
             self.next_frequency += 1;
-            if self.events[key].sampling.tick(tick, tick_hz, sample_rate_hz) {
+            if self.adjust_period(key, time, tick_ns) {
                 self.restart_stalled(key);
             }
         }
+    }
+
+    /// Adjusts the period of an active event that follows a frequency, if no overflow did so during
+    /// the target interval and `min_ns`. Returns `true` if the event would stall.
+    ///
+    /// Costs a driver read, which a host event on another thread answers by interrupting the guest.
+    fn adjust_period(&mut self, key: EventKey, time: u64, min_ns: u64) -> bool {
+        let running_ns = self.running_ns(key, time);
+        let event = &mut self.events[key];
+        if !event.sampling.needs_measurement(running_ns, min_ns) {
+            return false;
+        }
+        let raw = event.raw();
+        event.sampling.measure(raw, running_ns)
+    }
+
+    /// Returns the time running of an event at context time `time`.
+    fn running_ns(&self, key: EventKey, time: u64) -> u64 {
+        let event = &self.events[key];
+        event
+            .times
+            .at(event.state, self.leader_state(key), time)
+            .running_ns
     }
 
     /// Starts a new period if the current one has become so large by accident that the event would
