@@ -1,5 +1,6 @@
 //! Overflows, periods, limits and throttling.
 
+use perf_core::ring::RingReader;
 use perf_core::*;
 use proptest::prelude::*;
 
@@ -637,4 +638,36 @@ fn overflows_within_a_tick_adjust_frequency_period() {
     // moves an eighth of the way from 126 to 13. An interval of three ticks changes nothing.
     let seen = [999, 30_000_000, 9_000_000, 30_000_000, 0].map(next);
     assert_eq!(seen, [1, 1, 126, 126, 113]);
+}
+
+/// A ring in overwrite mode is a flight recorder: after it has wrapped, its newest samples can be
+/// read in their order, up to the last one.
+#[test]
+fn newest_samples_of_overwrite_ring_can_be_read() {
+    let m = Machine::with(4, |c| c.sample_rate_hz = 1_000_000);
+    let v = m.vcpu(0);
+    let attr = Attr {
+        sample_type: SampleType::TIME,
+        ..Attr::sampling(EventType::SIM, 1, 10)
+    };
+    let e = m.open_vcpu(attr, None);
+    let ring = e.map(1, false).unwrap();
+    for _ in 0..1000 {
+        m.run(0, 10);
+        serve(&v);
+    }
+    e.pause_output(true).unwrap();
+    let mut reader = RingReader::map(ring.memfd()).unwrap();
+    let mut times = Vec::new();
+    while let Some(record) = reader.next_record().unwrap() {
+        times.push(u64::from_ne_bytes(record.body()[..8].try_into().unwrap()));
+    }
+    let newest: Vec<u64> = (0..1000).map(|n| 10 * n + 10).collect();
+    assert!(newest.ends_with(&times), "{times:?}");
+    // A record of 16 bytes; three quarters of the ring but a sixteenth.
+    assert!(
+        times.len() >= (4096 * 11 / 16 - 16) / 16,
+        "{} samples",
+        times.len()
+    );
 }
