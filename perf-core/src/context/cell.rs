@@ -18,7 +18,8 @@ const VM: u64 = u64::MAX;
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum ContextOwner {
     Vm,
-    /// A vCPU or another host thread.
+    Vcpu(VcpuId, i32),
+    /// A host thread that need not run a vCPU.
     Thread(VcpuId, i32),
     /// A host CPU.
     Cpu(VcpuId, u32),
@@ -32,6 +33,8 @@ pub(crate) enum ContextOwner {
 pub(crate) struct ContextCell {
     inner: Lock<Context>,
     cpu: Option<u32>,
+    /// `true` for the context of a vCPU, which VM-wide events count.
+    is_vcpu: bool,
     clock: Arc<dyn Clock>,
     /// Owner: [`VM`], or the vCPU number in the upper half and the thread ID in the lower half.
     pub who: AtomicU64,
@@ -48,7 +51,7 @@ impl ContextCell {
     pub fn new(policy: SharePolicy, mux: MuxConfig, clock: Arc<dyn Clock>, whose: ContextOwner) -> Self {
         let (vcpu, cpu) = match whose {
             ContextOwner::Vm => (None, None),
-            ContextOwner::Thread(vcpu, tid) => (Some((vcpu, tid)), None),
+            ContextOwner::Vcpu(vcpu, tid) | ContextOwner::Thread(vcpu, tid) => (Some((vcpu, tid)), None),
             ContextOwner::Cpu(vcpu, cpu) => (Some((vcpu, -1)), Some(cpu)),
         };
         let context = Context::new(policy, mux);
@@ -56,6 +59,7 @@ impl ContextCell {
             to_serve: Arc::clone(&context.to_serve),
             inner: Lock::new(Rank::Context, context),
             cpu,
+            is_vcpu: matches!(whose, ContextOwner::Vcpu(..)),
             clock,
             who: AtomicU64::new(vcpu.map_or(VM, |(vcpu, tid)| {
                 u64::from(vcpu.0) << 32 | u64::from(tid.cast_unsigned())
@@ -103,6 +107,12 @@ impl ContextCell {
     pub fn publish_raised(&self, context: &Context) {
         let n = context.raised.iter().map(Vec::len).sum();
         self.raised_events.store(n, Ordering::Relaxed);
+    }
+
+    /// Returns `true` if VM-wide events count this context, as opposed to the context of a plain
+    /// thread or a host CPU.
+    pub fn is_vcpu(&self) -> bool {
+        self.is_vcpu
     }
 
     /// Returns the host CPU of a CPU context.

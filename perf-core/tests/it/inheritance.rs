@@ -35,6 +35,47 @@ fn a_vm_wide_event_covers_vcpus_present_and_to_come() {
     );
 }
 
+/// A VM-wide event does not count what other threads of the VMM do, whether they were added before
+/// or after it was opened.
+#[test]
+fn vm_wide_events_do_not_count_plain_threads() {
+    let m = Machine::new(4);
+    let before = m.core.add_thread(1).unwrap();
+    let counted = m.open(wide(), OpenTarget::Vm, None);
+    let exits = Attr::counting(EventType::VMM, SoftwareEventId::Exits as u64);
+    let raised = m.open(exits.clone(), OpenTarget::Vm, None);
+    let after = m.core.add_thread(2).unwrap();
+    let _vcpu = m.vcpu(0);
+    m.run(0, 1);
+    for thread in [&before, &after] {
+        thread.sched_in();
+        let own = m.open(hw(), OpenTarget::Vcpu(thread.id()), None);
+        let own_exits = m.open(exits.clone(), OpenTarget::Vcpu(thread.id()), None);
+        m.run(thread.id().0, 100);
+        thread.software_event(SoftwareEventId::Exits, 100, None, &mut |_| {});
+        assert_eq!(own.read().unwrap().value, 100);
+        assert_eq!(own_exits.read().unwrap().value, 100);
+    }
+    assert_eq!((counted.children(), counted.read().unwrap().value), (1, 1));
+    assert_eq!(raised.read().unwrap().value, 0);
+    m.core.remove_vcpu(before.id()).unwrap();
+    assert_eq!(counted.read_by_vcpu().unwrap().len(), 1);
+}
+
+#[test]
+fn added_thread_gets_first_free_number() {
+    let m = Machine::new(4);
+    let _vcpu = m.vcpu(7);
+    let first = Core::FIRST_THREAD.0;
+    let add = || m.core.add_thread(1).unwrap().id().0 - first;
+    assert_eq!([add(), add(), add(), add()], [0, 1, 2, 3]);
+    for gone in [0, 2] {
+        m.core.remove_vcpu(VcpuId(first + gone)).unwrap();
+    }
+    m.core.add_cpu(0).unwrap();
+    assert_eq!([add(), add(), add()], [0, 2, 4]);
+}
+
 #[test]
 fn without_inherit_it_covers_those_present_only() {
     let m = Machine::new(4);
