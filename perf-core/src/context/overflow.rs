@@ -172,39 +172,63 @@ impl Context {
 
     /// Accounts `times` overflows of a software event raised by the VMM, one at a time, until a
     /// throttle or the event limit ends the burst. Samples of the remaining overflows are lost, as
-    /// for a throttled counter, and the next sample covers their counts.
+    /// for a throttled counter, and the next sample covers their counts. An event with a cookie
+    /// still reports them, as far as its limit allows.
     pub(super) fn raised_overflow(&mut self, pass: &mut ServicePass<'_>, key: EventKey, times: u64) {
-        let all = u32::try_from(times).unwrap_or(u32::MAX);
-        let cookie = self.events[key].shared.cookie.is_some();
-        if pass.seen.is_none() || self.events[key].sampling.throttled {
-            if cookie {
-                self.report(key, all, pass.batch);
-            }
+        let event = &self.events[key];
+        let (done, ended) = if pass.seen.is_none() || event.sampling.throttled {
+            (0, false)
+        } else if event.output.is_none() && event.shared.owner == Owner::Guest {
+            // Without samples and throttling, the overflows need not be separated.
+            let mut due = DuePeriods::new();
+            let _ = self.events[key].sampling.account(0);
+            let _ = self.one_overflow(pass, key, false, 0, &mut due);
+            (0, false)
+        } else {
+            self.raised_samples(pass, key, times)
+        };
+        let event = &mut self.events[key];
+        if event.shared.cookie.is_none() {
             return;
         }
+        let mut reported = done;
+        if !ended {
+            let rest = u32::try_from(times - u64::from(done)).unwrap_or(u32::MAX);
+            let countdown = event.sampling.count_down(rest);
+            reported = done.saturating_add(countdown.counted);
+            if countdown.last {
+                self.limit_reached(key, pass.by.time_ns);
+            }
+        }
+        self.report(key, reported, pass.batch);
+    }
+
+    /// Writes the samples of `times` overflows of a raised event. Returns the number of accounted
+    /// overflows and whether the event limit was reached.
+    fn raised_samples(&mut self, pass: &ServicePass<'_>, key: EventKey, times: u64) -> (u32, bool) {
         // The loop may change the period.
         let apart = self.events[key].sampling.period;
-        let mut done = 0u32;
         let mut due = DuePeriods::new();
+        let (mut done, mut ended) = (0u32, false);
         for i in 0..times {
             let sampling = &mut self.events[key].sampling;
             let period = sampling.account((times - 1 - i) * apart);
-            let countdown = sampling.count_down(1);
+            ended = sampling.count_down(1).last;
             let throttle = self.one_overflow(pass, key, i > 0, period, &mut due);
             done = done.saturating_add(1);
-            if countdown.last {
+            if ended {
                 self.write_samples(pass, key, &mut due);
                 self.limit_reached(key, pass.by.time_ns);
             }
             if throttle {
                 self.mark_throttled(key);
             }
-            if countdown.last || throttle {
+            if ended || throttle {
                 break;
             }
         }
         self.write_samples(pass, key, &mut due);
-        self.report(key, if cookie { all } else { done }, pass.batch);
+        (done, ended)
     }
 
     /// Discards pending overflows after the vCPU was removed, because its registers are not
