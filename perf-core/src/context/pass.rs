@@ -147,7 +147,8 @@ impl Context {
         if waits || has(EventList::Throttled) || has(EventList::Frequency) {
             return TickWork::Work;
         }
-        let mut armed = self.lists.of(EventList::Armed).iter().map(|k| &self.events[*k]);
+        let armed = [EventList::Armed, EventList::ArmedRaised].map(|list| self.lists.of(list));
+        let mut armed = armed.into_iter().flatten().map(|k| &self.events[*k]);
         if armed.any(|event| event.sampling.period != 0 && event.shared.owner != Owner::Guest) {
             TickWork::Watch
         } else {

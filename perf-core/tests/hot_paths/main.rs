@@ -18,4 +18,6 @@ mod host_syscalls;
 mod mux_allocation;
 mod ring_allocation;
 #[cfg(feature = "sim")]
+mod scale;
+#[cfg(feature = "sim")]
 mod ticks;

@@ -35,6 +35,25 @@ fn a_vm_wide_event_covers_vcpus_present_and_to_come() {
     );
 }
 
+/// A vCPU that is added again shares the entry of its predecessor.
+#[test]
+fn readings_by_vcpu_are_merged_and_ordered() {
+    let m = Machine::new(4);
+    let e = m.open(wide(), OpenTarget::Vm, None);
+    for n in [3, 1, 2, 1, 3] {
+        let _vcpu = m.vcpu(n);
+        m.run(n, u64::from(n));
+        if n != 2 {
+            m.core.remove_vcpu(VcpuId(n)).unwrap();
+        }
+    }
+    let _again = m.vcpu(1);
+    m.run(1, 10);
+    let parts = e.read_by_vcpu().unwrap();
+    let parts: Vec<_> = parts.iter().map(|p| (p.vcpu.0, p.reading.value)).collect();
+    assert_eq!(parts, [(1, 12), (2, 2), (3, 6)]);
+}
+
 /// A VM-wide event does not count what other threads of the VMM do, whether they were added before
 /// or after it was opened.
 #[test]

@@ -155,6 +155,20 @@ fn largest_burst_of_guest_counter_overflows_once() {
     assert_eq!(e.read().unwrap().value, u64::MAX);
 }
 
+/// Closing events in any order leaves the others in place.
+#[test]
+fn closed_raised_events_leave_the_others_counting() {
+    let m = Machine::new(1);
+    let v = m.vcpu(0);
+    let mut events: Vec<_> = (0..20).map(|_| Some(m.open_vcpu(exits(), None))).collect();
+    for (round, closed) in [7, 0, 19, 3, 18, 1].into_iter().enumerate() {
+        events[closed] = None;
+        raise(&v, 1);
+        let counts = events.iter().flatten().map(|e| e.read().unwrap().value);
+        assert_eq!(counts.collect::<Vec<_>>(), vec![round as u64 + 1; 19 - round]);
+    }
+}
+
 #[test]
 fn vm_context_counts_events_of_every_vcpu() {
     let m = Machine::new(1);
