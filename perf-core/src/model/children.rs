@@ -79,11 +79,16 @@ impl<M: FamilyMember> Children<M> {
         sum
     }
 
-    /// Clears the totals of exited children.
+    /// Clears the counts of exited children. Their times remain.
     pub fn reset(&mut self, folded: &ExitedTotals) {
         folded.count.store(0, Ordering::Relaxed);
         self.estimates = EstimateSum::default();
-        self.gone.clear();
+        for (_, totals, estimate) in &mut self.gone {
+            totals.count = 0;
+            // Nothing was counted since the reset, which is exact.
+            *estimate = EstimateSum::zero(totals.times.running_ns > 0);
+            self.estimates.add(*estimate);
+        }
     }
 
     /// Returns the contribution of each vCPU, including exited children, in order of vCPU number.

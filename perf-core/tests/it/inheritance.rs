@@ -35,6 +35,31 @@ fn a_vm_wide_event_covers_vcpus_present_and_to_come() {
     );
 }
 
+/// A reset clears counts and leaves times, so the contributions of the vCPUs still add up.
+#[test]
+fn reset_family_keeps_times_of_exited_children() {
+    let m = Machine::new(4);
+    let (_v0, _v1) = (m.vcpu(0), m.vcpu(1));
+    let e = m.open(wide(), OpenTarget::Vm, None);
+    m.run(0, 1000);
+    m.core.remove_vcpu(VcpuId(1)).unwrap();
+    e.reset(ControlScope::Event).unwrap();
+    m.run(0, 500);
+    let whole = e.read().unwrap();
+    assert_eq!((whole.value, whole.time_enabled_ns), (500, 2500));
+    let parts = e.read_by_vcpu().unwrap();
+    let vcpus: Vec<_> = parts.iter().map(|p| (p.vcpu.0, p.reading.value)).collect();
+    assert_eq!(vcpus, [(0, 500), (1, 0)]);
+    let sum = |part: fn(&Reading) -> u64| parts.iter().map(|p| part(&p.reading)).sum::<u64>();
+    assert_eq!(sum(|r| r.time_enabled_ns), whole.time_enabled_ns);
+    assert_eq!(sum(|r| r.time_running_ns), whole.time_running_ns);
+    m.core.remove_vcpu(VcpuId(0)).unwrap();
+    e.reset(ControlScope::Event).unwrap();
+    assert_eq!(e.read().unwrap().estimate(), Some(0));
+    let estimate = e.estimate().unwrap().unwrap();
+    assert_eq!((estimate.value, estimate.exact), (0, true));
+}
+
 /// A vCPU that is added again shares the entry of its predecessor.
 #[test]
 fn readings_by_vcpu_are_merged_and_ordered() {
@@ -447,7 +472,11 @@ fn per_vcpu_counts_add_up_to_total() {
     m.core.remove_vcpu(VcpuId(1)).unwrap();
     assert_eq!(parts(&e), [(0, 6), (1, 13)]);
     e.reset(ControlScope::Event).unwrap();
-    assert_eq!(parts(&e), [(0, 0)], "a reset clears what exited children left");
+    assert_eq!(
+        parts(&e),
+        [(0, 0), (1, 0)],
+        "a reset clears the counts of exited children"
+    );
 }
 
 /// The sum would be too low without the vCPU on which the event never ran.
