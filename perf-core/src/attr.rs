@@ -170,6 +170,8 @@ pub struct Attr {
     pub comm: bool,
     /// Enables FORK and EXIT records (added and removed vCPUs).
     pub task: bool,
+    /// Enables SWITCH records (vCPU contexts that are scheduled in and out).
+    pub context_switch: bool,
     /// Enables the event once, at the next guest reset (`VcpuContext::exec`).
     pub enable_on_exec: bool,
     /// Appends TID, TIME, ID, STREAM_ID, CPU and IDENTIFIER to all non-sample records, as far as
@@ -251,13 +253,15 @@ const EXCLUDE_HOST: u32 = 19;
 const EXCLUDE_GUEST: u32 = 20;
 const MMAP2: u32 = 23;
 const COMM_EXEC: u32 = 24;
+const CONTEXT_SWITCH: u32 = 26;
 const NAMESPACES: u32 = 28;
 const KSYMBOL: u32 = 29;
 const BPF_EVENT: u32 = 30;
 const CGROUP: u32 = 32;
 const TEXT_POKE: u32 = 33;
 const BUILD_ID: u32 = 34;
-const KNOWN_FLAGS: u64 = 0x7fff | 1 << SAMPLE_ID_ALL | 1 << EXCLUDE_HOST | 1 << EXCLUDE_GUEST;
+const KNOWN_FLAGS: u64 =
+    0x7fff | 1 << SAMPLE_ID_ALL | 1 << EXCLUDE_HOST | 1 << EXCLUDE_GUEST | 1 << CONTEXT_SWITCH;
 const PRECISE_FLAGS: u64 = 3 << PRECISE_IP;
 /// Flags that are accepted and have no effect. They request records that a VM never causes, or
 /// further detail in MMAP and COMM records, which readers must not rely on.
@@ -423,6 +427,7 @@ impl Attr {
             mmap: flag(MMAP),
             comm: flag(COMM),
             task: flag(TASK),
+            context_switch: flag(CONTEXT_SWITCH),
             enable_on_exec: flag(ENABLE_ON_EXEC),
             sample_id_all: flag(SAMPLE_ID_ALL),
         })
@@ -463,6 +468,7 @@ impl Attr {
             (SAMPLE_ID_ALL, self.sample_id_all),
             (EXCLUDE_HOST, self.exclude_host),
             (EXCLUDE_GUEST, self.exclude_guest),
+            (CONTEXT_SWITCH, self.context_switch),
         ]
         .into_iter()
         .fold(0u64, |flags, (bit, on)| flags | u64::from(on) << bit);

@@ -56,10 +56,11 @@ impl Context {
         }
     }
 
-    /// Schedules the context in, because its vCPU starts to run.
-    pub fn sched_in(&mut self, now_ns: u64) {
+    /// Schedules the context in, because its vCPU starts to run. Returns `false` if the context is
+    /// already scheduled in or its vCPU was removed.
+    pub fn sched_in(&mut self, now_ns: u64) -> bool {
         if self.clock.is_active() || self.dead {
-            return;
+            return false;
         }
         self.clock.start(now_ns);
         for pool in self.pools.ids() {
@@ -70,6 +71,7 @@ impl Context {
             next = self.software.after(&self.groups, group);
             self.schedule_software(group, now_ns);
         }
+        true
     }
 
     /// Schedules the context out: stops all events and the context time.
