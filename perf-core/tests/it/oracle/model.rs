@@ -728,7 +728,9 @@ impl Model {
     pub fn reset(&mut self, name: u64) {
         let event = self.events.get_mut(&name).expect("it is open");
         event.gone.value = 0;
-        event.gone_by.clear();
+        for totals in event.gone_by.values_mut() {
+            totals.value = 0;
+        }
         for p in self.parts_of(name) {
             self.parts[p].totals.value = 0;
         }
