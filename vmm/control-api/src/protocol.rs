@@ -105,6 +105,10 @@ pub enum Call {
         vcpu: u32,
         /// Data pages, a power of two.
         pages: u32,
+        /// Whether new records overwrite the oldest ones, as in a flight recorder, instead of being
+        /// dropped while the ring is full. The client cannot write to the memfd.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        overwrite: bool,
     },
     /// The host kernel's own ring of an event that has one ([`Opened::ring`]): the guest's instruction
     /// pointers, taken without leaving the guest. Reply: [`HostRingInfo`], and the perf event's

@@ -25,6 +25,10 @@ pub enum RecordError {
         pages: u32,
         least: u32,
     },
+    #[error(
+        "--overwrite writes nothing before --switch-output is due, so that cannot be a size; use signal or a time"
+    )]
+    OverwriteBySize,
     #[error("writing the samples")]
     Write(#[source] io::Error),
     #[error("{}: the recording ends here, with the {samples} samples that fitted; free space or use another disk", path.display())]

@@ -366,6 +366,7 @@ fn ring_of(client: &mut Client, vcpu: u32) -> Result<(RingReader, RingInfo), Com
     let call = request::Ring {
         vcpu,
         pages: RING_PAGES,
+        overwrite: false,
     };
     let (info, memfd): (RingInfo, File) = client.call_with_file(call)?;
     let reader = RingReader::map(memfd.as_fd()).map_err(|source| CommandError::Ring { vcpu, source })?;
