@@ -14,7 +14,7 @@ const DEFINED_BYTES: u32 = 96;
 
 /// Number of equal parts of an overwrite ring, for each of which the page has the position of a
 /// record.
-pub(super) const PARTS: u64 = 16;
+pub(super) const PARTS: usize = 16;
 
 /// The first page of a ring.
 #[repr(C)]
@@ -36,11 +36,11 @@ pub(super) struct ControlPage {
     reserved_1: AtomicU32,
     time_cycles: AtomicU64,
     time_mask: AtomicU64,
-    reserved: [AtomicU64; 116 - PARTS as usize],
+    reserved: [AtomicU64; 116 - PARTS],
     /// Extension of the kernel's layout, in its reserved words: for each part of an overwrite ring,
     /// the first position in it at which a record begins. Entries that no record updated during the
     /// last lap are outdated.
-    record_starts: [AtomicU64; PARTS as usize],
+    record_starts: [AtomicU64; PARTS],
     pub(super) data_head: AtomicU64,
     pub(super) data_tail: AtomicU64,
     pub(super) data_offset: AtomicU64,
@@ -63,10 +63,11 @@ pub struct PageCounter {
 
 /// Error: another update of the control page is in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the control page is being updated by another thread or by the code this one interrupted")]
+#[error("another thread, or the code that this thread interrupted, is updating the control page")]
 pub struct ControlPageBusy;
 
-/// The owner's side of the control page, which updates [`PageCounter`] under the page's sequence lock.
+/// The owner's side of the control page, which updates [`PageCounter`] under the page's sequence
+/// lock.
 pub struct ControlPageWriter<'a> {
     pub(super) page: &'a ControlPage,
     pub(super) busy: &'a AtomicBool,
@@ -93,10 +94,10 @@ impl ControlPage {
     /// of `size` bytes.
     #[inline]
     pub(super) fn note_record(&self, start: u64, end: u64, size: u64) {
-        let part = |position: u64| position / (size / PARTS);
+        let part = |position: u64| position / (size / PARTS as u64);
         if part(start) != part(end) {
             // Relaxed: the head that makes the position valid is published later, with Release.
-            let at = usize::try_from(part(end) % PARTS).unwrap_or(0);
+            let at = usize::try_from(part(end) % PARTS as u64).unwrap_or(0);
             self.record_starts[at].store(end, Relaxed);
         }
     }
@@ -144,9 +145,10 @@ impl ControlPageWriter<'_> {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlPageBusy`] if an update is in progress. Updates of one event are made under its
-    /// context's lock, so this can only happen in a signal handler that interrupted an update. The
-    /// interrupted update then writes older values, and the handler must request another update.
+    /// Returns [`ControlPageBusy`] if an update is in progress. Updates of one event are made under
+    /// its context's lock, so this can only happen in a signal handler that interrupted an update.
+    /// The interrupted update then writes older values, and the handler must request another
+    /// update.
     pub fn update(&self, counter: PageCounter) -> Result<(), ControlPageBusy> {
         // Acquire: pairs with the Release store below, so updates are sequential.
         if self.busy.swap(true, Acquire) {

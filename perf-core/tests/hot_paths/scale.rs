@@ -5,7 +5,7 @@ use perf_core::*;
 use test_support::skip;
 use test_support::steps;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 /// Checks that `of`, the instructions of an operation among a number of objects, grows at most by
 /// `factor` from `few` to `many` objects.
@@ -27,7 +27,7 @@ fn raised() -> Attr {
 #[test]
 fn close_instructions_are_independent_of_raised_event_count() {
     grows_at_most(2, (100, 10_000), |n| {
-        let m = Machine::new(4);
+        let m = TestCore::new(4);
         let _v = m.vcpu(0);
         let mut events: Vec<_> = (0..n).map(|_| m.open_vcpu(raised(), None)).collect();
         let closed = events.swap_remove(0);
@@ -38,13 +38,13 @@ fn close_instructions_are_independent_of_raised_event_count() {
 #[test]
 fn service_instructions_are_independent_of_raised_event_count() {
     grows_at_most(2, (100, 10_000), |n| {
-        let m = Machine::new(4);
+        let m = TestCore::new(4);
         let v = m.vcpu(0);
         let _counter = m.open_vcpu(Attr::sampling(EventType::SIM, 1, 1000), None);
         let _events: Vec<_> = (0..n).map(|_| m.open_vcpu(raised(), None)).collect();
         m.run(0, 1000);
         steps::instructions(|| {
-            v.service_overflows(&mut NoRegs, &mut |_| {});
+            v.service_overflows(&mut UnavailableRegs, &mut |_| {});
         })
     });
 }
@@ -52,7 +52,7 @@ fn service_instructions_are_independent_of_raised_event_count() {
 #[test]
 fn thread_addition_instructions_grow_at_most_linearly() {
     grows_at_most(10, (30, 300), |n| {
-        let m = Machine::new(4);
+        let m = TestCore::new(4);
         for tid in 1..=n {
             m.core.add_thread(tid.cast_signed()).unwrap();
         }
@@ -63,7 +63,7 @@ fn thread_addition_instructions_grow_at_most_linearly() {
 #[test]
 fn read_by_vcpu_instructions_grow_linearly() {
     grows_at_most(20, (20, 300), |n| {
-        let m = Machine::new(4);
+        let m = TestCore::new(4);
         for vcpu in 0..n {
             m.vcpu(vcpu);
         }

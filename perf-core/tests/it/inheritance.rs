@@ -2,7 +2,7 @@
 
 use perf_core::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 fn wide() -> Attr {
     Attr {
@@ -14,7 +14,7 @@ fn wide() -> Attr {
 /// A reset clears counts and leaves times, so the contributions of the vCPUs still add up.
 #[test]
 fn reset_family_keeps_times_of_exited_children() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let (_v0, _v1) = (m.vcpu(0), m.vcpu(1));
     let e = m.open(wide(), OpenTarget::Vm, None);
     m.run(0, 1000);
@@ -39,7 +39,7 @@ fn reset_family_keeps_times_of_exited_children() {
 /// A vCPU that is added again shares the entry of its predecessor.
 #[test]
 fn readings_by_vcpu_are_merged_and_ordered() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let e = m.open(wide(), OpenTarget::Vm, None);
     for n in [3, 1, 2, 1, 3] {
         let _vcpu = m.vcpu(n);
@@ -59,7 +59,7 @@ fn readings_by_vcpu_are_merged_and_ordered() {
 /// or after it was opened.
 #[test]
 fn vm_wide_events_do_not_count_plain_threads() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let before = m.core.add_thread(1).unwrap();
     let counted = m.open(wide(), OpenTarget::Vm, None);
     let exits = Attr::counting(EventType::VMM, SoftwareEventId::Exits as u64);
@@ -84,9 +84,9 @@ fn vm_wide_events_do_not_count_plain_threads() {
 
 #[test]
 fn added_thread_gets_first_free_number() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let _vcpu = m.vcpu(7);
-    let first = Core::FIRST_THREAD.0;
+    let first = PerfCore::FIRST_THREAD.0;
     let add = || m.core.add_thread(1).unwrap().id().0 - first;
     assert_eq!([add(), add(), add(), add()], [0, 1, 2, 3]);
     for gone in [0, 2] {
@@ -98,7 +98,7 @@ fn added_thread_gets_first_free_number() {
 
 #[test]
 fn groups_are_inherited_whole_and_read_as_sums() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v0 = m.vcpu(0);
     let format = ReadFormat::GROUP | ReadFormat::ID;
     let leader = m.open(
@@ -135,8 +135,8 @@ fn groups_are_inherited_whole_and_read_as_sums() {
 }
 
 #[test]
-fn a_failed_hot_add_leaves_nothing_behind() {
-    let m = Machine::new(4);
+fn failed_hot_add_leaves_nothing_behind() {
+    let m = TestCore::new(4);
     let ok = m.open(wide(), OpenTarget::Vm, None);
     // The event does not exist, but without a vCPU this is not detected.
     let _bad = m.open(Attr { config: 0, ..wide() }, OpenTarget::Vm, None);
@@ -148,7 +148,7 @@ fn a_failed_hot_add_leaves_nothing_behind() {
 
 #[test]
 fn p41_a_handle_outlives_its_vcpu_and_keeps_the_last_value() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let e = m.open_vcpu(hw(), None);
     m.run(0, 12);
@@ -173,7 +173,7 @@ fn p41_a_handle_outlives_its_vcpu_and_keeps_the_last_value() {
 
 #[test]
 fn p40_a_package_count_is_returned_unmodified_and_never_multiplied() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     for n in 0..3 {
         m.vcpu(n);
     }
@@ -215,7 +215,7 @@ fn p40_a_package_count_is_returned_unmodified_and_never_multiplied() {
 
 #[test]
 fn closing_session_closes_only_its_events() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let mine = m.open_vcpu(hw(), None);
     let other = m.core.session(0, Role::Admin);
@@ -238,7 +238,7 @@ fn closing_session_closes_only_its_events() {
 #[test]
 fn p14_concurrent_readers_see_a_monotonic_sum() {
     use std::sync::atomic::{AtomicBool, Ordering};
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let e = m.open(wide(), OpenTarget::Vm, None);
     let done = AtomicBool::new(false);
     std::thread::scope(|s| {
@@ -277,7 +277,7 @@ fn p14_concurrent_readers_see_a_monotonic_sum() {
 /// The sum would be too low without the vCPU on which the event never ran.
 #[test]
 fn family_waiting_on_one_vcpu_has_no_estimate() {
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let (_v0, _v1) = (m.vcpu(0), m.vcpu(1));
     let pinned = Attr { pinned: true, ..hw() };
     let rival = m.open(pinned, OpenTarget::Vcpu(VcpuId(1)), None);
@@ -300,13 +300,13 @@ fn family_waiting_on_one_vcpu_has_no_estimate() {
 /// multiplexing is off.
 #[test]
 fn hot_add_applies_open_checks() {
-    let errno = |m: &Machine, leader: Option<&Handle>| {
+    let errno = |m: &TestCore, leader: Option<&Handle>| {
         m.core
             .open(&m.admin, wide(), OpenTarget::Vm, leader, OpenFlags::default())
             .map_err(|e| e.errno())
     };
     // No vCPU exists yet.
-    let m = Machine::new(2);
+    let m = TestCore::new(2);
     let leader = errno(&m, None).unwrap();
     let _second = errno(&m, Some(&leader)).unwrap();
     assert_eq!(
@@ -317,13 +317,13 @@ fn hot_add_applies_open_checks() {
     let _alone = errno(&m, None).unwrap();
     assert_eq!(m.vcpu(0).stats().events, 3);
 
-    let m = Machine::with(2, |c| c.share = SharePolicy::Strict);
+    let m = TestCore::with(2, |c| c.share = SharePolicy::Strict);
     let _both = [errno(&m, None).unwrap(), errno(&m, None).unwrap()];
     assert_eq!(errno(&m, None).unwrap_err(), libc::EBUSY);
     assert_eq!(m.vcpu(0).stats().active, 2);
 
     // Opened while multiplexing was on.
-    let m = Machine::new(2);
+    let m = TestCore::new(2);
     let mut events: Vec<_> = (0..3).map(|_| errno(&m, None).unwrap()).collect();
     m.core.set_share(SharePolicy::Strict);
     let error = m.core.add_vcpu(VcpuId(0), 1).unwrap_err();
@@ -337,7 +337,7 @@ fn hot_add_applies_open_checks() {
 /// the first.
 #[test]
 fn failed_fan_out_leaves_no_event() {
-    let m = Machine::with(1, |c| c.share = SharePolicy::Strict);
+    let m = TestCore::with(1, |c| c.share = SharePolicy::Strict);
     let (v0, v1) = (m.vcpu(0), m.vcpu(1));
     let own = m.open(hw(), OpenTarget::Vcpu(VcpuId(1)), None);
     let before = (v0.stats(), v1.stats(), m.core.vm_stats(), m.hw.starts());

@@ -54,14 +54,14 @@ pub(super) fn shared_ring(
 mod tests {
     use perf_core::pmu::VcpuId;
     use perf_core::pmu::sim::SimPmu;
-    use perf_core::{Attr, Core, EventType, OpenFlags, OpenTarget, Role};
+    use perf_core::{Attr, EventType, OpenFlags, OpenTarget, PerfCore, Role};
 
     use super::*;
 
     /// If one event cannot share a ring, the ring is removed from all and can be requested again.
     #[test]
     fn failed_shared_ring_is_detached() {
-        let core = Core::builder()
+        let core = PerfCore::builder()
             .driver(Arc::new(SimPmu::with_slots(4)))
             .build()
             .unwrap();
