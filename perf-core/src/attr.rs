@@ -135,8 +135,7 @@ pub struct Attr {
     /// Fields of each sample.
     pub sample_type: SampleType,
     /// Size of the user stack copy in samples with [`SampleType::STACK_USER`], in bytes. Must be a
-    /// multiple of 8 and at most [`STACK_USER_MAX`]. The byte layout of [`Attr::to_bytes`] predates
-    /// this field and does not contain it.
+    /// multiple of 8 and at most [`STACK_USER_MAX`].
     pub sample_stack_user: u32,
     /// Fields that a read returns.
     pub read_format: ReadFormat,
@@ -171,6 +170,8 @@ pub struct Attr {
     pub comm: bool,
     /// Enables FORK and EXIT records (added and removed vCPUs).
     pub task: bool,
+    /// Enables SWITCH records (vCPU contexts that are scheduled in and out).
+    pub context_switch: bool,
     /// Enables the event once, at the next guest reset (`VcpuContext::exec`).
     pub enable_on_exec: bool,
     /// Appends TID, TIME, ID, STREAM_ID, CPU and IDENTIFIER to all non-sample records, as far as
@@ -196,6 +197,10 @@ pub enum AttrError {
         /// Length of the buffer, in bytes.
         available: usize,
     },
+    /// Request for a precise instruction pointer, which no driver provides (`EOPNOTSUPP`). perf then
+    /// repeats its request with a lower precision.
+    #[error("precise_ip {0} is not supported")]
+    Precise(u8),
     /// Reserved field or bit that is set (`EINVAL`).
     #[error("reserved or unknown bits set in {field}")]
     Reserved {
@@ -211,6 +216,7 @@ impl AttrError {
         match self {
             Self::TooBig { .. } => libc::E2BIG,
             Self::Fault { .. } => libc::EFAULT,
+            Self::Precise(_) => libc::EOPNOTSUPP,
             Self::Reserved { .. } => libc::EINVAL,
         }
     }
@@ -218,8 +224,9 @@ impl AttrError {
 
 /// Size of the first published `struct perf_event_attr`, in bytes. Also the meaning of `size == 0`.
 pub const ATTR_SIZE_VER0: u32 = 64;
-/// Size of the layout that added `config2`, in bytes. This version supports this layout.
-pub const ATTR_SIZE_VER1: u32 = 72;
+/// Size of the layout that added `config3`, in bytes, which perf uses since Linux 6.3. This version
+/// supports this layout.
+pub const ATTR_SIZE_VER8: u32 = 136;
 /// Maximum size of an attribute, in bytes (one page).
 pub const ATTR_SIZE_MAX: u32 = 4096;
 
@@ -239,13 +246,42 @@ const INHERIT_STAT: u32 = 11;
 const ENABLE_ON_EXEC: u32 = 12;
 const TASK: u32 = 13;
 const WATERMARK: u32 = 14;
+const PRECISE_IP: u32 = 15;
+const MMAP_DATA: u32 = 17;
 const SAMPLE_ID_ALL: u32 = 18;
 const EXCLUDE_HOST: u32 = 19;
 const EXCLUDE_GUEST: u32 = 20;
-const KNOWN_FLAGS: u64 = 0x7fff | 1 << SAMPLE_ID_ALL | 1 << EXCLUDE_HOST | 1 << EXCLUDE_GUEST;
-
-/// Sample fields whose size attributes are not part of [`ATTR_SIZE_VER1`].
-const UNSIZED_FIELDS: SampleType = SampleType::REGS_USER.union(SampleType::STACK_USER);
+const MMAP2: u32 = 23;
+const COMM_EXEC: u32 = 24;
+const CONTEXT_SWITCH: u32 = 26;
+const NAMESPACES: u32 = 28;
+const KSYMBOL: u32 = 29;
+const BPF_EVENT: u32 = 30;
+const CGROUP: u32 = 32;
+const TEXT_POKE: u32 = 33;
+const BUILD_ID: u32 = 34;
+const KNOWN_FLAGS: u64 =
+    0x7fff | 1 << SAMPLE_ID_ALL | 1 << EXCLUDE_HOST | 1 << EXCLUDE_GUEST | 1 << CONTEXT_SWITCH;
+const PRECISE_FLAGS: u64 = 3 << PRECISE_IP;
+/// Flags that are accepted and have no effect. They request records that a VM never causes, or
+/// further detail in MMAP and COMM records, which readers must not rely on.
+const IGNORED_FLAGS: u64 = 1 << MMAP_DATA
+    | 1 << MMAP2
+    | 1 << COMM_EXEC
+    | 1 << NAMESPACES
+    | 1 << KSYMBOL
+    | 1 << BPF_EVENT
+    | 1 << CGROUP
+    | 1 << TEXT_POKE
+    | 1 << BUILD_ID;
+/// Offset, length and name of fields that must be zero: `bp_type`, `__reserved_2`, the AUX area and
+/// `config3`, which no driver uses.
+const ZERO_FIELDS: [(usize, usize, &str); 4] = [
+    (52, 4, "bp_type"),
+    (110, 2, "__reserved_2"),
+    (112, 8, "aux_sample_size"),
+    (128, 8, "config3"),
+];
 
 fn u32_at(b: &[u8], at: usize) -> u32 {
     u32::from_ne_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]])
@@ -294,13 +330,15 @@ impl Attr {
     /// The `size` field gives the number of bytes to read. 0 selects the first published size;
     /// smaller sizes and sizes above one page are rejected. Bytes beyond the known layout must be
     /// zero. On [`AttrError::TooBig`] the supported size is written back into `bytes`, as the
-    /// kernel does for its caller.
+    /// kernel does for its caller. Fields that belong to an unset flag or sample field are not read,
+    /// and `sample_max_stack` has no effect.
     ///
     /// # Errors
     ///
     /// Returns [`AttrError::TooBig`] if the size is unsupported or unknown bytes are nonzero,
-    /// [`AttrError::Fault`] if `bytes` is shorter than the size, and [`AttrError::Reserved`] if a
-    /// reserved field or bit is set.
+    /// [`AttrError::Fault`] if `bytes` is shorter than the size, [`AttrError::Precise`] if
+    /// `precise_ip` is set for an event other than a software event, and [`AttrError::Reserved`] if
+    /// a reserved field or bit is set or a field has an unsupported value.
     pub fn from_bytes(bytes: &mut [u8]) -> Result<Self, AttrError> {
         let available = bytes.len();
         if available < 8 {
@@ -319,40 +357,56 @@ impl Attr {
         if available < size as usize {
             return Err(AttrError::Fault { size, available });
         }
-        if size > ATTR_SIZE_VER1
-            && bytes[ATTR_SIZE_VER1 as usize..size as usize]
+        if size > ATTR_SIZE_VER8
+            && bytes[ATTR_SIZE_VER8 as usize..size as usize]
                 .iter()
                 .any(|&b| b != 0)
         {
             return Err(Self::too_big(bytes));
         }
-        let mut known = [0u8; ATTR_SIZE_VER1 as usize];
-        let n = size.min(ATTR_SIZE_VER1) as usize;
+        let mut known = [0u8; ATTR_SIZE_VER8 as usize];
+        let n = size.min(ATTR_SIZE_VER8) as usize;
         known[..n].copy_from_slice(&bytes[..n]);
 
         let flags = u64_at(&known, 40);
-        if flags & !KNOWN_FLAGS != 0 {
+        if flags & !(KNOWN_FLAGS | PRECISE_FLAGS | IGNORED_FLAGS) != 0 {
             return Err(AttrError::Reserved { field: "flags" });
         }
-        if u32_at(&known, 52) != 0 {
-            return Err(AttrError::Reserved { field: "bp_type" });
+        for (at, len, field) in ZERO_FIELDS {
+            if known[at..at + len].iter().any(|&b| b != 0) {
+                return Err(AttrError::Reserved { field });
+            }
         }
-        let sample_type = SampleType::from_bits(u64_at(&known, 24))
-            .filter(|fields| !fields.intersects(UNSIZED_FIELDS))
-            .ok_or(AttrError::Reserved { field: "sample_type" })?;
+        let ty = EventType(u32_at(&known, 0));
+        let precise = (flags >> PRECISE_IP & 3) as u8;
+        if precise != 0 && ty != EventType::SOFTWARE {
+            return Err(AttrError::Precise(precise));
+        }
+        let sample_type =
+            SampleType::from_bits(u64_at(&known, 24)).ok_or(AttrError::Reserved { field: "sample_type" })?;
+        let sample_stack_user = if sample_type.contains(SampleType::STACK_USER) {
+            u32_at(&known, 88)
+        } else {
+            0
+        };
+        if sample_type.contains(SampleType::REGS_USER) && u64_at(&known, 80) != REGS_USER {
+            return Err(AttrError::Reserved {
+                field: "sample_regs_user",
+            });
+        }
         let read_format =
             ReadFormat::from_bits(u64_at(&known, 32)).ok_or(AttrError::Reserved { field: "read_format" })?;
         let flag = |bit: u32| flags >> bit & 1 == 1;
         let wakeup = u32_at(&known, 48);
         Ok(Self {
-            ty: EventType(u32_at(&known, 0)),
+            ty,
             config: u64_at(&known, 8),
             config1: u64_at(&known, 56),
             config2: u64_at(&known, 64),
             sample_period: u64_at(&known, 16),
             freq: flag(FREQ),
             sample_type,
-            sample_stack_user: 0,
+            sample_stack_user,
             read_format,
             wakeup: if flag(WATERMARK) {
                 Wakeup::Watermark(wakeup)
@@ -373,22 +427,23 @@ impl Attr {
             mmap: flag(MMAP),
             comm: flag(COMM),
             task: flag(TASK),
+            context_switch: flag(CONTEXT_SWITCH),
             enable_on_exec: flag(ENABLE_ON_EXEC),
             sample_id_all: flag(SAMPLE_ID_ALL),
         })
     }
 
     fn too_big(bytes: &mut [u8]) -> AttrError {
-        bytes[4..8].copy_from_slice(&ATTR_SIZE_VER1.to_ne_bytes());
+        bytes[4..8].copy_from_slice(&ATTR_SIZE_VER8.to_ne_bytes());
         AttrError::TooBig {
-            supported: ATTR_SIZE_VER1,
+            supported: ATTR_SIZE_VER8,
         }
     }
 
     /// Serializes the attributes in the layout of the kernel ABI, including `size`.
     #[must_use]
-    pub fn to_bytes(&self) -> [u8; ATTR_SIZE_VER1 as usize] {
-        let mut out = [0u8; ATTR_SIZE_VER1 as usize];
+    pub fn to_bytes(&self) -> [u8; ATTR_SIZE_VER8 as usize] {
+        let mut out = [0u8; ATTR_SIZE_VER8 as usize];
         let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
         let (watermark, wakeup) = match self.wakeup {
             Wakeup::Events(n) => (false, n),
@@ -413,11 +468,12 @@ impl Attr {
             (SAMPLE_ID_ALL, self.sample_id_all),
             (EXCLUDE_HOST, self.exclude_host),
             (EXCLUDE_GUEST, self.exclude_guest),
+            (CONTEXT_SWITCH, self.context_switch),
         ]
         .into_iter()
         .fold(0u64, |flags, (bit, on)| flags | u64::from(on) << bit);
         put(0, &self.ty.0.to_ne_bytes());
-        put(4, &ATTR_SIZE_VER1.to_ne_bytes());
+        put(4, &ATTR_SIZE_VER8.to_ne_bytes());
         put(8, &self.config.to_ne_bytes());
         put(16, &self.sample_period.to_ne_bytes());
         put(24, &self.sample_type.bits().to_ne_bytes());
@@ -426,6 +482,12 @@ impl Attr {
         put(48, &wakeup.to_ne_bytes());
         put(56, &self.config1.to_ne_bytes());
         put(64, &self.config2.to_ne_bytes());
+        if self.sample_type.contains(SampleType::REGS_USER) {
+            put(80, &REGS_USER.to_ne_bytes());
+        }
+        if self.sample_type.contains(SampleType::STACK_USER) {
+            put(88, &self.sample_stack_user.to_ne_bytes());
+        }
         out
     }
 }
@@ -444,21 +506,83 @@ mod tests {
         assert_eq!((attr.config, attr.config2), (7, 0));
     }
 
-    /// A current perf passes 136 bytes. Nonzero bytes beyond the known layout are rejected.
+    /// The attribute of `perf record -e cycles` of Linux 6.12, in order of its fallbacks: perf first
+    /// asks for the highest precision.
     #[test]
-    fn current_perf_layout_is_accepted() {
+    fn attribute_of_perf_record_is_accepted() {
+        let flags = [
+            DISABLED,
+            INHERIT,
+            MMAP,
+            COMM,
+            FREQ,
+            ENABLE_ON_EXEC,
+            TASK,
+            SAMPLE_ID_ALL,
+            EXCLUDE_GUEST,
+            MMAP2,
+            COMM_EXEC,
+            KSYMBOL,
+            BPF_EVENT,
+            BUILD_ID,
+        ];
+        let flags = flags.into_iter().fold(0u64, |all, bit| all | 1 << bit);
+        let fields = SampleType::IP | SampleType::TID | SampleType::TIME | SampleType::PERIOD;
+        let mut bytes = vec![0u8; 136];
+        bytes[4..8].copy_from_slice(&136u32.to_ne_bytes());
+        bytes[16..24].copy_from_slice(&4000u64.to_ne_bytes());
+        bytes[24..32].copy_from_slice(&fields.bits().to_ne_bytes());
+        bytes[32..40].copy_from_slice(&(ReadFormat::ID | ReadFormat::LOST).bits().to_ne_bytes());
+        let mut with = |flags: u64| {
+            bytes[40..48].copy_from_slice(&flags.to_ne_bytes());
+            Attr::from_bytes(&mut bytes)
+        };
+        for precise in [3, 2, 1] {
+            let error = with(flags | precise << PRECISE_IP).unwrap_err();
+            assert_eq!(error.errno(), libc::EOPNOTSUPP);
+        }
+        let attr = with(flags).unwrap();
+        assert_eq!((attr.sample_type, attr.sample_period), (fields, 4000));
+        assert!(attr.freq && attr.inherit && attr.mmap && attr.sample_id_all);
+    }
+
+    #[test]
+    fn user_registers_and_stack_round_trip() {
+        let attr = Attr {
+            sample_type: SampleType::REGS_USER | SampleType::STACK_USER,
+            sample_stack_user: 8192,
+            ..Attr::sampling(EventType::SIM, 1, 1000)
+        };
+        let mut bytes = attr.to_bytes();
+        assert_eq!(Attr::from_bytes(&mut bytes), Ok(attr));
+        bytes[80] ^= 1;
+        assert_eq!(Attr::from_bytes(&mut bytes).unwrap_err().errno(), libc::EINVAL);
+    }
+
+    #[test]
+    fn nonzero_reserved_field_returns_einval() {
+        for (at, len, field) in ZERO_FIELDS {
+            let mut bytes = Attr::default().to_bytes();
+            bytes[at + len - 1] = 1;
+            assert_eq!(Attr::from_bytes(&mut bytes), Err(AttrError::Reserved { field }));
+        }
+    }
+
+    /// A later perf passes more than 136 bytes. Nonzero bytes beyond the known layout are rejected.
+    #[test]
+    fn longer_layout_is_accepted() {
         let ours = Attr {
             sample_id_all: true,
             read_format: ReadFormat::LOST | ReadFormat::ID,
             ..Attr::sampling(EventType::HARDWARE, 1, 1000)
         };
         let mut bytes = ours.to_bytes().to_vec();
-        bytes.resize(136, 0);
-        bytes[4..8].copy_from_slice(&136u32.to_ne_bytes());
+        bytes.resize(144, 0);
+        bytes[4..8].copy_from_slice(&144u32.to_ne_bytes());
         assert_eq!(Attr::from_bytes(&mut bytes).unwrap(), ours);
-        bytes[135] = 1;
+        bytes[143] = 1;
         assert_eq!(Attr::from_bytes(&mut bytes).unwrap_err().errno(), libc::E2BIG);
-        assert_eq!(u32_at(&bytes, 4), ATTR_SIZE_VER1);
+        assert_eq!(u32_at(&bytes, 4), ATTR_SIZE_VER8);
     }
 
     #[test]
@@ -468,7 +592,7 @@ mod tests {
             bytes[4..8].copy_from_slice(&size.to_ne_bytes());
             let error = Attr::from_bytes(&mut bytes).unwrap_err();
             assert_eq!(error.errno(), libc::E2BIG, "size {size}");
-            assert_eq!(u32_at(&bytes, 4), ATTR_SIZE_VER1);
+            assert_eq!(u32_at(&bytes, 4), ATTR_SIZE_VER8);
         }
     }
 
@@ -481,18 +605,18 @@ mod tests {
 
     proptest! {
         #[test]
-        fn p22_unknown_tail_must_be_zero(size in ATTR_SIZE_VER1 + 1..=ATTR_SIZE_MAX, at in any::<prop::sample::Index>(), dirty: bool) {
+        fn p22_unknown_tail_must_be_zero(size in ATTR_SIZE_VER8 + 1..=ATTR_SIZE_MAX, at in any::<prop::sample::Index>(), dirty: bool) {
             let mut bytes = Attr::counting(EventType::VMM, 3).to_bytes().to_vec();
             bytes.resize(size as usize, 0);
             bytes[4..8].copy_from_slice(&size.to_ne_bytes());
             if dirty {
-                let at = 72 + at.index(size as usize - 72);
+                let at = 136 + at.index(size as usize - 136);
                 bytes[at] = 1;
             }
             let got = Attr::from_bytes(&mut bytes);
             if dirty {
                 prop_assert_eq!(got.unwrap_err().errno(), libc::E2BIG);
-                prop_assert_eq!(u32_at(&bytes, 4), ATTR_SIZE_VER1);
+                prop_assert_eq!(u32_at(&bytes, 4), ATTR_SIZE_VER8);
             } else {
                 prop_assert_eq!(got.unwrap(), Attr::counting(EventType::VMM, 3));
             }
@@ -500,12 +624,21 @@ mod tests {
 
         #[test]
         fn p22_reserved_bits_are_rejected_and_known_bits_round_trip(bit in 0u32..64, field in 0usize..3) {
-            let (at, known) = [(24, SampleType::all().difference(UNSIZED_FIELDS).bits()), (32, ReadFormat::all().bits()), (40, KNOWN_FLAGS)][field];
-            let mut bytes = Attr::default().to_bytes();
+            let (at, known, kept) = [
+                (24, SampleType::all().bits(), u64::MAX),
+                (32, ReadFormat::all().bits(), u64::MAX),
+                (40, KNOWN_FLAGS | PRECISE_FLAGS | IGNORED_FLAGS, KNOWN_FLAGS),
+            ][field];
+            let mut bytes = Attr::counting(EventType::SOFTWARE, 1).to_bytes();
+            bytes[80..88].copy_from_slice(&REGS_USER.to_ne_bytes());
             bytes[at..at + 8].copy_from_slice(&(1u64 << bit).to_ne_bytes());
             match Attr::from_bytes(&mut bytes) {
                 Ok(attr) => {
                     prop_assert!(known >> bit & 1 == 1);
+                    bytes[at..at + 8].copy_from_slice(&(kept & 1 << bit).to_ne_bytes());
+                    if !attr.sample_type.contains(SampleType::REGS_USER) {
+                        bytes[80..88].fill(0);
+                    }
                     prop_assert_eq!(attr.to_bytes(), bytes);
                 }
                 Err(error) => {

@@ -2,6 +2,10 @@
 
 use crate::attr::Attr;
 
+const NS_PER_S: u64 = 1_000_000_000;
+/// Maximum period, so that distances between counts fit a signed word.
+const PERIOD_MAX: u64 = u64::MAX >> 1;
+
 /// An overflow report for the VMM, sent when an event with a cookie reaches its armed overflow
 /// point.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -64,17 +68,16 @@ pub(crate) struct Sampling {
     window_ns: u64,
     /// Tick number at `window_ns`.
     window_tick: u64,
-    /// Tick at which the frequency was last adjusted or the event was last scheduled in.
-    pub seen_tick: u64,
-    /// Number of overflows since the last tick, compared with the target frequency.
-    overflows: u64,
     /// `true` if overflows are suppressed until the next tick.
     pub throttled: bool,
     /// Number of overflows until the event disables itself, or 0 for no limit.
     pub limit: u64,
-    freq_count: u64,
-    freq_overflows: u64,
-    freq_stamp_ns: u64,
+    /// Clock time of the last accounted overflow, and the count at which it was due.
+    overflow_ns: u64,
+    overflow_at: u64,
+    /// Time running and count at the last measurement of the rate.
+    measured_ns: u64,
+    measured_at: u64,
     /// `true` if an explicit overflow point was set. The event then overflows even if `period` is
     /// 0.
     armed: bool,
@@ -214,16 +217,15 @@ impl Sampling {
         }
     }
 
-    /// Accounts one interrupt for `times` overflows. Returns `true` if the event must be throttled
-    /// because it exceeded the limit of one tick interval.
+    /// Accounts one interrupt. Returns `true` if the event must be throttled because it exceeded the
+    /// limit of one tick interval.
     ///
     /// The interval is measured by the clock, because the VMM may deliver ticks late or not at all.
-    pub fn interrupt(&mut self, times: u32, now: TickTime, tick_hz: u64, sample_rate_hz: u64) -> bool {
-        self.overflows += u64::from(times);
+    pub fn interrupt(&mut self, now: TickTime, tick_hz: u64, sample_rate_hz: u64) -> bool {
         if self.throttled {
             return true;
         }
-        let late = now.ns.saturating_sub(self.window_ns) >= 1_000_000_000 / tick_hz.max(1);
+        let late = now.ns.saturating_sub(self.window_ns) >= NS_PER_S / tick_hz.max(1);
         if late || self.window_tick != now.tick {
             self.window_ns = now.ns;
             self.window_tick = now.tick;
@@ -250,50 +252,66 @@ impl Sampling {
         }
     }
 
-    /// Adjusts the period of a frequency-based event from the time since the last overflow, if this
-    /// is less than one tick. All `times` overflows that were noticed together count, because
-    /// otherwise a host that notices overflows slowly would never change its period.
-    pub fn note_overflow_time(&mut self, times: u32, now_ns: u64, tick_ns: u64) {
+    /// Adjusts the period of a frequency-based event at an overflow, at time running `running_ns`.
+    ///
+    /// At one or more overflows per tick, the counts since the last overflow determine the period,
+    /// if that was less than a tick ago. At fewer overflows, so short an interval says little about
+    /// the mean rate. A burst then at most doubles the period with each overflow, and the counts in
+    /// at least a quarter of the target interval determine it.
+    pub fn note_overflow(&mut self, now_ns: u64, running_ns: u64, tick_ns: u64) {
         if !self.adapts() {
             return;
         }
-        let since = now_ns.saturating_sub(self.freq_stamp_ns);
-        self.freq_stamp_ns = now_ns;
-        if since > 0 && since < tick_ns {
-            let rate = u64::from(times) * 1_000_000_000 / since;
-            self.period = adjusted_period(self.period, rate, self.freq);
+        let since = now_ns.saturating_sub(std::mem::replace(&mut self.overflow_ns, now_ns));
+        let counted = self
+            .due
+            .wrapping_sub(std::mem::replace(&mut self.overflow_at, self.due));
+        let is_slow = self.freq.saturating_mul(tick_ns) < NS_PER_S;
+        if is_slow && self.unmeasured_ns(running_ns) >= period_of_ns(self.freq) / 4 {
+            self.measure(self.due, running_ns);
+        } else if since > 0 && since < tick_ns {
+            let next = adjusted_period(self.period, ideal_period(counted, since, self.freq));
+            if is_slow {
+                self.period = next.min(self.period.saturating_mul(2)).min(PERIOD_MAX);
+            } else {
+                self.period = next;
+                (self.measured_at, self.measured_ns) = (self.due, running_ns);
+            }
         }
     }
 
-    /// Adjusts the period of a frequency-based event from the overflows since its last adjustment,
-    /// which may be several ticks ago, and clears their count. Returns `true` if there was no
-    /// overflow.
-    pub fn tick(&mut self, tick: u64, tick_hz: u64, sample_rate_hz: u64) -> bool {
-        let ticks = tick.saturating_sub(std::mem::replace(&mut self.seen_tick, tick));
-        if !self.adapts() || ticks == 0 {
+    /// Returns `true` if a frequency-based event has run for the target interval, and for `min_ns`,
+    /// without an adjustment of its period, so that it must be read for one.
+    pub fn needs_measurement(&self, running_ns: u64, min_ns: u64) -> bool {
+        self.adapts() && self.unmeasured_ns(running_ns) >= period_of_ns(self.freq).max(min_ns)
+    }
+
+    /// Returns the time running since the last measurement of the rate.
+    fn unmeasured_ns(&self, running_ns: u64) -> u64 {
+        // Times go backward if contexts are exchanged.
+        running_ns.abs_diff(self.measured_ns)
+    }
+
+    /// Adjusts the period of a frequency-based event from the counts since the last measurement
+    /// and the time running in which they occurred. Returns `true` if the period has become so much
+    /// shorter than the current one that the event would stall until the next overflow.
+    ///
+    /// Counts are measured rather than overflows, because the overflows since the last measurement
+    /// may have had other periods. An event that counted nothing keeps its period, and its next
+    /// measurement includes the idle time.
+    pub fn measure(&mut self, raw: u64, running_ns: u64) -> bool {
+        let counted = raw.wrapping_sub(self.measured_at);
+        // An overflow that is serviced late was due before the last measurement.
+        if counted.cast_signed() <= 0 {
             return false;
         }
-        let mut overflows = std::mem::take(&mut self.overflows);
-        if self.throttled {
-            // The true number is unknown, but it exceeded the limit.
-            let at_least = ticks.saturating_mul(2 * sample_rate_hz / tick_hz.max(1));
-            overflows = overflows.max(at_least);
+        let since = running_ns.saturating_sub(self.measured_ns);
+        (self.measured_at, self.measured_ns) = (raw, running_ns);
+        if since == 0 {
+            return false;
         }
-        let (mut freq, mut windows) = (tick_hz, ticks);
-        // At less than one overflow per tick, a window spans several ticks.
-        if self.freq < tick_hz {
-            self.freq_count = self.freq_count.saturating_add(self.freq.saturating_mul(ticks));
-            self.freq_overflows += overflows;
-            if self.freq_count < tick_hz {
-                return false;
-            }
-            overflows = std::mem::take(&mut self.freq_overflows);
-            (freq, windows) = (self.freq, self.freq_count / tick_hz);
-            self.freq_count %= tick_hz;
-        }
-        let a_second = freq.saturating_mul(overflows) / windows;
-        self.period = adjusted_period(self.period, a_second, self.freq);
-        overflows == 0
+        self.period = adjusted_period(self.period, ideal_period(counted, since, self.freq));
+        !self.is_due(raw) && self.remaining(raw) > self.period.saturating_mul(8)
     }
 
     /// Starts a new period at `raw`. The next overflow also accounts for the counts of the
@@ -306,12 +324,19 @@ impl Sampling {
 
 /// Returns the period in nanoseconds of a clock event with frequency `hz`, or 0 if `hz` is 0.
 fn period_of_ns(hz: u64) -> u64 {
-    1_000_000_000u64.checked_div(hz).map_or(0, |ns| ns.max(1))
+    NS_PER_S.checked_div(hz).map_or(0, |ns| ns.max(1))
 }
 
-/// Returns the next period of an event that overflowed `events` times per second with `period` and
-/// has target frequency `freq`. Moves an eighth of the way to the ideal period, which limits the
-/// effect of a single outlier.
+/// Returns the period at which an event that counted `counted` in `since_ns` nanoseconds has
+/// frequency `freq`.
+fn ideal_period(counted: u64, since_ns: u64, freq: u64) -> u64 {
+    let interval = u128::from(since_ns) * u128::from(freq);
+    let ideal = (u128::from(counted) * u128::from(NS_PER_S)).checked_div(interval);
+    u64::try_from(ideal.unwrap_or_default()).unwrap_or(u64::MAX)
+}
+
+/// Returns the next period of an event with period `period` whose ideal period is `ideal`. Moves an
+/// eighth of the way, which limits the effect of a single outlier.
 ///
 /// Rounding favors longer periods: an increase of 1 is applied immediately, and a period of up to
 /// 14 above the ideal stays unchanged.
@@ -320,12 +345,9 @@ fn period_of_ns(hz: u64) -> u64 {
     clippy::cast_sign_loss,
     reason = "it was clamped to 1 and 2^63 - 1"
 )]
-pub(crate) fn adjusted_period(period: u64, events: u64, freq: u64) -> u64 {
-    let ideal = u128::from(events) * u128::from(period) / u128::from(freq.max(1));
-    let ideal = i128::try_from(ideal).unwrap_or(i128::MAX / 2);
-    let delta = (ideal - i128::from(period) + 7) / 8;
-    // The upper bound keeps the period below 2^63.
-    let next = (i128::from(period) + delta).clamp(1, i128::from(i64::MAX));
+pub(crate) fn adjusted_period(period: u64, ideal: u64) -> u64 {
+    let delta = (i128::from(ideal) - i128::from(period) + 7) / 8;
+    let next = (i128::from(period) + delta).clamp(1, i128::from(PERIOD_MAX));
     next as u64
 }
 
@@ -343,9 +365,9 @@ mod tests {
         };
         let mut clock = Sampling::new(&attr(1, 4000));
         assert_eq!((clock.period, clock.adapts()), (250_000, false));
-        clock.note_overflow_time(1, 10, 1_000_000);
-        clock.note_overflow_time(1, 20, 1_000_000);
-        assert!(!clock.tick(1, 250, 100_000) && !clock.tick(2, 250, 100_000));
+        clock.note_overflow(10, 10, 1_000_000);
+        clock.note_overflow(20, 20, 1_000_000);
+        assert!(!clock.needs_measurement(u64::MAX, 0));
         assert_eq!(clock.rate().period, 250_000);
         clock.set_rate(1000);
         assert_eq!((clock.rate().period, clock.rate().freq), (1_000_000, 1000));
@@ -356,8 +378,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn p25_period_is_at_least_1_and_shrinks_by_at_most_an_eighth(period in 1u64..1 << 62, events: u64, freq in 1u64..1 << 20) {
-            let next = adjusted_period(period, events, freq);
+        fn p25_period_is_at_least_1_and_shrinks_by_at_most_an_eighth(period in 1u64..1 << 62, ideal: u64) {
+            let next = adjusted_period(period, ideal);
             prop_assert!(next >= 1);
             prop_assert!(next >= period - period.div_ceil(8));
         }
@@ -366,39 +388,68 @@ mod tests {
         fn p25_period_decays_to_14_without_events(period in 1u64..1 << 62) {
             let mut p = period;
             for _ in 0..1000 {
-                p = adjusted_period(p, 0, 1000);
+                p = adjusted_period(p, 0);
             }
             prop_assert_eq!(p, period.min(14));
         }
 
         #[test]
         fn p25_steady_rate_converges_near_ideal_period(rate in 1_000_000u64..4_000_000_000, freq in 1u64..10_000, start in 1u64..1 << 40) {
+            let ideal = ideal_period(rate, NS_PER_S, freq);
             let mut p = start;
             for _ in 0..2000 {
-                // Counts arrive at `rate` per second, so there are `rate / period` overflows per
-                // second.
-                let next = adjusted_period(p, rate / p, freq);
-                if next == p {
-                    break;
-                }
-                p = next;
+                p = adjusted_period(p, ideal);
             }
-            let settled = adjusted_period(p, rate / p, freq);
-            let ideal = rate / freq;
-            // The adjustment sees whole overflows per second only. A step of one is a fraction of
-            // the period.
-            let slack = 16 + 2 * ideal / (rate / ideal.max(1)).max(1) + p / freq.max(1);
-            prop_assert!(settled.abs_diff(ideal) <= slack, "{settled} for {ideal}");
+            prop_assert!((ideal.max(1)..=ideal + 14).contains(&p), "{p} for {ideal}");
         }
+    }
+
+    fn at_frequency(hz: u64) -> Sampling {
+        Sampling::new(&Attr {
+            freq: true,
+            ..Attr::sampling(EventType::SIM, 1, hz)
+        })
+    }
+
+    /// A tick reads only an event whose period no recent overflow has adjusted, because the read of
+    /// a host event interrupts its guest.
+    #[test]
+    fn ticks_read_only_events_without_recent_overflow() {
+        let tick_ns = 4_000_000;
+        for (hz, interval_ns) in [(4000, tick_ns), (10, 100_000_000)] {
+            let mut event = at_frequency(hz);
+            let mut now_ns = 0;
+            for _ in 0..1000 {
+                now_ns += NS_PER_S / hz;
+                event.passed(event.next_at);
+                event.note_overflow(now_ns, now_ns, tick_ns);
+            }
+            assert!(
+                !event.needs_measurement(now_ns + interval_ns - 1, tick_ns),
+                "{hz} Hz"
+            );
+            assert!(event.needs_measurement(now_ns + interval_ns, tick_ns), "{hz} Hz");
+        }
+    }
+
+    /// A tick may read an event before its last overflow is serviced.
+    #[test]
+    fn overflow_before_last_measurement_keeps_period() {
+        let mut event = at_frequency(10);
+        assert!(!event.measure(1_000_000, NS_PER_S));
+        let period = event.period;
+        event.passed(event.next_at);
+        event.note_overflow(2 * NS_PER_S, 2 * NS_PER_S, 4_000_000);
+        assert_eq!(event.period, period);
     }
 
     #[test]
     fn rounding_favours_longer_periods() {
-        assert_eq!(adjusted_period(100, 101, 100), 101);
-        assert_eq!(adjusted_period(114, 100, 114), 114);
-        assert_eq!(adjusted_period(1000, 1, 1_000_000), 876);
+        assert_eq!(adjusted_period(100, 101), 101);
+        assert_eq!(adjusted_period(114, 100), 114);
+        assert_eq!(adjusted_period(1000, 0), 876);
         assert_eq!(
-            adjusted_period(u64::MAX >> 1, u64::MAX, 1),
+            adjusted_period(u64::MAX >> 1, ideal_period(u64::MAX, 1, 1)),
             u64::MAX >> 1,
             "it saturates below 2^63"
         );

@@ -102,7 +102,8 @@ impl Handle {
         self.for_scope(scope, |event| event.set_enabled(on))
     }
 
-    /// Resets the count to zero, including the counts of exited children. The times are not reset.
+    /// Resets the count to zero, including the counts of exited children. The times are not reset,
+    /// and neither is a package count, which the driver provides.
     ///
     /// # Errors
     ///

@@ -24,8 +24,9 @@ impl Handle {
     /// returns it. Repeated calls with the same size return the same ring.
     ///
     /// If `writable`, the reader advances `data_tail`, and records that do not fit are dropped and
-    /// reported as lost. Otherwise the oldest records are overwritten. The first mapping determines
-    /// the mode.
+    /// reported as lost. Otherwise the oldest records are overwritten, as in a flight recorder: pause
+    /// the output ([`Handle::pause_output`]) and read the newest records with a new
+    /// [`crate::ring::RingReader`]. The first mapping determines the mode.
     ///
     /// The memory is charged to the session's user as long as anyone references the ring, including
     /// a client with its memfd.

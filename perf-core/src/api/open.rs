@@ -220,7 +220,7 @@ impl CoreInner {
     fn fan_out(&self, event: &EventRef, leader: Option<&EventRef>) -> Result<(), OpenError> {
         for vcpu in self.vcpus.load().iter() {
             let cell = vcpu.cell.load_full();
-            if cell.cpu().is_some() {
+            if !cell.is_vcpu() {
                 continue;
             }
             let leader_key = match leader {

@@ -51,6 +51,7 @@ mod tests {
     use crate::api::open::{OpenFlags, OpenTarget};
     use crate::attr::Attr;
     use crate::attr::EventType;
+    use crate::model::lists::EventList;
     use crate::pmu::VcpuId;
     use crate::pmu::sim::SimPmu;
     use crate::record::CpuMode;
@@ -91,6 +92,28 @@ mod tests {
         assert_eq!(seen, [OverflowReport { cookie: 9, times: 2 }]);
         assert_eq!(vcpu.service_overflows(&mut Regs, &mut |_| {}), 0, "served once");
         assert_eq!(halts.read().unwrap().value, 10);
+    }
+
+    /// The service of overflows does not visit raised events, which no driver notifies.
+    #[test]
+    fn raised_events_are_not_searched_for_driver_overflows() {
+        let core = PerfCore::new(PerfCoreConfig::default());
+        core.register(Arc::new(SimPmu::with_slots(2)));
+        let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
+        vcpu.sched_in();
+        let session = core.session(0, Role::Admin);
+        let open = |ty| {
+            let attr = Attr::sampling(ty, 1, 5);
+            let target = OpenTarget::Vcpu(VcpuId(0));
+            core.open(&session, attr, target, None, OpenFlags::default())
+                .unwrap()
+        };
+        let _raised: Vec<_> = (0..10).map(|_| open(EventType::VMM)).collect();
+        let armed = || vcpu.cell.load().lock().lists.of(EventList::Armed).len();
+        assert_eq!(armed(), 0);
+        assert!(core.needs_tick(), "a throttle requires ticks");
+        let _driver = open(EventType::SIM);
+        assert_eq!(armed(), 1);
     }
 
     /// An inherited event counts once however many children it has. Closing it clears its gate and

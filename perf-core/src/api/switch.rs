@@ -35,7 +35,9 @@ impl VcpuContext {
     /// requires that both vCPUs run on the same thread and have the same inherited events.
     pub fn switch_to(&self, next: &VcpuContext) -> bool {
         self.software_event(SoftwareEventId::ContextSwitches, 1, None, &mut |_| {});
+        self.record_switch(true);
         if self.exchange(next) {
+            next.record_switch(false);
             return true;
         }
         self.go_out();

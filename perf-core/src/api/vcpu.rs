@@ -28,7 +28,10 @@ impl VcpuContext {
     pub fn sched_in(&self) {
         let cell = self.cell.load();
         let now_ns = cell.now_ns();
-        cell.lock().sched_in(now_ns);
+        let came = cell.lock().sched_in(now_ns);
+        if came {
+            self.record_switch(false);
+        }
     }
 
     /// Schedules the context out: its events leave the PMU and its time stops. The counts are then
@@ -38,7 +41,21 @@ impl VcpuContext {
     /// Raises [`SoftwareEventId::ContextSwitches`] first, so that events can still count it.
     pub fn sched_out(&self) {
         self.software_event(SoftwareEventId::ContextSwitches, 1, None, &mut |_| {});
+        self.record_switch(true);
         self.go_out();
+    }
+
+    /// Writes a SWITCH record to the events that request it ([`crate::Attr::context_switch`]), if the
+    /// context is scheduled in.
+    pub(crate) fn record_switch(&self, out: bool) {
+        if !self.gates.wants_switches() {
+            return;
+        }
+        let cell = self.cell.load();
+        let active = cell.lock().clock.is_active();
+        if active && let Some(core) = self.core.upgrade() {
+            core.switch_record(self, &cell, out);
+        }
     }
 
     pub(crate) fn go_out(&self) {

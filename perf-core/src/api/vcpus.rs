@@ -7,7 +7,7 @@ use arc_swap::ArcSwap;
 
 use crate::context::{ContextCell, ContextOwner};
 use crate::pmu::VcpuId;
-use crate::service::core::{PerfCore, VcpuContext};
+use crate::service::core::{PerfCore, Topology, VcpuContext};
 use crate::service::error::OpenError;
 
 impl PerfCore {
@@ -35,23 +35,29 @@ impl PerfCore {
         tid: i32,
         record_tid: u32,
     ) -> Result<Arc<VcpuContext>, OpenError> {
-        self.add(vcpu, tid, ContextOwner::Thread(vcpu, tid, record_tid))
+        let topology = self.inner.topology();
+        self.add(&topology, vcpu, tid, ContextOwner::Vcpu(vcpu, tid, record_tid))
     }
 
-    fn add(&self, vcpu: VcpuId, tid: i32, whose: ContextOwner) -> Result<Arc<VcpuContext>, OpenError> {
-        let topology = self.inner.topology();
+    fn add(
+        &self,
+        topology: &Topology,
+        vcpu: VcpuId,
+        tid: i32,
+        whose: ContextOwner,
+    ) -> Result<Arc<VcpuContext>, OpenError> {
         let vcpus = self.inner.vcpus.load_full();
-        if vcpus.iter().any(|v| v.id() == vcpu) {
+        let Err(at) = vcpus.binary_search_by_key(&vcpu, |v| v.id()) else {
             return Err(OpenError::VcpuExists(vcpu));
-        }
+        };
         let cell = Arc::new(ContextCell::new(
             self.inner.limits.share(),
             self.inner.config.mux_config(),
             Arc::clone(&self.inner.config.clock),
             whose,
         ));
-        // The context of a host CPU is not part of the VM.
-        if cell.cpu().is_none() {
+        // Other threads and host CPUs are not part of the VM.
+        if cell.is_vcpu() {
             for members in self.inner.inherited_groups() {
                 if let Err(error) = self.inner.inherit_group(&members, &cell) {
                     self.inner.abandon(&cell);
@@ -75,31 +81,39 @@ impl PerfCore {
             handled_errors: AtomicU64::new(0),
         });
         let mut list = Vec::clone(&vcpus);
-        list.push(Arc::clone(&context));
-        list.sort_by_key(|v| v.id());
+        list.insert(at, Arc::clone(&context));
         self.inner.vcpus.store(Arc::new(list));
         Ok(context)
     }
 
     /// Adds a context for host thread `tid` (0 for the calling thread), which need not run a vCPU.
     /// Its events count that thread between [`VcpuContext::sched_in`] and
-    /// [`VcpuContext::sched_out`].
+    /// [`VcpuContext::sched_out`]. VM-wide events do not count on it.
     ///
     /// The context gets the first free number from [`PerfCore::FIRST_THREAD`] on, which is used as
     /// the target of events and in samples. Remove the context like a vCPU.
     ///
     /// # Errors
     ///
-    /// Returns the same errors as [`PerfCore::add_vcpu`].
+    /// Returns [`OpenError::VcpuExists`] if all numbers are taken.
     pub fn add_thread(&self, tid: i32) -> Result<Arc<VcpuContext>, OpenError> {
-        let mut id = Self::FIRST_THREAD;
-        loop {
-            match self.add_vcpu(id, tid) {
-                // Another thread took this number first.
-                Err(OpenError::VcpuExists(_)) => id.0 += 1,
-                other => return other,
+        let topology = self.inner.topology();
+        let id = {
+            let vcpus = self.inner.vcpus.load();
+            let threads = &vcpus[vcpus.partition_point(|v| v.id() < Self::FIRST_THREAD)..];
+            let (mut from, mut to) = (0, threads.len());
+            // The numbers ascend, so all before the first free one follow each other.
+            while from < to {
+                let middle = from.midpoint(to);
+                if threads[middle].id().0 as usize - Self::FIRST_THREAD.0 as usize == middle {
+                    from = middle + 1;
+                } else {
+                    to = middle;
+                }
             }
-        }
+            VcpuId(Self::FIRST_THREAD.0 + u32::try_from(from).unwrap_or(u32::MAX >> 1))
+        };
+        self.add(&topology, id, tid, ContextOwner::Thread(id, tid))
     }
 
     /// Adds a context for host CPU `cpu`. Its events count all code on that CPU, if the driver
@@ -143,7 +157,9 @@ impl PerfCore {
             .filter(|id| *id != u32::MAX)
             .map(VcpuId)
             .ok_or(OpenError::NoSuchCpu(cpu))?;
-        let context = self.add(id, -1, ContextOwner::Cpu(id, cpu))?;
+        let topology = self.inner.topology();
+        let context = self.add(&topology, id, -1, ContextOwner::Cpu(id, cpu))?;
+        drop(topology);
         context.sched_in();
         Ok(context)
     }

@@ -18,8 +18,10 @@ const VM: u64 = u64::MAX;
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum ContextOwner {
     Vm,
-    /// A vCPU or another host thread, and the thread's ID in records.
-    Thread(VcpuId, i32, u32),
+    /// A vCPU, and its thread's ID in records.
+    Vcpu(VcpuId, i32, u32),
+    /// A host thread that need not run a vCPU.
+    Thread(VcpuId, i32),
     /// A host CPU.
     Cpu(VcpuId, u32),
 }
@@ -34,6 +36,8 @@ pub(crate) struct ContextCell {
     cpu: Option<u32>,
     /// ID of the vCPU's thread in records, 0 for a VM or CPU context.
     record_tid: u32,
+    /// `true` for the context of a vCPU, which VM-wide events count.
+    is_vcpu: bool,
     clock: Arc<dyn Clock>,
     /// Owner: [`VM`], or the vCPU number in the upper half and the thread ID in the lower half.
     pub who: AtomicU64,
@@ -50,7 +54,8 @@ impl ContextCell {
     pub fn new(policy: SharePolicy, mux: MuxConfig, clock: Arc<dyn Clock>, whose: ContextOwner) -> Self {
         let (vcpu, cpu, record_tid) = match whose {
             ContextOwner::Vm => (None, None, 0),
-            ContextOwner::Thread(vcpu, tid, record_tid) => (Some((vcpu, tid)), None, record_tid),
+            ContextOwner::Vcpu(vcpu, tid, record_tid) => (Some((vcpu, tid)), None, record_tid),
+            ContextOwner::Thread(vcpu, tid) => (Some((vcpu, tid)), None, tid.cast_unsigned()),
             ContextOwner::Cpu(vcpu, cpu) => (Some((vcpu, -1)), Some(cpu), 0),
         };
         let context = Context::new(policy, mux);
@@ -59,6 +64,7 @@ impl ContextCell {
             inner: Lock::new(LockRank::Context, context),
             cpu,
             record_tid,
+            is_vcpu: matches!(whose, ContextOwner::Vcpu(..)),
             clock,
             who: AtomicU64::new(vcpu.map_or(VM, |(vcpu, tid)| {
                 u64::from(vcpu.0) << 32 | u64::from(tid.cast_unsigned())
@@ -111,6 +117,12 @@ impl ContextCell {
     /// Returns the ID of the vCPU's thread in records, or 0 for a VM or CPU context.
     pub fn record_tid(&self) -> u32 {
         self.record_tid
+    }
+
+    /// Returns `true` if VM-wide events count this context, as opposed to the context of a plain
+    /// thread or a host CPU.
+    pub fn is_vcpu(&self) -> bool {
+        self.is_vcpu
     }
 
     /// Returns the host CPU of a CPU context.

@@ -37,12 +37,13 @@ impl Context {
         if event.state != EventState::Active || !event.sampling.is_on() {
             return;
         }
-        event.sampling.seen_tick = self.ticks;
         let (throttled, frequency) = (event.sampling.throttled, event.sampling.adapts());
-        let notifies = matches!(event.source, Source::Driver(_));
-        self.add_to_list(EventList::Armed, key);
-        if notifies {
+        // Drivers notify of overflows, so that the service need not visit raised events.
+        if matches!(event.source, Source::Driver(_)) {
+            self.add_to_list(EventList::Armed, key);
             self.to_serve.store(true, Ordering::Release);
+        } else {
+            self.add_to_list(EventList::ArmedRaised, key);
         }
         if throttled {
             self.add_to_list(EventList::Throttled, key);
@@ -63,18 +64,18 @@ impl Context {
     /// Requests a new check for overflows if a driver event is armed, because such overflows are
     /// only detected by polling.
     pub fn request_service_if_armed(&self) {
-        let armed = self.lists.of(EventList::Armed).iter();
-        if armed
-            .map(|key| &self.events[*key])
-            .any(|event| matches!(event.source, Source::Driver(_)))
-        {
+        if !self.lists.of(EventList::Armed).is_empty() {
             self.to_serve.store(true, Ordering::Release);
         }
     }
 
     /// Removes an event that is scheduled out from all lists.
     pub fn remove_from_lists(&mut self, key: EventKey) {
-        for list in [EventList::Armed, EventList::Throttled, EventList::Frequency] {
+        let armed = match self.events[key].source {
+            Source::Driver(_) => EventList::Armed,
+            Source::Raised(_) | Source::Family => EventList::ArmedRaised,
+        };
+        for list in [armed, EventList::Throttled, EventList::Frequency] {
             self.remove_from_list(list, key);
         }
     }

@@ -44,7 +44,10 @@ impl Context {
             wants.reserve(members.len().saturating_sub(wants.len()));
         }
         if matches!(self.events[key].source, Source::Raised(_)) {
-            self.raised[raised_id(&self.events[key])].push(key);
+            let event = &mut self.events[key];
+            let raised = &mut self.raised[raised_id(event)];
+            event.raised_at = raised.len();
+            raised.push(key);
         }
 
         let mut requeue = false;
@@ -106,13 +109,24 @@ impl Context {
         }
         self.pending.retain(|p| *p != key);
         if matches!(self.events[key].source, Source::Raised(_)) {
-            self.raised[raised_id(&self.events[key])].retain(|r| *r != key);
+            self.remove_raised(key);
         }
         let event = self.events.remove(key);
         if let Some(pool) = pool {
             self.reschedule(pool, now_ns);
         }
         event
+    }
+
+    /// Removes an event from the list of its raised events. The last entry takes its position.
+    fn remove_raised(&mut self, key: EventKey) {
+        let event = &self.events[key];
+        let raised = &mut self.raised[raised_id(event)];
+        let at = event.raised_at;
+        raised.swap_remove(at);
+        if let Some(&moved) = raised.get(at) {
+            self.events[moved].raised_at = at;
+        }
     }
 
     fn make_singleton(&mut self, key: EventKey, leader_was_off: bool, now_ns: u64) {

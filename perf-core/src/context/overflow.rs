@@ -153,7 +153,7 @@ impl Context {
         let sampling = &mut self.events[key].sampling;
         let period = sampling.account(0);
         let countdown = sampling.count_down(times);
-        let throttle = self.one_overflow(pass, key, (true, times), period, &mut due);
+        let throttle = self.one_overflow(pass, key, true, period, &mut due);
         self.write_samples(pass, key, &mut due);
         self.report(key, countdown.counted, pass.batch);
         if countdown.last {
@@ -172,39 +172,63 @@ impl Context {
 
     /// Accounts `times` overflows of a software event raised by the VMM, one at a time, until a
     /// throttle or the event limit ends the burst. Samples of the remaining overflows are lost, as
-    /// for a throttled counter, and the next sample covers their counts.
+    /// for a throttled counter, and the next sample covers their counts. An event with a cookie
+    /// still reports them, as far as its limit allows.
     pub(super) fn raised_overflow(&mut self, pass: &mut ServicePass<'_>, key: EventKey, times: u64) {
-        let all = u32::try_from(times).unwrap_or(u32::MAX);
-        let cookie = self.events[key].shared.cookie.is_some();
-        if pass.seen.is_none() || self.events[key].sampling.throttled {
-            if cookie {
-                self.report(key, all, pass.batch);
-            }
+        let event = &self.events[key];
+        let (done, ended) = if pass.seen.is_none() || event.sampling.throttled {
+            (0, false)
+        } else if event.output.is_none() && event.shared.owner == Owner::Guest {
+            // Without samples and throttling, the overflows need not be separated.
+            let mut due = DuePeriods::new();
+            let _ = self.events[key].sampling.account(0);
+            let _ = self.one_overflow(pass, key, false, 0, &mut due);
+            (0, false)
+        } else {
+            self.raised_samples(pass, key, times)
+        };
+        let event = &mut self.events[key];
+        if event.shared.cookie.is_none() {
             return;
         }
+        let mut reported = done;
+        if !ended {
+            let rest = u32::try_from(times - u64::from(done)).unwrap_or(u32::MAX);
+            let countdown = event.sampling.count_down(rest);
+            reported = done.saturating_add(countdown.counted);
+            if countdown.last {
+                self.limit_reached(key, pass.by.time_ns);
+            }
+        }
+        self.report(key, reported, pass.batch);
+    }
+
+    /// Writes the samples of `times` overflows of a raised event. Returns the number of accounted
+    /// overflows and whether the event limit was reached.
+    fn raised_samples(&mut self, pass: &ServicePass<'_>, key: EventKey, times: u64) -> (u32, bool) {
         // The loop may change the period.
         let apart = self.events[key].sampling.period;
-        let mut done = 0u32;
         let mut due = DuePeriods::new();
+        let (mut done, mut ended) = (0u32, false);
         for i in 0..times {
             let sampling = &mut self.events[key].sampling;
             let period = sampling.account((times - 1 - i) * apart);
-            let countdown = sampling.count_down(1);
-            let throttle = self.one_overflow(pass, key, (i > 0, 1), period, &mut due);
+            ended = sampling.count_down(1).last;
+            let throttle = self.one_overflow(pass, key, i > 0, period, &mut due);
             done = done.saturating_add(1);
-            if countdown.last {
+            if ended {
                 self.write_samples(pass, key, &mut due);
                 self.limit_reached(key, pass.by.time_ns);
             }
             if throttle {
                 self.mark_throttled(key);
             }
-            if countdown.last || throttle {
+            if ended || throttle {
                 break;
             }
         }
         self.write_samples(pass, key, &mut due);
-        self.report(key, if cookie { all } else { done }, pass.batch);
+        (done, ended)
     }
 
     /// Discards pending overflows after the vCPU was removed, because its registers are not
@@ -241,14 +265,13 @@ impl Context {
         }
     }
 
-    /// Accounts one interrupt for `times` overflows and writes its records. The sample may be added
-    /// to `due` to be written together with others. Returns `true` if the event must be throttled
-    /// now.
+    /// Accounts one interrupt and writes its records. The sample may be added to `due` to be written
+    /// together with others. Returns `true` if the event must be throttled now.
     fn one_overflow(
         &mut self,
         pass: &ServicePass<'_>,
         key: EventKey,
-        (may_throttle, times): (bool, u32),
+        may_throttle: bool,
         period: u64,
         due: &mut DuePeriods,
     ) -> bool {
@@ -256,13 +279,15 @@ impl Context {
             ns: pass.by.time_ns,
             tick: self.ticks,
         };
+        if self.events[key].sampling.adapts() {
+            let running_ns = self.running_ns(key, self.clock.time_at(now.ns));
+            let tick_ns = 1_000_000_000 / pass.tick_hz;
+            self.events[key]
+                .sampling
+                .note_overflow(now.ns, running_ns, tick_ns);
+        }
         let event = &mut self.events[key];
-        event
-            .sampling
-            .note_overflow_time(times, now.ns, 1_000_000_000 / pass.tick_hz);
-        let over = event
-            .sampling
-            .interrupt(times, now, pass.tick_hz, pass.sample_rate_hz);
+        let over = event.sampling.interrupt(now, pass.tick_hz, pass.sample_rate_hz);
         // The rate of guest counters is limited where PMIs are delivered.
         let throttle = over && may_throttle && event.shared.owner != Owner::Guest;
         let begins = throttle && !event.sampling.throttled;
@@ -390,13 +415,14 @@ impl Context {
     /// The work per tick is bounded. Unthrottling costs less than the overflows that caused the
     /// throttle, and each tick adjusts only a subset of a large number of frequencies.
     ///
-    /// `by` identifies the source of the tick in records. The caller has already advanced
-    /// [`Context::ticks`].
-    pub fn tick_sampling(&mut self, now_ns: u64, tick_hz: u64, sample_rate_hz: u64, by: SampleId) {
-        let tick = self.ticks;
+    /// `by` identifies the source of the tick in records.
+    pub fn tick_sampling(&mut self, now_ns: u64, tick_hz: u64, by: SampleId) {
+        let time = self.clock.advance(now_ns);
+        let tick_ns = 1_000_000_000 / tick_hz.max(1);
         while let Some(&key) = self.lists.of(EventList::Throttled).last() {
             self.remove_from_list(EventList::Throttled, key);
-            let _ = self.events[key].sampling.tick(tick, tick_hz, sample_rate_hz);
+            // The overflows since the throttle were not accounted.
+            self.adjust_period(key, time, 0);
             self.unthrottle(key, now_ns, by);
         }
         let many = self.lists.of(EventList::Frequency).len();
@@ -411,10 +437,33 @@ impl Context {
                 break;
             };
             self.next_frequency += 1;
-            if self.events[key].sampling.tick(tick, tick_hz, sample_rate_hz) {
+            if self.adjust_period(key, time, tick_ns) {
                 self.restart_stalled(key);
             }
         }
+    }
+
+    /// Adjusts the period of an active event that follows a frequency, if no overflow did so during
+    /// the target interval and `min_ns`. Returns `true` if the event would stall.
+    ///
+    /// Costs a driver read, which a host event on another thread answers by interrupting the guest.
+    fn adjust_period(&mut self, key: EventKey, time: u64, min_ns: u64) -> bool {
+        let running_ns = self.running_ns(key, time);
+        let event = &mut self.events[key];
+        if !event.sampling.needs_measurement(running_ns, min_ns) {
+            return false;
+        }
+        let raw = event.raw();
+        event.sampling.measure(raw, running_ns)
+    }
+
+    /// Returns the time running of an event at context time `time`.
+    fn running_ns(&self, key: EventKey, time: u64) -> u64 {
+        let event = &self.events[key];
+        event
+            .times
+            .at(event.state, self.leader_state(key), time)
+            .running_ns
     }
 
     /// Starts a new period if the current one has become so large by accident that the event would

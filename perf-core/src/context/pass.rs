@@ -56,10 +56,11 @@ impl Context {
         }
     }
 
-    /// Schedules the context in, because its vCPU starts to run.
-    pub fn sched_in(&mut self, now_ns: u64) {
+    /// Schedules the context in, because its vCPU starts to run. Returns `false` if the context is
+    /// already scheduled in or its vCPU was removed.
+    pub fn sched_in(&mut self, now_ns: u64) -> bool {
         if self.clock.is_active() || self.dead {
-            return;
+            return false;
         }
         self.clock.start(now_ns);
         for pool in self.pools.ids() {
@@ -70,6 +71,7 @@ impl Context {
             next = self.software.after(&self.groups, group);
             self.schedule_software(group, now_ns);
         }
+        true
     }
 
     /// Schedules the context out: stops all events and the context time.
@@ -147,7 +149,8 @@ impl Context {
         if waits || has(EventList::Throttled) || has(EventList::Frequency) {
             return TickWork::Work;
         }
-        let mut armed = self.lists.of(EventList::Armed).iter().map(|k| &self.events[*k]);
+        let armed = [EventList::Armed, EventList::ArmedRaised].map(|list| self.lists.of(list));
+        let mut armed = armed.into_iter().flatten().map(|k| &self.events[*k]);
         if armed.any(|event| event.sampling.period != 0 && event.shared.owner != Owner::Guest) {
             TickWork::Watch
         } else {

@@ -7,12 +7,16 @@ use crate::model::software::{DeferredEvents, SoftwareEventId};
 use crate::model::state::EventState;
 use crate::record::CpuMode;
 
+/// Maximum number of events raised at once, a quarter of the range of signed distances between
+/// counts.
+const RAISED_MAX: u64 = 1 << 61;
+
 impl Event {
     /// Returns `true` if an event that the VMM raises is counted in the current state.
     ///
     /// Events that are off or in the error state do not count. An inactive event counts only while
-    /// the whole context is scheduled out, as for a vCPU thread that is off its CPU, and only if
-    /// its group would then be active.
+    /// the whole context is scheduled out, as for a vCPU thread that is off its CPU, unless its
+    /// leader is off or in the error state. Its group need not have had slots.
     fn takes(&self, leader: EventState, context_active: bool, mode: Option<CpuMode>) -> bool {
         let counting = match self.state {
             EventState::Active => true,
@@ -41,7 +45,7 @@ impl Context {
             if let Source::Raised(count) = event.source
                 && event.output.is_some()
                 && event.takes(self.leader_state(key), active, Some(mode))
-                && event.sampling.is_due(count.wrapping_add(n))
+                && event.sampling.is_due(count.wrapping_add(n.min(RAISED_MAX)))
             {
                 wants.add(&event.shared.attr);
             }
@@ -52,6 +56,10 @@ impl Context {
     /// Raises event `id` `n` times in CPU mode `mode`, which is known only if registers are
     /// available.
     pub fn raise(&mut self, pass: &mut ServicePass<'_>, id: SoftwareEventId, n: u64, mode: Option<CpuMode>) {
+        if n > RAISED_MAX {
+            self.raise(pass, id, RAISED_MAX, mode);
+            return self.raise(pass, id, n - RAISED_MAX, mode);
+        }
         let active = self.clock.is_active();
         for at in 0..self.raised[id as usize].len() {
             let key = self.raised[id as usize][at];

@@ -38,7 +38,7 @@ pub(crate) struct Children<M> {
     /// Estimates of exited children.
     estimates: EstimateSum,
     /// Sums of exited children per vCPU, with at most one entry per vCPU no matter how often it was
-    /// added and removed.
+    /// added and removed, in order of vCPU number.
     gone: Vec<(VcpuId, Totals, EstimateSum)>,
 }
 
@@ -79,11 +79,16 @@ impl<M: FamilyMember> Children<M> {
         sum
     }
 
-    /// Clears the totals of exited children.
+    /// Clears the counts of exited children. Their times remain.
     pub fn reset(&mut self, folded: &ExitedTotals) {
         folded.count.store(0, Ordering::Relaxed);
         self.estimates = EstimateSum::default();
-        self.gone.clear();
+        for (_, totals, estimate) in &mut self.gone {
+            totals.count = 0;
+            // Nothing was counted since the reset, which is exact.
+            *estimate = EstimateSum::zero(totals.times.running_ns > 0);
+            self.estimates.add(*estimate);
+        }
     }
 
     /// Returns the contribution of each vCPU, including exited children, in order of vCPU number.
@@ -92,10 +97,18 @@ impl<M: FamilyMember> Children<M> {
         let mut parts = self.gone.clone();
         for child in &self.live {
             if let Some(vcpu) = child.vcpu() {
-                add_part(&mut parts, vcpu, child.totals(), child.estimate());
+                parts.push((vcpu, child.totals(), child.estimate()));
             }
         }
         parts.sort_by_key(|(vcpu, ..)| *vcpu);
+        parts.dedup_by(|(later, totals, estimate), (vcpu, sum, estimates)| {
+            let same = later == vcpu;
+            if same {
+                sum.add(*totals);
+                estimates.add(*estimate);
+            }
+            same
+        });
         parts
     }
 
@@ -110,9 +123,21 @@ impl<M: FamilyMember> Children<M> {
         let estimate = child.estimate();
         self.estimates.add(estimate);
         if let Some(vcpu) = child.vcpu() {
-            add_part(&mut self.gone, vcpu, last, estimate);
+            self.add_gone(vcpu, last, estimate);
         }
         Some((child, last))
+    }
+
+    /// Adds the totals of an exited child to the sums of its vCPU.
+    fn add_gone(&mut self, vcpu: VcpuId, totals: Totals, estimate: EstimateSum) {
+        match self.gone.binary_search_by_key(&vcpu, |(of, ..)| *of) {
+            Ok(at) => {
+                let (_, sum, estimates) = &mut self.gone[at];
+                sum.add(totals);
+                estimates.add(estimate);
+            }
+            Err(at) => self.gone.insert(at, (vcpu, totals, estimate)),
+        }
     }
 
     /// Removes a child without folding its totals, for a failed hot-add or a family that is being
@@ -124,21 +149,5 @@ impl<M: FamilyMember> Children<M> {
 
     pub fn drain(&mut self) -> Vec<M> {
         std::mem::take(&mut self.live)
-    }
-}
-
-/// Adds the totals of a child to the contribution of its vCPU.
-fn add_part(
-    parts: &mut Vec<(VcpuId, Totals, EstimateSum)>,
-    vcpu: VcpuId,
-    totals: Totals,
-    estimate: EstimateSum,
-) {
-    match parts.iter_mut().find(|(of, ..)| *of == vcpu) {
-        Some((_, sum, estimates)) => {
-            sum.add(totals);
-            estimates.add(estimate);
-        }
-        None => parts.push((vcpu, totals, estimate)),
     }
 }

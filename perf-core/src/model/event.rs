@@ -112,6 +112,8 @@ pub(crate) struct Event {
     settled: bool,
     /// Position of the event in the lists of its context.
     pub places: ListPositions,
+    /// Position of a raised event in the list of its ID.
+    pub raised_at: usize,
 }
 
 impl Event {
@@ -150,6 +152,7 @@ impl Event {
             on_since_ns: 0,
             settled: true,
             places: ListPositions::default(),
+            raised_at: 0,
             slices,
         }
     }

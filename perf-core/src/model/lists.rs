@@ -5,21 +5,23 @@ use crate::model::keys::EventKey;
 /// Identifier of an event list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EventList {
-    /// Events that overflow.
+    /// Driver events that overflow.
     Armed,
     /// Events that are throttled until the next tick.
     Throttled,
     /// Events whose period follows a frequency.
     Frequency,
+    /// Events raised by the VMM that overflow.
+    ArmedRaised,
 }
 
 /// Event lists of a context, as unordered event keys.
 #[derive(Debug, Default)]
-pub(crate) struct EventLists([Vec<EventKey>; 3]);
+pub(crate) struct EventLists([Vec<EventKey>; 4]);
 
 /// Position of an event in each list.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct ListPositions([Option<usize>; 3]);
+pub(crate) struct ListPositions([Option<usize>; 4]);
 
 impl EventLists {
     pub fn of(&self, list: EventList) -> &[EventKey] {

@@ -155,6 +155,14 @@ impl EstimateSum {
         }
     }
 
+    /// Returns the estimate of an event whose count is known to be zero.
+    pub fn zero(counted: bool) -> Self {
+        Self {
+            counted,
+            ..Self::default()
+        }
+    }
+
     pub fn add(&mut self, other: Self) {
         self.value = self.value.saturating_add(other.value);
         self.variance += other.variance;

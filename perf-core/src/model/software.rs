@@ -162,29 +162,38 @@ impl Drop for LevelGuard {
     }
 }
 
-/// Number of open events per software event ID, so that an unused event costs one load.
+/// Number of open events per software event ID, and of those that request SWITCH records, so that an
+/// unused event costs one load.
 #[derive(Debug, Default)]
 pub(crate) struct OpenEventCounts {
     counts: [AtomicU32; IDS],
+    context_switch: AtomicU32,
 }
 
 impl OpenEventCounts {
     pub fn add(&self, attr: &Attr) {
-        if let Some(gate) = self.gate(attr) {
+        for gate in self.gates(attr) {
             gate.fetch_add(1, Ordering::Relaxed);
         }
     }
 
     pub fn remove(&self, attr: &Attr) {
-        if let Some(gate) = self.gate(attr) {
+        for gate in self.gates(attr) {
             gate.fetch_sub(1, Ordering::Relaxed);
         }
     }
 
-    fn gate(&self, attr: &Attr) -> Option<&AtomicU32> {
-        (attr.ty == EventType::VMM)
+    fn gates(&self, attr: &Attr) -> impl Iterator<Item = &AtomicU32> {
+        let raised = (attr.ty == EventType::VMM)
             .then(|| self.counts.get(usize::try_from(attr.config).ok()?))
-            .flatten()
+            .flatten();
+        let switch = attr.context_switch.then_some(&self.context_switch);
+        raised.into_iter().chain(switch)
+    }
+
+    /// Returns `true` if an open event requests SWITCH records.
+    pub fn wants_switches(&self) -> bool {
+        self.context_switch.load(Ordering::Relaxed) != 0
     }
 
     pub fn is_open(&self, id: SoftwareEventId) -> bool {

@@ -42,7 +42,8 @@ impl ContextClock {
     /// order and take the lock in the other.
     pub fn time_at(&self, now_ns: u64) -> u64 {
         if self.active {
-            self.time_ns + now_ns.saturating_sub(self.stamp_ns)
+            // Saturates as well at the end of the range, because a broken clock may return any time.
+            self.time_ns.saturating_add(now_ns.saturating_sub(self.stamp_ns))
         } else {
             self.time_ns
         }
@@ -151,6 +152,17 @@ mod tests {
         assert_eq!(clock.advance(1010), 60);
         assert_eq!(clock.advance(1005), 60, "a late reader never takes time back");
         assert_eq!(clock.advance(1011), 61);
+    }
+
+    #[test]
+    fn clock_at_end_of_range_does_not_overflow() {
+        let mut clock = ContextClock::default();
+        clock.start(1000);
+        assert_eq!(clock.advance(2000), 1000);
+        clock.stop(2000);
+        clock.start(0);
+        assert_eq!(clock.advance(u64::MAX), u64::MAX);
+        assert_eq!(clock.advance(5), u64::MAX);
     }
 
     #[test]

@@ -22,7 +22,9 @@ pub use id::SampleId;
 pub(crate) use read::read_size_of;
 pub use read::{ReadEntries, ReadEntry, ReadValues};
 pub use sample::{Sample, UserRegsAndStack, WordList};
-pub use side::{CommRecord, LostRecord, MappingName, MmapRecord, ReadRecord, TaskRecord, ThrottleRecord};
+pub use side::{
+    CommRecord, LostRecord, MappingName, MmapRecord, ReadRecord, SwitchRecord, TaskRecord, ThrottleRecord,
+};
 
 /// Size of a record header, in bytes.
 pub const HEADER_SIZE: usize = 8;
@@ -50,6 +52,8 @@ impl RecordType {
     pub const READ: Self = Self(8);
     /// `PERF_RECORD_SAMPLE`: a sample.
     pub const SAMPLE: Self = Self(9);
+    /// `PERF_RECORD_SWITCH`: a vCPU was scheduled in or out.
+    pub const SWITCH: Self = Self(14);
 }
 
 /// The CPU mode at the time of a sample: the low three bits of `misc`.
@@ -78,6 +82,8 @@ pub struct RecordMisc(pub u16);
 impl RecordMisc {
     /// `PERF_RECORD_MISC_EXACT_IP`: the instruction pointer has no skid.
     pub const EXACT_IP: Self = Self(1 << 14);
+    /// `PERF_RECORD_MISC_SWITCH_OUT`: the task of a SWITCH record was scheduled out.
+    pub const SWITCH_OUT: Self = Self(1 << 13);
     const CPU_MODE_MASK: u16 = 7;
 
     /// Returns the CPU mode, or [`CpuMode::Unknown`] for undefined values.
@@ -323,6 +329,8 @@ pub enum Record<'a> {
     Read(ReadRecord<'a>),
     /// A sample.
     Sample(Sample<'a>),
+    /// A vCPU that was scheduled in or out.
+    Switch(SwitchRecord),
     /// A record of unsupported type.
     Other(RawRecord<'a>),
 }
@@ -345,7 +353,7 @@ impl<'a> Record<'a> {
         // These layouts carry no length, so the trailer is located from the end. Records of
         // unsupported types may have none.
         let id = match ty.0 {
-            1..=9 => SampleId::decode(&mut body, format)?,
+            1..=9 | 14 => SampleId::decode(&mut body, format)?,
             _ => return Ok(Self::Other(raw)),
         };
         Ok(match ty {
@@ -357,6 +365,7 @@ impl<'a> Record<'a> {
             RecordType::THROTTLE => Self::Throttle(ThrottleRecord::decode(&mut body, true, id)?),
             RecordType::UNTHROTTLE => Self::Unthrottle(ThrottleRecord::decode(&mut body, false, id)?),
             RecordType::READ => Self::Read(ReadRecord::decode(&mut body, format, id)?),
+            RecordType::SWITCH => Self::Switch(SwitchRecord::new(misc, id)),
             _ => Self::Other(raw),
         })
     }

@@ -178,6 +178,45 @@ impl TaskRecord {
     }
 }
 
+/// `PERF_RECORD_SWITCH`: a vCPU whose context was scheduled in or out. The trailer identifies the
+/// vCPU and the time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SwitchRecord {
+    /// `true` if the context was scheduled out.
+    pub out: bool,
+    /// Trailer.
+    pub sample_id: SampleId,
+}
+
+impl EncodeRecord for SwitchRecord {
+    fn size(&self, format: RecordFormat) -> usize {
+        HEADER_SIZE + id::size_of(format)
+    }
+
+    fn encode(&self, format: RecordFormat, out: &mut impl RecordSink) {
+        let misc = if self.out {
+            RecordMisc::SWITCH_OUT
+        } else {
+            RecordMisc::default()
+        };
+        put_header(out, RecordType::SWITCH, misc, self.size(format));
+        self.sample_id.encode(format, out);
+    }
+
+    fn sample_id(&self) -> SampleId {
+        self.sample_id
+    }
+}
+
+impl SwitchRecord {
+    pub(super) fn new(misc: RecordMisc, sample_id: SampleId) -> Self {
+        Self {
+            out: misc.0 & RecordMisc::SWITCH_OUT.0 != 0,
+            sample_id,
+        }
+    }
+}
+
 /// `PERF_RECORD_READ`: final values of an inherited event on a vCPU that exits.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ReadRecord<'a> {

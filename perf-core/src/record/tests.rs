@@ -548,6 +548,16 @@ fn side_band_records_have_abi_sizes_and_round_trip() {
             assert_eq!(Record::decode_bytes(&bytes, format), Ok(again));
         }
 
+        for out in [true, false] {
+            let switch = |sample_id| SwitchRecord { out, sample_id };
+            let bytes = encoded(&switch(ID), format);
+            check(&bytes, switch(ID).size(format), 0);
+            assert_eq!(
+                Record::decode_bytes(&bytes, format),
+                Ok(Record::Switch(switch(sample_id)))
+            );
+        }
+
         let entries = ReadEntries::One(ReadEntry {
             value: 3,
             id: 6,

@@ -76,7 +76,9 @@ pub enum RingMode {
     /// overwritten; records that do not fit are counted and reported by LOST records.
     Writable,
     /// The memfd can only be mapped read-only, and new records overwrite the oldest ones. The
-    /// reader may trust the last three quarters of the data area.
+    /// reader may trust the last three quarters of the data area. Once records have been
+    /// overwritten, [`RingReader`] begins at the oldest record that the control page locates, so it
+    /// returns at least the last half of the area (unless single records exceed a sixteenth of it).
     Overwrite,
 }
 
@@ -535,6 +537,10 @@ impl Ring {
         else {
             return Err(self.count_refused(lost + records));
         };
+        if self.mode == RingMode::Overwrite {
+            let size = self.data_size() as u64;
+            self.mapping.control().note_record(claim.start, claim.end, size);
+        }
         let offset = claim.start as usize & (self.data_size() - 1);
         // SAFETY: `offset` is below the size of the data area, which is mapped twice in a row.
         let mut at = unsafe { self.mapping.data().add(offset) };

@@ -12,6 +12,10 @@ const CAP_BIT0_IS_DEPRECATED: u64 = 1 << 1;
 /// Value of `size`: the defined bytes of the page's first part (the offset of the reserved gap).
 const DEFINED_BYTES: u32 = 96;
 
+/// Number of equal parts of an overwrite ring, for each of which the page has the position of a
+/// record.
+pub(super) const PARTS: usize = 16;
+
 /// The first page of a ring.
 #[repr(C)]
 pub(super) struct ControlPage {
@@ -32,7 +36,11 @@ pub(super) struct ControlPage {
     reserved_1: AtomicU32,
     time_cycles: AtomicU64,
     time_mask: AtomicU64,
-    reserved: [AtomicU64; 116],
+    reserved: [AtomicU64; 116 - PARTS],
+    /// Extension of the kernel's layout, in its reserved words: for each part of an overwrite ring,
+    /// the first position in it at which a record begins. Entries that no record updated during the
+    /// last lap are outdated.
+    record_starts: [AtomicU64; PARTS],
     pub(super) data_head: AtomicU64,
     pub(super) data_tail: AtomicU64,
     pub(super) data_offset: AtomicU64,
@@ -76,7 +84,32 @@ impl ControlPage {
         self.data_offset.store(data_offset, Relaxed);
         self.data_size.store(data_size, Relaxed);
         self.data_tail.store(start, Relaxed);
+        for record in &self.record_starts {
+            record.store(start, Relaxed);
+        }
         self.data_head.store(start, Release);
+    }
+
+    /// Records that a record will begin at position `end`, where the one at `start` ends, in a ring
+    /// of `size` bytes.
+    #[inline]
+    pub(super) fn note_record(&self, start: u64, end: u64, size: u64) {
+        let part = |position: u64| position / (size / PARTS as u64);
+        if part(start) != part(end) {
+            // Relaxed: the head that makes the position valid is published later, with Release.
+            let at = usize::try_from(part(end) % PARTS as u64).unwrap_or(0);
+            self.record_starts[at].store(end, Relaxed);
+        }
+    }
+
+    /// Returns the position of the oldest known record that begins at most `distance` bytes below
+    /// `head`, or `head` if there is none.
+    pub(super) fn oldest_record(&self, head: u64, distance: u64) -> u64 {
+        let starts = self.record_starts.iter().map(|start| start.load(Relaxed));
+        starts
+            .filter(|start| start & 7 == 0 && head.wrapping_sub(*start) <= distance)
+            .max_by_key(|start| head.wrapping_sub(*start))
+            .unwrap_or(head)
     }
 
     /// Reads the counter fields consistently. Returns `None` if an update was in progress in all

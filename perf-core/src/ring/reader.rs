@@ -35,7 +35,7 @@ pub enum RingReadError {
         what: &'static str,
     },
     /// The writer of an overwrite ring overwrote records before they were read. Reading continues
-    /// with new records.
+    /// in the newer half of the ring.
     #[error("{bytes} bytes were overwritten before they were read")]
     Overrun {
         /// Number of bytes skipped.
@@ -250,8 +250,8 @@ impl RingReader {
             memory,
         };
         // In a writable ring, reading starts at the tail of the last reader. An overwrite ring is
-        // read from position 0 while that is still intact; later its oldest record cannot be
-        // located, so it is read from its head.
+        // read from its first record while that is still intact, and later from the oldest one that
+        // the writer has located.
         let (head, tail) = (
             reader.page().data_head.load(Acquire),
             reader.page().data_tail.load(Relaxed),
@@ -259,7 +259,7 @@ impl RingReader {
         let start = match mode {
             RingMode::Writable => tail,
             RingMode::Overwrite if head.wrapping_sub(tail) <= reader.trusted_len() => tail,
-            RingMode::Overwrite => head,
+            RingMode::Overwrite => reader.page().oldest_record(head & !7, reader.trusted_len()),
         } & !7;
         (reader.tail, reader.head, reader.released) = (start, start, start);
         reader
@@ -312,8 +312,8 @@ impl RingReader {
     ///
     /// # Errors
     ///
-    /// Returns [`RingReadError::Corrupt`] or [`RingReadError::Overrun`]. Both skip to the head, so
-    /// that reading may continue.
+    /// Returns [`RingReadError::Corrupt`], which skips to the head, or [`RingReadError::Overrun`], which
+    /// skips to a record that is still intact. Reading may continue after both.
     #[inline]
     #[expect(
         clippy::cast_possible_truncation,
@@ -499,8 +499,11 @@ impl RingReader {
         if behind <= self.trusted_len() {
             return Ok(());
         }
-        self.skip_to(head);
-        Err(RingReadError::Overrun { bytes: behind })
+        // A record near the limit would be overwritten before it is read.
+        let start = self.page().oldest_record(head, self.size() / 2);
+        let bytes = start.wrapping_sub(self.tail);
+        (self.tail, self.head) = (start, head);
+        Err(RingReadError::Overrun { bytes })
     }
 
     /// Returns the space of the records read so far to the writer.

@@ -193,8 +193,7 @@ impl CoreInner {
         let now_ns = cell.now_ns();
         let mut context = cell.lock();
         context.ticks = context.ticks.saturating_add(expirations.max(1));
-        let (tick_hz, limit_hz) = (self.config.tick_hz, self.limits.sample_rate_hz());
-        context.tick_sampling(now_ns, tick_hz, limit_hz, self.record_origin(cell, now_ns));
+        context.tick_sampling(now_ns, self.config.tick_hz, self.record_origin(cell, now_ns));
         context.look_periodically(now_ns);
         context.retry_refused(now_ns);
         context.rotate(now_ns);

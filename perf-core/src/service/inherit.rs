@@ -154,7 +154,7 @@ impl CoreInner {
         }
         // No sample may follow the EXIT record. All events are stopped and serviced, and only READ
         // records may follow.
-        if cell.cpu().is_none() {
+        if cell.is_vcpu() {
             self.task_record(cell, false);
         }
         let children = self.children_in(cell);

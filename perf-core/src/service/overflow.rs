@@ -126,7 +126,9 @@ impl VcpuContext {
         let mut batch = ReportBatch::new();
         let (mut known, mut wants) = (RegsCache::default(), RegsRequest::default());
         let own = self.cell.load();
-        for target in [&*core.vm, &**own] {
+        // VM-wide events count vCPUs only.
+        let vm = own.is_vcpu().then_some(&*core.vm);
+        for target in vm.into_iter().chain([&**own]) {
             // Checked without the lock, because the VM context lock must not become contended by
             // all vCPUs.
             if target.raised_events.load(Ordering::Relaxed) == 0 {

@@ -78,7 +78,7 @@ impl CoreInner {
                 // Without a vCPU to try, the error of a driver that cannot count VMs is final. A
                 // sibling is placed with its leader, so the leader's `inherit` flag determines
                 // whether later vCPUs are covered.
-                let none = self.vcpus.load().is_empty();
+                let none = !self.vcpus.load().iter().any(|v| v.cell.load().is_vcpu());
                 let inherits = leader.map_or(attr.inherit, |l| l.shared.attr.inherit);
                 if leads_family == Some(false) || (none && !inherits) {
                     return Err(error.into());

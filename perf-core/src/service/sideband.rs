@@ -1,17 +1,19 @@
 //! Side-band records: VM events other than samples. FORK and EXIT records report added and removed
-//! vCPUs, COMM records their names, MMAP records guest memory mappings, and READ records the final
-//! values of inherited events.
+//! vCPUs, COMM records their names, SWITCH records when they are scheduled in and out, MMAP records
+//! guest memory mappings, and READ records the final values of inherited events.
 //!
 //! They are written to enabled events that request them: events of the VM context, and events
 //! opened on the affected vCPU. Children do not write them, because the ring of their parent would
 //! receive each record several times.
 
+use std::sync::atomic::Ordering;
+
 use crate::attr::Attr;
 use crate::context::ContextCell;
 use crate::model::keys::EventKey;
 use crate::model::state::EventState;
-use crate::record::{CommRecord, EncodeRecord, ReadRecord, SampleId, TaskRecord};
-use crate::service::core::CoreInner;
+use crate::record::{CommRecord, EncodeRecord, ReadRecord, SampleId, SwitchRecord, TaskRecord};
+use crate::service::core::{CoreInner, VcpuContext};
 
 /// Writes a record to each event of `cell` that `wants` selects. `record` creates the record from a
 /// trailer, and `by` identifies the originating vCPU and time.
@@ -75,6 +77,18 @@ impl CoreInner {
             sample_id,
         };
         self.write_all(cell, by, record, |attr| attr.comm);
+    }
+
+    /// Writes a SWITCH record for `vcpu` with context `cell`, unless the vCPU was removed: its EXIT
+    /// record, written under the same locks, must be the last one.
+    pub fn switch_record(&self, vcpu: &VcpuContext, cell: &ContextCell, out: bool) {
+        let by = self.record_origin(cell, cell.now_ns());
+        let record = |sample_id| SwitchRecord { out, sample_id };
+        let wants = |attr: &Attr| attr.context_switch && !vcpu.gone.load(Ordering::Relaxed);
+        if cell.is_vcpu() {
+            write_to(&self.vm, by, record, wants);
+        }
+        write_to(cell, by, record, wants);
     }
 
     /// Writes a READ record with the final reading of a child whose vCPU was removed.

@@ -18,6 +18,8 @@ mod host_syscalls;
 mod mux_allocation;
 mod ring_allocation;
 #[cfg(feature = "sim")]
+mod scale;
+#[cfg(feature = "sim")]
 mod ticks;
 
 /// Exits the traced child with an error, which the parent notices, unless `holds`.

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use perf_core::record::{Record, RecordFormat};
+use perf_core::ring::RingReader;
 use perf_core::*;
 
 use crate::common::test_core::*;
@@ -82,5 +84,54 @@ fn exchanges_keep_estimates() {
             estimate.value,
             r.value
         );
+    }
+}
+
+/// Returns the vCPU and time of each SWITCH record in `ring`, and `true` for a vCPU that goes out.
+fn switches(ring: &mut RingReader, attr: &Attr) -> Vec<(u32, bool, u64)> {
+    let mut switches = Vec::new();
+    while let Some(raw) = ring.next_record().unwrap() {
+        if let Record::Switch(record) = Record::decode(raw, RecordFormat::from(attr)).unwrap() {
+            switches.push((record.sample_id.cpu, record.out, record.sample_id.time_ns));
+        }
+    }
+    switches
+}
+
+/// Calls without effect write no record. Switches by exchange and by scheduling write the same ones.
+#[test]
+fn switch_records_bracket_time_scheduled_in() {
+    for exchanged in [true, false] {
+        let m = TestCore::new(4);
+        let attr = Attr {
+            context_switch: true,
+            sample_id_all: true,
+            sample_type: SampleType::TIME | SampleType::CPU,
+            ..Attr::counting(EventType::VMM, SoftwareEventId::Exits as u64)
+        };
+        let wide = Attr {
+            inherit: true,
+            ..attr.clone()
+        };
+        let wide = m.open(wide, OpenTarget::Vm, None);
+        let [a, b] = pair(&m);
+        let own = (!exchanged).then(|| m.open_vcpu(attr.clone(), None));
+        let read = |event: &Handle| RingReader::of(event.map(1, true).unwrap());
+        let (mut wide_ring, own_ring) = (read(&wide), own.as_ref().map(read));
+        m.clock.advance(10);
+        a.sched_in();
+        a.sched_in();
+        m.clock.advance(5);
+        assert_eq!(a.switch_to(&b), exchanged);
+        m.clock.advance(7);
+        b.sched_out();
+        b.sched_out();
+        m.core.remove_vcpu(a.id()).unwrap();
+        a.sched_in();
+        let expected = [(0, false, 10), (0, true, 15), (1, false, 15), (1, true, 22)];
+        assert_eq!(switches(&mut wide_ring, &attr), expected);
+        if let Some(mut ring) = own_ring {
+            assert_eq!(switches(&mut ring, &attr), expected[..2]);
+        }
     }
 }

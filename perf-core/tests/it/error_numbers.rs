@@ -225,7 +225,7 @@ fn errors_describe_the_problem() {
             OpenFlags::default(),
         )
         .unwrap_err();
-    assert_eq!(error.to_string(), "no vCPU 9");
+    assert_eq!(error.to_string(), "vCPU 9 not found");
     let leader = m.open_vcpu(hw(), None);
     let error = m
         .core

@@ -11,6 +11,91 @@ fn wide() -> Attr {
     }
 }
 
+/// A reset clears counts and leaves times, so the contributions of the vCPUs still add up.
+#[test]
+fn reset_family_keeps_times_of_exited_children() {
+    let m = TestCore::new(4);
+    let (_v0, _v1) = (m.vcpu(0), m.vcpu(1));
+    let e = m.open(wide(), OpenTarget::Vm, None);
+    m.run(0, 1000);
+    m.core.remove_vcpu(VcpuId(1)).unwrap();
+    e.reset(ControlScope::Event).unwrap();
+    m.run(0, 500);
+    let whole = e.read().unwrap();
+    assert_eq!((whole.value, whole.time_enabled_ns), (500, 2500));
+    let parts = e.read_by_vcpu().unwrap();
+    let vcpus: Vec<_> = parts.iter().map(|p| (p.vcpu.0, p.reading.value)).collect();
+    assert_eq!(vcpus, [(0, 500), (1, 0)]);
+    let sum = |part: fn(&Reading) -> u64| parts.iter().map(|p| part(&p.reading)).sum::<u64>();
+    assert_eq!(sum(|r| r.time_enabled_ns), whole.time_enabled_ns);
+    assert_eq!(sum(|r| r.time_running_ns), whole.time_running_ns);
+    m.core.remove_vcpu(VcpuId(0)).unwrap();
+    e.reset(ControlScope::Event).unwrap();
+    assert_eq!(e.read().unwrap().estimate(), Some(0));
+    let estimate = e.estimate().unwrap().unwrap();
+    assert_eq!((estimate.value, estimate.exact), (0, true));
+}
+
+/// A vCPU that is added again shares the entry of its predecessor.
+#[test]
+fn readings_by_vcpu_are_merged_and_ordered() {
+    let m = TestCore::new(4);
+    let e = m.open(wide(), OpenTarget::Vm, None);
+    for n in [3, 1, 2, 1, 3] {
+        let _vcpu = m.vcpu(n);
+        m.run(n, u64::from(n));
+        if n != 2 {
+            m.core.remove_vcpu(VcpuId(n)).unwrap();
+        }
+    }
+    let _again = m.vcpu(1);
+    m.run(1, 10);
+    let parts = e.read_by_vcpu().unwrap();
+    let parts: Vec<_> = parts.iter().map(|p| (p.vcpu.0, p.reading.value)).collect();
+    assert_eq!(parts, [(1, 12), (2, 2), (3, 6)]);
+}
+
+/// A VM-wide event does not count what other threads of the VMM do, whether they were added before
+/// or after it was opened.
+#[test]
+fn vm_wide_events_do_not_count_plain_threads() {
+    let m = TestCore::new(4);
+    let before = m.core.add_thread(1).unwrap();
+    let counted = m.open(wide(), OpenTarget::Vm, None);
+    let exits = Attr::counting(EventType::VMM, SoftwareEventId::Exits as u64);
+    let raised = m.open(exits.clone(), OpenTarget::Vm, None);
+    let after = m.core.add_thread(2).unwrap();
+    let _vcpu = m.vcpu(0);
+    m.run(0, 1);
+    for thread in [&before, &after] {
+        thread.sched_in();
+        let own = m.open(hw(), OpenTarget::Vcpu(thread.id()), None);
+        let own_exits = m.open(exits.clone(), OpenTarget::Vcpu(thread.id()), None);
+        m.run(thread.id().0, 100);
+        thread.software_event(SoftwareEventId::Exits, 100, None, &mut |_| {});
+        assert_eq!(own.read().unwrap().value, 100);
+        assert_eq!(own_exits.read().unwrap().value, 100);
+    }
+    assert_eq!((counted.children(), counted.read().unwrap().value), (1, 1));
+    assert_eq!(raised.read().unwrap().value, 0);
+    m.core.remove_vcpu(before.id()).unwrap();
+    assert_eq!(counted.read_by_vcpu().unwrap().len(), 1);
+}
+
+#[test]
+fn added_thread_gets_first_free_number() {
+    let m = TestCore::new(4);
+    let _vcpu = m.vcpu(7);
+    let first = PerfCore::FIRST_THREAD.0;
+    let add = || m.core.add_thread(1).unwrap().id().0 - first;
+    assert_eq!([add(), add(), add(), add()], [0, 1, 2, 3]);
+    for gone in [0, 2] {
+        m.core.remove_vcpu(VcpuId(first + gone)).unwrap();
+    }
+    m.core.add_cpu(0).unwrap();
+    assert_eq!([add(), add(), add()], [0, 2, 4]);
+}
+
 #[test]
 fn groups_are_inherited_whole_and_read_as_sums() {
     let m = TestCore::new(4);

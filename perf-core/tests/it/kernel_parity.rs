@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
-use perf_core::attr::ATTR_SIZE_VER1;
+use perf_core::attr::{ATTR_SIZE_MAX, ATTR_SIZE_VER8};
 use perf_core::pmu::host::HostPmu;
 use perf_core::*;
 use proptest::prelude::*;
@@ -227,7 +227,7 @@ fn attribute_of_a_current_perf_is_understood() {
     attr.set_sample_id_all(1);
     attr.set_disabled(1);
     attr.set_exclude_kernel(1);
-    assert!(attr.size > ATTR_SIZE_VER1);
+    assert!(attr.size >= ATTR_SIZE_VER8);
     let bytes = |attr: &perf_event_open_sys::bindings::perf_event_attr| {
         // SAFETY: the attribute consists of integers without padding and is read for its length.
         unsafe { std::slice::from_raw_parts((&raw const *attr).cast::<u8>(), size_of_val(attr)) }.to_vec()
@@ -238,11 +238,19 @@ fn attribute_of_a_current_perf_is_understood() {
     assert_eq!(handle.attr().sample_type.bits(), attr.sample_type);
     assert!(handle.attr().sample_id_all && handle.attr().disabled);
 
-    // Unsupported attributes are rejected, and the supported size is returned.
+    // Fields of unset sample fields are not read.
     attr.sample_stack_user = 8;
+    assert_eq!(no(kernel_open_bytes(&mut bytes(&attr), -1, 0)), 0);
+    assert_eq!(no(ours.open_bytes(&mut bytes(&attr))), 0);
+
+    // Fields of later versions are rejected, and the supported size is returned.
     let mut asked = bytes(&attr);
+    asked.resize(ATTR_SIZE_MAX as usize, 0);
+    asked[4..8].copy_from_slice(&ATTR_SIZE_MAX.to_ne_bytes());
+    asked[ATTR_SIZE_MAX as usize - 1] = 1;
+    assert_eq!(no(kernel_open_bytes(&mut asked.clone(), -1, 0)), libc::E2BIG);
     assert_eq!(no(ours.open_bytes(&mut asked)), libc::E2BIG);
-    assert_eq!(asked[4..8], ATTR_SIZE_VER1.to_ne_bytes());
+    assert_eq!(asked[4..8], ATTR_SIZE_VER8.to_ne_bytes());
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use linux_perf_data::linux_perf_event_reader::RecordType;
 use linux_perf_data::{PerfFileReader, PerfFileRecord};
-use perf_core::attr::ATTR_SIZE_VER1;
+use perf_core::attr::ATTR_SIZE_VER8;
 use perf_core::record::{MappingName, Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
@@ -16,7 +16,7 @@ use crate::common::test_core::*;
 /// Returns a perf.data file with the given events and their ids, and the records as in the ring.
 fn perf_file(events: &[(&Attr, u64)], records: &[u8]) -> Vec<u8> {
     const HEADER: u64 = 104;
-    let attr_size = u64::from(ATTR_SIZE_VER1);
+    let attr_size = u64::from(ATTR_SIZE_VER8);
     // The position of the ids follows each attribute.
     let ids_at = HEADER + (attr_size + 16) * events.len() as u64;
     let records_at = ids_at + 8 * events.len() as u64;

@@ -1,5 +1,6 @@
 //! Overflows, periods, limits and throttling.
 
+use perf_core::ring::RingReader;
 use perf_core::*;
 
 use crate::common::test_core::*;
@@ -277,6 +278,70 @@ fn frequency_below_tick_rate_converges_to_period() {
     }
 }
 
+/// Returns the overflows of an event that samples at `hz`, as the steps at which they are served.
+/// `work` runs one step; a step is a tenth of a tick of 4 ms.
+fn overflow_steps(m: &TestCore, hz: u64, steps: u64, work: impl Fn(u64)) -> Vec<u64> {
+    let v = m.vcpu(0);
+    let attr = Attr {
+        freq: true,
+        ..Attr::sampling(EventType::SIM, 1, hz)
+    };
+    let e = m.open_vcpu(attr, None);
+    let mut served = Vec::new();
+    for step in 1..=steps {
+        work(step);
+        serve(&v);
+        if e.poll().contains(PollState::IN) {
+            served.push(step);
+        }
+        if step % 10 == 0 {
+            m.core.tick();
+        }
+    }
+    served
+}
+
+/// An event that counts a billion per second starts with period 1. The first second must not make
+/// the period so long that the event falls silent.
+#[test]
+fn low_frequency_never_falls_silent() {
+    const SECOND: u64 = 2500;
+    for hz in [1, 5, 10, 49, 99] {
+        let m = TestCore::with(4, |c| c.tick_hz = 250);
+        let served = overflow_steps(&m, hz, 30 * SECOND, |_| m.run(0, 400_000));
+        let ends = [0].into_iter().chain(served.iter().copied()).chain([30 * SECOND]);
+        let ends: Vec<u64> = ends.collect();
+        let silence = ends.windows(2).map(|w| w[1] - w[0]).max().unwrap();
+        assert!(
+            silence <= 3 * SECOND / (2 * hz) + 25,
+            "{hz} Hz: silent for {silence} steps of 0.4 ms"
+        );
+        let late = served.iter().filter(|step| **step > 20 * SECOND).count() as u64;
+        assert!(
+            late.abs_diff(10 * hz) <= 2 + hz,
+            "{hz} Hz: {late} overflows in the last 10 s"
+        );
+    }
+}
+
+/// Page faults come in bursts: a burst must not be taken for the mean rate.
+#[test]
+fn low_frequency_survives_bursts() {
+    const SECOND: u64 = 2500;
+    let m = TestCore::with(4, |c| c.tick_hz = 250);
+    // 100 events within one step, 10 times per second.
+    let served = overflow_steps(&m, 10, 20 * SECOND, |step| {
+        m.clock.advance(400_000);
+        if step % 250 < 5 {
+            m.hw.work(0, 20);
+        }
+    });
+    for second in 0..20 {
+        let n = served.iter().filter(|step| **step / SECOND == second).count();
+        assert!((4..=40).contains(&n), "{n} overflows in second {second}");
+    }
+}
+
 /// A guest becomes a thousand times slower: its current period would take minutes, so it is
 /// shortened before it ends.
 #[test]
@@ -478,4 +543,36 @@ fn overflows_within_a_tick_adjust_frequency_period() {
     // moves an eighth of the way from 126 to 13. An interval of three ticks changes nothing.
     let seen = [999, 30_000_000, 9_000_000, 30_000_000, 0].map(next);
     assert_eq!(seen, [1, 1, 126, 126, 113]);
+}
+
+/// A ring in overwrite mode is a flight recorder: after it has wrapped, its newest samples can be
+/// read in their order, up to the last one.
+#[test]
+fn newest_samples_of_overwrite_ring_can_be_read() {
+    let m = TestCore::with(4, |c| c.sample_rate_hz = 1_000_000);
+    let v = m.vcpu(0);
+    let attr = Attr {
+        sample_type: SampleType::TIME,
+        ..Attr::sampling(EventType::SIM, 1, 10)
+    };
+    let e = m.open_vcpu(attr, None);
+    let ring = e.map(1, false).unwrap();
+    for _ in 0..1000 {
+        m.run(0, 10);
+        serve(&v);
+    }
+    e.pause_output(true).unwrap();
+    let mut reader = RingReader::map(ring.memfd()).unwrap();
+    let mut times = Vec::new();
+    while let Some(record) = reader.next_record().unwrap() {
+        times.push(u64::from_ne_bytes(record.body()[..8].try_into().unwrap()));
+    }
+    let newest: Vec<u64> = (0..1000).map(|n| 10 * n + 10).collect();
+    assert!(newest.ends_with(&times), "{times:?}");
+    // A record of 16 bytes; three quarters of the ring but a sixteenth.
+    assert!(
+        times.len() >= (4096 * 11 / 16 - 16) / 16,
+        "{} samples",
+        times.len()
+    );
 }

@@ -82,6 +82,82 @@ fn event_without_counter_is_not_dropped() {
     assert_eq!(halts.read().unwrap().value, 0);
 }
 
+/// A limit ends a raised event after exactly the requested number of reports, with registers and
+/// without, in one burst or several.
+#[test]
+fn refresh_limits_raised_event_with_cookie() {
+    for (bursts, with_regs) in [(10, false), (10, true), (1, false), (1, true)] {
+        let m = TestCore::new(1);
+        let v = m.vcpu(0);
+        let attr = Attr {
+            sample_period: 1,
+            disabled: true,
+            ..exits()
+        };
+        let flags = OpenFlags {
+            cookie: Some(4),
+            ..OpenFlags::default()
+        };
+        let target = OpenTarget::Vcpu(VcpuId(0));
+        let e = m.core.open(&m.admin, attr, target, None, flags).unwrap();
+        e.refresh(2).unwrap();
+        let mut times = 0;
+        for _ in 0..bursts {
+            let mut regs = UnavailableRegs;
+            let regs = with_regs.then_some(&mut regs as &mut dyn SampleRegs);
+            v.software_event(SoftwareEventId::Exits, 10 / bursts, regs, &mut |o| {
+                times += o.times
+            });
+        }
+        assert_eq!((times, e.state()), (2, EventState::Off), "{bursts} bursts");
+        assert!(e.poll().contains(PollState::HUP));
+    }
+}
+
+/// The largest burst is counted and overflows, and takes no longer than a small one, because the
+/// counter of a guest has no samples to separate.
+#[test]
+fn largest_burst_of_guest_counter_overflows_once() {
+    let m = TestCore::new(1);
+    let v = m.vcpu(0);
+    let attr = Attr {
+        sample_period: 1000,
+        pinned: true,
+        ..exits()
+    };
+    let flags = OpenFlags {
+        cookie: Some(4),
+        ..OpenFlags::default()
+    };
+    let target = OpenTarget::Vcpu(VcpuId(0));
+    let e = m.core.open(&m.guest, attr, target, None, flags).unwrap();
+    let mut reports = 0;
+    v.software_event(
+        SoftwareEventId::Exits,
+        u64::MAX,
+        Some(&mut UnavailableRegs),
+        &mut |o| {
+            reports += u32::from(o.times > 0);
+        },
+    );
+    assert!(reports > 0);
+    assert_eq!(e.read().unwrap().value, u64::MAX);
+}
+
+/// Closing events in any order leaves the others in place.
+#[test]
+fn closed_raised_events_leave_the_others_counting() {
+    let m = TestCore::new(1);
+    let v = m.vcpu(0);
+    let mut events: Vec<_> = (0..20).map(|_| Some(m.open_vcpu(exits(), None))).collect();
+    for (round, closed) in [7, 0, 19, 3, 18, 1].into_iter().enumerate() {
+        events[closed] = None;
+        raise(&v, 1);
+        let counts = events.iter().flatten().map(|e| e.read().unwrap().value);
+        assert_eq!(counts.collect::<Vec<_>>(), vec![round as u64 + 1; 19 - round]);
+    }
+}
+
 #[test]
 fn vm_context_counts_before_vcpu_context() {
     let m = TestCore::new(1);

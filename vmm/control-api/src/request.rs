@@ -136,6 +136,8 @@ requests! {
         vcpu: u32,
         /// Number of data pages, a power of two.
         pages: u32,
+        /// `true` if new records overwrite the oldest ones.
+        overwrite: bool,
     } => RingInfo;
     /// Requests the host kernel's ring of an event that has one ([`OpenedEvent::ring`]), with
     /// instruction pointers of the guest sampled without an exit. Reply: [`HostRingInfo`] and the

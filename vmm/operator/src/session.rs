@@ -290,6 +290,7 @@ impl SamplingSession {
             let call = request::Ring {
                 vcpu,
                 pages: RING_PAGES,
+                overwrite: false,
             };
             let (info, memfd): (RingInfo, File) = self.client.call_with_file(call)?;
             let reader =

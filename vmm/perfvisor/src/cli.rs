@@ -15,6 +15,7 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::config::{self, ExpandedArgs};
 use crate::jail::JailConfig;
+use control_api::nearest::did_you_mean;
 use guest_patching::rdpmc::RdpmcMode;
 use operator::commands::one_line;
 use operator::exporter::ExporterArgs;
@@ -658,7 +659,11 @@ fn condense_error(error: &clap::Error, command: &clap::Command, path: &str, word
         ErrorKind::UnknownArgument => {
             let letter = context(ContextKind::InvalidArg);
             let typed = whole_word(&letter, words).unwrap_or(letter);
-            let meant = meant(ContextKind::SuggestedArg);
+            // clap also suggests options that merely share an ending, as --vsock for --api-sock.
+            let meant = match error.get(ContextKind::SuggestedArg) {
+                Some(ContextValue::String(guess)) => did_you_mean(&typed, [guess.as_str()]),
+                _ => meant(ContextKind::SuggestedArg),
+            };
             let option = if typed.starts_with('-') {
                 ""
             } else {

@@ -370,6 +370,7 @@ impl OpenOperatorEvents {
             let call = request::Ring {
                 vcpu: 0,
                 pages: RING_PAGES,
+                overwrite: false,
             };
             let (info, memfd): (RingInfo, File) = client.call_with_file(call)?;
             let reader = RingReader::map(memfd.as_fd()).map_err(ChildError::Ring)?;

@@ -728,7 +728,9 @@ impl Model {
     pub fn reset(&mut self, name: u64) {
         let event = self.events.get_mut(&name).expect("it is open");
         event.gone.value = 0;
-        event.gone_by.clear();
+        for totals in event.gone_by.values_mut() {
+            totals.value = 0;
+        }
         for p in self.parts_of(name) {
             self.parts[p].totals.value = 0;
         }
@@ -787,14 +789,5 @@ impl Model {
             }
         }
         self.rotate();
-    }
-
-    pub fn rotate(&mut self) {
-        for ctx in 1..self.contexts.len() {
-            if self.contexts[ctx].inside && self.contexts[ctx].turned_ns < self.now {
-                self.contexts[ctx].turned_ns = self.now;
-                self.turned.push(ctx);
-            }
-        }
     }
 }

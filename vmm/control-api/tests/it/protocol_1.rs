@@ -76,8 +76,20 @@ fn requests_match_version_1() {
     asks(request::Read, r#"{"id":7,"call":"read"}"#);
     asks(request::Close, r#"{"id":7,"call":"close"}"#);
     asks(
-        request::Ring { vcpu: 1, pages: 64 },
+        request::Ring {
+            vcpu: 1,
+            pages: 64,
+            overwrite: false,
+        },
         r#"{"id":7,"call":"ring","vcpu":1,"pages":64}"#,
+    );
+    asks(
+        request::Ring {
+            vcpu: 1,
+            pages: 64,
+            overwrite: true,
+        },
+        r#"{"id":7,"call":"ring","vcpu":1,"pages":64,"overwrite":true}"#,
     );
     asks(
         request::HostRing { handle: 3 },

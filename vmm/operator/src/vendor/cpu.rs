@@ -49,15 +49,20 @@ impl CpuName {
     }
 
     /// Returns older processors whose events are mostly the same, the nearest first, for versions of
-    /// perf without a table of this processor (Intel's perfmon event lists; AMD's PPRs).
+    /// perf without a table of this processor. `mapfile.csv` in Linux's `tools/perf/pmu-events` has the
+    /// tables' processors.
     pub fn relatives(&self) -> Vec<Self> {
         // Model numbers in hexadecimal, as in perf's tables.
         const INTEL: &[(&[&str], &[&str])] = &[
-            // Emerald Rapids, Granite Rapids, Diamond Rapids: Sapphire Rapids, Ice Lake servers.
+            // Emerald Rapids and Granite Rapids: Sapphire Rapids, Ice Lake servers.
             (&["CF", "AD", "AE"], &["8F", "6A"]),
             (&["8F"], &["6A"]),
-            // Raptor Lake, Meteor Lake, Arrow Lake, Lunar Lake: Alder Lake.
-            (&["B7", "BA", "BF", "AA", "AC", "B5", "C5", "C6", "BD"], &["97"]),
+            // Raptor Lake and Meteor Lake: Alder Lake.
+            (&["B7", "BA", "BF", "AA", "AC", "B5"], &["97"]),
+            // Arrow Lake, Lunar Lake and Panther Lake: the one before, Meteor Lake, Alder Lake.
+            (&["C5", "C6"], &["AA", "97"]),
+            (&["BD"], &["C6", "AA", "97"]),
+            (&["CC", "D5"], &["BD", "C6", "AA", "97"]),
         ];
         // Zen 5 and Zen 4: Zen 4 and Zen 3.
         const ZEN_4: &str = "AuthenticAMD-25-11-1";
@@ -130,6 +135,37 @@ mod tests {
             "{}",
             CpuName::host()
         );
+    }
+
+    /// The order of Intel's tables and their models are those of `mapfile.csv` of Linux.
+    #[test]
+    fn relatives_are_of_older_tables() {
+        const CLIENTS: &[&[&str]] = &[
+            &["97", "9A", "B7", "BA", "BF"],
+            &["AA", "AC", "B5"],
+            &["C5", "C6"],
+            &["BD"],
+            &["CC", "D5"],
+        ];
+        const SERVERS: &[&[&str]] = &[&["6A", "6C"], &["8F"], &["CF"], &["AD", "AE"]];
+        for tables in [CLIENTS, SERVERS] {
+            let at = |model: &str| tables.iter().position(|models| models.contains(&model));
+            let newer = tables.iter().enumerate().skip(1);
+            for (table, model) in newer.flat_map(|(n, models)| models.iter().map(move |m| (n, m))) {
+                let name = format!("GenuineIntel-6-{model}-1").parse::<CpuName>().unwrap();
+                let relatives: Vec<_> = name
+                    .relatives()
+                    .iter()
+                    .map(|cpu| at(cpu.0.split('-').nth(2).unwrap()))
+                    .collect();
+                assert!(!relatives.is_empty(), "{model}");
+                assert!(
+                    relatives.iter().all(|of| of.is_some_and(|of| of < table)),
+                    "{model}: {relatives:?}"
+                );
+                assert!(relatives.is_sorted_by(|a, b| a > b), "{model}: {relatives:?}");
+            }
+        }
     }
 
     #[test]

@@ -206,6 +206,18 @@ fn missing_and_unknown_commands_print_one_line() {
     ));
 }
 
+/// An option that is no typing error gets no suggestion.
+#[test]
+fn dissimilar_option_is_not_suggested() {
+    let Err(CliExit::Error(line)) = parse(["perfvisor", "run", "--api-sock", "/tmp/x"]) else {
+        panic!("--api-sock is unknown");
+    };
+    assert!(
+        line.contains("'--api-sock'") && !line.contains("did you mean"),
+        "{line}"
+    );
+}
+
 /// `help COMMAND` prints the command's help, and reports errors like the command.
 #[test]
 fn help_command_prints_help() {

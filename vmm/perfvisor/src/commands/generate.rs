@@ -199,6 +199,8 @@ const OPTION_VALUES: &[(&str, &[&str])] = &[
     ("on_reset", &["exit", "restart"]),
     ("hugepages", &["off", "transparent", "2M"]),
     ("boot_protocol", &["auto", "pvh"]),
+    // The first one is the default. Lists of keys are typed.
+    ("sort", &["comm,dso,sym", "comm", "pid", "vcpu", "dso", "sym"]),
 ];
 
 /// Sets what a shell offers for the value of `arg`: the known values, files, or nothing. Without a
@@ -287,6 +289,7 @@ mod tests {
             "auto off host intel amd amd-k7 amd-v2",
             "auto hardware clock exact kvm none",
             "guest-first operator-first strict",
+            "comm,dso,sym comm pid vcpu dso sym",
         ] {
             assert!(bash.contains(values), "{values}");
         }

@@ -119,8 +119,13 @@ fn added_vcpus_stay_if_guest_does_not_respond() {
         })
         .unwrap();
     assert_eq!(opened.len(), 1);
-    let (ring, _): (RingInfo, std::fs::File) =
-        each.call_with_file(request::Ring { vcpu: 0, pages: 8 }).unwrap();
+    let (ring, _): (RingInfo, std::fs::File) = each
+        .call_with_file(request::Ring {
+            vcpu: 0,
+            pages: 8,
+            overwrite: false,
+        })
+        .unwrap();
     let () = each.call(request::Enable).unwrap();
 
     let out = vm.run(&["-v", "ctl", "test", "vcpus", "3", "--wait", "0.3"]);
@@ -153,8 +158,13 @@ fn added_vcpus_stay_if_guest_does_not_respond() {
             .all(|j| j.refused.is_none() && j.events[0].handle.is_some())
     );
     assert_eq!(each.call(request::Joined).unwrap(), []);
-    let (info, memfd): (RingInfo, std::fs::File) =
-        each.call_with_file(request::Ring { vcpu: 2, pages: 8 }).unwrap();
+    let (info, memfd): (RingInfo, std::fs::File) = each
+        .call_with_file(request::Ring {
+            vcpu: 2,
+            pages: 8,
+            overwrite: false,
+        })
+        .unwrap();
     assert_eq!((info.vcpu, info.sample_type), (2, ring.sample_type));
     assert_eq!(memfd.metadata().unwrap().len(), 9 * 4096);
 
@@ -559,7 +569,13 @@ fn client_events_end_with_connection() {
             .unwrap();
         assert_eq!(opened.len(), 6);
         for vcpu in 0..vm.vcpus {
-            let (_, _memfd): (RingInfo, _) = dies.call_with_file(request::Ring { vcpu, pages: 16 }).unwrap();
+            let (_, _memfd): (RingInfo, _) = dies
+                .call_with_file(request::Ring {
+                    vcpu,
+                    pages: 16,
+                    overwrite: false,
+                })
+                .unwrap();
         }
         // The host kernel samples guest time only.
         for o in &opened {

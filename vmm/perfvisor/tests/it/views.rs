@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use crate::common::operator::{TestVm, value_of};
 use crate::common::vm::{PROGRAM, eventually};
@@ -68,6 +69,58 @@ fn recording_continues_in_new_file_on_signal() {
         last_ns = profile.samples().map(|s| s.time_ns).max().unwrap();
         let text = vm.say(&["report", "-i", file.to_str().unwrap()]);
         assert!(text.contains("spin_hot"), "{}: {text}", file.display());
+    }
+}
+
+/// With `--overwrite`, nothing is written before a signal, and each file has only the newest samples
+/// since the previous one.
+#[test]
+fn overwrite_recording_writes_newest_samples_on_signal() {
+    const RING_BYTES: usize = 8 << 12;
+    const SAMPLE_MIN_BYTES: usize = 100;
+    let Some(vm) = TestVm::spinning(1) else { return };
+    let mut child = recorder(&vm, &["--overwrite", "--switch-output", "-m", "8"]);
+    let output = vm.vm.runtime.path().join("perf.data");
+    eventually("the file is created", || output.exists());
+    let length = || std::fs::metadata(&output).unwrap().len();
+    for files in 1..=2 {
+        // Long enough for the samples to fill the ring more than once.
+        std::thread::sleep(Duration::from_secs(2));
+        assert!(length() < 16 << 10, "{} bytes before the signal", length());
+        send(&child, "-USR2");
+        eventually("the file is completed", || completed(&vm).len() == files);
+    }
+    std::thread::sleep(Duration::from_secs(1));
+    send(&child, "-INT");
+    assert!(child.wait().unwrap().success());
+    let mut last_ns = 0;
+    for file in completed(&vm).iter().chain([&output]) {
+        let profile = reader::read_file(file).unwrap();
+        let times: Vec<u64> = profile.samples().map(|s| s.time_ns).collect();
+        assert!(
+            times.first().is_some_and(|first_ns| *first_ns > last_ns),
+            "{times:?}"
+        );
+        assert!(times.is_sorted(), "{times:?}");
+        assert!(
+            times.len() <= RING_BYTES / SAMPLE_MIN_BYTES,
+            "{} samples",
+            times.len()
+        );
+        last_ns = times[times.len() - 1];
+        let text = vm.say(&["report", "-i", file.to_str().unwrap()]);
+        assert!(text.contains("spin_hot"), "{}: {text}", file.display());
+    }
+    for (args, message) in [
+        (&["--overwrite", "--switch-output=1M"][..], "cannot be a size"),
+        (&["--overwrite", "--chain-every", "2"], "--chain-every"),
+    ] {
+        let refused = vm.run(&[&["record", "test"], args].concat());
+        let said = String::from_utf8_lossy(&refused.stderr);
+        assert!(
+            refused.status.code() == Some(2) && said.contains(message),
+            "{said}"
+        );
     }
 }
 

@@ -22,5 +22,6 @@ mod events;
 mod exits;
 mod guest_view;
 pub mod processes;
+mod rings;
 pub mod server;
 pub mod session;

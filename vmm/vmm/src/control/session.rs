@@ -8,11 +8,12 @@ use perf_core::attr::STACK_USER_MAX;
 use perf_core::pmu::{PmuError, VcpuId, host};
 use perf_core::ring::Ring;
 use perf_core::{
-    Attr, ControlScope, Handle, MapError, OpenError, OpenFlags, OpenTarget, Role, SampleType, Session,
-    VcpuReading, error_line,
+    Attr, ControlScope, Handle, OpenError, OpenFlags, OpenTarget, Role, SampleType, Session, VcpuReading,
+    error_line,
 };
 
 use super::events::{OperatorEvent, operator_event};
+use super::rings::{RingLayout, shared_ring};
 use crate::devices::cpu_plug::VcpuSet;
 use crate::pmu::backing;
 use crate::pmu::{HostSampling, HostSamplingError, VmPmu};
@@ -51,8 +52,8 @@ pub struct EventSession {
     registry: Arc<VcpuRegistry>,
     /// Events that are also opened on vCPUs that are plugged later.
     hotplug_events: Vec<HotplugEvents>,
-    /// Number of data pages per ring. Set with the first ring.
-    ring_pages: Option<u32>,
+    /// Layout of the rings. Set with the first ring.
+    ring_layout: Option<RingLayout>,
     /// vCPUs whose ring was created at hot-plug and not fetched yet.
     made: BTreeSet<u32>,
     /// `true` if the last request enabled the events.
@@ -130,7 +131,7 @@ impl EventSession {
             pmu,
             registry,
             hotplug_events: Vec::new(),
-            ring_pages: None,
+            ring_layout: None,
             made: BTreeSet::new(),
             enabled: false,
             joined: Vec::new(),
@@ -273,11 +274,11 @@ impl EventSession {
             }
         }
         let sampled = |e: &OpenEvent| e.handle.attr().is_sampling();
-        if let Some(pages) = self.ring_pages
+        if let Some(layout) = self.ring_layout
             && samples
             && self.events[before..].iter().any(sampled)
         {
-            self.ring(vcpu, pages)?;
+            self.ring(vcpu, layout)?;
             self.made.insert(vcpu);
         }
         if self.enabled {
@@ -548,7 +549,7 @@ impl EventSession {
         self.made.clear();
         self.hotplug_events.clear();
         self.joined.clear();
-        self.ring_pages = None;
+        self.ring_layout = None;
         self.enabled = false;
     }
 
@@ -567,7 +568,8 @@ impl EventSession {
     /// # Errors
     /// Returns a [`Failure`] if the size is too large or not a power of two, the vCPU has no
     /// sampling event or already a ring, or the memory limit is reached.
-    pub fn ring(&mut self, vcpu: u32, pages: u32) -> Result<(RingInfo, Arc<Ring>), Failure> {
+    pub fn ring(&mut self, vcpu: u32, layout: RingLayout) -> Result<(RingInfo, Arc<Ring>), Failure> {
+        let pages = layout.pages;
         if pages == 0 || pages > MAX_RING_PAGES || !pages.is_power_of_two() {
             return fail(
                 FailureKind::Invalid,
@@ -593,10 +595,10 @@ impl EventSession {
             return Ok((self.ring_info(vcpu, first.attr()), ring.clone()));
         }
         let others: Vec<&Handle> = of_vcpu.collect();
-        let ring = shared_ring(first, &others, pages as usize)?;
+        let ring = shared_ring(first, &others, layout)?;
         let info = self.ring_info(vcpu, first.attr());
         self.rings.insert(vcpu, ring.clone());
-        self.ring_pages = Some(pages);
+        self.ring_layout = Some(layout);
         self.pmu.probe().add_listener();
         Ok((info, ring))
     }
@@ -614,35 +616,6 @@ impl EventSession {
     fn clock_offset_ns(&self) -> u64 {
         host::monotonic_ns().saturating_sub(self.pmu.core().now_ns())
     }
-}
-
-/// Attaches one ring to `first` and `others`, or to none of them if one attachment fails.
-fn shared_ring(first: &Handle, others: &[&Handle], pages: usize) -> Result<Arc<Ring>, Failure> {
-    let ring = first.map(pages, true).map_err(|e| Failure {
-        kind: match e {
-            MapError::MemoryLimit { .. } => FailureKind::Limit,
-            _ => FailureKind::Internal,
-        },
-        message: match &e {
-            MapError::MemoryLimit { pages, limit } => format!(
-                "{pages} more pages of ring memory exceed the limit of {limit} for this user; use smaller rings (-m), \
-                 or start the VM with more --ring-memory"
-            ),
-            _ => error_line(&e),
-        },
-    })?;
-    for (at, other) in others.iter().enumerate() {
-        if let Err(e) = other.set_output(Some(first)) {
-            for redirected in others.iter().take(at) {
-                if let Err(e) = redirected.set_output(None) {
-                    log::debug!("an event without a ring: {e}");
-                }
-            }
-            first.unmap();
-            return fail(FailureKind::Internal, error_line(&e));
-        }
-    }
-    Ok(ring)
 }
 
 fn has(vcpus: VcpuSet, vcpu: u32) -> bool {
@@ -752,45 +725,4 @@ fn not_opened(error: OpenError) -> EventOpenError {
         _ => FailureKind::Invalid,
     };
     EventOpenError::Refused(Failure { kind, message })
-}
-
-#[cfg(test)]
-mod tests {
-    use perf_core::pmu::sim::SimPmu;
-    use perf_core::{EventType, PerfCore};
-
-    use super::*;
-
-    /// If one event cannot share a ring, the ring is removed from all and can be requested again.
-    #[test]
-    fn failed_shared_ring_is_detached() {
-        let core = PerfCore::builder()
-            .driver(Arc::new(SimPmu::with_slots(4)))
-            .build()
-            .unwrap();
-        let _context = core.add_vcpu(VcpuId(0), 1).unwrap();
-        let session = core.session(0, Role::Admin);
-        let open = || {
-            let attr = Attr::sampling(EventType::SIM, 1, 100);
-            core.open(
-                &session,
-                attr,
-                OpenTarget::Vcpu(VcpuId(0)),
-                None,
-                OpenFlags::default(),
-            )
-            .unwrap()
-        };
-        let (first, second, third) = (open(), open(), open());
-        let before = core.ring_pages(0);
-        third.map(1, true).unwrap();
-        assert!(shared_ring(&first, &[&second, &third], 4).is_err());
-        assert!(!first.unmap(), "it is mapped no more");
-        third.unmap();
-        assert_eq!(core.ring_pages(0), before, "its pages are not charged any more");
-        // A different size works because the first ring is removed. An event that writes to a ring
-        // accepts no other.
-        shared_ring(&second, &[&first, &third], 8).unwrap();
-        assert!(first.map(8, true).is_err() && third.map(8, true).is_err());
-    }
 }

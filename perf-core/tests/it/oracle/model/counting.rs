@@ -79,19 +79,40 @@ impl Model {
                     part.to_go = part.period;
                 }
             }
-            if spec.cookie && !points.is_empty() {
-                *reports.0.entry(part.event).or_default() += points.len() as u64;
-            }
-            if !with_regs || part.throttled {
-                continue;
-            }
-            for (i, at) in points.into_iter().enumerate() {
-                if self.one_overflow(p, at, 1, i > 0).ends() {
+            let has_samples = with_regs && !part.throttled;
+            let name = part.event;
+            let mut reported = 0;
+            let mut last = false;
+            for (i, at) in points.iter().enumerate().filter(|_| has_samples) {
+                let outcome = self.one_overflow(p, *at, 1, i > 0);
+                reported += 1;
+                last = outcome == OverflowOutcome::Last;
+                if outcome.ends() {
                     break;
                 }
             }
+            if spec.cookie && !points.is_empty() {
+                if !last {
+                    reported += self.count_rest(p, points.len() as u64 - reported);
+                }
+                *reports.0.entry(name).or_default() += reported;
+            }
         }
         reports
+    }
+
+    /// Counts `times` overflows without samples. Returns the number that the limit allows.
+    fn count_rest(&mut self, p: usize, times: u64) -> u64 {
+        let part = &mut self.parts[p];
+        if part.limit == 0 {
+            return times;
+        }
+        let counted = times.min(part.limit);
+        part.limit -= counted;
+        if part.limit == 0 {
+            self.disable(p);
+        }
+        counted
     }
 
     /// Handles the overflows of vCPU `n`.

@@ -3,6 +3,16 @@
 use super::{EventState, Model};
 
 impl Model {
+    /// Ends a turn in all contexts.
+    pub fn rotate(&mut self) {
+        for ctx in 1..self.contexts.len() {
+            if self.contexts[ctx].inside && self.contexts[ctx].turned_ns < self.now {
+                self.contexts[ctx].turned_ns = self.now;
+                self.turned.push(ctx);
+            }
+        }
+    }
+
     /// Adopts the observed set of running flexible hardware groups. Returns an error that names any
     /// impossible assignment.
     pub fn observe(&mut self, is_on: &dyn Fn(&Self, usize) -> bool) -> Result<(), String> {

@@ -142,6 +142,11 @@ pub struct RecordArgs {
     /// Keep only the newest N completed files of --switch-output.
     #[arg(long, value_name = "N", requires = "switch_output", value_parser = integer_in_range(1..=1_000_000usize))]
     pub switch_max_files: Option<usize>,
+    /// Keep only the newest samples, in rings that overwrite the oldest ones, and write them when
+    /// --switch-output is due and at the end: a flight recorder. Every sample stops the vCPU; rings of
+    /// --mmap-pages hold at least half of their size.
+    #[arg(long, conflicts_with_all = ["chain_every", "max_size"])]
+    pub overwrite: bool,
     /// Start sampling after this time in milliseconds; -1: when --control enables it [default: 0]
     #[arg(short = 'D', long, value_name = "MS", allow_negative_numbers = true, default_value_t = 0, hide_default_value = true,
           value_parser = integer_in_range(-1..=(1i64 << 40) - 1))]
@@ -168,6 +173,17 @@ impl RecordArgs {
             .as_ref()
             .map(BuildIdDir::new)
             .or_else(BuildIdDir::of_user)
+    }
+
+    /// Checks that the trigger of `--switch-output` can occur with `--overwrite`.
+    ///
+    /// # Errors
+    /// Returns [`RecordError::OverwriteBySize`] if it is a size.
+    pub(super) fn check_overwrite(&self) -> Result<(), RecordError> {
+        match self.switch_output {
+            Some(SwitchTrigger::Size(_)) if self.overwrite => Err(RecordError::OverwriteBySize),
+            _ => Ok(()),
+        }
     }
 
     /// Checks that the rings have room for several samples with stack copies.
@@ -203,7 +219,12 @@ impl RecordArgs {
             rate,
             frequency: self.period.is_none(),
             callchain: self.call_graph != CallGraph::None,
-            chain_every: self.chain_every.unwrap_or(by_default),
+            // The host kernel's samples would need a ring of their own that is drained.
+            chain_every: if self.overwrite {
+                1
+            } else {
+                self.chain_every.unwrap_or(by_default)
+            },
             stack_bytes: match self.call_graph {
                 CallGraph::Dwarf(bytes) => bytes,
                 CallGraph::Fp | CallGraph::None => 0,

@@ -26,6 +26,10 @@ pub enum RecordError {
         pages: u32,
         least: u32,
     },
+    #[error(
+        "--overwrite writes nothing before --switch-output is due, so that cannot be a size; use signal or a time"
+    )]
+    OverwriteBySize,
     #[error("writing the samples")]
     Write(#[source] io::Error),
     #[error("{}: the recording was stopped after {samples} samples; free space or use another disk", path.display())]

@@ -19,7 +19,7 @@ use perf_core::ReadFormat;
 use perf_core::SampleType;
 use perf_core::pmu::host::{GuestSampleRing, monotonic_ns};
 use perf_core::record::{Record, RecordFormat, Sample as RingSample};
-use perf_core::ring::RingReader;
+use perf_core::ring::{RingReadError, RingReader};
 
 use super::all::for_each_vm;
 use super::select::name_or_pid;
@@ -67,6 +67,7 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
         return Err(RecordError::NeverBegins);
     }
     args.check_ring_size()?;
+    args.check_overwrite()?;
     let signals = match args.switch_output {
         Some(SwitchTrigger::Signal) => StopSignals::block_with_user_signal(),
         _ => StopSignals::block(),
@@ -167,12 +168,26 @@ fn sample(
         if over {
             gone |= set_sampling(client, request::Disable)?;
         }
-        streams.drain(recording)?;
-        if over {
-            break;
+        if args.overwrite {
+            // The rings keep the newest samples until a snapshot is due.
+            if over {
+                streams.drain(recording)?;
+                break;
+            }
+            if recording.is_switch_due(signals) {
+                streams.drain(recording)?;
+                recording.switch_file(args)?;
+            }
+        } else {
+            streams.drain(recording)?;
+            if over {
+                break;
+            }
+            recording.keep()?;
+            if recording.is_switch_due(signals) {
+                recording.switch_file(args)?;
+            }
         }
-        recording.keep()?;
-        recording.switch_if_due(args, signals)?;
         full = args.max_size.is_some_and(|limit| recording.bytes() >= limit);
         // The ring mappings outlive the VM, so its last samples are read after its end.
         let steered = match client.call(request::Joined) {
@@ -291,6 +306,8 @@ struct SampleStreams {
     lanes: Vec<SampledEvent>,
     /// Lane indices by stream ID.
     by_stream: HashMap<u64, usize>,
+    /// `true` if new records overwrite the oldest ones.
+    overwrite: bool,
 }
 
 impl SampleStreams {
@@ -304,6 +321,7 @@ impl SampleStreams {
             rings: Vec::new(),
             lanes: Vec::new(),
             by_stream: HashMap::new(),
+            overwrite: args.overwrite,
         };
         let why_not = streams.add(client, args, opened, sampling)?;
         if let Some(why) = why_not {
@@ -364,6 +382,7 @@ impl SampleStreams {
             let call = request::Ring {
                 vcpu,
                 pages: args.mmap_pages,
+                overwrite: args.overwrite,
             };
             let (info, memfd): (RingInfo, File) = client.call_with_file(call)?;
             let reader = RingReader::map(memfd.as_fd())
@@ -432,6 +451,11 @@ impl SampleStreams {
             let record = match reader.next_record() {
                 Ok(Some(raw)) => Record::decode(raw, format),
                 Ok(None) => break,
+                // The reader continues in the newer half of the ring.
+                Err(RingReadError::Overrun { bytes }) if self.overwrite => {
+                    log::debug!("{bytes} bytes of vCPU {} were overwritten", info.vcpu);
+                    continue;
+                }
                 Err(e) => {
                     log::warn!("the ring of vCPU {}: {}", info.vcpu, error_line(&e));
                     recording.add_damaged();

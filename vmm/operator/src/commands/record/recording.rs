@@ -450,20 +450,16 @@ impl Recording {
         self.names.take_saved(&self.mapped)
     }
 
-    /// Continues in a new file if `--switch-output` requires it.
-    pub(super) fn switch_if_due(
-        &mut self,
-        args: &RecordArgs,
-        signals: &StopSignals,
-    ) -> Result<(), RecordError> {
+    /// Returns whether `--switch-output` requires a new file.
+    pub(super) fn is_switch_due(&self, signals: &StopSignals) -> bool {
         let bytes = self.writer.bytes();
-        if !self
-            .switch
+        self.switch
             .as_ref()
             .is_some_and(|switch| switch.is_due(bytes, signals))
-        {
-            return Ok(());
-        }
+    }
+
+    /// Continues in a new file.
+    pub(super) fn switch_file(&mut self, args: &RecordArgs) -> Result<(), RecordError> {
         self.writer.checkpoint().map_err(RecordError::Write)?;
         let symbols = self.symbols_of_file(args);
         let completed = OutputSwitch::name_of_completed(&args.output);

@@ -370,6 +370,7 @@ fn ring_of(client: &mut Client, vcpu: u32) -> Result<(RingReader, RingInfo), Ope
     let call = request::Ring {
         vcpu,
         pages: RING_PAGES,
+        overwrite: false,
     };
     let (info, memfd): (RingInfo, File) = client.call_with_file(call)?;
     let reader =

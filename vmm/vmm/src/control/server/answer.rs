@@ -10,6 +10,7 @@ use vpmu::EventFilter;
 
 use super::{Connection, ControlServer, FdSource, RequestOutcome, SocketAccess};
 use crate::control::exits::{ExitCountSnapshot, ExitWatch};
+use crate::control::rings::RingLayout;
 use crate::control::session::{EventSession, EventTargets, fail, role};
 use crate::pmu::{KernelSearchProgress, VmPmu};
 use crate::vcpu::control::{RunState, StopReason};
@@ -44,11 +45,11 @@ impl Connection {
         value(losses.unwrap_or_default())
     }
 
-    fn ring(&mut self, vcpu: u32, pages: u32) -> Result<RequestOutcome, Failure> {
+    fn ring(&mut self, vcpu: u32, pages: u32, overwrite: bool) -> Result<RequestOutcome, Failure> {
         let Some(events) = &mut self.events else {
             return fail(FailureKind::Invalid, "no event is open");
         };
-        let (info, ring) = events.ring(vcpu, pages)?;
+        let (info, ring) = events.ring(vcpu, RingLayout { pages, overwrite })?;
         Ok(RequestOutcome::WithFd(to_value(info)?, FdSource::Ring(ring)))
     }
 
@@ -120,7 +121,11 @@ impl ControlServer {
                 connection.events = None;
                 value(Value::Null)
             }
-            Call::Ring { vcpu, pages } => connection.ring(vcpu, pages),
+            Call::Ring {
+                vcpu,
+                pages,
+                overwrite,
+            } => connection.ring(vcpu, pages, overwrite),
             Call::HostRing { handle } => connection.host_ring(handle),
             Call::Chains { handle, every } => {
                 connection.opened()?.sample_in_vmm(handle, every)?;

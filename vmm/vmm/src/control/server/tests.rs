@@ -328,6 +328,7 @@ fn requests(a: u32, b: u64, words: &str) -> Vec<Call> {
         Call::Ring {
             vcpu: a % 4,
             pages: b as u32,
+            overwrite: false,
         },
         Call::HostRing { handle: a },
         Call::Chains {
@@ -419,7 +420,15 @@ fn refused_request_keeps_connection_open() {
     };
     let many = vec!["task-clock"; 257].join(",");
     for (call, kind, said) in [
-        (Call::Ring { vcpu: 0, pages: 1 }, Invalid, "no event is open"),
+        (
+            Call::Ring {
+                vcpu: 0,
+                pages: 1,
+                overwrite: false,
+            },
+            Invalid,
+            "no event is open",
+        ),
         (Call::Chains { handle: 0, every: 1 }, Invalid, "no event is open"),
         (open("", None, false), Invalid, ""),
         (open("no-such-event", None, false), Invalid, "no-such-event"),
@@ -488,14 +497,39 @@ fn failed_event_list_leaves_no_event_open() {
         "one on each vCPU: {opened}"
     );
     for pages in [0, 3, u32::MAX] {
-        let failure = served.ask(&mut peer, &Call::Ring { vcpu: 0, pages }).unwrap_err();
+        let failure = served
+            .ask(
+                &mut peer,
+                &Call::Ring {
+                    vcpu: 0,
+                    pages,
+                    overwrite: false,
+                },
+            )
+            .unwrap_err();
         assert_eq!(failure.kind, FailureKind::Invalid, "{pages} pages: {failure}");
     }
     let failure = served
-        .ask(&mut peer, &Call::Ring { vcpu: 7, pages: 8 })
+        .ask(
+            &mut peer,
+            &Call::Ring {
+                vcpu: 7,
+                pages: 8,
+                overwrite: false,
+            },
+        )
         .unwrap_err();
     assert_eq!(failure.kind, FailureKind::Invalid, "{failure}");
-    served.ask(&mut peer, &Call::Ring { vcpu: 0, pages: 8 }).unwrap();
+    served
+        .ask(
+            &mut peer,
+            &Call::Ring {
+                vcpu: 0,
+                pages: 8,
+                overwrite: false,
+            },
+        )
+        .unwrap();
     let failure = served.ask(&mut peer, &open("task-clock", 0)).unwrap_err();
     assert_eq!(failure.message, "open sampling events before their ring");
     let read = served.ask(&mut peer, &Call::Read).unwrap();

@@ -1,0 +1,97 @@
+//! The rings to which the sampling events of a vCPU write.
+
+use std::sync::Arc;
+
+use perf_core::ring::Ring;
+use perf_core::{Handle, MapError, error_line};
+
+use super::session::fail;
+use control_api::protocol::{Failure, FailureKind};
+
+/// Size and mode of a ring.
+#[derive(Clone, Copy, Debug)]
+pub struct RingLayout {
+    /// Number of data pages.
+    pub pages: u32,
+    /// `true` if new records overwrite the oldest ones.
+    pub overwrite: bool,
+}
+
+/// Attaches one ring to `first` and `others`, or to none of them if one attachment fails.
+pub(super) fn shared_ring(
+    first: &Handle,
+    others: &[&Handle],
+    layout: RingLayout,
+) -> Result<Arc<Ring>, Failure> {
+    let ring = first.map(layout.pages as usize, !layout.overwrite).map_err(|e| Failure {
+        kind: match e {
+            MapError::MemoryLimit { .. } => FailureKind::Limit,
+            _ => FailureKind::Internal,
+        },
+        message: match &e {
+            MapError::MemoryLimit { pages, limit } => format!(
+                "{pages} more pages of ring memory exceed the limit of {limit} for this user; use smaller rings (-m), \
+                 or start the VM with more --ring-memory"
+            ),
+            _ => error_line(&e),
+        },
+    })?;
+    for (at, other) in others.iter().enumerate() {
+        if let Err(e) = other.set_output(Some(first)) {
+            for redirected in others.iter().take(at) {
+                if let Err(e) = redirected.set_output(None) {
+                    log::debug!("an event without a ring: {e}");
+                }
+            }
+            first.unmap();
+            return fail(FailureKind::Internal, error_line(&e));
+        }
+    }
+    Ok(ring)
+}
+
+#[cfg(test)]
+mod tests {
+    use perf_core::pmu::VcpuId;
+    use perf_core::pmu::sim::SimPmu;
+    use perf_core::{Attr, EventType, OpenFlags, OpenTarget, PerfCore, Role};
+
+    use super::*;
+
+    /// If one event cannot share a ring, the ring is removed from all and can be requested again.
+    #[test]
+    fn failed_shared_ring_is_detached() {
+        let core = PerfCore::builder()
+            .driver(Arc::new(SimPmu::with_slots(4)))
+            .build()
+            .unwrap();
+        let _context = core.add_vcpu(VcpuId(0), 1).unwrap();
+        let session = core.session(0, Role::Admin);
+        let open = || {
+            let attr = Attr::sampling(EventType::SIM, 1, 100);
+            core.open(
+                &session,
+                attr,
+                OpenTarget::Vcpu(VcpuId(0)),
+                None,
+                OpenFlags::default(),
+            )
+            .unwrap()
+        };
+        let (first, second, third) = (open(), open(), open());
+        let layout = |pages| RingLayout {
+            pages,
+            overwrite: false,
+        };
+        let before = core.ring_pages(0);
+        third.map(1, true).unwrap();
+        assert!(shared_ring(&first, &[&second, &third], layout(4)).is_err());
+        assert!(!first.unmap(), "it is mapped no more");
+        third.unmap();
+        assert_eq!(core.ring_pages(0), before, "its pages are not charged any more");
+        // A different size works because the first ring is removed. An event that writes to a ring
+        // accepts no other.
+        shared_ring(&second, &[&first, &third], layout(8)).unwrap();
+        assert!(first.map(8, true).is_err() && third.map(8, true).is_err());
+    }
+}
