@@ -254,7 +254,7 @@ fn argument_errors_name_the_command() {
         (
             &["ctl", "vm"],
             [
-                "pause, resume, powerdown, stop, status, vcpus, share, filter",
+                "pause, resume, powerdown, stop, status, vcpus, snapshot, share, filter",
                 "`perfvisor ctl --help`",
             ],
         ),

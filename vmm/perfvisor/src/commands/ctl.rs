@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, Subcommand};
 
 use super::ps::vcpu_count_text;
+use super::snapshot::{self, SnapshotCommandError};
 use super::{CommandError, DONE, OutputError, connect, print};
 use crate::exit::ExitStatus;
 use crate::input;
@@ -73,6 +74,16 @@ pub enum Action {
         #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = parse_seconds)]
         wait: Duration,
     },
+    /// Save the VM to a new directory, from which `perfvisor run --restore DIR` continues it. The VM is
+    /// paused meanwhile and goes on afterwards.
+    Snapshot {
+        /// Directory of the snapshot, which must not exist.
+        #[arg(value_name = "DIR")]
+        dir: PathBuf,
+        /// End the VM when the snapshot is on disk.
+        #[arg(long)]
+        stop: bool,
+    },
     /// Who gets the host's counters when they run out.
     Share {
         /// guest-first, operator-first or strict.
@@ -123,6 +134,8 @@ pub enum CtlError {
     Leaving(String),
     #[error("the VM has not ended yet")]
     NotEnded,
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotCommandError),
 }
 
 impl From<ClientError> for CtlError {
@@ -150,6 +163,7 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
         Action::Powerdown => (Call::Powerdown, "power button pressed"),
         Action::Status { .. } => (Call::Status, ""),
         Action::Vcpus { count, .. } => (Call::Vcpus { count: *count }, ""),
+        Action::Snapshot { .. } => (Call::Snapshot, ""),
         Action::Share { policy } => {
             let parsed: Result<SharePolicy, _> = policy.parse();
             let value = policy.clone();
@@ -168,6 +182,19 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
         }
     };
     let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
+    if let Action::Snapshot { dir, stop } = &args.action {
+        let saved = snapshot::take(&mut client, dir, *stop)?;
+        if *stop {
+            wait_for_end(&mut client)?;
+        }
+        print(&format!(
+            "{}: snapshot in {}, {} MiB of memory\n",
+            client.info().name,
+            dir.display(),
+            saved >> 20
+        ))?;
+        return Ok(DONE);
+    }
     match args.action {
         Action::Pause => pause(&mut client)?,
         Action::Stop => stop(&mut client)?,
@@ -187,7 +214,11 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
             let info: VmInfo = client.call(request::Status)?;
             return print_status(&info);
         }
-        Action::Resume | Action::Powerdown | Action::Share { .. } | Action::Filter { .. } => {
+        Action::Snapshot { .. }
+        | Action::Resume
+        | Action::Powerdown
+        | Action::Share { .. }
+        | Action::Filter { .. } => {
             client.call(call)?;
         }
     }
@@ -356,8 +387,17 @@ fn ost_status(status: u32) -> String {
 
 /// Stops the VM and waits until its process has closed the socket.
 fn stop(client: &mut Client) -> Result<(), CtlError> {
+    match client.call(request::Stop) {
+        Err(e) if e.is_gone() => Ok(()),
+        Err(e) => Err(e.into()),
+        Ok(_) => wait_for_end(client),
+    }
+}
+
+/// Waits until the process of a stopped VM has closed the socket.
+fn wait_for_end(client: &mut Client) -> Result<(), CtlError> {
     let until = Instant::now() + TIMEOUT;
-    let mut result: Result<VmInfo, ClientError> = client.call(request::Stop);
+    let mut result: Result<VmInfo, ClientError> = client.call(request::Status);
     loop {
         match result {
             Err(e) if e.is_gone() => return Ok(()),

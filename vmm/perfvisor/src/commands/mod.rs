@@ -14,6 +14,7 @@ pub mod list;
 mod output;
 pub mod ps;
 pub mod record;
+mod snapshot;
 pub mod stat;
 pub mod top;
 pub mod validate;

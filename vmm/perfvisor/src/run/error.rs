@@ -9,6 +9,7 @@ use vpmu::ModelError;
 use vpmu::filter::FilterError;
 
 use super::consoles::ConsolesError;
+use super::restore::RestoreFileError;
 use crate::background::DaemonError;
 use crate::devices::DeviceError;
 use control_api::place::SocketError;
@@ -18,6 +19,7 @@ use vmm::kvm::own_pmu::KvmVpmuModelError;
 use vmm::pmu::backing::BackingError;
 use vmm::privileges::PrivilegeError;
 use vmm::vm::VmError;
+use vmm::vm::restore::RestoreError;
 
 /// Errors of starting or running a VM.
 #[derive(Debug, thiserror::Error)]
@@ -76,6 +78,10 @@ pub enum RunError {
     Privileges(#[from] PrivilegeError),
     #[error("--seccomp {0}")]
     Sandbox(sandbox::Mode, #[source] SandboxError),
+    #[error(transparent)]
+    Restore(#[from] RestoreFileError),
+    #[error("--restore")]
+    RestoredFilter(#[source] RestoreError),
     #[error("no process to read the guest's kernel")]
     KernelReader(#[from] ServiceStartError),
     #[error("no process to connect to sockets")]

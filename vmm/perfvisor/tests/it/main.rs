@@ -34,6 +34,7 @@ mod record_faults;
 mod recordings;
 mod reset;
 mod service;
+mod snapshots;
 mod system_calls;
 mod terminal;
 mod top;

@@ -7,8 +7,9 @@
 
 mod answer;
 mod refused;
+mod snapshot;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -35,6 +36,7 @@ use crate::pmu::VmPmu;
 use crate::vcpu::control::{RunControl, RunState};
 use crate::vcpu::registry::VcpuRegistry;
 use crate::vcpu::slot::VcpuSlot;
+use crate::vm::save::{Snapshot, SnapshotSource};
 use control_api::counts::VcpuCounts;
 use control_api::peer;
 use control_api::place::Socket;
@@ -93,6 +95,10 @@ pub struct ControlledVm {
     pub flat: bool,
     /// Size of the guest's memory, in bytes.
     pub memory_bytes: u64,
+    /// Parts of the VM that a snapshot reads.
+    pub snapshots: Arc<SnapshotSource>,
+    /// Options of the command line that determine the machine, for snapshots.
+    pub options: BTreeMap<String, String>,
     /// Number of requests for the guest's counters so far.
     pub looks: AtomicU64,
 }
@@ -238,6 +244,8 @@ struct Connection {
     events: Option<EventSession>,
     /// Set by the first request for exits.
     exits: Option<ExitWatch>,
+    /// A snapshot that this client takes.
+    snapshot: Option<Snapshot>,
 }
 
 /// Result of serving a connection.
@@ -572,6 +580,7 @@ impl Connection {
             refilled: Instant::now(),
             events: None,
             exits: None,
+            snapshot: None,
         }
     }
 
@@ -582,6 +591,7 @@ impl Connection {
         self.ending = true;
         self.events = None;
         self.exits = None;
+        self.snapshot = None;
         self.greeted = false;
         (1..=MAX_UNSENT).contains(&self.outgoing.len())
     }
