@@ -26,9 +26,11 @@ help:
 demo: lab-files
 	$(CARGO) run --release --bin demo -- $(PMU)
 
-# The test program that boots guests in the lab. Its modules in QUICK_MODULES are part of "make test", the others of "make test-guests". Most
-# of its threads wait for one of PERFVISOR_LABS labs (2), so that the longest modules can begin first and those that measure time come last.
+# The test program that boots guests in the lab. Its modules in QUICK_MODULES are part of "make test", the tests in MATRIX_TESTS of "make
+# test-matrix", the others of "make test-guests". The matrix repeats what the others test with more kernels and models, single-stepped or in
+# nested guests, and takes longer than all others together. Most of its threads wait for one of PERFVISOR_LABS labs (2), so that the longest modules can begin first and those that measure time come last.
 QUICK_MODULES := bare_metal cli linux_guest::amd
+MATRIX_TESTS := nested:: kexec:: kernels:: models:: exact::user_mode_ exact::perf_stat_ exact::kernel_counts_ devices::stepped_
 LAB_TESTS = $(CARGO) test --workspace $(ALL_FAILURES) --test lab
 IN_LABS = --test-threads 32
 # CI shows all failures of a run, a developer the first program that fails.
@@ -48,14 +50,19 @@ test: setup
 	$(WITH_DEV_BUILD) $(LAB_TESTS) -- $(IN_LABS) $(QUICK_MODULES:%=%::)
 	$(CARGO) test --workspace --doc
 
-## test-guests: what "make test" leaves to "make test-all": more kernels, models, guests in guests, validate
+## test-guests: devices, network, hotplug, profiling and exact counting with guests in the lab
 .PHONY: test-guests
 test-guests: lab-files
-	$(LAB_TESTS) -- $(IN_LABS) $(QUICK_MODULES:%=--skip %::)
+	$(LAB_TESTS) -- $(IN_LABS) $(QUICK_MODULES:%=--skip %::) $(MATRIX_TESTS:%=--skip %)
+
+## test-matrix: more kernels and models, single-stepped Linux guests, kexec, nested guests (an hour)
+.PHONY: test-matrix
+test-matrix: lab-files
+	$(LAB_TESTS) -- $(IN_LABS) $(MATRIX_TESTS)
 
 ## test-all: every test (longer matrices by hand: kernels, validate-lab)
 .PHONY: test-all
-test-all: test test-guests
+test-all: test test-guests test-matrix
 
 ## kernels: the whole matrix of guest kernels, images, KASLR and vCPUs; a table in target/integration/kernels.md
 .PHONY: kernels
@@ -255,13 +262,13 @@ fuzz:
 	if ! $(CARGO) +nightly fuzz --version >/dev/null 2>&1; then \
 		echo "fuzz: skipped: no cargo-fuzz; type: $(CARGO) install cargo-fuzz"; exit 0; fi; \
 	for crate in vpmu vmm; do \
-		for target in $$(cd $$crate && $(CARGO) +nightly fuzz list); do \
+		for target in $$($(CARGO) +nightly fuzz list --fuzz-dir $$crate/fuzz); do \
 			echo "fuzz: $$crate $$target, $(FUZZ_SECONDS) s"; \
 			corpora=; \
 			[ -d $$crate/fuzz/seeds/$$target ] && { mkdir -p $$crate/fuzz/corpus/$$target; \
-				corpora="fuzz/corpus/$$target fuzz/seeds/$$target"; }; \
-			(cd $$crate && $(CARGO) +nightly fuzz run -s $(FUZZ_SANITIZER) $$target $$corpora -- \
-				-max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=$(FUZZ_RSS_MIB) -print_final_stats=1) || exit 1; \
+				corpora="$$crate/fuzz/corpus/$$target $$crate/fuzz/seeds/$$target"; }; \
+			$(CARGO) +nightly fuzz run --fuzz-dir $$crate/fuzz -s $(FUZZ_SANITIZER) $$target $$corpora -- \
+				-max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=$(FUZZ_RSS_MIB) -print_final_stats=1 || exit 1; \
 		done; \
 	done
 
