@@ -12,6 +12,8 @@ DEV_DIR := $(TARGET_DIR)/$(TRIPLE)/debug
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 # The binary that is shipped: without symbols, which are in perfvisor.debug beside it.
 BUILT := $(TARGET_DIR)/release/perfvisor
+# The guest agent that the packages contain.
+AGENT ?= $(RELEASE_DIR)/perfvisor-agent
 
 .DEFAULT_GOAL := help
 
@@ -89,6 +91,11 @@ validate-lab: lab-files
 validate-nested: lab-files
 	$(LAB_TESTS) nested:: -- --ignored --nocapture --test-threads 1
 
+## graph: print the dependencies between the crates, as a Mermaid graph
+.PHONY: graph
+graph:
+	@CARGO="$(CARGO)" integration/crate-graph.sh
+
 ## check: format, clippy, docs, licences and links, without a warning
 .PHONY: check
 check:
@@ -99,7 +106,8 @@ check:
 		echo "check: perf-core with features '$$features' alone"; \
 		$(CARGO) clippy -q -p perf-core --lib --no-default-features --features "$$features" -- -D warnings || exit 1; \
 	done
-	$(CARGO) test -q --workspace --test host -- licences:: links::
+	$(CARGO) clippy -q -p operator --lib --no-default-features -- -D warnings
+	$(CARGO) test -q --workspace --test host -- layers:: licences:: links::
 	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny check; \
 	else echo "check: cargo-deny is not installed; licences were checked without it, advisories were not"; fi
 
@@ -158,14 +166,14 @@ bench-baseline:
 ## deb: a Debian package of the release build, with manual pages, completions and a systemd unit (BINARY=FILE: of that one)
 .PHONY: deb
 deb: $(if $(BINARY),,build)
-	packaging/deb.sh $(or $(BINARY),$(BUILT)) $(VERSION) $(TARGET_DIR)/perfvisor_$(VERSION)_amd64.deb
+	packaging/deb.sh $(or $(BINARY),$(BUILT)) $(AGENT) $(VERSION) $(TARGET_DIR)/perfvisor_$(VERSION)_amd64.deb
 	@echo "deb: $(TARGET_DIR)/perfvisor_$(VERSION)_amd64.deb; install it with dpkg -i"
 
 ## tarball: the same as a compressed archive to be unpacked at / (BINARY=FILE: of that one)
 .PHONY: tarball
 tarball: $(if $(BINARY),,build)
 	rm -rf $(TARGET_DIR)/tarball
-	packaging/stage.sh $(or $(BINARY),$(BUILT)) $(TARGET_DIR)/tarball
+	packaging/stage.sh $(or $(BINARY),$(BUILT)) $(AGENT) $(TARGET_DIR)/tarball
 	tar -C $(TARGET_DIR)/tarball --owner=0 --group=0 --sort=name -caf $(TARGET_DIR)/perfvisor-$(VERSION)-x86_64.tar.xz usr etc
 	@echo "tarball: $(TARGET_DIR)/perfvisor-$(VERSION)-x86_64.tar.xz"
 

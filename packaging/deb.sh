@@ -1,12 +1,13 @@
 #!/bin/sh
-# deb.sh BINARY VERSION OUTPUT: a Debian package of BINARY, which must be static, as the package depends on no library.
+# deb.sh BINARY AGENT VERSION OUTPUT: a Debian package of BINARY and the guest's AGENT, which must be static, as the package depends on no
+# library.
 set -eu
-binary=$1 version=$2 output=$3
+binary=$1 agent=$2 version=$3 output=$4
 here=$(dirname "$0")
 root=$(mktemp -d)
 trap 'rm -rf "$root"' EXIT
 chmod 0755 "$root"
-"$here/stage.sh" "$binary" "$root"
+"$here/stage.sh" "$binary" "$agent" "$root"
 mkdir "$root/DEBIAN"
 cat >"$root/DEBIAN/control" <<CONTROL
 Package: perfvisor

@@ -1,14 +1,16 @@
 #!/bin/sh
-# stage.sh BINARY DIRECTORY: lays out under DIRECTORY/usr and DIRECTORY/etc what an installed Perfvisor has. Manual pages and
+# stage.sh BINARY AGENT DIRECTORY: lays out under DIRECTORY/usr and DIRECTORY/etc what an installed Perfvisor has. Manual pages and
 # completions are what the binary itself prints, so that they fit it.
 set -eu
-binary=$1 root=$2
+binary=$1 agent=$2 root=$3
 here=$(dirname "$0")
 share=$root/usr/share
-if readelf -lW "$binary" | grep -q INTERP; then
-	echo "stage: $binary needs libraries, which a package of it does not name; make build builds one that needs none"
-	exit 1
-fi
+for program in "$binary" "$agent"; do
+	if readelf -lW "$program" | grep -q INTERP; then
+		echo "stage: $program needs libraries, which a package of it does not name; make build builds one that needs none"
+		exit 1
+	fi
+done
 install -D -m 0755 "$binary" "$root/usr/bin/perfvisor"
 install -d "$root/etc/perfvisor" "$share/man/man1" "$share/bash-completion/completions" "$share/zsh/vendor-completions" \
 	"$share/fish/vendor_completions.d"
@@ -17,6 +19,9 @@ install -d "$root/etc/perfvisor" "$share/man/man1" "$share/bash-completion/compl
 "$binary" generate --completions zsh >"$share/zsh/vendor-completions/_perfvisor"
 "$binary" generate --completions fish >"$share/fish/vendor_completions.d/perfvisor.fish"
 gzip -9n "$share"/man/man1/*.1
+# What perfvisor exec and cp need in a guest.
+install -D -m 0755 "$agent" "$root/usr/lib/perfvisor/perfvisor-agent"
+install -D -m 0644 "$here/../vmm/guest-agent/perfvisor-agent.service" "$root/usr/lib/perfvisor/perfvisor-agent.service"
 for unit in perfvisor@.service perfvisor-exporter.service; do
 	install -D -m 0644 "$here/$unit" "$root/usr/lib/systemd/system/$unit"
 done

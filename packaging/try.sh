@@ -77,6 +77,7 @@ tried() {
 	}
 	[ "$(completed perfvisor rec)" = record ] || failed "rec<Tab>: $(completed perfvisor rec)"
 	[ "$(completed perfvisor record --call)" = --call-graph ] || failed "--call<Tab>: $(completed perfvisor record --call)"
+	grep -q 'perfvisor ps --names' "$root/usr/share/bash-completion/completions/perfvisor" || failed "no names of VMs are completed"
 	for file in zsh/vendor-completions/_perfvisor fish/vendor_completions.d/perfvisor.fish; do
 		grep -q call-graph "$root/usr/share/$file" || failed "$file has no --call-graph"
 	done
@@ -86,6 +87,9 @@ tried() {
 	done
 	for unit in perfvisor@.service perfvisor-exporter.service; do
 		[ -f "$root/usr/lib/systemd/system/$unit" ] || failed "no $unit"
+	done
+	for file in perfvisor-agent perfvisor-agent.service; do
+		[ -f "$root/usr/lib/perfvisor/$file" ] || failed "no $file for guests"
 	done
 	echo "try: $what: the program, check, $pages manual pages$([ -n "$man" ] || echo ' (not shown: no man here)') and completions are right"
 }

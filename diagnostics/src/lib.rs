@@ -1,9 +1,11 @@
-//! Errors as one line ([`error_line()`]), and rate-limited log lines that a guest can trigger
-//! ([`guest_log!`]).
+//! Errors as one line ([`error_line()`]), rate-limited log lines that a guest can trigger
+//! ([`guest_log!`]), and vCPU numbers as text ([`vcpu_names()`]).
 //!
-//! **Dependencies.** No other crate of this workspace. `perf-core` exports both items again.
+//! **Dependencies.** No other crate of this workspace. `perf-core` exports the first two again.
 
 mod error_line;
 pub mod guest_log;
+mod vcpu_names;
 
 pub use crate::error_line::error_line;
+pub use crate::vcpu_names::vcpu_names;

@@ -2,7 +2,9 @@
 //!
 //! Event C4H of Intel processors has unit masks for kinds of branches that have changed with the
 //! generations. Software such as rr chooses the number of conditional branches by family and model
-//! (CPUID.01H:EAX), so the number is decoded by the signature in the guest's CPUID.
+//! (CPUID.01H:EAX), so the number is decoded by the signature in the guest's CPUID. Event 025H of
+//! AMD processors has a unit mask for the speculative lock map since Zen, which rr checks at its
+//! start.
 
 use crate::events::{ArchEvent, EventRequest, EventSelect, EventSelection, GuestEvent, UnitMask};
 use crate::names::Vendor;
@@ -36,6 +38,13 @@ const ATOM_MODELS: [u8; 14] = [
     0x37, 0x4A, 0x4D, 0x5A, 0x5D, 0x75, 0x4C, 0x5C, 0x5F, 0x7A, 0x86, 0x96, 0x9C, 0x65,
 ];
 
+/// Retired lock instructions on AMD processors (PPR, PMCx025).
+const RETIRED_LOCKS: EventSelect = EventSelect(0x25);
+/// PMCx025, SpecLockMapCommit. Families before Zen give the unit mask another meaning.
+const SPECULATIVE: UnitMask = UnitMask(0x08);
+/// First family of Zen.
+const ZEN_FAMILY: u32 = 0x17;
+
 /// Meaning of the event numbers that differ between processor generations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum EventDialect {
@@ -46,12 +55,18 @@ pub(crate) enum EventDialect {
     IntelCore,
     /// Intel Atom: C4H/7EH counts conditional branches.
     IntelAtom,
+    /// AMD since Zen: 025H/08H counts locked instructions of the speculative lock map.
+    AmdZen,
 }
 
 impl EventDialect {
     /// Returns the meaning for a guest of `vendor` with this CPUID.01H:EAX.
     pub(crate) fn of_signature(vendor: Vendor, eax: u32) -> Self {
-        let family = eax >> 8 & 0xF;
+        let base_family = eax >> 8 & 0xF;
+        let family = match base_family {
+            0xF => base_family + (eax >> 20 & 0xFF),
+            _ => base_family,
+        };
         let [low, high] = [eax >> 4 & 0xF, eax >> 16 & 0xF];
         let Ok(model) = u8::try_from(high << 4 | low) else {
             return Self::Common;
@@ -59,6 +74,7 @@ impl EventDialect {
         match vendor {
             Vendor::Intel if family == 6 && CORE_MODELS.contains(&model) => Self::IntelCore,
             Vendor::Intel if family == 6 && ATOM_MODELS.contains(&model) => Self::IntelAtom,
+            Vendor::Amd if family >= ZEN_FAMILY => Self::AmdZen,
             _ => Self::Common,
         }
     }
@@ -66,7 +82,7 @@ impl EventDialect {
     /// Returns the unit mask of conditional branches under C4H.
     pub(crate) const fn conditional_branches(self) -> UnitMask {
         match self {
-            Self::Common => COND,
+            Self::Common | Self::AmdZen => COND,
             Self::IntelCore => CONDITIONAL,
             Self::IntelAtom => JCC,
         }
@@ -75,9 +91,19 @@ impl EventDialect {
     /// Returns `request` with the event that its number means on this generation.
     #[inline]
     pub(crate) fn decode(self, request: EventRequest) -> EventRequest {
-        let number = EventSelection::General(BR_INST_RETIRED, self.conditional_branches());
-        if self != Self::Common && request.selection == number {
-            let event = GuestEvent::Architectural(ArchEvent::ConditionalBranches);
+        let (number, event) = match self {
+            Self::Common => return request,
+            Self::IntelCore | Self::IntelAtom => (
+                EventSelection::General(BR_INST_RETIRED, self.conditional_branches()),
+                ArchEvent::ConditionalBranches,
+            ),
+            Self::AmdZen => (
+                EventSelection::General(RETIRED_LOCKS, SPECULATIVE),
+                ArchEvent::SpeculativeLocks,
+            ),
+        };
+        if request.selection == number {
+            let event = GuestEvent::Architectural(event);
             EventRequest { event, ..request }
         } else {
             request
@@ -91,8 +117,9 @@ mod tests {
 
     /// The numbers that rr programs, by family and model.
     #[test]
-    fn conditional_branches_are_decoded_by_signature() {
+    fn events_of_rr_are_decoded_by_signature() {
         let conditional = GuestEvent::Architectural(ArchEvent::ConditionalBranches);
+        let locks = GuestEvent::Architectural(ArchEvent::SpeculativeLocks);
         for (vendor, signature, config, expected) in [
             (Vendor::Intel, 0x0005_0657, 0x51_01C4, conditional), // Cascade Lake
             (Vendor::Intel, 0x0003_06C3, 0x51_01C4, conditional), // Haswell
@@ -105,6 +132,11 @@ mod tests {
             (Vendor::Intel, 0x0000_0611, 0x51_01C4, GuestEvent::Raw),
             (Vendor::Amd, 0x0083_0F10, 0x51_00D1, conditional), // Zen 2
             (Vendor::Amd, 0x0083_0F10, 0x51_01C4, GuestEvent::Raw),
+            (Vendor::Amd, 0x0083_0F10, 0x51_0825, locks),
+            (Vendor::Amd, 0x00B4_0F40, 0x51_0825, locks), // Zen 5
+            (Vendor::Amd, 0x0083_0F10, 0x51_0F25, GuestEvent::Raw),
+            (Vendor::Amd, 0x0060_0F20, 0x51_0825, GuestEvent::Raw), // Piledriver
+            (Vendor::Intel, 0x0006_06A6, 0x51_0825, GuestEvent::Raw),
         ] {
             let request = EventRequest::from_raw_config(vendor, config);
             let decoded = EventDialect::of_signature(vendor, signature).decode(request);

@@ -43,6 +43,8 @@ pub enum ArchEvent {
     TakenBranches,
     /// Conditional branches retired, taken or not.
     ConditionalBranches,
+    /// Locked instructions retired through the speculative lock map of AMD Zen processors.
+    SpeculativeLocks,
     /// Instructions retired that load from memory.
     Loads,
     /// Instructions retired that store to memory.
@@ -56,7 +58,7 @@ pub enum ArchEvent {
 
 impl ArchEvent {
     /// All architectural events.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::CoreCycles,
         Self::RefCycles,
         Self::Instructions,
@@ -66,6 +68,7 @@ impl ArchEvent {
         Self::BranchMisses,
         Self::TakenBranches,
         Self::ConditionalBranches,
+        Self::SpeculativeLocks,
         Self::Loads,
         Self::Stores,
         Self::TopdownSlots,
@@ -84,6 +87,7 @@ impl ArchEvent {
             Self::BranchMisses => "branch-misses",
             Self::TakenBranches => "branches-taken",
             Self::ConditionalBranches => "branches-conditional",
+            Self::SpeculativeLocks => "speculative-locks",
             Self::Loads => "loads",
             Self::Stores => "stores",
             Self::TopdownSlots => "slots",
@@ -417,6 +421,7 @@ impl CountableEvents {
         .with(ArchEvent::Branches)
         .with(ArchEvent::TakenBranches)
         .with(ArchEvent::ConditionalBranches)
+        .with(ArchEvent::SpeculativeLocks)
         .with(ArchEvent::Loads)
         .with(ArchEvent::Stores);
 

@@ -6,11 +6,12 @@ use crate::events::{ArchEvent, ParavirtualEvent};
 pub const SELECTORS: usize = EXACT.len() + ParavirtualEvent::ALL.len();
 
 /// Architectural events of the exact backing, in selector order.
-pub const EXACT: [ArchEvent; 6] = [
+pub const EXACT: [ArchEvent; 7] = [
     ArchEvent::Instructions,
     ArchEvent::Branches,
     ArchEvent::TakenBranches,
     ArchEvent::ConditionalBranches,
+    ArchEvent::SpeculativeLocks,
     ArchEvent::Loads,
     ArchEvent::Stores,
 ];

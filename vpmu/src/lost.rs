@@ -196,6 +196,21 @@ impl UncountedCounters {
         true
     }
 
+    /// Adds the interval from `since_ns` to `now_ns`, in which the count of an enabled counter is
+    /// unknown, except for the part that is accounted already. The total grows by at least 1 ns.
+    pub fn add_interval(&mut self, since_ns: u64, now_ns: u64) {
+        self.account(now_ns);
+        if self.uncounted == 0 {
+            let from_ns = since_ns.max(self.ended_ns).min(now_ns);
+            self.total_ns += (now_ns - from_ns).max(1);
+            self.ended_ns = now_ns;
+        } else {
+            let from_ns = since_ns.max(self.ended_ns);
+            self.total_ns += self.began_ns.saturating_sub(from_ns);
+            self.began_ns = self.began_ns.min(from_ns);
+        }
+    }
+
     /// Accounts uncounted time up to `now_ns`.
     fn account(&mut self, now_ns: u64) {
         for counter in counters_in(self.uncounted) {
@@ -296,7 +311,7 @@ fn remedy(lack: UnavailableReason) -> &'static str {
             "; lower kernel.perf_event_paranoid to 1, or grant CAP_PERFMON"
         }
         UnavailableReason::Refused(libc::EOPNOTSUPP | libc::EBUSY) => {
-            "; a mediated virtual PMU of another VM may hold the host's"
+            "; a VM with KVM's mediated vPMU may hold the host's PMU: end it, or load kvm_intel or kvm_amd with enable_mediated_pmu=0"
         }
         UnavailableReason::Refused(libc::ENODEV | libc::ENOENT) => {
             "; the host's PMU has no such event any more"
@@ -315,6 +330,23 @@ mod tests {
 
     fn counter(n: u32) -> CounterIndex {
         CounterIndex::from_bit(n).unwrap()
+    }
+
+    /// Intervals with an unknown count are part of the total, once.
+    #[test]
+    fn interval_with_unknown_count_is_added_once() {
+        let mut lost = UncountedCounters::default();
+        lost.add_interval(100, 150);
+        lost.add_interval(120, 170);
+        assert_eq!(lost.total_ns(|| 200), 70);
+        // An uncounted counter covers the interval, except for the time before it.
+        assert!(lost.begin(counter(0), 300, 300));
+        lost.add_interval(290, 340);
+        assert_eq!(lost.total_ns(|| 400), 70 + 10 + 100);
+        assert!(lost.end(counter(0), || 400));
+        // A clock that stands still does not hide the loss.
+        lost.add_interval(400, 400);
+        assert_eq!(lost.total_ns(|| 500), 181);
     }
 
     /// Overlapping uncounted intervals of two counters count once in the total.

@@ -47,6 +47,7 @@ fn row(event: ArchEvent) -> EventNumbers {
         ArchEvent::RefCycles => (Some(9), Some(clock::REF_CYCLES)),
         ArchEvent::TakenBranches
         | ArchEvent::ConditionalBranches
+        | ArchEvent::SpeculativeLocks
         | ArchEvent::Loads
         | ArchEvent::Stores
         | ArchEvent::TopdownSlots => (None, None),
@@ -134,15 +135,19 @@ impl EventSources {
         Self { dialect, ..self }
     }
 
-    /// Returns the raw number of a request on the host's processor.
+    /// Returns the raw number of a request on the host's processor, or `None` if the processor has
+    /// no such event.
     fn host_number(&self, request: &EventRequest) -> Option<u64> {
         let mut number = *request;
         if let Some(dialect) = self.dialect
-            && request.vendor == Vendor::Intel
-            && request.event == GuestEvent::Architectural(ArchEvent::ConditionalBranches)
+            && let GuestEvent::Architectural(event) = request.event
             && let EventSelection::General(_, umask) = &mut number.selection
         {
-            *umask = dialect.conditional_branches();
+            match (request.vendor, event) {
+                (Vendor::Intel, ArchEvent::ConditionalBranches) => *umask = dialect.conditional_branches(),
+                (Vendor::Amd, ArchEvent::SpeculativeLocks) if dialect != EventDialect::AmdZen => return None,
+                _ => {}
+            }
         }
         number.raw_config()
     }
@@ -581,6 +586,29 @@ mod tests {
             let mut found = sources.choose(&raw).map(|(_, attr)| attr.config);
             assert_eq!(found.next(), Some(0x40C4));
         }
+    }
+
+    /// rr's check of the speculative lock map is counted by a Zen host's own event, and stays 0
+    /// with the exact backing. Other hosts have no such event.
+    #[test]
+    fn speculative_locks_require_zen_or_exact_backing() {
+        let locks = EventRequest {
+            event: GuestEvent::Architectural(ArchEvent::SpeculativeLocks),
+            ..request(Vendor::Amd, 0x25, 0x08)
+        };
+        let (zen2, piledriver) = (0x0083_0F10, 0x0060_0F20);
+        let found = |policy, hardware, host| -> Vec<(EventType, u64)> {
+            let sources = EventSources::new(policy, hardware, |_| None).on_signature(host);
+            let chosen = sources.choose(&locks);
+            chosen.map(|(_, attr)| (attr.ty, attr.config)).collect()
+        };
+        let auto = BackingPolicy::Auto;
+        assert_eq!(found(auto, Some(Vendor::Amd), zen2), [(EventType::RAW, 0x0825)]);
+        assert_eq!(found(auto, Some(Vendor::Amd), piledriver), []);
+        assert_eq!(found(auto, Some(Vendor::Intel), 0x0006_06A6), []);
+        assert_eq!(found(BackingPolicy::Clock, None, zen2), []);
+        let fed = fed::exact(ArchEvent::SpeculativeLocks).unwrap() as u64;
+        assert_eq!(found(BackingPolicy::Exact, None, zen2), [(EventType::FED, fed)]);
     }
 
     #[test]

@@ -151,6 +151,8 @@ pub struct Vpmu {
     /// Mask of running instruction counters whose event misses instructions that exit to the
     /// hypervisor.
     misses_emulated: u64,
+    /// Number of overflows of all counters.
+    overflows: u64,
     pmi_due: bool,
     /// Mask of counters that requested the due PMI and have not been served since.
     pmi_sources: u64,
@@ -187,6 +189,7 @@ impl Vpmu {
             lost: UncountedCounters::default(),
             rearm: 0,
             misses_emulated: 0,
+            overflows: 0,
             pmi_due: false,
             pmi_sources: 0,
             pmi_deferred: false,
@@ -464,8 +467,7 @@ impl Vpmu {
             held.counted = held.counted.saturating_add(1);
             held.outside += 1;
             if advanced.overflows > 0 {
-                held.overflows = held.overflows.saturating_add(1);
-                self.account_overflow(counter);
+                self.account_overflows(counter, 1);
                 self.fold(counter, events);
             } else if held.outside > held.armed / MAX_DELAY_DIVISOR
                 && self.vendor.interrupts(&self.registers, counter)
@@ -597,13 +599,15 @@ impl Vpmu {
         held.base = count;
         held.value = advanced.value;
         if advanced.overflows > 0 {
-            held.overflows = held.overflows.saturating_add(advanced.overflows);
-            self.account_overflow(counter);
+            self.account_overflows(counter, advanced.overflows);
         }
     }
 
-    /// Accounts an overflow of the counter.
-    fn account_overflow(&mut self, counter: CounterIndex) {
+    /// Accounts overflows of the counter, found at once.
+    fn account_overflows(&mut self, counter: CounterIndex, overflows: u64) {
+        let held = &mut self.counters[counter.slot()];
+        held.overflows = held.overflows.saturating_add(overflows);
+        self.overflows = self.overflows.saturating_add(overflows);
         self.registers.global_status |= counter.mask();
         self.changed(counter.mask());
         if !self.vendor.interrupts(&self.registers, counter) {

@@ -10,8 +10,9 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::{Parser, value_parser};
-use integration::artefacts::{describe, target_dir};
-use integration::beside::{PC_FIRMWARE, QEMU, qemu_files};
+use comparisons::{Failure, exit_code, qemu, spread, write_figures};
+use integration::artefacts::target_dir;
+use integration::beside::{PC_FIRMWARE, qemu_files};
 use integration::debian::{CMDLINE, Debian, says};
 use integration::footprint::{footprint, tracked};
 use integration::lab::LabOptions;
@@ -121,17 +122,10 @@ const OURS: &str = "Perfvisor";
 const THEIRS: &str = "QEMU";
 
 fn main() -> ExitCode {
-    let options = Options::parse();
-    match compare(&options) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("compare-disk: {}", describe(&*error));
-            ExitCode::FAILURE
-        }
-    }
+    exit_code("compare-disk", compare(&Options::parse()))
 }
 
-fn compare(asked: &Options) -> Result<(), Box<dyn std::error::Error>> {
+fn compare(asked: &Options) -> Result<bool, Failure> {
     let (rounds, seconds) = (asked.rounds, asked.seconds);
     let also = asked.also.as_ref().map(|words| format!("{OURS} with {words}"));
     let ways: Vec<&str> = [OURS]
@@ -157,7 +151,7 @@ fn compare(asked: &Options) -> Result<(), Box<dyn std::error::Error>> {
         );
     }
     println!("{}; {rounds} rounds by turns, {seconds} s each", place.describe());
-    let shell = |line: &str| -> Result<String, Box<dyn std::error::Error>> {
+    let shell = |line: &str| -> Result<String, Failure> {
         let output = place.run(&Command::shell(line), LIMIT)?;
         if output.success() {
             Ok(output.stdout_text())
@@ -201,44 +195,15 @@ fn compare(asked: &Options) -> Result<(), Box<dyn std::error::Error>> {
     }
     let table = table(&all, &ways);
     print!("{table}");
-    let path = target_dir().join("bench/compare-disk.json");
-    fs::create_dir_all(path.parent().unwrap_or(&path))?;
     let value = json!({ "rounds": rounds, "seconds": seconds, "place": place.describe(), "figures": all });
-    fs::write(&path, serde_json::to_string_pretty(&value)?)?;
-    println!("figures: {}", path.display());
-    Ok(())
+    write_figures("compare-disk", &value)?;
+    Ok(true)
 }
 
 /// The same machine under QEMU.
 fn qemu_command(debian: &Debian, disk: usize) -> Command {
     let drive = |name: &str, file: &str| format!("file={file},format=raw,if=none,id={name}");
-    Command::new(QEMU)
-        .args([
-            "-accel",
-            "kvm",
-            "-M",
-            "pc",
-            "-cpu",
-            "host",
-            "-nodefaults",
-            "-no-user-config",
-        ])
-        .args([
-            "-display",
-            "none",
-            "-serial",
-            "stdio",
-            "-m",
-            &format!("{GUEST_MIB}M"),
-        ])
-        .args([
-            "-kernel",
-            &debian.kernel,
-            "-initrd",
-            &debian.initrd,
-            "-append",
-            CMDLINE,
-        ])
+    qemu("pc", GUEST_MIB, &debian.kernel, &debian.initrd, CMDLINE)
         .args([
             "-drive",
             &drive("root", &debian.disks[disk]),
@@ -263,7 +228,7 @@ fn qemu_command(debian: &Debian, disk: usize) -> Command {
 }
 
 /// One VM from its start to the end of what it measures.
-fn turn(place: &TestHost, command: &Command) -> Result<Figures, Box<dyn std::error::Error>> {
+fn turn(place: &TestHost, command: &Command) -> Result<Figures, Failure> {
     let started = Instant::now();
     let mut vm = place.start(&tracked(place, command))?;
     says(&vm, "login:", LIMIT)?;
@@ -314,17 +279,6 @@ fn turn(place: &TestHost, command: &Command) -> Result<Figures, Box<dyn std::err
     Ok(figures)
 }
 
-/// Least, median and most.
-fn spread(all: &[Figures], name: &str) -> [f64; 3] {
-    let mut values: Vec<f64> = all
-        .iter()
-        .filter_map(|figures| figures.get(name).copied())
-        .collect();
-    values.sort_by(f64::total_cmp);
-    let at = |n: usize| values.get(n).copied().unwrap_or(f64::NAN);
-    [at(0), at(values.len() / 2), at(values.len().saturating_sub(1))]
-}
-
 /// The table, in Markdown: medians, with the least and the most of the turns.
 /// "Better" compares the first way with QEMU.
 fn table(all: &BTreeMap<&str, Vec<Figures>>, ways: &[&str]) -> String {
@@ -335,8 +289,8 @@ fn table(all: &BTreeMap<&str, Vec<Figures>>, ways: &[&str]) -> String {
     );
     for (name, words, unit, more_is_better) in ROWS {
         let of = |vmm: &str| {
-            all.get(vmm)
-                .map_or([f64::NAN; 3], |figures| spread(figures, name))
+            let figures = all.get(vmm).into_iter().flatten();
+            spread(figures.filter_map(|figures| figures.get(name).copied()))
         };
         let (ours, theirs) = (of(OURS)[1], of(THEIRS)[1]);
         let digits = usize::from(ours < 100.0) + usize::from(ours < 10.0);

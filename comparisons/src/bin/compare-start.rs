@@ -4,14 +4,12 @@
 //! Same kernel, initrd, command line, memory and vCPUs. Prints a table of medians, and writes all figures.
 
 use std::collections::BTreeMap;
-use std::error::Error;
-use std::fs;
 use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::{Parser, value_parser};
-use integration::artefacts::{describe, target_dir};
-use integration::beside::{MICROVM_FIRMWARE, PC_FIRMWARE, QEMU, qemu_files};
+use comparisons::{Failure, exit_code, lab, qemu, spread, write_figures};
+use integration::beside::{MICROVM_FIRMWARE, PC_FIRMWARE, qemu_files};
 use integration::debian::says;
 use integration::footprint::{footprint, tracked};
 use integration::guest::LinuxGuest;
@@ -47,16 +45,10 @@ struct Start {
 }
 
 fn main() -> ExitCode {
-    match compare(Options::parse().rounds) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("compare-start: {}", describe(&*error));
-            ExitCode::FAILURE
-        }
-    }
+    exit_code("compare-start", compare(Options::parse().rounds))
 }
 
-fn compare(rounds: u32) -> Result<(), Box<dyn Error>> {
+fn compare(rounds: u32) -> Result<bool, Failure> {
     let mut files = qemu_files(&PC_FIRMWARE)?;
     // Both machines use one of them.
     for file in MICROVM_FIRMWARE {
@@ -65,13 +57,10 @@ fn compare(rounds: u32) -> Result<(), Box<dyn Error>> {
             files.push((name, file.into()));
         }
     }
-    let place = TestHost::choose(&LabOptions {
+    let place = lab(&LabOptions {
         files,
         ..LabOptions::default()
     })?;
-    if matches!(place, TestHost::Direct(_)) {
-        return Err("QEMU and its firmware are put into the lab; set PERFVISOR_PLACE=lab".into());
-    }
     println!("{}; {rounds} rounds by turns", place.describe());
     let ours = LinuxGuest::new("compare-start", "off")
         .memory_mib(GUEST_MIB)
@@ -84,8 +73,8 @@ fn compare(rounds: u32) -> Result<(), Box<dyn Error>> {
     let ways = [
         ("Perfvisor, --pmu off", ours.clone()),
         ("Perfvisor, with a PMU", with_pmu),
-        ("QEMU, microvm", qemu(&ours, "microvm")?),
-        ("QEMU, pc", qemu(&ours, "pc")?),
+        ("QEMU, microvm", of_qemu(&ours, "microvm")?),
+        ("QEMU, pc", of_qemu(&ours, "pc")?),
     ];
     for (way, command) in &ways {
         println!("{way}: $ {}", command.line());
@@ -104,11 +93,8 @@ fn compare(rounds: u32) -> Result<(), Box<dyn Error>> {
     println!("|---|---|---|---|");
     for (way, starts) in &all {
         let cell = |what: fn(&Start) -> f64| {
-            let mut values: Vec<f64> = starts.iter().map(what).collect();
-            values.sort_by(f64::total_cmp);
-            let at = |n: usize| values.get(n).copied().unwrap_or(f64::NAN);
-            let last = values.len().saturating_sub(1);
-            format!("{:.2} ({:.2} to {:.2})", at(values.len() / 2), at(0), at(last))
+            let [least, median, most] = spread(starts.iter().map(what));
+            format!("{median:.2} ({least:.2} to {most:.2})")
         };
         println!(
             "| {way} | {} | {} | {} |",
@@ -117,33 +103,24 @@ fn compare(rounds: u32) -> Result<(), Box<dyn Error>> {
             cell(|start| start.anonymous_kib as f64 / 1024.0)
         );
     }
-    let path = target_dir().join("bench/compare-start.json");
-    fs::create_dir_all(path.parent().unwrap_or(&path))?;
-    let value = json!({ "rounds": rounds, "place": place.describe(), "figures": all });
-    fs::write(&path, serde_json::to_string_pretty(&value)?)?;
-    println!("figures: {}", path.display());
-    Ok(())
+    let figures = json!({ "rounds": rounds, "place": place.describe(), "figures": all });
+    write_figures("compare-start", &figures)?;
+    Ok(true)
 }
 
 /// The guest of `perfvisor` under QEMU's `machine`.
-fn qemu(perfvisor: &Command, machine: &str) -> Result<Command, Box<dyn Error>> {
+fn of_qemu(perfvisor: &Command, machine: &str) -> Result<Command, Failure> {
     let value = |flag: &str| {
         let mut words = perfvisor.argv.iter().skip_while(|word| *word != flag);
-        words
-            .nth(1)
-            .cloned()
-            .ok_or_else(|| format!("no {flag} in {}", perfvisor.line()))
+        let value = words.nth(1).map(String::as_str);
+        value.ok_or_else(|| format!("no {flag} in {}", perfvisor.line()))
     };
-    Ok(Command::new(QEMU)
-        .args(["-accel", "kvm", "-M", machine, "-cpu", "host", "-nodefaults"])
-        .args(["-no-user-config", "-display", "none", "-serial", "stdio"])
-        .args(["-m", &format!("{GUEST_MIB}M"), "-smp", "1"])
-        .args(["-kernel", &value("--kernel")?, "-initrd", &value("--initrd")?])
-        .args(["-append", &value("--cmdline")?]))
+    let (kernel, initrd) = (value("--kernel")?, value("--initrd")?);
+    Ok(qemu(machine, GUEST_MIB.into(), kernel, initrd, value("--cmdline")?).args(["-smp", "1"]))
 }
 
 /// One VM from its start to its init.
-fn turn(place: &TestHost, command: &Command) -> Result<Start, Box<dyn Error>> {
+fn turn(place: &TestHost, command: &Command) -> Result<Start, Failure> {
     let started = Instant::now();
     let mut vm = place.start(&tracked(place, command))?;
     says(&vm, INIT, Limit::GENEROUS)?;

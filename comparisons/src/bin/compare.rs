@@ -12,7 +12,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Parser, value_parser};
-use integration::artefacts::{self, describe};
+use comparisons::{Failure, exit_code, spread, write_figures};
+use integration::artefacts;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
 use integration::limit::Limit;
@@ -111,17 +112,10 @@ struct Options {
 }
 
 fn main() -> ExitCode {
-    match compare(&Options::parse()) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("compare: {}", describe(&error));
-            ExitCode::FAILURE
-        }
-    }
+    exit_code("compare", compare(&Options::parse()))
 }
 
-fn compare(options: &Options) -> Result<bool, TestHostError> {
+fn compare(options: &Options) -> Result<bool, Failure> {
     let place = TestHost::choose(&LabOptions {
         memory_mib: 4096,
         ..LabOptions::default()
@@ -153,14 +147,8 @@ fn compare(options: &Options) -> Result<bool, TestHostError> {
         ways.push((way, rounds));
     }
     print!("{}", table(&ways));
-    let path = artefacts::target_dir().join("bench/compare.json");
-    let text = serde_json::to_string_pretty(&as_json(options, &ways)).unwrap_or_default();
-    let written = fs::create_dir_all(path.parent().unwrap_or(&path)).and_then(|()| fs::write(&path, text));
-    written.map_err(|error| TestHostError::File {
-        path: path.clone(),
-        message: error.to_string(),
-    })?;
-    println!("console: {}; figures: {}", run.log().display(), path.display());
+    println!("console: {}", run.log().display());
+    write_figures("compare", &as_json(options, &ways))?;
     Ok(true)
 }
 
@@ -368,14 +356,8 @@ fn slowed(exits_per_pmi: f64, events: f64, exits_per_turn: f64) -> String {
 }
 
 /// Of the turns that gave a figure.
-fn median(mut values: Vec<f64>) -> f64 {
-    values.retain(|value| !value.is_nan());
-    values.sort_by(f64::total_cmp);
-    let n = values.len();
-    if n == 0 {
-        return f64::NAN;
-    }
-    (values[(n - 1) / 2] + values[n / 2]) / 2.0
+fn median(values: Vec<f64>) -> f64 {
+    spread(values)[1]
 }
 
 fn table(ways: &[(&str, Vec<Figures>)]) -> String {

@@ -17,14 +17,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::{Parser, value_parser};
+use comparisons::{Failure, spread};
 use integration::artefacts::beside;
 
 /// What the last number of VMs may cost more than the first, for each guest: what the project promises.
 const MOST_MORE: f64 = 1.10;
 /// Four events of an AMD model at CPL 3: cycles of the vCPU's clock, which this host need not have a PMU for.
 const COUNTERS: &str = "c=0x10076 c=0x10076 c=0x10076 c=0x10076";
-
-type Failure = Box<dyn std::error::Error>;
 
 /// What a guest costs, alone and beside others, with four counters on, under an exporter and record --all.
 #[derive(clap::Parser)]
@@ -87,9 +86,8 @@ fn cpu_s(pid: u32) -> f64 {
     times.sum::<f64>() / 1e9
 }
 
-fn median(mut all: Vec<f64>) -> f64 {
-    all.sort_by(f64::total_cmp);
-    all.get(all.len() / 2).copied().unwrap_or(f64::NAN)
+fn median(all: Vec<f64>) -> f64 {
+    spread(all)[1]
 }
 
 /// A process with lines in and out, ended with this.

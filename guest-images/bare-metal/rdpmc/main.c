@@ -378,7 +378,7 @@ TEST(file, ON_ANY, "rdpmc: in the file, with prefixes or without, and a fault is
 /* RAX, RDX and how often an instruction behind it was executed; a step back or a wrong length would change all. */
 #define OUT(instruction, a, d, n) asm volatile(instruction "\n incl %2\n incl %2" : "+a"(a), "+d"(d), "+r"(n) : "c"(0) : "memory")
 
-TEST(other_port_writes, ON_ANY, "port 0xe1: a write elsewhere is no RDPMC")
+TEST(other_port_writes, ON_ANY, "port 0x33: a write elsewhere is no RDPMC")
 {
     static const u8 bytes[4] = { 1, 2, 3, 4 };
     const u8 *string = bytes;
@@ -386,22 +386,22 @@ TEST(other_port_writes, ON_ANY, "port 0xe1: a write elsewhere is no RDPMC")
     u32 n = 0;
 
     ctr_write(0, 0x123456789aUL);
-    OUT("out %%al,$0xe1", a, d, n);
-    OUT("out %%eax,$0xe1", a, d, n);
+    OUT("out %%al,$0x33", a, d, n);
+    OUT("out %%eax,$0x33", a, d, n);
     OUT("out %%al,%%dx", a, d, n);
     OUT("out %%ax,%%dx", a, d, n);
     OUT("out %%eax,%%dx", a, d, n);
-    asm volatile("rep outsb" : "+S"(string), "+c"(count) : "d"(0xe1) : "memory");
+    asm volatile("rep outsb" : "+S"(string), "+c"(count) : "d"(0x33) : "memory");
     CHECK(a == 0x1111222233334444UL && d == 0x55556666777700e1UL && n == 10, "0x%lx 0x%lx %u", a, d, n);
     CHECK(count == 0 && string == bytes + 4);
 }
 
 /* Beside one that is replaced: OUT, RDPMC, OUT. */
 extern u64 crowded(u64 index);
-asm(".text\n.globl crowded\n.type crowded, @function\ncrowded:\n mov %edi,%ecx\n mov $0xe1,%edx\n mov $5,%eax\n out %al,%dx\n"
-    " cmp $5,%eax\n jne 1f\n mov $0xe1,%edx\n out %al,%dx\n rdpmc\n out %al,$0xe1\n shl $32,%rdx\n or %rdx,%rax\n ret\n1: ud2\n");
+asm(".text\n.globl crowded\n.type crowded, @function\ncrowded:\n mov %edi,%ecx\n mov $0x33,%edx\n mov $5,%eax\n out %al,%dx\n"
+    " cmp $5,%eax\n jne 1f\n mov $0x33,%edx\n out %al,%dx\n rdpmc\n out %al,$0x33\n shl $32,%rdx\n or %rdx,%rax\n ret\n1: ud2\n");
 
-TEST(beside_a_write, ON_ANY, "port 0xe1: a write right beside an RDPMC is none")
+TEST(beside_a_write, ON_ANY, "port 0x33: a write right beside an RDPMC is none")
 {
     for (u64 i = 0; i < 3; i++) {
         ctr_write(0, 0x19000000UL + i); /* no model truncates it */

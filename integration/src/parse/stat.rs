@@ -11,8 +11,6 @@ pub struct StatCount {
     pub value: Option<f64>,
     /// Unit such as `msec`; empty for counts.
     pub unit: String,
-    /// Share of time for which the event was counted, in percent. The table omits the value 100.
-    pub running_percent: f64,
     /// Time running, in nanoseconds; `None` if parsed from a table.
     pub running_ns: Option<u64>,
 }
@@ -22,8 +20,6 @@ pub struct StatCount {
 pub struct PerfStat {
     /// Lines in printed order.
     pub counts: Vec<StatCount>,
-    /// Value of "seconds time elapsed".
-    pub elapsed_seconds: Option<f64>,
 }
 
 /// Why a count is missing from a `perf stat` output.
@@ -80,22 +76,14 @@ pub fn parse_stat(text: &str) -> PerfStat {
         if !in_table {
             continue;
         }
-        if let Some(number) = line.trim().strip_suffix("seconds time elapsed") {
-            // With -r, the line is "1.002 +- 0.001 seconds time elapsed".
-            stat.elapsed_seconds = number.split_whitespace().next().and_then(|n| n.parse().ok());
-        } else if let Some(count) = parse_table_line(line) {
-            stat.counts.push(count);
-        }
+        stat.counts.extend(parse_table_line(line));
     }
     stat
 }
 
 fn parse_table_line(line: &str) -> Option<StatCount> {
     // Derived metrics follow the '#'.
-    let (counts, remark) = line.split_once('#').unwrap_or((line, ""));
-    let running_percent = parse_running(remark)
-        .or_else(|| parse_running(counts))
-        .unwrap_or(100.0);
+    let counts = line.split('#').next()?;
     let mut words: Vec<&str> = counts.split_whitespace().collect();
     if words.last().is_some_and(|word| word.ends_with("%)")) {
         words.pop();
@@ -118,7 +106,6 @@ fn parse_table_line(line: &str) -> Option<StatCount> {
             cpu,
             value: None,
             unit: String::new(),
-            running_percent,
             running_ns: None,
         });
     }
@@ -129,8 +116,8 @@ fn parse_table_line(line: &str) -> Option<StatCount> {
         [unit, event, ..] => (unit, event),
         [] => return None,
     };
-    // "0.50 seconds user" is not an event.
-    if unit == "seconds" {
+    // "0.50 seconds user" and "1.002 +- 0.001 seconds time elapsed" are not events.
+    if unit == "seconds" || unit == "+-" {
         return None;
     }
     Some(StatCount {
@@ -138,24 +125,15 @@ fn parse_table_line(line: &str) -> Option<StatCount> {
         cpu,
         value: Some(value),
         unit: unit.to_owned(),
-        running_percent,
         running_ns: None,
     })
-}
-
-/// Parses "(66.7%)" at the end of a line, but not "( +- 0.5% )".
-fn parse_running(text: &str) -> Option<f64> {
-    let start = text.rfind('(')?;
-    text[start + 1..].trim().strip_suffix("%)")?.trim().parse().ok()
 }
 
 /// Parses `perf stat -x,`: value, unit, event, time running in ns, share running in percent,
 /// metrics. With `-A` the CPU comes first. Skips lines of other programs.
 pub fn parse_stat_csv(text: &str) -> PerfStat {
-    let counts = text.lines().filter_map(parse_csv_line).collect();
     PerfStat {
-        counts,
-        elapsed_seconds: None,
+        counts: text.lines().filter_map(parse_csv_line).collect(),
     }
 }
 
@@ -168,7 +146,7 @@ fn parse_csv_line(line: &str) -> Option<StatCount> {
     if cpu.is_some() {
         fields.remove(0);
     }
-    let [value, unit, event, running_ns, percent, ..] = fields[..] else {
+    let [value, unit, event, running_ns, _percent, ..] = fields[..] else {
         return None;
     };
     let value = match value {
@@ -180,7 +158,6 @@ fn parse_csv_line(line: &str) -> Option<StatCount> {
         cpu,
         value,
         unit: unit.to_owned(),
-        running_percent: percent.parse().ok()?,
         running_ns: Some(running_ns.parse().ok()?),
     })
 }
@@ -266,8 +243,6 @@ spin: iterations=234000000 seconds=0.500651 cpu_seconds=0.498840
         assert_eq!(stat.value("task-clock"), Ok(516.01));
         assert_eq!(stat.counts[0].unit, "msec");
         assert_eq!(stat.value("cycles:u"), Ok(1_499_012_345.0));
-        assert_eq!(stat.counts[1].running_percent, 66.7);
-        assert_eq!(stat.counts[0].running_percent, 100.0);
         assert_eq!(
             stat.value("ref-cycles"),
             Err(StatError::NotCounted("ref-cycles".into()))
@@ -277,7 +252,6 @@ spin: iterations=234000000 seconds=0.500651 cpu_seconds=0.498840
             Err(StatError::NoSuchEvent("branches".into()))
         );
         assert_eq!(stat.counts.len(), 4);
-        assert_eq!(stat.elapsed_seconds, Some(0.525_044_095));
     }
 
     #[test]
@@ -306,7 +280,6 @@ spin: iterations=234000000 seconds=0.500651 cpu_seconds=0.498840
         assert_eq!(stat.value("page-faults"), Ok(29.0));
         assert!(stat.value("ref-cycles").is_err());
         assert_eq!(stat.value_on("cycles", 1), Ok(77.0));
-        assert_eq!(stat.counts[3].running_percent, 50.0);
     }
 
     #[test]

@@ -223,3 +223,41 @@ pub const PVH_CODE: &[u8] = &[
 ];
 /// Offset of the PVH entry point in [`PVH_CODE`].
 pub const PVH_ENTRY: u32 = 8;
+
+/// Encodes symbols like a kernel's kallsyms: addresses, count, names, markers, tokens and token
+/// index.
+pub fn kallsyms(symbols: &[(u64, &str)]) -> Vec<u8> {
+    fn pad(out: &mut Vec<u8>) {
+        out.resize(out.len().next_multiple_of(8), 0);
+    }
+    let mut out = Vec::new();
+    for (address, _) in symbols {
+        out.extend(address.to_le_bytes());
+    }
+    out.extend((symbols.len() as u64).to_le_bytes());
+    let names_at = out.len();
+    let mut markers = Vec::new();
+    for (n, (_, name)) in symbols.iter().enumerate() {
+        if n % 256 == 0 {
+            markers.push((out.len() - names_at) as u64);
+        }
+        out.push(name.len() as u8 + 1);
+        out.push(b'T');
+        out.extend(name.as_bytes());
+    }
+    pad(&mut out);
+    out.extend(markers.into_iter().flat_map(u64::to_le_bytes));
+    let mut index = Vec::new();
+    let tokens_at = out.len();
+    for token in 0..=255u8 {
+        index.extend(((out.len() - tokens_at) as u16).to_le_bytes());
+        match token {
+            b'!'..=b'~' => out.push(token),
+            _ => out.extend(b"zz"),
+        }
+        out.push(0);
+    }
+    pad(&mut out);
+    out.extend(index);
+    out
+}

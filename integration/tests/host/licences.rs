@@ -64,52 +64,13 @@ fn packages() -> Vec<(String, String, String)> {
         .collect()
 }
 
-/// Returns whether allowed licences satisfy an SPDX expression. AND binds more tightly than OR.
+/// Returns whether allowed licences satisfy an SPDX expression. Each term of AND must have an allowed
+/// alternative. Ignoring parentheses refuses some valid combinations, but permits no invalid one.
 fn permitted(expression: &str, allowed: &BTreeSet<String>) -> bool {
     // `/` is the old form of OR.
-    let expression = expression
-        .replace('/', " OR ")
-        .replace('(', " ( ")
-        .replace(')', " ) ");
-    let words: Vec<&str> = expression.split_whitespace().collect();
-    let mut at = 0;
-    let permitted = any_of(&words, &mut at, allowed);
-    permitted && at == words.len()
-}
-
-fn any_of(words: &[&str], at: &mut usize, allowed: &BTreeSet<String>) -> bool {
-    let mut permitted = all_of(words, at, allowed);
-    while words.get(*at) == Some(&"OR") {
-        *at += 1;
-        // Parse both operands in any case.
-        permitted |= all_of(words, at, allowed);
-    }
-    permitted
-}
-
-fn all_of(words: &[&str], at: &mut usize, allowed: &BTreeSet<String>) -> bool {
-    let mut permitted = one(words, at, allowed);
-    while words.get(*at) == Some(&"AND") {
-        *at += 1;
-        permitted &= one(words, at, allowed);
-    }
-    permitted
-}
-
-fn one(words: &[&str], at: &mut usize, allowed: &BTreeSet<String>) -> bool {
-    let Some(word) = words.get(*at) else { return false };
-    *at += 1;
-    if *word == "(" {
-        let permitted = any_of(words, at, allowed);
-        *at += 1;
-        return permitted;
-    }
-    let mut name = (*word).to_owned();
-    if words.get(*at) == Some(&"WITH") {
-        name = format!("{name} WITH {}", words.get(*at + 1).unwrap_or(&""));
-        *at += 2;
-    }
-    allowed.contains(&name)
+    let expression = expression.replace('/', " OR ").replace(['(', ')'], "");
+    let mut terms = expression.split(" AND ");
+    terms.all(|term| term.split(" OR ").any(|name| allowed.contains(name.trim())))
 }
 
 #[test]
@@ -159,6 +120,7 @@ fn licence_expressions_are_evaluated() {
         "GPL-3.0",
         "MIT AND GPL-3.0",
         "(MIT OR Apache-2.0) AND GPL-3.0",
+        "GPL-3.0 AND MIT OR GPL-2.0",
         "MIT MIT",
     ] {
         assert!(!permitted(bad, &allowed), "{bad}");

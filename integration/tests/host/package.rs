@@ -30,7 +30,12 @@ fn package_and_archive_install_standalone_program() {
         .args([&program, &artefacts::binaries().unwrap().perfvisor])
         .status();
     assert!(stripped.unwrap().success());
-    let (done, said) = make(&["package-check", &format!("BINARY={}", program.display())]);
+    let agent = &artefacts::binaries().unwrap().guest_agent;
+    let (done, said) = make(&[
+        "package-check",
+        &format!("BINARY={}", program.display()),
+        &format!("AGENT={}", agent.display()),
+    ]);
     eprintln!("{said}");
     assert!(done, "{said}");
     if said.contains("SKIPPED") {

@@ -41,7 +41,7 @@ fn the_built_in_guest_sees_what_it_expects(place: &TestHost) {
     for model in ["intel", "amd"] {
         // The guest reports measurements that host load made inconclusive; actual errors fail at
         // once.
-        measured_in_parts(&format!("built-in guest, {model}"), |_| {
+        let untold = measured_in_parts(|| {
             let output = run(place, &["--pmu", model, "--cmdline", "selftest lines"]);
             let text = output.stdout_text();
             eprintln!(
@@ -67,6 +67,10 @@ fn the_built_in_guest_sees_what_it_expects(place: &TestHost) {
             parts.push(("cycles".to_owned(), results.iter().any(cycles)));
             parts
         });
+        assert!(!untold.contains(&"cycles".to_owned()), "{model}: {untold:?}");
+        if !untold.is_empty() {
+            skipped(&format!("{model}: too busy to tell: {untold:?}"), false);
+        }
     }
 }
 

@@ -1,13 +1,13 @@
 //! Tests that perf in an unmodified Debian kernel counts and samples with the virtual PMU.
 //!
-//! One boot per PMU model and number of vCPUs runs all commands; each test checks its part of the
-//! output.
+//! Three guests per PMU model and number of vCPUs run all commands; each test checks its part of the
+//! output, and judges measured times by all three.
 
 use std::sync::OnceLock;
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
-use integration::measure::{OutOfTolerance, measured, within_tolerance};
+use integration::measure::{MEASUREMENTS, OutOfTolerance, measured, within_tolerance};
 use integration::parse::{PerfStat, parse_report, parse_stat, parse_stat_csv, pmu_driver_lines, tsc_hz};
 use integration::place::TestHost;
 
@@ -25,8 +25,8 @@ section dmesg sh -c "dmesg | grep -i -E 'linux version|tsc|perf|pmu|nmi|mce|bug|
 section stat perf stat -e task-clock,cycles spin 1.5
 section stat-csv perf stat -x, -e task-clock,cycles spin 1
 section idle perf stat -a -e cpu-clock,cycles sleep 3
-section record-period perf record -q -B -N -i -c 50000000 -e '{cycles,cpu-cycles}:S' -o /tmp/period spin 4
-section samples-period perf script -i /tmp/period -F comm,period,event
+section record-period perf record -q -B -N -i -c 50000000 -e cycles:S -o /tmp/period spin 4
+section samples-period perf script -i /tmp/period -F comm,period
 section record-rate perf record -q -F 100 -g -e cycles -o /tmp/rate sh -c 'three 10; syscalls 100000'
 section report-rate perf report -i /tmp/rate --stdio --stdio-color=never --no-children -g none
 section chains sh -c "perf script -i /tmp/rate -F comm,ip,sym | awk 'BEGIN { RS = \"\" } / heavy/ && n++ < 5 { print; print \"\" }'"
@@ -44,12 +44,8 @@ section off-and-on sh -c 'cd /sys/devices/system/cpu/cpu1 && echo 0 >online && c
 section one-again perf stat -a -A -x, -e cpu-clock,cycles taskset 2 spin 1
 "#;
 
-/// Maximum number of guests for a time measurement, which other load on the machine can disturb in
-/// the lab. Nothing else is retried.
-const TRIES: usize = 3;
-
 /// The runs of one kind of guest, created on demand and shared by the tests.
-type RunCache = [OnceLock<Result<GuestRun, String>>; TRIES];
+type RunCache = [OnceLock<Result<GuestRun, String>>; MEASUREMENTS];
 
 /// A PMU model whose tests share the runs of two kinds of guest.
 struct ModelTests {
@@ -65,20 +61,19 @@ impl ModelTests {
         Self {
             pmu,
             driver,
-            one_cpu: [const { OnceLock::new() }; TRIES],
-            two_cpus: [const { OnceLock::new() }; TRIES],
+            one_cpu: [const { OnceLock::new() }; MEASUREMENTS],
+            two_cpus: [const { OnceLock::new() }; MEASUREMENTS],
         }
     }
 
-    /// Applies `check` to the guest with one vCPU, and repeats a failed measurement in a new guest.
+    /// Applies `check` to each guest with one vCPU.
     fn one_cpu(&self, name: &str, check: impl Fn(&Self, &GuestRun) -> Result<(), OutOfTolerance>) {
         measured(&format!("{} {name}", self.pmu), |n| {
             check(self, self.nth(&self.one_cpu, n, 1, ONE_CPU))
         });
     }
 
-    /// Applies `check` to the guest with two vCPUs, and repeats a failed measurement in a new
-    /// guest.
+    /// Applies `check` to each guest with two vCPUs.
     fn two_cpus(&self, name: &str, check: impl Fn(&Self, &GuestRun) -> Result<(), OutOfTolerance>) {
         measured(&format!("{} {name}", self.pmu), |n| {
             check(self, self.nth(&self.two_cpus, n, 2, TWO_CPUS))
@@ -171,26 +166,23 @@ impl ModelTests {
         &self,
         run: &GuestRun,
     ) -> Result<(), OutOfTolerance> {
-        // With `:S` a sample contains the counts of both events, and perf shows what each has
-        // counted since the previous sample as its period. Only the first event overflows.
+        // With `:S` a sample contains the count, and perf shows the count since the previous sample
+        // as its period. Their sum is the amount to be sampled. The loop's CPU time is larger,
+        // because it includes the VMM's work for each PMI, which is not a guest cycle and takes
+        // longer on a busy host.
         let text = run.section("samples-period");
-        let counts = |event: &str| -> Vec<f64> {
-            let lines = text.lines().filter_map(|line| {
-                let (count, name) = line.trim().strip_prefix("spin ")?.trim().split_once(' ')?;
-                (name.trim().trim_end_matches(':') == event).then(|| count.parse().ok())?
-            });
-            lines.collect()
-        };
-        let sampled = counts("cycles");
-        let counted: f64 = sampled.iter().sum();
-        let (samples, expected) = (sampled.len() as f64, counted / PERIOD);
-        let ratio = counted / counts("cpu-cycles").iter().sum::<f64>();
+        let counts: Vec<f64> = text
+            .lines()
+            .filter_map(|line| line.trim().strip_prefix("spin ")?.trim().parse().ok())
+            .collect();
+        let counted: f64 = counts.iter().sum();
+        let (samples, expected) = (counts.len() as f64, counted / PERIOD);
         let cpu_seconds: f64 = field(run, run.section("record-period"), "cpu_seconds=");
         let share = counted / (cpu_seconds * self.tsc_hz(run));
-        let longest = sampled.iter().fold(0.0, |most: f64, &count| most.max(count));
+        let longest = counts.iter().fold(0.0, |most: f64, &count| most.max(count));
         eprintln!(
             "{} -c: {samples} samples, expected {expected:.1}, {:.1} periods between two at most; \
-             {ratio:.4} of a counter that does not overflow, {share:.3} of the CPU time",
+             counted {share:.3} of the CPU time",
             self.pmu,
             longest / PERIOD
         );
@@ -206,15 +198,9 @@ impl ModelTests {
         within_tolerance(samples > expected * 0.90, || {
             format!("{samples} samples, expected {expected:.1}")
         })?;
-        // The two counters are read one after the other.
-        assert!(
-            (ratio - 1.0).abs() < 0.01,
-            "ratio {ratio:.4} of the two counts\n{run}"
-        );
-        // The loop's CPU time includes the VMM's work for each PMI, which is not a guest cycle and
-        // takes longer on a busy host.
-        assert!(share < 1.05, "counted {share:.3} of the CPU time\n{run}");
-        Ok(())
+        within_tolerance((0.85..1.05).contains(&share), || {
+            format!("counted {share:.3} of the CPU time")
+        })
     }
 
     fn sampling_by_rate_sees_kernel_and_user_with_chains(

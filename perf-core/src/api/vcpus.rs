@@ -20,7 +20,22 @@ impl Core {
     /// Returns [`OpenError::VcpuExists`] if the vCPU already exists, or the error of an inherited
     /// event that could not be opened.
     pub fn add_vcpu(&self, vcpu: VcpuId, tid: i32) -> Result<Arc<VcpuContext>, OpenError> {
-        self.add(vcpu, tid, ContextOwner::Thread(vcpu, tid))
+        self.add_vcpu_recorded_as(vcpu, tid, tid.cast_unsigned())
+    }
+
+    /// Adds a vCPU like [`Core::add_vcpu`], with `record_tid` as the ID of its thread in records. A
+    /// thread in a PID namespace has another ID for the readers outside.
+    ///
+    /// # Errors
+    ///
+    /// Returns the same errors as [`Core::add_vcpu`].
+    pub fn add_vcpu_recorded_as(
+        &self,
+        vcpu: VcpuId,
+        tid: i32,
+        record_tid: u32,
+    ) -> Result<Arc<VcpuContext>, OpenError> {
+        self.add(vcpu, tid, ContextOwner::Thread(vcpu, tid, record_tid))
     }
 
     fn add(&self, vcpu: VcpuId, tid: i32, whose: ContextOwner) -> Result<Arc<VcpuContext>, OpenError> {

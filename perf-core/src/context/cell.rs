@@ -18,8 +18,8 @@ const VM: u64 = u64::MAX;
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum ContextOwner {
     Vm,
-    /// A vCPU or another host thread.
-    Thread(VcpuId, i32),
+    /// A vCPU or another host thread, and the thread's ID in records.
+    Thread(VcpuId, i32, u32),
     /// A host CPU.
     Cpu(VcpuId, u32),
 }
@@ -32,6 +32,8 @@ pub(crate) enum ContextOwner {
 pub(crate) struct ContextCell {
     inner: Lock<Context>,
     cpu: Option<u32>,
+    /// ID of the vCPU's thread in records, 0 for a VM or CPU context.
+    record_tid: u32,
     clock: Arc<dyn Clock>,
     /// Owner: [`VM`], or the vCPU number in the upper half and the thread ID in the lower half.
     pub who: AtomicU64,
@@ -46,16 +48,17 @@ pub(crate) struct ContextCell {
 
 impl ContextCell {
     pub fn new(policy: SharePolicy, mux: MuxConfig, clock: Arc<dyn Clock>, whose: ContextOwner) -> Self {
-        let (vcpu, cpu) = match whose {
-            ContextOwner::Vm => (None, None),
-            ContextOwner::Thread(vcpu, tid) => (Some((vcpu, tid)), None),
-            ContextOwner::Cpu(vcpu, cpu) => (Some((vcpu, -1)), Some(cpu)),
+        let (vcpu, cpu, record_tid) = match whose {
+            ContextOwner::Vm => (None, None, 0),
+            ContextOwner::Thread(vcpu, tid, record_tid) => (Some((vcpu, tid)), None, record_tid),
+            ContextOwner::Cpu(vcpu, cpu) => (Some((vcpu, -1)), Some(cpu), 0),
         };
         let context = Context::new(policy, mux);
         Self {
             to_serve: Arc::clone(&context.to_serve),
             inner: Lock::new(Rank::Context, context),
             cpu,
+            record_tid,
             clock,
             who: AtomicU64::new(vcpu.map_or(VM, |(vcpu, tid)| {
                 u64::from(vcpu.0) << 32 | u64::from(tid.cast_unsigned())
@@ -103,6 +106,11 @@ impl ContextCell {
     pub fn publish_raised(&self, context: &Context) {
         let n = context.raised.iter().map(Vec::len).sum();
         self.raised_events.store(n, Ordering::Relaxed);
+    }
+
+    /// Returns the ID of the vCPU's thread in records, or 0 for a VM or CPU context.
+    pub fn record_tid(&self) -> u32 {
+        self.record_tid
     }
 
     /// Returns the host CPU of a CPU context.

@@ -70,6 +70,11 @@ impl PmuCapacity {
     }
 }
 
+/// Reason why no event can count a guest while a VM with a mediated vPMU exists, and the remedy.
+/// The kernel refuses such events with `EOPNOTSUPP` (`mediated_pmu_account_event`, Linux 7.0).
+pub const MEDIATED_NEIGHBOUR: &str = "a VM with KVM's mediated vPMU holds the host's PMU; end that VM, or load \
+    kvm_intel or kvm_amd with enable_mediated_pmu=0";
+
 /// An error of a driver. The core maps each variant to an error number of `perf_event_open(2)`.
 #[derive(Debug, thiserror::Error)]
 pub enum PmuError {
@@ -83,7 +88,7 @@ pub enum PmuError {
     #[error("no counter is free now")]
     Busy,
     /// The host reserves the PMU for mediated guests (`EOPNOTSUPP` or `EBUSY`).
-    #[error("the host's PMU is held by a mediated virtual PMU")]
+    #[error("{}", MEDIATED_NEIGHBOUR)]
     Mediated(#[source] std::io::Error),
     /// A system call failed.
     #[error("{what} failed")]

@@ -175,7 +175,7 @@ impl CoreInner {
     pub fn record_origin(&self, origin: &ContextCell, time_ns: u64) -> SampleId {
         let (pid, tid, cpu) = match (origin.cpu(), origin.vcpu()) {
             (Some(cpu), _) => (u32::MAX, u32::MAX, cpu),
-            (None, Some((vcpu, tid))) => (self.config.pid, tid.cast_unsigned(), vcpu.0),
+            (None, Some((vcpu, _))) => (self.config.pid, origin.record_tid(), vcpu.0),
             (None, None) => (self.config.pid, 0, u32::MAX),
         };
         SampleId {

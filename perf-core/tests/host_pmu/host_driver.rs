@@ -11,6 +11,8 @@ use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
+use crate::common::NoRegs;
+use crate::common::memory::fault;
 use crate::common::thread::{burn, catch_signals, signals_of_this_thread, this_tid};
 
 const TASK_CLOCK: u64 = 1;
@@ -37,28 +39,6 @@ fn hardware(config: u64) -> Attr {
     Attr {
         ty: EventType::HARDWARE,
         ..software(config)
-    }
-}
-
-/// Touches `n` fresh pages, which causes exactly `n` page faults.
-fn fault(n: usize) {
-    const PAGE: usize = 4096;
-    // SAFETY: a private anonymous mapping, written within its bounds and unmapped once.
-    unsafe {
-        let at = libc::mmap(
-            std::ptr::null_mut(),
-            n * PAGE,
-            libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
-            -1,
-            0,
-        );
-        assert_ne!(at, libc::MAP_FAILED);
-        libc::madvise(at, n * PAGE, libc::MADV_NOHUGEPAGE);
-        for i in 0..n {
-            at.cast::<u8>().add(i * PAGE).write_volatile(1);
-        }
-        libc::munmap(at, n * PAGE);
     }
 }
 
@@ -114,17 +94,6 @@ fn new_period_takes_effect_immediately() {
     assert_eq!(ev.take_overflows(), 0);
 }
 
-struct Regs;
-
-impl SampleRegs for Regs {
-    fn mode(&mut self) -> CpuMode {
-        CpuMode::GuestUser
-    }
-    fn ip(&mut self) -> u64 {
-        0
-    }
-}
-
 /// Samples of real page faults, with a period that changes during faults, while the event is off
 /// and while its vCPU is scheduled out. Their periods add up to the count, except for the
 /// unfinished last period.
@@ -145,7 +114,7 @@ fn periods_of_real_samples_add_up_to_the_count() {
         .open(&session, attr, target, None, OpenFlags::default())
         .unwrap();
     let ring = event.map(4, true).unwrap();
-    let serve = || vcpu.service_overflows(&mut Regs, &mut |_| {});
+    let serve = || vcpu.service_overflows(&mut NoRegs, &mut |_| {});
     let work = |faults: usize| {
         for _ in 0..faults / 20 {
             fault(20);
@@ -402,10 +371,10 @@ fn clock_samples(attr: Attr) -> (Vec<u64>, u64) {
     let ring = event.map(16, true).unwrap();
     while event.read().unwrap().value < 5_000_000 {
         burn(20_000);
-        vcpu.service_overflows(&mut Regs, &mut |_| {});
+        vcpu.service_overflows(&mut NoRegs, &mut |_| {});
     }
     vcpu.sched_out();
-    vcpu.service_overflows(&mut Regs, &mut |_| {});
+    vcpu.service_overflows(&mut NoRegs, &mut |_| {});
     let (mut reader, mut periods) = (RingReader::map(ring.memfd()).unwrap(), Vec::new());
     while let Some(raw) = reader.next_record().unwrap() {
         let Record::Sample(sample) = Record::decode(raw, RecordFormat::from(&attr)).unwrap() else {

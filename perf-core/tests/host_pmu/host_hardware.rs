@@ -19,6 +19,7 @@ use perf_core::pmu::{Pmu, PmuError, PmuEvent, PmuTarget};
 use perf_core::time::Clock;
 use perf_core::*;
 
+use crate::common::NoRegs;
 use crate::common::thread::{burn, catch_signals, signals_of_this_thread, this_tid, thread_cpu_ns};
 use test_support::skip;
 
@@ -107,18 +108,6 @@ impl log::Log for StderrLogger {
     }
 
     fn flush(&self) {}
-}
-
-struct NoRegs;
-
-impl SampleRegs for NoRegs {
-    fn mode(&mut self) -> CpuMode {
-        CpuMode::User
-    }
-
-    fn ip(&mut self) -> u64 {
-        0
-    }
 }
 
 impl ThreadCore {

@@ -1,7 +1,6 @@
 //! System calls of the hot paths with the `clock` driver, counted by ptrace. Clock reads are not
 //! counted: they take no system call if the vDSO provides the clock, and guest exit and entry have
 //! separate tests.
-#![expect(unsafe_code, reason = "calls of the system")]
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,6 +10,7 @@ use perf_core::pmu::clock::{ClockPmu, GUEST_NS, VcpuClock};
 use perf_core::pmu::{Pmu, PmuEvent, PmuTarget, VcpuId};
 
 use crate::common::thread::{burn, catch_signals, clock_attr, signals_of_this_thread, this_tid};
+use crate::must;
 use test_support::steps;
 
 const SET: u64 = libc::SYS_timer_settime as u64;
@@ -51,14 +51,6 @@ impl ClockFixture {
         }
         scene.clock.guest_exit();
         scene
-    }
-}
-
-/// Exits the child with an error, which the parent notices, unless `holds`.
-fn must(holds: bool) {
-    if !holds {
-        // SAFETY: `_exit` ends the process immediately.
-        unsafe { libc::_exit(1) };
     }
 }
 

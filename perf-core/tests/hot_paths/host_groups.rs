@@ -1,6 +1,5 @@
 //! Groups of the `host` driver are kernel groups: started and stopped by one system call, counted
 //! by ptrace, with correct counts for any sequence of operations on their members.
-#![expect(unsafe_code, reason = "calls of the system")]
 
 use std::sync::Arc;
 
@@ -9,13 +8,15 @@ use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
+use crate::common::NoRegs;
+use crate::common::memory::FreshPages;
 use crate::common::thread::{catch_signals, this_tid};
+use crate::must;
 use test_support::steps;
 
 const PAGE_FAULTS: u64 = 2;
 /// `config` of minor page faults, which read nothing from disk, as in all these tests.
 const MINOR_FAULTS: u64 = 5;
-const PAGE: usize = 4096;
 const PAGES: usize = 20_000;
 
 /// This thread as a vCPU, with a group of `events` that count its page faults, and untouched
@@ -25,7 +26,7 @@ struct GroupFixture {
     session: Session,
     vcpu: Arc<VcpuContext>,
     group: Vec<Handle>,
-    fresh: *mut u8,
+    fresh: FreshPages,
 }
 
 impl GroupFixture {
@@ -44,26 +45,12 @@ impl GroupFixture {
         core.register(Arc::new(HostPmu::software(signal)));
         let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
         let session = core.session(0, Role::Admin);
-        // SAFETY: a fresh private mapping.
-        let fresh = unsafe {
-            let at = libc::mmap(
-                std::ptr::null_mut(),
-                PAGES * PAGE,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
-                -1,
-                0,
-            );
-            assert_ne!(at, libc::MAP_FAILED);
-            libc::madvise(at, PAGES * PAGE, libc::MADV_NOHUGEPAGE);
-            at.cast::<u8>()
-        };
         Self {
             core,
             session,
             vcpu,
             group: Vec::new(),
-            fresh,
+            fresh: FreshPages::new(PAGES),
         }
     }
 
@@ -86,13 +73,7 @@ impl GroupFixture {
 
     /// Takes `n` page faults without a system call.
     fn fault(&mut self, n: usize) {
-        for _ in 0..n {
-            // SAFETY: within the mapping, which is larger than any test touches.
-            unsafe {
-                self.fresh.write_volatile(1);
-                self.fresh = self.fresh.add(PAGE);
-            }
-        }
+        self.fresh.fault(n);
     }
 
     fn counts(&self) -> Vec<u64> {
@@ -105,13 +86,6 @@ impl GroupFixture {
         self.fault(n);
         let after = self.counts();
         after.iter().zip(before).map(|(a, b)| a - b).collect()
-    }
-}
-
-fn must(holds: bool) {
-    if !holds {
-        // SAFETY: `_exit` ends the process immediately.
-        unsafe { libc::_exit(1) };
     }
 }
 
@@ -255,17 +229,6 @@ fn member_joining_running_group_counts_immediately() {
             scene.growth(50)[1] >= 50,
             "round {round}, leader {config}: on again"
         );
-    }
-}
-
-struct NoRegs;
-
-impl SampleRegs for NoRegs {
-    fn mode(&mut self) -> CpuMode {
-        CpuMode::Unknown
-    }
-    fn ip(&mut self) -> u64 {
-        0
     }
 }
 

@@ -8,23 +8,14 @@ use std::sync::Arc;
 use perf_core::pmu::host::HostPmu;
 use perf_core::*;
 
+use crate::common::NoRegs;
+use crate::common::memory::FreshPages;
 use crate::common::thread::{burn, catch_signals, signals_of_this_thread, this_tid};
+use crate::must;
 use test_support::steps;
 
 const TASK_CLOCK: u64 = 1;
 const PAGE_FAULTS: u64 = 2;
-const PAGE: usize = 4096;
-
-struct UserModeRegs;
-
-impl SampleRegs for UserModeRegs {
-    fn mode(&mut self) -> CpuMode {
-        CpuMode::GuestUser
-    }
-    fn ip(&mut self) -> u64 {
-        0
-    }
-}
 
 /// This thread as a vCPU with one guest event, and untouched memory.
 struct HostFixture {
@@ -32,7 +23,7 @@ struct HostFixture {
     _session: Session,
     vcpu: Arc<VcpuContext>,
     event: Handle,
-    fresh: *mut u8,
+    fresh: FreshPages,
 }
 
 impl HostFixture {
@@ -52,27 +43,13 @@ impl HostFixture {
         let event = core
             .open(&session, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
             .unwrap();
-        // SAFETY: a fresh private mapping.
-        let fresh = unsafe {
-            let at = libc::mmap(
-                std::ptr::null_mut(),
-                10_000 * PAGE,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
-                -1,
-                0,
-            );
-            assert_ne!(at, libc::MAP_FAILED);
-            libc::madvise(at, 10_000 * PAGE, libc::MADV_NOHUGEPAGE);
-            at.cast::<u8>()
-        };
         vcpu.sched_in();
         let mut scene = Self {
             _core: core,
             _session: session,
             vcpu,
             event,
-            fresh,
+            fresh: FreshPages::new(10_000),
         };
         // The first overflow, so that all one-time work is done.
         match config {
@@ -85,28 +62,14 @@ impl HostFixture {
 
     /// Takes `n` page faults without a system call.
     fn fault(&mut self, n: usize) {
-        for _ in 0..n {
-            // SAFETY: within the mapping, which is larger than any test touches.
-            unsafe {
-                self.fresh.write_volatile(1);
-                self.fresh = self.fresh.add(PAGE);
-            }
-        }
+        self.fresh.fault(n);
     }
 
     fn serve(&self) -> u32 {
         let mut times = 0;
         self.vcpu
-            .service_overflows(&mut UserModeRegs, &mut |o| times += o.times);
+            .service_overflows(&mut NoRegs, &mut |o| times += o.times);
         times
-    }
-}
-
-/// Exits the child with an error, which the parent notices, unless `holds`.
-fn must(holds: bool) {
-    if !holds {
-        // SAFETY: `_exit` ends the process immediately.
-        unsafe { libc::_exit(1) };
     }
 }
 

@@ -19,3 +19,13 @@ mod mux_allocation;
 mod ring_allocation;
 #[cfg(feature = "sim")]
 mod ticks;
+
+/// Exits the traced child with an error, which the parent notices, unless `holds`.
+#[cfg(feature = "host")]
+#[expect(unsafe_code, reason = "a call of the system")]
+fn must(holds: bool) {
+    if !holds {
+        // SAFETY: `_exit` ends the process immediately.
+        unsafe { libc::_exit(1) };
+    }
+}

@@ -130,28 +130,3 @@ fn refused_software_group_is_retried() {
     assert_eq!(m.sw.on(0), 19);
     assert!(!m.core.needs_tick());
 }
-
-/// A family counts nothing itself: after its leader is closed, its siblings still represent their
-/// children.
-#[test]
-fn family_sibling_promoted_to_leader_counts_nothing_itself() {
-    let m = Machine::new(4);
-    let _v = m.vcpu(0);
-    let wide = || Attr {
-        inherit: true,
-        ..hw()
-    };
-    let leader = m.open(wide(), OpenTarget::Vm, None);
-    let sibling = m.open(wide(), OpenTarget::Vm, Some(&leader));
-    m.run(0, 5);
-    assert_eq!(sibling.state(), EventState::Inactive);
-    leader.close();
-    assert_eq!(sibling.state(), EventState::Inactive);
-    assert_eq!(m.core.vm_stats().active, 0);
-    m.run(0, 5);
-    assert_eq!(sibling.read().unwrap().value, 10);
-    sibling.disable(ControlScope::Event).unwrap();
-    sibling.enable(ControlScope::Event).unwrap();
-    m.run(0, 5);
-    assert_eq!((sibling.read().unwrap().value, m.core.vm_stats().active), (15, 0));
-}

@@ -9,21 +9,11 @@ use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
+use crate::common::NoRegs;
 use test_support::skip;
 
 /// `PERF_COUNT_SW_CPU_CLOCK`.
 const CPU_CLOCK: u64 = 0;
-
-struct NoRegs;
-
-impl SampleRegs for NoRegs {
-    fn mode(&mut self) -> CpuMode {
-        CpuMode::Unknown
-    }
-    fn ip(&mut self) -> u64 {
-        0
-    }
-}
 
 fn core() -> Core {
     let signal = Some(libc::SIGURG);

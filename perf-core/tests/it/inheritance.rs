@@ -1,8 +1,6 @@
 //! VM-wide events while vCPUs are added and removed.
 
-use perf_core::attr::EventType;
 use perf_core::*;
-use proptest::prelude::*;
 
 use crate::common::machine::*;
 
@@ -11,82 +9,6 @@ fn wide() -> Attr {
         inherit: true,
         ..hw()
     }
-}
-
-#[test]
-fn a_vm_wide_event_covers_vcpus_present_and_to_come() {
-    let m = Machine::new(4);
-    let _v0 = m.vcpu(0);
-    let e = m.open(wide(), OpenTarget::Vm, None);
-    m.run(0, 5);
-    let _v1 = m.vcpu(1);
-    m.run(0, 2);
-    m.run(1, 10);
-    assert_eq!(e.read().unwrap().value, 17, "live children are counted in reads");
-    m.core.remove_vcpu(VcpuId(1)).unwrap();
-    assert_eq!(e.read().unwrap().value, 17, "an exited one stays counted, once");
-    m.core.remove_vcpu(VcpuId(0)).unwrap();
-    assert_eq!(e.read().unwrap().value, 17);
-    e.reset(ControlScope::Event).unwrap();
-    assert_eq!(
-        e.read().unwrap().value,
-        0,
-        "a reset clears what exited children left"
-    );
-}
-
-#[test]
-fn without_inherit_it_covers_those_present_only() {
-    let m = Machine::new(4);
-    let _v0 = m.vcpu(0);
-    let e = m.open(hw(), OpenTarget::Vm, None);
-    let _v1 = m.vcpu(1);
-    m.run(0, 3);
-    m.run(1, 100);
-    assert_eq!(e.read().unwrap().value, 3);
-}
-
-#[test]
-fn p15_times_are_summed_over_live_and_exited_children() {
-    let m = Machine::new(4);
-    let _v0 = m.vcpu(0);
-    let v1 = m.vcpu(1);
-    let e = m.open(wide(), OpenTarget::Vm, None);
-    m.run(0, 10); // both run 10 ns
-    v1.sched_out();
-    m.run(0, 5);
-    let r = e.read().unwrap();
-    assert_eq!((r.time_enabled_ns, r.time_running_ns), (25, 25));
-    m.core.remove_vcpu(VcpuId(1)).unwrap();
-    let r = e.read().unwrap();
-    assert_eq!((r.time_enabled_ns, r.time_running_ns, r.value), (25, 25, 15));
-    assert_eq!(r.estimate(), Some(15));
-}
-
-#[test]
-fn child_inherits_current_parent_state() {
-    let m = Machine::new(4);
-    let e = m.open(
-        Attr {
-            disabled: true,
-            ..wide()
-        },
-        OpenTarget::Vm,
-        None,
-    );
-    let _v0 = m.vcpu(0);
-    m.run(0, 5);
-    assert_eq!(e.read().unwrap().value, 0);
-    e.enable(ControlScope::Event).unwrap();
-    let _v1 = m.vcpu(1);
-    m.run(0, 1);
-    m.run(1, 2);
-    assert_eq!(e.read().unwrap().value, 3);
-    e.disable(ControlScope::Event).unwrap();
-    let _v2 = m.vcpu(2);
-    m.run(0, 100);
-    m.run(2, 100);
-    assert_eq!(e.read().unwrap().value, 3);
 }
 
 #[test]
@@ -125,43 +47,6 @@ fn groups_are_inherited_whole_and_read_as_sums() {
         2,
         "number of members first"
     );
-}
-
-/// Members follow their leader. A member therefore opens on a machine without vCPUs if its leader
-/// does, regardless of its own flag.
-#[test]
-fn members_of_an_inherited_group_open_before_there_are_vcpus() {
-    let m = Machine::new(4);
-    let leader = m.open(wide(), OpenTarget::Vm, None);
-    let member = m.open(hw(), OpenTarget::Vm, Some(&leader));
-    let _v = m.vcpu(0);
-    m.run(0, 6);
-    assert_eq!(
-        (leader.read().unwrap().value, member.read().unwrap().value),
-        (6, 6)
-    );
-    let alone = m
-        .core
-        .open(&m.admin, hw(), OpenTarget::Vm, None, OpenFlags::default());
-    assert!(alone.is_ok(), "it covers the vCPU there is");
-}
-
-#[test]
-fn p16_p17_families_are_flat_and_empty_after_the_last_exit() {
-    let m = Machine::new(4);
-    let e = m.open(wide(), OpenTarget::Vm, None);
-    for n in 0..4 {
-        m.vcpu(n);
-    }
-    assert_eq!(e.children(), 4);
-    for n in 0..4 {
-        m.core.remove_vcpu(VcpuId(n)).unwrap();
-    }
-    assert_eq!(e.children(), 0);
-    let v = m.vcpu(9);
-    drop(e);
-    assert_eq!(v.stats().events, 0, "closing takes the children along");
-    assert_eq!(m.core.vm_stats().events, 0);
 }
 
 #[test]
@@ -264,37 +149,6 @@ fn closing_session_closes_only_its_events() {
     assert_eq!(mine.read().unwrap().value, 7);
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(100))]
-
-    /// P14: for any sequence of vCPU additions, work, reads and removals, nothing is lost or
-    /// counted twice.
-    #[test]
-    fn p14_the_parent_is_the_sum_of_all_work(ops in prop::collection::vec((0u8..6, 0u32..4, 1u64..100), 1..80)) {
-        let m = Machine::new(2);
-        let e = m.open(wide(), OpenTarget::Vm, None);
-        let mut there = [false; 4];
-        let (mut work, mut last) = (0, Reading::default());
-        for (op, n, amount) in ops {
-            match op {
-                0 if !there[n as usize] => { m.vcpu(n); there[n as usize] = true; }
-                1 if there[n as usize] => { m.core.remove_vcpu(VcpuId(n)).unwrap(); there[n as usize] = false; }
-                2 => m.core.tick(),
-                _ => {
-                    m.run(n, amount);
-                    work += if there[n as usize] { amount } else { 0 };
-                }
-            }
-            let r = e.read().unwrap();
-            prop_assert_eq!(r.value, work);
-            prop_assert!(r.time_enabled_ns >= last.time_enabled_ns && r.time_running_ns >= last.time_running_ns);
-            prop_assert_eq!(r.time_enabled_ns, r.time_running_ns);
-            prop_assert_eq!(e.children(), there.iter().filter(|t| **t).count());
-            last = r;
-        }
-    }
-}
-
 /// P14 with threads: readers see a monotonic sum while vCPUs are added and removed.
 #[test]
 fn p14_concurrent_readers_see_a_monotonic_sum() {
@@ -335,61 +189,6 @@ fn p14_concurrent_readers_see_a_monotonic_sum() {
     assert_eq!(e.read().unwrap().value, 3 * 100 * 10);
 }
 
-#[test]
-fn software_events_of_the_vmm_are_inherited_too() {
-    let m = Machine::new(1);
-    let v0 = m.vcpu(0);
-    let e = m.open(
-        Attr {
-            inherit: true,
-            ..Attr::counting(EventType::VMM, SoftwareEventId::Exits as u64)
-        },
-        OpenTarget::Vm,
-        None,
-    );
-    let v1 = m.vcpu(1);
-    for (v, n) in [(&v0, 3), (&v1, 4)] {
-        v.software_event(SoftwareEventId::Exits, n, None, &mut |_| {});
-        v.software_event(SoftwareEventId::Halts, n, None, &mut |_| {});
-    }
-    assert_eq!(e.read().unwrap().value, 7);
-}
-
-/// Counts are reported per vCPU, and nothing is lost or counted twice when vCPUs are added and
-/// removed.
-#[test]
-fn per_vcpu_counts_add_up_to_total() {
-    let m = Machine::new(4);
-    let _v0 = m.vcpu(0);
-    let e = m.open(wide(), OpenTarget::Vm, None);
-    let parts = |e: &Handle| -> Vec<(u32, u64)> {
-        let parts = e.read_by_vcpu().unwrap();
-        let (sum, whole) = (parts.iter().map(|p| p.reading.value).sum(), e.read().unwrap());
-        assert_eq!((sum, whole.id), (whole.value, e.id()));
-        assert!(
-            parts
-                .iter()
-                .all(|p| p.estimate.map(|e| e.value) == Some(p.reading.value))
-        );
-        parts.iter().map(|p| (p.vcpu.0, p.reading.value)).collect()
-    };
-    m.run(0, 5);
-    let _v1 = m.vcpu(1);
-    m.run(1, 10);
-    assert_eq!(parts(&e), [(0, 5), (1, 10)]);
-    m.core.remove_vcpu(VcpuId(1)).unwrap();
-    m.run(0, 1);
-    assert_eq!(parts(&e), [(0, 6), (1, 10)]);
-    // The vCPU is added again and removed again.
-    let _v1 = m.vcpu(1);
-    m.run(1, 3);
-    assert_eq!(parts(&e), [(0, 6), (1, 13)]);
-    m.core.remove_vcpu(VcpuId(1)).unwrap();
-    assert_eq!(parts(&e), [(0, 6), (1, 13)]);
-    e.reset(ControlScope::Event).unwrap();
-    assert_eq!(parts(&e), [(0, 0)], "a reset clears what exited children left");
-}
-
 /// The sum would be too low without the vCPU on which the event never ran.
 #[test]
 fn family_waiting_on_one_vcpu_has_no_estimate() {
@@ -410,39 +209,6 @@ fn family_waiting_on_one_vcpu_has_no_estimate() {
     drop(rival);
     m.run(1, 2);
     assert!(e.estimate().unwrap().is_some(), "it has a place everywhere now");
-}
-
-/// A pinned family without a slot on one vCPU is in the error state, although it counts on another.
-#[test]
-fn family_is_in_error_if_a_child_is() {
-    let m = Machine::new(1);
-    let (_v0, _v1) = (m.vcpu(0), m.vcpu(1));
-    let pinned = |inherit| Attr {
-        pinned: true,
-        inherit,
-        ..hw()
-    };
-    let guest = m.core.session(0, Role::Guest);
-    let on_1 = OpenTarget::Vcpu(VcpuId(1));
-    let rival = m
-        .core
-        .open(&guest, pinned(false), on_1, None, OpenFlags::default())
-        .unwrap();
-    let e = m.open(pinned(true), OpenTarget::Vm, None);
-    m.run(0, 5);
-    m.run(1, 5);
-    assert!(!rival.has_failed(), "the guest's goes first");
-    assert_ne!(
-        e.state(),
-        EventState::Error,
-        "the family itself is not on any PMU"
-    );
-    assert!(e.has_failed());
-    assert_eq!(
-        e.read_by_vcpu().unwrap()[0].reading.value,
-        5,
-        "it counts on vCPU 0"
-    );
 }
 
 /// Hot-add refuses what opening refuses: groups that can never be on, and more events than slots if

@@ -11,6 +11,7 @@ use perf_core::pmu::host::HostPmu;
 use perf_core::*;
 use proptest::prelude::*;
 
+use crate::common::memory::fault;
 use crate::common::thread::{catch_signals, this_tid};
 use test_support::skip;
 
@@ -140,20 +141,7 @@ fn sampling(period: u64) -> Attr {
 
 /// Takes [`WORK`] page faults on this thread.
 fn work() {
-    // SAFETY: a private mapping, used within its bounds and unmapped at the end.
-    unsafe {
-        let (prot, flags) = (
-            libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
-        );
-        let memory = libc::mmap(std::ptr::null_mut(), WORK * PAGE, prot, flags, -1, 0);
-        assert_ne!(memory, libc::MAP_FAILED);
-        libc::madvise(memory, WORK * PAGE, libc::MADV_NOHUGEPAGE);
-        for page in 0..WORK {
-            memory.cast::<u8>().add(page * PAGE).write_volatile(1);
-        }
-        libc::munmap(memory, WORK * PAGE);
-    }
+    fault(WORK);
 }
 
 fn no<T>(result: Result<T, i32>) -> i32 {

@@ -16,8 +16,6 @@ mod counter_constraints;
 #[cfg(feature = "sim")]
 mod driver_refusals;
 #[cfg(feature = "sim")]
-mod enabled_time;
-#[cfg(feature = "sim")]
 mod error_numbers;
 #[cfg(feature = "host")]
 mod examples;
@@ -25,8 +23,6 @@ mod examples;
 mod host_cpu;
 #[cfg(feature = "sim")]
 mod inheritance;
-#[cfg(feature = "sim")]
-mod invariants;
 mod inventory;
 #[cfg(feature = "host")]
 mod kernel_parity;
@@ -40,8 +36,6 @@ mod oracle;
 mod output;
 #[cfg(feature = "sim")]
 mod periods;
-#[cfg(feature = "sim")]
-mod properties;
 #[cfg(feature = "sim")]
 mod races;
 #[cfg(feature = "sim")]

@@ -15,6 +15,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use crate::common::NoRegs;
 use driver::{Driver, DriverFault, DriverPair, SOFT, rate};
 use model::{
     CONTEXT_SWITCHES, EventState as Expected, Kind, Model, Reports, RingRecord, Setup, Spec, Totals, VM,
@@ -151,18 +152,6 @@ fn setup() -> impl Strategy<Value = Setup> {
         per_tick,
         one_thread,
     })
-}
-
-/// Registers without values.
-struct Regs;
-
-impl SampleRegs for Regs {
-    fn mode(&mut self) -> CpuMode {
-        CpuMode::GuestKernel
-    }
-    fn ip(&mut self) -> u64 {
-        0x1000
-    }
 }
 
 /// An event of the core, and the state of reading its ring.
@@ -338,15 +327,15 @@ impl CoreAndModel {
                 id, n: times, regs, ..
             } => {
                 let of = SoftwareEventId::from_config(id).expect("it exists");
-                let mut here = Regs;
+                let mut here = NoRegs;
                 let regs_now = regs.then_some(&mut here as &mut dyn SampleRegs);
                 vcpu.software_event(of, times, regs_now, &mut sink);
                 expected = self.model.raise(n, id, times, regs);
             }
             Step::Service(_) => {
-                vcpu.service_overflows(&mut Regs, &mut sink);
+                vcpu.service_overflows(&mut NoRegs, &mut sink);
                 expected = self.model.service(n);
-                if vcpu.service_overflows(&mut Regs, &mut |_| {}) != 0 {
+                if vcpu.service_overflows(&mut NoRegs, &mut |_| {}) != 0 {
                     return Err("a second look served more".into());
                 }
             }

@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use perf_core::record::{MappingName, Record, RecordFormat};
 use perf_core::ring::{Ring, RingReader};
 use perf_core::*;
+use proptest::prelude::*;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use crate::common::machine::*;
@@ -84,7 +85,8 @@ fn overflow(m: &Machine, v: &VcpuContext, n: u64) {
 #[test]
 fn a_sample_holds_what_was_asked_for() {
     let m = Machine::with(4, |c| c.pid = 77);
-    let v = m.vcpu(3);
+    let v = m.core.add_vcpu_recorded_as(VcpuId(3), 1003, 4003).unwrap();
+    v.sched_in();
     let attr = Attr {
         sample_type: SampleType::all(),
         read_format: ReadFormat::GROUP | ReadFormat::ID,
@@ -97,79 +99,13 @@ fn a_sample_holds_what_was_asked_for() {
     assert_eq!(
         records(&ring, &attr),
         [
-            "sample GuestUser ip=abc pid=77 tid=1003 t=10 addr=add cpu=3 period=10 chain=[1, 2] raw=[114, 97, 119, 33] read=[10, 20]"
+            "sample GuestUser ip=abc pid=77 tid=4003 t=10 addr=add cpu=3 period=10 chain=[1, 2] raw=[114, 97, 119, 33] read=[10, 20]"
         ]
     );
     overflow(&m, &v, 30);
     assert!(
         records(&ring, &attr).last().unwrap().contains("period=30"),
         "three periods at once weigh three"
-    );
-}
-
-#[test]
-fn the_throttle_record_precedes_its_sample_and_alternates() {
-    let m = Machine::with(4, |c| {
-        c.sample_rate_hz = 20;
-        c.tick_hz = 10;
-    });
-    let v = m.vcpu(0);
-    let attr = sampling(1);
-    let e = m.open_vcpu(attr.clone(), None);
-    let ring = e.map(8, true).unwrap();
-    for _ in 0..2 {
-        for _ in 0..10 {
-            overflow(&m, &v, 1);
-        }
-        m.core.tick();
-    }
-    let kinds: Vec<_> = records(&ring, &attr)
-        .iter()
-        .map(|r| r.split(' ').next().unwrap().to_owned())
-        .collect();
-    let round = ["sample", "sample", "throttled=true", "sample", "throttled=false"];
-    assert_eq!(kinds, [round, round].concat());
-}
-
-/// The overflow that ends an event by its limit may also throttle it. The record reports
-/// throttling, so the event is throttled: if enabled again in the same tick, it waits for the next
-/// tick.
-#[test]
-fn an_event_that_its_limit_ends_while_it_is_throttled_stays_throttled_until_the_tick() {
-    let m = Machine::with(4, |c| {
-        c.sample_rate_hz = 20;
-        c.tick_hz = 10;
-    });
-    let v = m.vcpu(0);
-    let attr = Attr {
-        disabled: true,
-        ..sampling(1)
-    };
-    let e = m.open_vcpu(attr.clone(), None);
-    let ring = e.map(8, true).unwrap();
-    e.refresh(3).unwrap();
-    for _ in 0..3 {
-        overflow(&m, &v, 1);
-    }
-    assert_eq!(e.state(), EventState::Off);
-    e.refresh(2).unwrap();
-    overflow(&m, &v, 1);
-    m.core.tick();
-    overflow(&m, &v, 1);
-    let kinds: Vec<_> = records(&ring, &attr)
-        .iter()
-        .map(|r| r.split(' ').next().unwrap().to_owned())
-        .collect();
-    assert_eq!(
-        kinds,
-        [
-            "sample",
-            "sample",
-            "throttled=true",
-            "sample",
-            "throttled=false",
-            "sample"
-        ]
     );
 }
 
@@ -432,6 +368,42 @@ fn p35_ring_memory_is_charged_and_refunded_exactly() {
     drop(b);
     assert_eq!(m.core.ring_pages(7), 0);
     drop(a);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// P35: the charged memory equals the mapped memory after any sequence, including failures, and
+    /// is zero at the end.
+    #[test]
+    fn p35_charged_memory_equals_mapped_memory(ops in prop::collection::vec((0usize..3, 0u8..4, 0usize..6), 1..60)) {
+        let m = Machine::with(1, |c| { c.mlock_kb = 32; c.host_cpus = 1; c.memlock_kb = 0; });
+        let _v = m.vcpu(0);
+        let user = m.core.session(0, Role::Operator);
+        let open = || m.core.open(&user, soft(), OpenTarget::Vcpu(VcpuId(0)), None, OpenFlags::default()).unwrap();
+        let mut events: Vec<_> = (0..3).map(|_| open()).collect();
+        // Pages and number of mappings of each event.
+        let mut mapped = [(0u64, 0u32); 3];
+        for (i, op, pages) in ops {
+            match op {
+                0 | 1 => if events[i].map(pages, op == 0).is_ok() {
+                    mapped[i] = (pages as u64 + 1, mapped[i].1 + 1);
+                },
+                2 => if events[i].unmap() {
+                    mapped[i].1 -= 1;
+                    if mapped[i].1 == 0 { mapped[i].0 = 0; }
+                },
+                _ => {
+                    events[i] = open();
+                    mapped[i] = (0, 0);
+                }
+            }
+            prop_assert_eq!(m.core.ring_pages(0), mapped.iter().map(|(pages, _)| pages).sum::<u64>());
+            prop_assert!(m.core.ring_pages(0) <= 8, "never above the limit");
+        }
+        drop(events);
+        prop_assert_eq!(m.core.ring_pages(0), 0);
+    }
 }
 
 /// With a limit of 8 pages, a second ring of 5 pages is refused while the first is in use by this

@@ -8,8 +8,6 @@ use proptest::prelude::*;
 
 use crate::common::machine::*;
 
-const NO_PERIODS: [u64; 0] = [];
-
 fn sampling(period: u64) -> Attr {
     Attr {
         sample_type: SampleType::CPU | SampleType::PERIOD,
@@ -60,116 +58,6 @@ fn samples(ring: &Ring) -> Vec<(u32, u64)> {
 
 fn periods(ring: &Ring) -> Vec<u64> {
     samples(ring).into_iter().map(|(_, period)| period).collect()
-}
-
-#[test]
-fn a_new_period_begins_at_once_and_its_sample_stands_for_the_rest_of_the_old_one() {
-    let m = Machine::new(4);
-    let v = m.vcpu(0);
-    let e = m.open_vcpu(sampling(1000), None);
-    let ring = e.map(8, true).unwrap();
-    run(&m, &v, 1000);
-    run(&m, &v, 40);
-    e.set_period(10).unwrap();
-    run(&m, &v, 9);
-    assert_eq!(periods(&ring), [1000], "a whole new period has to pass");
-    run(&m, &v, 1);
-    run(&m, &v, 10);
-    assert_eq!(periods(&ring), [50, 10]);
-    run(&m, &v, 3);
-    e.set_period(1000).unwrap();
-    run(&m, &v, 999);
-    assert_eq!(periods(&ring), NO_PERIODS);
-    run(&m, &v, 1);
-    assert_eq!(periods(&ring), [1003]);
-}
-
-#[test]
-fn an_overflow_that_passed_before_the_change_keeps_its_own_period() {
-    let m = Machine::new(4);
-    let v = m.vcpu(0);
-    let e = m.open_vcpu(sampling(100), None);
-    let ring = e.map(8, true).unwrap();
-    m.run(0, 250); // passed twice, not served yet
-    e.set_period(10).unwrap();
-    assert_eq!(v.service_overflows(&mut NoRegs, &mut |_| {}), 1);
-    assert_eq!(periods(&ring), [200]);
-    run(&m, &v, 10);
-    assert_eq!(periods(&ring), [60]);
-}
-
-#[test]
-fn changed_while_off_the_period_begins_when_it_is_on_again() {
-    let m = Machine::new(4);
-    let v = m.vcpu(0);
-    let e = m.open_vcpu(sampling(100), None);
-    let ring = e.map(8, true).unwrap();
-    run(&m, &v, 30);
-    e.disable(ControlScope::Event).unwrap();
-    e.set_period(20).unwrap();
-    run(&m, &v, 500);
-    e.enable(ControlScope::Event).unwrap();
-    run(&m, &v, 19);
-    assert_eq!(periods(&ring), NO_PERIODS);
-    run(&m, &v, 1);
-    assert_eq!(periods(&ring), [50]);
-    run(&m, &v, 5);
-    v.sched_out();
-    e.set_period(7).unwrap();
-    v.sched_in();
-    run(&m, &v, 6);
-    assert_eq!(periods(&ring), NO_PERIODS);
-    run(&m, &v, 1);
-    assert_eq!(periods(&ring), [12]);
-    assert_eq!(e.read().unwrap().value, 62);
-}
-
-#[test]
-fn a_change_does_not_lift_a_throttle_and_the_next_sample_stands_for_what_it_hid() {
-    // 10 overflows per tick are allowed, the eleventh throttles.
-    let m = Machine::with(4, |c| {
-        c.sample_rate_hz = 100;
-        c.tick_hz = 10;
-    });
-    let v = m.vcpu(0);
-    let e = m.open_vcpu(sampling(5), None);
-    let ring = e.map(8, true).unwrap();
-    for _ in 0..11 {
-        run(&m, &v, 5);
-    }
-    assert_eq!(periods(&ring), [5; 11]);
-    e.set_period(3).unwrap();
-    for _ in 0..20 {
-        run(&m, &v, 5);
-    }
-    assert_eq!(periods(&ring), NO_PERIODS, "the limit holds until the tick");
-    m.core.tick();
-    run(&m, &v, 2);
-    assert_eq!(periods(&ring), NO_PERIODS, "then a whole new period");
-    run(&m, &v, 1);
-    assert_eq!(periods(&ring), [103]);
-    assert_eq!(e.read().unwrap().value, 55 + 103);
-}
-
-#[test]
-fn a_vm_wide_event_changes_its_period_on_every_vcpu_and_on_those_to_come() {
-    let m = Machine::new(4);
-    let (v0, v1) = (m.vcpu(0), m.vcpu(1));
-    let wide = Attr {
-        inherit: true,
-        ..sampling(1000)
-    };
-    let e = m.open(wide, OpenTarget::Vm, None);
-    let ring = e.map(8, true).unwrap();
-    run(&m, &v0, 30);
-    e.set_period(10).unwrap();
-    let v2 = m.vcpu(2);
-    run(&m, &v0, 10);
-    run(&m, &v1, 10);
-    run(&m, &v2, 9);
-    assert_eq!(samples(&ring), [(0, 40), (1, 10)]);
-    run(&m, &v2, 1);
-    assert_eq!(samples(&ring), [(2, 10)]);
 }
 
 #[test]
@@ -228,27 +116,6 @@ fn by_frequency_each_sample_has_the_period_of_its_own_interval() {
         }
     }
     assert!(seen > 1000, "{seen} samples");
-}
-
-#[test]
-fn counts_without_registers_are_included_in_next_sample() {
-    let m = Machine::new(1);
-    let v = m.vcpu(0);
-    let e = m.open_vcpu(raised(10), None);
-    let ring = e.map(8, true).unwrap();
-    raise(&v, 4);
-    v.software_event(SoftwareEventId::Exits, 100, None, &mut |_| {});
-    raise(&v, 5);
-    assert_eq!(periods(&ring), NO_PERIODS);
-    raise(&v, 11);
-    assert_eq!(periods(&ring), [110, 10]);
-    raise(&v, 3);
-    e.set_period(2).unwrap();
-    raise(&v, 1);
-    assert_eq!(periods(&ring), NO_PERIODS);
-    raise(&v, 5);
-    assert_eq!(periods(&ring), [5, 2, 2]);
-    assert_eq!(e.read().unwrap().value, 129);
 }
 
 #[test]

@@ -315,6 +315,9 @@ fn non_ring_is_rejected_with_reason() {
         let error = RingReader::map(file.as_fd()).expect_err(why).to_string();
         assert!(error.contains(why), "{len} bytes, seals {seals:#x}: {error}");
     }
+    let null = File::open("/dev/null").expect("exists");
+    let error = RingReader::map(null.as_fd()).expect_err("a device").to_string();
+    assert!(error.contains("not a memfd"), "{error}");
 }
 
 /// The control page for readers of kernel rings: the supported fields, and bit 0 of the

@@ -13,6 +13,7 @@ use perf_core::ring::{Ring, RingMode, RingReader};
 use perf_event::events::Software;
 use perf_event::{Builder, SampleFlag};
 
+use crate::common::memory::fault;
 use test_support::skip;
 
 /// All sample types that can be requested here.
@@ -21,26 +22,6 @@ const ALL: SampleType = SampleType::all()
     .difference(SampleType::STACK_USER);
 
 const PAGE: usize = 4096;
-
-/// Takes `pages` page faults.
-fn fault(pages: usize) {
-    let len = pages * PAGE;
-    // SAFETY: a private mapping, used within its bounds one page at a time, and unmapped at the
-    // end.
-    unsafe {
-        let (prot, flags) = (
-            libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
-        );
-        let memory = libc::mmap(std::ptr::null_mut(), len, prot, flags, -1, 0);
-        assert_ne!(memory, libc::MAP_FAILED);
-        libc::madvise(memory, len, libc::MADV_NOHUGEPAGE);
-        for page in 0..pages {
-            memory.cast::<u8>().add(page * PAGE).write_volatile(1);
-        }
-        libc::munmap(memory, len);
-    }
-}
 
 #[test]
 fn kernel_samples_are_read_in_place_and_across_wrap() {
@@ -113,17 +94,6 @@ fn kernel_samples_are_read_in_place_and_across_wrap() {
 fn borrow(counter: &perf_event::Counter) -> BorrowedFd<'_> {
     // SAFETY: the file descriptor is open as long as the borrowed counter.
     unsafe { BorrowedFd::borrow_raw(counter.as_raw_fd()) }
-}
-
-#[test]
-fn rings_that_cannot_be_mapped_are_refused() {
-    let ring = perf_core::ring::Ring::new(1, perf_core::ring::RingMode::Writable).expect("a ring");
-    for pages in [0, 3, 1 << 20] {
-        assert!(
-            RingReader::map_perf(ring.memfd(), pages).is_err(),
-            "{pages} pages"
-        );
-    }
 }
 
 /// Opens a kernel event with the given attributes. Returns `None` if this user may not open it.

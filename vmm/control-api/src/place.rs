@@ -408,7 +408,7 @@ impl Socket {
         let directory = Directory::open(dir).map_err(os("cannot look at", dir))?;
         // Bind under a temporary name and link the socket to its final name. It is then never
         // visible before it listens, and the link decides between two VMs of the same name.
-        let hidden: OsString = format!(".{}-{name}", std::process::id()).into();
+        let hidden: OsString = format!(".{}-{name}", sandbox::host_pid()).into();
         let shown = dir.join(&hidden);
         let (from, to) = (
             directory.path(&hidden),

@@ -241,7 +241,7 @@ fn wait(mut child: Child, pid: Pid, group: &ProcessGroup, mut ended: PipeWriter)
 fn handle_frames(
     mut stream: &UnixStream,
     group: &ProcessGroup,
-    input: &Sender<Vec<u8>>,
+    input: &Sender<HostMessage>,
     bell: &mut PipeWriter,
     master: Option<&OwnedFd>,
 ) {
@@ -249,7 +249,7 @@ fn handle_frames(
         let Frame { kind, payload } = &frame;
         match kind {
             FrameKind::Stdin => {
-                if input.send(payload.clone()).is_err() || bell.write_all(b"i").is_err() {
+                if input.send(HostMessage::Stdin(payload.clone())).is_err() || bell.write_all(b"i").is_err() {
                     // The command has exited, so further frames have no effect.
                     continue;
                 }
@@ -258,6 +258,10 @@ fn handle_frames(
                 let number = frame.number().and_then(|number| i32::try_from(number).ok());
                 if let Some(Ok(signal)) = number.map(Signal::try_from) {
                     group.signal(signal);
+                }
+                // The other thread sends all frames. If it has ended, the exit answers the signal.
+                if input.send(HostMessage::Signalled).is_ok() {
+                    let _ = bell.write_all(b"i");
                 }
             }
             FrameKind::Resize => {
@@ -268,6 +272,14 @@ fn handle_frames(
             _ => return,
         }
     }
+}
+
+/// Message of the thread that reads the host's frames to the thread that sends frames.
+enum HostMessage {
+    /// Input for the command.
+    Stdin(Vec<u8>),
+    /// A signal was sent to the command.
+    Signalled,
 }
 
 /// Input that the command has not read yet.
@@ -281,7 +293,7 @@ struct PendingStdin {
 fn pump(
     mut streams: CommandStreams,
     mut news: &PipeReader,
-    inputs: &Receiver<Vec<u8>>,
+    inputs: &Receiver<HostMessage>,
     out: &mut HostConnection,
 ) -> io::Result<()> {
     out.send(FrameKind::Accepted, &[]);
@@ -308,9 +320,14 @@ fn pump(
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) => return Err(error),
         }
-        for piece in inputs.try_iter() {
-            pending.end |= piece.is_empty();
-            pending.bytes.extend(piece);
+        for message in inputs.try_iter() {
+            match message {
+                HostMessage::Stdin(piece) => {
+                    pending.end |= piece.is_empty();
+                    pending.bytes.extend(piece);
+                }
+                HostMessage::Signalled => out.send(FrameKind::Taken, &0_u32.to_le_bytes()),
+            }
         }
         if pending.bytes.len() > usize::try_from(INPUT_WINDOW).unwrap_or(usize::MAX) {
             return Err(io::Error::other("the host sends more input than it may"));

@@ -24,7 +24,7 @@ pub enum FrameKind {
     Refused = 3,
     /// Host: standard input of the command. An empty payload is end of file.
     Stdin = 4,
-    /// Agent: number of input bytes that the command has read (4 bytes).
+    /// Agent: number of input bytes that the command has read (4 bytes). 0 acknowledges a signal.
     Taken = 5,
     /// Agent: standard output of the command.
     Stdout = 6,

@@ -4,7 +4,7 @@
 //! No file is needed. The program headers of a loaded 64-bit ELF file contain the addresses of its
 //! dynamic section and of `.eh_frame_hdr`, which refer to the other tables (System V ABI, "Dynamic
 //! Section"; Linux Standard Base, ".eh_frame_hdr"). Only exported functions have names; static
-//! functions of a stripped file do not.
+//! functions of a stripped file have only a start address, in the index of the unwind tables.
 //!
 //! A hostile guest controls all bytes. Each table is bounded in size, address computations are
 //! checked, and inconsistent entries are skipped.
@@ -174,6 +174,8 @@ pub struct UnwindTables {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Module {
     functions: Vec<ModuleFunction>,
+    /// Linked start addresses of the functions with unwind tables, sorted; empty if unknown.
+    starts: Vec<u64>,
     tables: Option<UnwindTables>,
     debug_frames: Option<DebugFrames>,
     layout: ModuleLayout,
@@ -186,13 +188,16 @@ impl Module {
         let layout = ModuleLayout::parse(&read(base, MAX_HEADERS)?)?;
         let bias = layout.bias(base);
         let functions = functions(read, &layout, bias).unwrap_or_default();
-        let tables = if unwinds {
-            tables(read, &layout, bias)
-        } else {
-            None
-        };
+        let index = index(read, &layout, bias);
+        let starts = index
+            .as_ref()
+            .map_or_else(Vec::new, |(index, at)| function_starts(index, *at));
+        let tables = index
+            .filter(|_| unwinds)
+            .and_then(|(index, at)| tables(read, &layout, bias, (index, at)));
         Some(Self {
             functions,
+            starts,
             tables,
             debug_frames: None,
             layout,
@@ -249,6 +254,18 @@ impl Module {
         })
     }
 
+    /// Returns the linked start and end (exclusive) of the function without a name that contains
+    /// linked address `address`, according to the index of the unwind tables. Code without unwind
+    /// tables counts to the function before it.
+    pub fn unnamed_function(&self, address: u64) -> Option<(u64, u64)> {
+        let after = self.starts.partition_point(|start| *start <= address);
+        let start = *self.starts.get(after.checked_sub(1)?)?;
+        let segment_end = self.layout.end_of_segment(start)?;
+        let next = self.starts.get(after).copied().unwrap_or(segment_end);
+        let end = next.min(segment_end);
+        (address < end).then_some((start, end))
+    }
+
     /// Returns the number of exported functions.
     pub fn len(&self) -> usize {
         self.functions.len()
@@ -277,7 +294,8 @@ impl Module {
             .map(|f| f.name.len() + size_of::<ModuleFunction>())
             .sum();
         let tables = self.tables.as_ref().map_or(0, |t| t.index.len() + t.frames.len());
-        names + tables + self.debug_frames.as_ref().map_or(0, DebugFrames::size)
+        let starts = size_of_val(self.starts.as_slice());
+        names + starts + tables + self.debug_frames.as_ref().map_or(0, DebugFrames::size)
     }
 }
 
@@ -427,9 +445,44 @@ fn function(symbol: &[u8; 24], strings: &[u8], layout: &ModuleLayout) -> Option<
     })
 }
 
-fn tables(read: &mut Read<'_>, layout: &ModuleLayout, bias: u64) -> Option<UnwindTables> {
+/// Returns `.eh_frame_hdr` and its linked address.
+fn index(read: &mut Read<'_>, layout: &ModuleLayout, bias: u64) -> Option<(Vec<u8>, u64)> {
     let (index_at, len) = layout.eh_frame_hdr?;
     let index = read(index_at.wrapping_add(bias), len.min(MAX_INDEX))?;
+    Some((index, index_at))
+}
+
+/// Returns the sorted start addresses in the index. Returns none if a part of the index is not
+/// mapped and reads as zeros, because functions would be missing.
+fn function_starts(index: &[u8], index_at: u64) -> Vec<u64> {
+    let bases = gimli::BaseAddresses::default().set_eh_frame_hdr(index_at);
+    let header = gimli::EhFrameHdr::new(index, gimli::LittleEndian).parse(&bases, 8);
+    let Some(header) = header.ok() else {
+        return Vec::new();
+    };
+    let Some(table) = header.table() else {
+        return Vec::new();
+    };
+    let (mut entries, mut starts) = (table.iter(&bases), Vec::new());
+    while let Ok(Some((start, _))) = entries.next() {
+        match start {
+            // An offset of zero from the index.
+            gimli::Pointer::Direct(start) if start == index_at => return Vec::new(),
+            gimli::Pointer::Direct(start) => starts.push(start),
+            gimli::Pointer::Indirect(_) => return Vec::new(),
+        }
+    }
+    starts.sort_unstable();
+    starts.dedup();
+    starts
+}
+
+fn tables(
+    read: &mut Read<'_>,
+    layout: &ModuleLayout,
+    bias: u64,
+    (index, index_at): (Vec<u8>, u64),
+) -> Option<UnwindTables> {
     let frames_at = frames_address(&index, index_at)?;
     let len = layout.end_of_segment(frames_at)?.checked_sub(frames_at)?;
     let frames = read(frames_at.wrapping_add(bias), len.min(MAX_TABLES))?;
@@ -529,6 +582,26 @@ pub(crate) mod tests {
         }
         let tables = module.tables().unwrap();
         assert!(tables.index.len() > 10_000 && tables.frames.len() > 50_000);
+    }
+
+    /// The addresses of a function without a name have one start and end, and an exported function has
+    /// the start in the index that its symbol has.
+    #[test]
+    fn unnamed_functions_have_the_extent_of_their_unwind_entry() {
+        let (base, path) = libc_of_process();
+        let module = Module::read(&mut process_memory(), base, false).unwrap();
+        let file = std::fs::read(path).unwrap();
+        let file = object::File::parse(&*file).unwrap();
+        let symbol = file.dynamic_symbols().find(|symbol| symbol.name() == Ok("qsort"));
+        let symbol = symbol.unwrap();
+        let (start, end) = module.unnamed_function(symbol.address() + 1).unwrap();
+        assert_eq!(start, symbol.address());
+        assert!(end >= start + symbol.size(), "{start:#x} to {end:#x}");
+        assert_eq!(module.unnamed_function(end - 1), Some((start, end)));
+        assert_ne!(module.unnamed_function(end), Some((start, end)));
+        assert_eq!(module.unnamed_function(0), None);
+        assert_eq!(module.unnamed_function(u64::MAX), None);
+        assert!(module.tables().is_none());
     }
 
     #[test]

@@ -9,7 +9,6 @@ use object::read::elf::{FileHeader, ProgramHeader, SectionHeader, Sym};
 
 use crate::error::{ImageDamage, ImageError};
 use crate::orc;
-use crate::rdpmc::CodeBytes;
 use crate::symbols::{KernelSymbols, SymbolsBuilder};
 
 /// Maximum number of program headers; Linux has five.
@@ -18,6 +17,17 @@ const MAX_SEGMENTS: usize = 64;
 const MAX_NOTES: usize = 256;
 /// Type of the note named "Xen" that holds the 32-bit PVH entry point (Xen, public/elfnote.h).
 const XEN_ELFNOTE_PHYS32_ENTRY: u32 = 18;
+
+/// Executable code of an image.
+#[derive(Clone, Copy, Debug)]
+pub struct CodeBytes<'a> {
+    /// Link-time address of the first byte.
+    pub virt: u64,
+    /// Guest-physical address of the first byte.
+    pub phys: u64,
+    /// Code bytes.
+    pub bytes: &'a [u8],
+}
 
 /// PT_LOAD segment.
 #[derive(Clone, Debug)]
@@ -102,6 +112,12 @@ fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
         return Err(ImageError::malformed(name, ImageDamage::BigEndian));
     }
     let headers = program_headers(name, data, header, endian)?;
+    if headers.iter().any(|ph| ph.p_type(endian) == elf::PT_INTERP) {
+        return Err(ImageError::NotAKernel {
+            name: name.to_owned(),
+            found: "it is a program that an operating system loads",
+        });
+    }
     let mut notes = ElfNotes::default();
     for ph in headers {
         notes.read(ph, endian, data);

@@ -12,7 +12,6 @@
 //! | [`btf`] | the kernel's types: offsets of structure members |
 //! | [`build_id`] | build IDs of kernels and programs |
 //! | [`image`] | all tables of one kernel, from a file or from memory |
-//! | [`rdpmc`] | RDPMC instructions in a kernel's text |
 //! | [`le`] | little-endian integers in untrusted bytes |
 //!
 //! Use [`elf::parse`] to load a kernel, and [`image::KernelImage`] to inspect one.
@@ -48,7 +47,6 @@ pub mod kallsyms;
 pub mod le;
 pub mod orc;
 pub mod packed;
-pub mod rdpmc;
 pub mod symbols;
 
 pub use error::{ImageDamage, ImageError, Lz4BlockError};

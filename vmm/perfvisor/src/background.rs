@@ -5,13 +5,14 @@
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::Path;
 
-use crate::exit::ExitStatus;
+use operator::exit::ExitStatus;
+use sandbox::SupervisorLink;
 
 /// Byte that the daemon writes to its parent once the VM runs.
 const VM_RUNNING: u8 = b'R';
@@ -121,40 +122,82 @@ impl DaemonStartup {
 /// Environment variable with the address of the service manager's socket (sd_notify(3)).
 const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
 
-/// A connection to the service manager, if one started this process.
+/// Reports of a VM to its supervisor, which passes them to the service manager.
+const VM_READY: u8 = b'R';
+const VM_STOPPING: u8 = b'S';
+
+/// The service manager that started this process, if one did.
 ///
 /// Must be created before the VM's threads install their seccomp filters, which forbid connect(2).
-#[derive(Debug, Default)]
-pub struct ServiceManager(Option<UnixDatagram>);
+#[derive(Debug)]
+pub enum ServiceManager {
+    /// No service manager started this process.
+    None,
+    /// A connection to the service manager.
+    Direct(UnixDatagram),
+    /// A connection to the VM's supervisor. Service managers accept messages of the process that
+    /// they started only.
+    Supervisor(SupervisorLink),
+}
 
 impl ServiceManager {
     /// Connects to the service manager that started this process, if any. Logs a failure.
     pub fn connect() -> Self {
         let Some(address) = std::env::var_os(NOTIFY_SOCKET) else {
-            return Self(None);
+            return Self::None;
         };
         let connected = address_of(address.as_encoded_bytes()).and_then(|address| {
             let socket = UnixDatagram::unbound()?;
             socket.connect_addr(&address)?;
             Ok(socket)
         });
-        Self(connected.inspect_err(|e| log::warn!("NOTIFY_SOCKET: {e}")).ok())
+        connected
+            .inspect_err(|e| log::warn!("NOTIFY_SOCKET: {e}"))
+            .map_or(Self::None, Self::Direct)
+    }
+
+    /// Returns the socket of a connection to the service manager.
+    pub fn socket(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            Self::Direct(socket) => Some(socket.as_fd()),
+            Self::None | Self::Supervisor(_) => None,
+        }
     }
 
     /// Notifies the service manager that the VM runs.
     pub fn ready(&self) {
-        self.notify(&format!("READY=1\nMAINPID={}\n", std::process::id()));
+        self.report(VM_READY);
     }
 
     /// Notifies the service manager that the VM is shutting down.
     pub fn stopping(&self) {
-        self.notify("STOPPING=1\n");
+        self.report(VM_STOPPING);
     }
 
-    fn notify(&self, state: &str) {
-        if let Some(Err(e)) = self.0.as_ref().map(|socket| socket.send(state.as_bytes())) {
+    fn report(&self, report: u8) {
+        if let Err(e) = self.pass(report) {
             log::warn!("NOTIFY_SOCKET: {e}");
         }
+    }
+
+    /// Passes a report of the VM on. Unknown reports have no effect.
+    ///
+    /// # Errors
+    /// Returns the error of `write(2)`.
+    pub fn pass(&self, report: u8) -> io::Result<()> {
+        let socket = match self {
+            Self::None => return Ok(()),
+            Self::Supervisor(link) => return link.report(report),
+            Self::Direct(socket) => socket,
+        };
+        let state = match report {
+            VM_READY => format!("READY=1\nMAINPID={}\n", std::process::id()),
+            VM_STOPPING => "STOPPING=1\n".into(),
+            _ => return Ok(()),
+        };
+        // The supervisor's filter permits write(2), but not send(2).
+        rustix::io::write(socket, state.as_bytes())?;
+        Ok(())
     }
 }
 

@@ -4,6 +4,7 @@ use std::error::Error;
 use std::fmt::Write as _;
 
 use perf_core::CoreConfig;
+use perf_core::pmu::MEDIATED_NEIGHBOUR;
 use perf_core::pmu::host::HostProbe;
 use serde::{Serialize, Serializer};
 use vpmu::{
@@ -11,8 +12,8 @@ use vpmu::{
 };
 
 use crate::cli::CheckArgs;
-use crate::commands::{OutputError, print};
-use crate::exit::ExitStatus;
+use operator::commands::{OutputError, print};
+use operator::exit::ExitStatus;
 use perf_core::error_line;
 use virtio_devices::net::vhost::{VhostError, VhostNetBackend};
 use vmm::kvm::cpuid;
@@ -33,6 +34,8 @@ struct HostReport {
     /// KVM's own vPMU, or the reason why it is unavailable.
     #[serde(serialize_with = "serialize_result")]
     own_pmu: Result<KvmPmuOffer, CheckError>,
+    /// Whether KVM's own vPMUs are mediated (`enable_mediated_pmu`).
+    mediated_vpmus: bool,
     /// Single-stepping capabilities for the exact backing.
     stepping: Option<Stepping>,
     /// Whether vhost-net is available, or the reason why not.
@@ -190,6 +193,7 @@ impl HostReport {
                 .map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned()),
             kvm,
             own_pmu,
+            mediated_vpmus: own_pmu::is_mediated(),
             stepping,
             vhost_net: VhostNetBackend::open().map(|_| true),
             turns,
@@ -306,16 +310,15 @@ impl HostReport {
         );
         line(
             "  NMI watchdog",
-            if perf.nmi_watchdog {
-                "on: it holds one counter of each CPU"
-            } else {
-                "off"
+            match (perf.nmi_watchdog, self.mediated_vpmus) {
+                (false, _) => "off",
+                (true, false) => "on: it holds one counter of each CPU",
+                (true, true) => {
+                    "on: it holds one counter of each CPU, and --backing kvm may fail beside it; sysctl kernel.nmi_watchdog=0"
+                }
             },
         );
-        line(
-            "  mediated vPMUs",
-            if perf.mediated { "hold the PMU now" } else { "none" },
-        );
+        line("  mediated vPMUs", mediated_vpmus(perf, self.mediated_vpmus));
         line("  user-space reads", yes(perf.user_read));
         let paranoid = match perf.paranoid {
             Some(level) if self.paranoid_applies => format!("{level}"),
@@ -352,6 +355,17 @@ impl HostReport {
             let _ = writeln!(out, "{:<24}{:<12}{}", event.event, event.backing, event.note);
         }
         out
+    }
+}
+
+/// Describes the VMs with KVM's mediated vPMU, which exclude host events that count guests.
+fn mediated_vpmus(perf: &HostProbe, offered: bool) -> &'static str {
+    match (perf.mediated, offered) {
+        (true, _) => MEDIATED_NEIGHBOUR,
+        (false, true) => {
+            "none now; while a VM counts with --backing hardware or auto, none can be created (EBUSY)"
+        }
+        (false, false) => "none",
     }
 }
 
@@ -433,6 +447,18 @@ mod tests {
     use perf_core::pmu::host::GenericEvent;
 
     use super::*;
+
+    /// The report names the other side of the conflict and the remedy.
+    #[test]
+    fn mediated_vpmus_are_explained() {
+        let with = |mediated| HostProbe {
+            mediated,
+            ..HostProbe::run()
+        };
+        assert!(mediated_vpmus(&with(true), true).contains("enable_mediated_pmu=0"));
+        assert!(mediated_vpmus(&with(false), true).contains("EBUSY"));
+        assert_eq!(mediated_vpmus(&with(false), false), "none");
+    }
 
     /// On a host that counts cache events, the note names the vendor whose models refuse them.
     #[test]

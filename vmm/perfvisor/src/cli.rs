@@ -15,33 +15,35 @@ use std::time::Duration;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
-use crate::commands::one_line;
 use crate::config::{self, ExpandedArgs};
-use crate::exporter::ExporterArgs;
 use crate::jail::JailConfig;
+use guest_patching::rdpmc::RdpmcMode;
+use operator::commands::one_line;
+use operator::exporter::ExporterArgs;
 use perf_core::SharePolicy;
-use vmm::rdpmc::RdpmcMode;
 use vpmu::{BackingPolicy, CounterNumbers, PmuModelName};
 
-use crate::commands::annotate::AnnotateArgs;
-use crate::commands::cp::CpArgs;
-use crate::commands::ctl::CtlArgs;
-use crate::commands::diff::DiffArgs;
-use crate::commands::exec::ExecArgs;
-use crate::commands::exits::ExitsArgs;
-use crate::commands::files::{FileArgs, FlamegraphArgs, PprofArgs, ReportArgs};
-use crate::commands::generate::GenerateArgs;
-use crate::commands::list::ListArgs;
-use crate::commands::ps::PsArgs;
-use crate::commands::record::RecordArgs;
-use crate::commands::stat::StatArgs;
-use crate::commands::top::TopArgs;
+use crate::commands::generate::{EXAMPLES, GenerateArgs};
 use crate::commands::validate::ValidateArgs;
 use crate::values::{
     ObserversAt, SecurityProfile, integer_in_range, parse_builtin, parse_gdb, parse_memory, parse_on_off,
     parse_pmi_limit, parse_ring_memory, parse_sample_limit, parse_share, parse_stop_timeout, parse_turn,
     parse_width,
 };
+use operator::commands::annotate::AnnotateArgs;
+use operator::commands::convert::ConvertArgs;
+use operator::commands::cp::CpArgs;
+use operator::commands::ctl::CtlArgs;
+use operator::commands::diff::DiffArgs;
+use operator::commands::exec::ExecArgs;
+use operator::commands::exits::ExitsArgs;
+use operator::commands::files::{FlamegraphArgs, PprofArgs};
+use operator::commands::list::ListArgs;
+use operator::commands::ps::PsArgs;
+use operator::commands::record::RecordArgs;
+use operator::commands::report::{ReportArgs, ScriptArgs};
+use operator::commands::stat::StatArgs;
+use operator::commands::top::TopArgs;
 use perf_core::error_line;
 use virtio_devices::disk::config::DiskConfig;
 use virtio_devices::net::config::NetConfig;
@@ -131,11 +133,13 @@ pub enum Command {
     /// Show the instructions of a function with their shares of a file's samples: the hot spots in its code.
     Annotate(AnnotateArgs),
     /// Print every sample of a file.
-    Script(FileArgs),
+    Script(ScriptArgs),
     /// Draw the samples of a file as a flame graph, or print folded stacks.
     Flamegraph(FlamegraphArgs),
     /// Write the samples of a file as a profile for pprof, Pyroscope or Parca.
     Pprof(PprofArgs),
+    /// Write the samples of a file for the Firefox Profiler or speedscope.
+    Convert(ConvertArgs),
     /// Write the manual pages or the completions of a shell, for a package.
     #[command(hide = true)]
     Generate(GenerateArgs),
@@ -155,6 +159,22 @@ pub struct KeepShareArgs {
 /// Returns the clap command with the settings that derive attributes cannot express.
 pub fn command() -> clap::Command {
     with_negative_numbers(perf_options::add_accepted_options(Cli::command()))
+}
+
+/// Adds examples to the help of the commands, after their other notes.
+fn with_examples(command: clap::Command) -> clap::Command {
+    command.mut_subcommands(|of| {
+        let name = format!("perfvisor {}", of.get_name());
+        let Some((_, examples)) = EXAMPLES.iter().find(|(command, _)| *command == name) else {
+            return of;
+        };
+        let notes = of.get_after_help().map(|notes| format!("{notes}\n\n"));
+        let notes = notes.unwrap_or_default();
+        if notes.contains("Example: ") {
+            return of;
+        }
+        of.after_help(format!("{notes}Examples:\n  {}", examples.join("\n  ")))
+    })
 }
 
 /// Treats `-1` after an option as its value, so that the error message is about the value.
@@ -512,7 +532,7 @@ fn parse_run(args: &[OsString]) -> Option<Cli> {
 }
 
 fn parse_any(args: Vec<OsString>) -> Result<Cli, CliExit> {
-    let command = command();
+    let command = with_examples(command());
     let wrong = |e| CliExit::Error(one_line(&error_line(&e)));
     let mut args = args;
     // `help record` is an alias of `record --help`, as in many programs.
@@ -522,8 +542,9 @@ fn parse_any(args: Vec<OsString>) -> Result<Cli, CliExit> {
     }
     let explain_ctl_order = explain_ctl_order(&command, &args);
     let (named, path) = named_command(&command, &args);
+    let words = args.clone();
     let ExpandedArgs { args, from_file } = config::expand(&command, args).map_err(wrong)?;
-    let explained = |e: clap::Error| match (condense_error(&e, named, &path), &from_file) {
+    let explained = |e: clap::Error| match (condense_error(&e, named, &path, &words), &from_file) {
         (CliExit::Error(_), _) if explain_ctl_order.is_some() => {
             CliExit::Error(explain_ctl_order.clone().unwrap_or_default())
         }
@@ -592,8 +613,19 @@ fn mentions_any_option(error: &clap::Error, options: &[String]) -> bool {
         .any(|option| long.strip_prefix("--") == Some(option))
 }
 
-/// Condenses clap's multi-line error about arguments of `command` into one line.
-fn condense_error(error: &clap::Error, command: &clap::Command, path: &str) -> CliExit {
+/// Returns the word of `words` that contains the unknown option `letter`, such as `-smp` for `-s`.
+fn whole_word(letter: &str, words: &[OsString]) -> Option<String> {
+    let name = letter
+        .strip_prefix('-')
+        .filter(|name| name.chars().count() == 1)?;
+    let is_it = |word: &&str| word.starts_with('-') && !word.starts_with("--") && word.contains(name);
+    let mut words = words.iter().filter_map(|word| word.to_str());
+    words.find(is_it).map(str::to_owned)
+}
+
+/// Condenses clap's multi-line error about arguments of `command` into one line. `words` are the
+/// arguments as typed.
+fn condense_error(error: &clap::Error, command: &clap::Command, path: &str, words: &[OsString]) -> CliExit {
     let context = |kind| match error.get(kind) {
         Some(ContextValue::String(s)) => s.clone(),
         Some(ContextValue::Strings(s)) => s.join(", "),
@@ -620,7 +652,8 @@ fn condense_error(error: &clap::Error, command: &clap::Command, path: &str) -> C
             format!("a command is missing: {known}; {see}")
         }
         ErrorKind::UnknownArgument => {
-            let typed = context(ContextKind::InvalidArg);
+            let letter = context(ContextKind::InvalidArg);
+            let typed = whole_word(&letter, words).unwrap_or(letter);
             let meant = meant(ContextKind::SuggestedArg);
             let option = if typed.starts_with('-') {
                 ""

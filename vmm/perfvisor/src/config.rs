@@ -14,7 +14,7 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 use control_api::nearest::did_you_mean;
 use toml::{Table, Value};
 
-use crate::input;
+use operator::input;
 
 /// Maximum size of the file, in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 20;

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use crate::values::{ValueError, integer_in_range, parse_bytes};
+use operator::values::{ValueError, integer_in_range, parse_bytes};
 
 /// Maximum user or group ID. The kernel reserves the next value as an invalid ID.
 const MAX_ID: u64 = u32::MAX as u64 - 1;

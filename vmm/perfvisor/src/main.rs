@@ -7,19 +7,15 @@
 //! | `jail` | the options of `--jail` |
 //! | `devices` | virtio devices from the arguments |
 //! | `check` | `perfvisor check`: capabilities of this host |
-//! | `commands` | operator commands for running VMs and recordings |
-//! | `exporter` | `perfvisor exporter`: metrics of all VMs over HTTP |
+//! | `commands` | `perfvisor validate` and `generate` |
 //! | `config` | the options of `run` as a TOML file |
 //! | `background` | VMs without a terminal: daemon, service |
 //! | `stopping` | stop signals of a VM, and the power button |
-//! | `signals` | signals as file descriptors |
-//! | `vendor` | vendor-specific event names from perf's tables |
 //! | `values` | value parsers of options, and their error messages |
-//! | `input` | sequential reading of user-supplied files |
-//! | `exit` | exit statuses |
 //!
 //! Start reading at `main`. The reusable parts are in the crates below: `vmm` (the machine),
-//! `control-api`, `guest-profile`, `kernel-images` and `validate`. No crate depends on this one.
+//! `operator` (the commands for running VMs and for recordings), `control-api`, `guest-profile`,
+//! `kernel-images` and `validate`. No crate depends on this one.
 
 #![cfg_attr(
     not(test),
@@ -30,7 +26,7 @@
         clippy::cast_sign_loss,
     )
 )]
-// The standard macros panic if the reader has closed the pipe; `commands::print` and `say` do not.
+// The standard macros panic if the reader has closed the pipe; `operator::commands::print` and `say` do not.
 #![warn(clippy::print_stdout, clippy::print_stderr)]
 
 mod background;
@@ -39,15 +35,10 @@ mod cli;
 mod commands;
 mod config;
 mod devices;
-mod exit;
-mod exporter;
-mod input;
 mod jail;
 mod run;
-mod signals;
 mod stopping;
 mod values;
-mod vendor;
 
 use std::error::Error;
 use std::fs::File;
@@ -55,25 +46,27 @@ use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use sandbox::paths;
+use sandbox::{paths, privileges};
 use virtio_devices::share::keeper;
 
 use cli::{CliExit, Command};
-use commands::{
-    annotate, cp, ctl, diff, exec, exits, files, generate, list, ps, record, stat, top, validate,
-};
+use commands::{generate, statistics, validate};
 use env_logger::Target;
-use exit::ExitStatus;
+use operator::commands::{
+    annotate, convert, cp, ctl, diff, exec, exits, files, list, one_line, print, ps, record, report, say,
+    stat, top,
+};
+use operator::exit::ExitStatus;
+use operator::exporter;
 use perf_core::error_line;
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
-use vmm::privileges;
 
 fn main() -> ExitCode {
     let start = run::StartTime::now();
     let cli = match cli::parse(std::env::args_os()) {
         Ok(cli) => cli,
         Err(CliExit::Text(text)) => {
-            return match commands::print(&text) {
+            return match print(&text) {
                 Ok(()) => ExitCode::SUCCESS,
                 Err(error) => bad_input(&error_line(&error)),
             };
@@ -122,7 +115,7 @@ fn run_command(
         Command::Check(args) => check::check(&args)?,
         Command::Validate(args) => validate::validate(&args)?,
         Command::Ps(args) => ps::ps(&args)?,
-        Command::List(args) => list::list(&args)?,
+        Command::List(args) => list::list(&args, statistics::names)?,
         Command::Ctl(args) => ctl::ctl(&args)?,
         Command::Exec(args) => exec::exec(&args)?,
         Command::Cp(args) => cp::cp(&args)?,
@@ -131,12 +124,13 @@ fn run_command(
         Command::Record(args) => record::record(&args)?,
         Command::Top(args) => top::top(&args)?,
         Command::Exporter(args) => exporter::exporter(&args)?,
-        Command::Report(args) => files::report(&args)?,
+        Command::Report(args) => report::report(&args)?,
         Command::Diff(args) => diff::diff(&args)?,
         Command::Annotate(args) => annotate::annotate(&args)?,
-        Command::Script(args) => files::script(&args)?,
+        Command::Script(args) => report::script(&args)?,
         Command::Flamegraph(args) => files::flamegraph(&args)?,
         Command::Pprof(args) => files::pprof(&args)?,
+        Command::Convert(args) => convert::convert(&args)?,
         Command::Generate(args) => generate::generate(&args, cli::command())?,
         Command::KeepShare(args) => {
             // virtiofsd maps guest memory, and the guest may be able to crash virtiofsd.
@@ -157,7 +151,7 @@ fn die_with_parent(parent: u32) -> bool {
 }
 
 fn bad_input(line: &str) -> ExitCode {
-    commands::say(&format!("perfvisor: {}\n", commands::one_line(line)));
+    say(&format!("perfvisor: {}\n", one_line(line)));
     ExitCode::from(ExitStatus::BadInput.code())
 }
 

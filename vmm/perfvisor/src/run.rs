@@ -34,15 +34,17 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vpmu::BackingPolicy;
 use vpmu::backing::MAX_EVENTS_PER_COUNTER;
 
-use crate::background::{self, DaemonStartup, ServiceManager};
+use crate::background::{self, DaemonStartup};
 use crate::cli::RunArgs;
 use crate::devices::{self};
-use crate::exit::ExitStatus;
-use crate::input;
-use crate::signals::BlockedSignals;
 use crate::stopping::Stopping;
 use control_api::place::{self, Socket, SocketError};
+use guest_patching::rdpmc::RdpmcMode;
+use operator::exit::ExitStatus;
+use operator::input;
+use operator::signals::BlockedSignals;
 use perf_core::error_line;
+use sandbox::privileges;
 use vmm::boot::KernelFormat;
 use vmm::console::{RawTerminal, restore_terminal};
 use vmm::control::server::{ControlServer, ControlledVm, SocketAccess};
@@ -51,8 +53,6 @@ use vmm::kvm::host::{self};
 use vmm::pmu::event_opener::VmEventOpener;
 use vmm::pmu::kernel_reader::KernelReader;
 use vmm::pmu::{PmuConfig, VmPmu, overflow_signal};
-use vmm::privileges::{self};
-use vmm::rdpmc::RdpmcMode;
 use vmm::turns::{RotationTimer, TickTimer};
 use vmm::vcpu::control::{ResetPolicy, RunControl, StopReason};
 use vmm::vcpu::registry::VcpuRegistry;
@@ -131,12 +131,14 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     let (restored_args, saved) = restore::open(args)?.unzip();
     let args = restored_args.as_ref().unwrap_or(args);
     footprint::configure_malloc();
+    // Started outside the jail's PID namespace, because it outlives the VM.
+    let broker =
+        SocketBroker::start(confinement(args), privileges::drop_all_privileges).map_err(RunError::Broker)?;
+    let manager = Arc::new(jail::enter_pid_namespace(args)?);
     // A separate process, started before this one has threads, signal handlers and descriptors.
     let kernel_reader = kernel_reader(args)?;
     let opener = VmEventOpener::start(confinement(args), overflow_signal(), kick::kick_signal())
         .map_err(RunError::PerfBroker)?;
-    let broker =
-        SocketBroker::start(confinement(args), privileges::drop_all_privileges).map_err(RunError::Broker)?;
     // Dropped last: the broker then removes the VM's sockets.
     let _finish = FinishBroker(broker.clone());
     let descriptors = jail::limit_descriptors(args)?;
@@ -165,7 +167,6 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     config.pmu.core_config().check()?;
     let (name, ends) = ServerSockets::open(args)?;
     let mut devices = devices::create_devices(args, &name, log, &broker)?;
-    let manager = Arc::new(ServiceManager::connect());
     // All sockets of the host's network and files of other processes are open. A process to be
     // jailed has no other thread yet.
     let jail = jail::separate(args, &config)?;
@@ -405,7 +406,7 @@ fn control_socket(name: Option<&str>) -> Result<(String, Option<Socket>), Socket
             Ok((name.to_owned(), Some(socket)))
         }
         None => {
-            let name = format!("vm-{}", std::process::id());
+            let name = format!("vm-{}", sandbox::starter_pid());
             let socket = Socket::bind(&dir, &name)
                 .inspect_err(|e| {
                     let why = error_line(e);
@@ -434,7 +435,11 @@ fn controlled(
             (None, Some(dir)) => format!("restored from {}", dir.display()),
             (None, None) => "built-in guest".into(),
         },
-        console: consoles.serial().place().to_owned(),
+        // A daemon's standard streams are /dev/null.
+        console: match consoles.serial().place() {
+            "tty" if args.daemonize => "none".to_owned(),
+            place => place.to_owned(),
+        },
         virtio_console: consoles.virtio_location().unwrap_or_default().to_owned(),
         started: Instant::now(),
         control: running.control().clone(),
@@ -483,7 +488,7 @@ fn report_stats(running: &RunningVm, at_start: u8) {
     while all.len() > usize::from(at_start) && all.last().is_some_and(|stats| stats.exits.get() == 0) {
         all.pop();
     }
-    crate::commands::say(&format!("perfvisor: what the vPMU did\n{}", stats::table(&all)));
+    operator::commands::say(&format!("perfvisor: what the vPMU did\n{}", stats::table(&all)));
 }
 
 fn exit_status(control: &RunControl) -> ExitStatus {

@@ -13,7 +13,7 @@ use vmm::vcpu::control::{RunControl, RunState, StopReason};
 use vmm_sys_util::timerfd::TimerFd;
 
 use crate::background::ServiceManager;
-use crate::signals::StopSignals;
+use operator::signals::StopSignals;
 
 /// Stop signals, and the time limit for the guest's shutdown.
 pub struct Stopping {

@@ -1,25 +1,18 @@
 //! Value parsers of options, and their error messages.
 //!
-//! Types with a parser of their own (`PmuModelName`, `VcpuNumbers`) are not repeated here.
+//! Those of the operator's commands are in `operator::values`. Types with a parser of their own
+//! (`PmuModelName`, `VcpuNumbers`) are not repeated here.
 
-use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
 use guest_images::bare_metal::{GUESTS, Guest};
-use guest_profile::export::pprof::Label;
-use guest_profile::export::report::SortKey;
+use operator::values::parse_number;
+pub use operator::values::{integer_in_range, parse_bytes};
 use perf_core::SharePolicy;
 use vmm::gdb::config::{GdbConfig, GdbConfigError};
 use vmm::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
-
-/// Minimum interval of `stat -I`, in milliseconds.
-const MIN_INTERVAL_MS: u64 = 10;
-/// Maximum interval of `stat -I`, in milliseconds: one day.
-const MAX_INTERVAL_MS: u64 = 86_400_000;
-/// Exclusive upper bound of vCPU indices in a list.
-const MAX_VCPU: u32 = 1024;
 
 /// Minimum multiplexing interval, in milliseconds. The main loop would coalesce shorter intervals.
 const MIN_TURN_MS: f64 = 0.2;
@@ -119,6 +112,8 @@ impl FromStr for ObserversAt {
 /// Errors of option values. The caller prefixes the message with the option and the value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ValueError {
+    #[error(transparent)]
+    Operator(#[from] operator::values::ValueError),
     #[error("must be one of {}", GUESTS.map(|guest| guest.name).join(", "))]
     Builtin,
     #[error(transparent)]
@@ -129,18 +124,12 @@ pub enum ValueError {
     GdbPort,
     #[error("must be own or tenant")]
     SecurityProfile,
-    #[error("must be a number of bytes, or a number followed by K, M, G or T, as in 512M")]
-    Size,
-    #[error("does not fit into 64 bits")]
-    SizeTooLarge,
     #[error("the least is {}M, and a number alone is one of bytes: 512M, not 512", MIN_RAM_BYTES >> 20)]
     MemoryTooSmall,
     #[error("must be a multiple of {RAM_GRANULE_BYTES} bytes")]
     MemoryGranule,
     #[error("the counter width must be 32 to 48 bits")]
     Width,
-    #[error("must be a whole number, {from} to {to}", to = format_limit(*to))]
-    Whole { from: i128, to: i128 },
     #[error("must be a number of PMIs per second, 0 to {}", u32::MAX)]
     PmiLimit,
     #[error("must be a number of milliseconds, {MIN_TURN_MS} to {MAX_TURN_MS}, as in 1.5")]
@@ -155,80 +144,18 @@ pub enum ValueError {
         "must be guest-first, operator-first or strict (a directory of the host is shared by --share-dir)"
     )]
     Share,
-    #[error("must be vCPU numbers and ranges, as in 0,2-3")]
-    Vcpus,
-    #[error("must be a number of seconds above 0, as in 2.5")]
-    Seconds,
     #[error("must be a number of seconds, 0 to {MAX_STOP_TIMEOUT_S}")]
     StopTimeout,
-    #[error("must be a number of milliseconds, {MIN_INTERVAL_MS} to {MAX_INTERVAL_MS}")]
-    Interval,
-    #[error("must not be empty")]
-    Empty,
-    #[error("must be a share from 0 to 100")]
-    Percent,
     #[error("must be a number of percent, 0 to 50")]
     Tolerance,
-    #[error("'{0}' is no column; known are {known}", known = SortKey::NAMES)]
-    SortKey(String),
-    #[error("'{0}' is no label; known are task, event, vcpu and pid")]
-    Label(String),
-    #[error("a recording is not written in order, so not to standard output; name a file")]
-    RecordingOnStdout,
     #[error("must be all or kvm")]
     ValidatedBacking,
-}
-
-/// Formats a limit. A large limit just below a power of two is written as `2^N - 1`.
-fn format_limit(limit: i128) -> String {
-    let power = limit.cast_unsigned() + 1;
-    if limit > 9_999_999 && power.is_power_of_two() {
-        format!("2^{} - 1", power.trailing_zeros())
-    } else {
-        limit.to_string()
-    }
-}
-
-/// Returns a parser of integers in a range.
-pub fn integer_in_range<T>(
-    range: RangeInclusive<T>,
-) -> impl Fn(&str) -> Result<T, ValueError> + Clone + Send + Sync + 'static
-where
-    T: FromStr + PartialOrd + Copy + TryInto<i128> + Send + Sync + 'static,
-{
-    let limit = |limit: T| limit.try_into().unwrap_or(i128::MAX);
-    move |text| {
-        let number = text.parse().ok().filter(|number| range.contains(number));
-        number.ok_or(ValueError::Whole {
-            from: limit(*range.start()),
-            to: limit(*range.end()),
-        })
-    }
 }
 
 /// Parses the name of a built-in guest.
 pub fn parse_builtin(text: &str) -> Result<&'static Guest, ValueError> {
     let guest = GUESTS.iter().find(|guest| guest.name == text);
     guest.ok_or(ValueError::Builtin)
-}
-
-/// Parses a size in bytes: a number with an optional suffix K, M, G or T.
-pub fn parse_bytes(text: &str) -> Result<u64, ValueError> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
-        "" => 0,
-        "K" | "KB" | "KIB" => 10,
-        "M" | "MB" | "MIB" => 20,
-        "G" | "GB" | "GIB" => 30,
-        "T" | "TB" | "TIB" => 40,
-        _ => return Err(ValueError::Size),
-    };
-    if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
-        return Err(ValueError::Size);
-    }
-    let number = digits.parse::<u64>().ok();
-    let bytes = number.and_then(|n| n.checked_mul(1u64 << shift));
-    bytes.ok_or(ValueError::SizeTooLarge)
 }
 
 /// Parses the size of guest memory.
@@ -290,26 +217,6 @@ pub fn parse_share(text: &str) -> Result<SharePolicy, ValueError> {
     text.parse().map_err(|_| ValueError::Share)
 }
 
-/// A list of vCPU indices.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct VcpuList(pub Vec<u32>);
-
-/// Parses a list of vCPU indices and ranges, such as `0,2-3`.
-pub fn parse_vcpus(text: &str) -> Result<VcpuList, ValueError> {
-    let number = |t: &str| t.trim().parse::<u32>().ok().filter(|n| *n < MAX_VCPU);
-    let mut list = Vec::new();
-    for part in text.split(',') {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        match (number(first), number(last)) {
-            (Some(first), Some(last)) if first <= last => list.extend(first..=last),
-            _ => return Err(ValueError::Vcpus),
-        }
-    }
-    list.sort_unstable();
-    list.dedup();
-    Ok(VcpuList(list))
-}
-
 /// Parses the debugger socket. QEMU's `tcp::1234` and `:1234` are rejected, because they would name
 /// Unix sockets.
 pub fn parse_gdb(text: &str) -> Result<GdbConfig, ValueError> {
@@ -321,14 +228,6 @@ pub fn parse_gdb(text: &str) -> Result<GdbConfig, ValueError> {
     text.parse().map_err(ValueError::Gdb)
 }
 
-/// Parses a duration in seconds.
-pub fn parse_seconds(text: &str) -> Result<Duration, ValueError> {
-    match text.parse::<f64>() {
-        Ok(s) if s > 0.0 && s <= 1e8 => Ok(Duration::from_secs_f64(s)),
-        _ => Err(ValueError::Seconds),
-    }
-}
-
 /// Parses the guest's shutdown time limit in seconds; 0 is valid.
 pub fn parse_stop_timeout(text: &str) -> Result<Duration, ValueError> {
     match text.parse::<f64>() {
@@ -337,74 +236,9 @@ pub fn parse_stop_timeout(text: &str) -> Result<Duration, ValueError> {
     }
 }
 
-/// Parses an interval in milliseconds.
-pub fn parse_interval(text: &str) -> Result<Duration, ValueError> {
-    match text.parse::<u64>() {
-        Ok(ms) if (MIN_INTERVAL_MS..=MAX_INTERVAL_MS).contains(&ms) => Ok(Duration::from_millis(ms)),
-        _ => Err(ValueError::Interval),
-    }
-}
-
-/// Parses the field separator. As in perf, `\t` is a tab.
-pub fn parse_separator(text: &str) -> Result<String, ValueError> {
-    match text {
-        "" => Err(ValueError::Empty),
-        "\\t" => Ok("\t".into()),
-        _ => Ok(text.into()),
-    }
-}
-
-/// Parses a number within `range`.
-fn parse_number(text: &str, range: RangeInclusive<f64>) -> Option<f64> {
-    text.parse().ok().filter(|number| range.contains(number))
-}
-
-/// Parses a percentage.
-pub fn parse_percent(text: &str) -> Result<f64, ValueError> {
-    parse_number(text, 0.0..=100.0).ok_or(ValueError::Percent)
-}
-
 /// Parses the tolerance of time counts, in percent.
 pub fn parse_tolerance(text: &str) -> Result<f64, ValueError> {
     parse_number(text, 0.0..=50.0).ok_or(ValueError::Tolerance)
-}
-
-/// Sort keys of a report.
-#[derive(Clone, Debug)]
-pub struct SortKeys(pub Vec<SortKey>);
-
-/// Parses the sort keys of a report, such as `comm,dso`.
-pub fn parse_sort(text: &str) -> Result<SortKeys, ValueError> {
-    let key = |key: &str| SortKey::from_name(key.trim()).ok_or_else(|| ValueError::SortKey(key.to_owned()));
-    text.split(',').map(key).collect::<Result<_, _>>().map(SortKeys)
-}
-
-/// Labels of a profile's samples.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Labels(pub Vec<Label>);
-
-/// Parses the labels of a profile's samples, such as `task,event`.
-pub fn parse_labels(text: &str) -> Result<Labels, ValueError> {
-    let label = |name: &str| {
-        let found = Label::ALL.into_iter().find(|label| label.name() == name.trim());
-        found.ok_or_else(|| ValueError::Label(name.to_owned()))
-    };
-    let named: Vec<Label> = text.split(',').map(label).collect::<Result<_, _>>()?;
-    // Removes duplicates.
-    Ok(Labels(
-        Label::ALL
-            .into_iter()
-            .filter(|label| named.contains(label))
-            .collect(),
-    ))
-}
-
-/// Parses the path of a recording.
-pub fn parse_output(text: &str) -> Result<PathBuf, ValueError> {
-    match text {
-        "-" => Err(ValueError::RecordingOnStdout),
-        _ => Ok(text.into()),
-    }
 }
 
 /// The backings to validate.
@@ -430,22 +264,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn vcpu_lists_are_numbers_and_ranges() {
-        assert_eq!(parse_vcpus("2-3,0,2").unwrap().0, [0, 2, 3]);
-        for bad in ["", "a", "3-1", "1,", "-", "99999999999", "0-4294967295"] {
-            assert!(parse_vcpus(bad).is_err(), "{bad}");
-        }
-    }
-
-    #[test]
-    fn durations_are_positive_and_finite() {
-        assert_eq!(parse_seconds("0.5").unwrap(), Duration::from_millis(500));
-        for bad in ["", "0", "-1", "inf", "NaN", "1e300", "x"] {
-            assert!(parse_seconds(bad).is_err(), "{bad}");
-        }
-    }
-
-    #[test]
     fn intervals_and_limits_are_range_checked() {
         assert_eq!(parse_turn("1.5"), Ok(Duration::from_micros(1500)));
         assert_eq!(parse_sample_limit("1000000"), Ok(1_000_000));
@@ -459,7 +277,10 @@ mod tests {
         }
         assert_eq!(parse_ring_memory("63K"), Err(ValueError::RingMemory));
         assert_eq!(parse_ring_memory("65G"), Err(ValueError::RingMemory));
-        assert_eq!(parse_ring_memory("much"), Err(ValueError::Size));
+        assert_eq!(
+            parse_ring_memory("much"),
+            Err(operator::values::ValueError::Size.into())
+        );
     }
 
     #[test]

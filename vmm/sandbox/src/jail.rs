@@ -3,8 +3,8 @@
 //!
 //! A process that may create namespaces (`CAP_SYS_ADMIN`) keeps its user. Other processes get a
 //! user namespace (user_namespaces(7)) that maps only their own user, in which capabilities have no
-//! effect on the host. There is no PID namespace, because operators identify vCPU threads by their
-//! IDs. `/proc` shows no other process anyway.
+//! effect on the host. A PID namespace is created earlier ([`crate::Supervisor`]). `/proc` shows no
+//! other process with or without one.
 //!
 //! Call [`become_user`] at process start, [`separate`] after all host resources are open and before
 //! any thread is started, and [`Jail::close`] before the guest runs.
@@ -23,12 +23,17 @@ use std::os::unix::fs::{DirBuilderExt, chroot, symlink};
 use std::path::{Path, PathBuf};
 use std::ptr;
 
+use rustix::process::{parent_process_death_signal, set_parent_process_death_signal};
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities, set_keep_capabilities};
 
 /// Mount point for assembling the new root. Exists on every host that supports jails.
 const BUILT_AT: &str = "/proc";
 /// Options of the new root file system, which contains mount points only.
 const ROOT_OPTIONS: &CStr = c"mode=0755,size=1m";
+/// Directory of the calling process, as a link in the host's `/proc`.
+const PROC_SELF: &str = "/proc/self";
+/// Directory of the calling thread, as a link in the host's `/proc`.
+const PROC_THREAD_SELF: &str = "/proc/thread-self";
 /// `AT_RECURSIVE`: a mount and all mounts below it.
 const RECURSIVE: libc::c_int = 0x8000;
 
@@ -75,7 +80,8 @@ fn step(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) 
     move |source| JailError::Step { what, path, source }
 }
 
-/// Contents of a jail, in addition to `/proc/self`. Paths that do not exist are ignored.
+/// Contents of a jail, in addition to `/proc/self` and `/proc/thread-self`. Paths that do not exist
+/// are ignored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct JailContents {
     /// Paths of files and directory trees that can be read. Sockets in them can be connected to.
@@ -92,6 +98,8 @@ pub struct JailContents {
 pub fn become_user(uid: u32, gid: u32) -> Result<(), JailError> {
     let refused = JailError::NoOtherUser;
     set_keep_capabilities(true).map_err(|e| refused(e.into()))?;
+    // The kernel clears the setting when the user changes.
+    let death_signal = parent_process_death_signal().map_err(|e| refused(e.into()))?;
     // SAFETY: none of the calls reads through a pointer, because the list of groups is empty.
     let done = unsafe {
         libc::setgroups(0, ptr::null()) == 0
@@ -101,6 +109,7 @@ pub fn become_user(uid: u32, gid: u32) -> Result<(), JailError> {
     if !done {
         return Err(refused(io::Error::last_os_error()));
     }
+    set_parent_process_death_signal(death_signal).map_err(|e| refused(e.into()))?;
     // Retained capabilities are permitted but not effective.
     let has = capabilities(None).map_err(|e| refused(e.into()))?;
     let all = CapabilitySets {
@@ -181,19 +190,20 @@ impl Jail {
         self.of_a_user
     }
 
-    /// Replaces the root directory of the process with one that contains `inside` and `/proc/self`.
-    /// Paths are unchanged. The new root has no executable files, device files or effective
-    /// set-user-ID bits, and no path leads back to the host's files. In a user namespace, this
-    /// thread also drops all its capabilities, because they apply to that namespace only but look
-    /// like host capabilities.
+    /// Replaces the root directory of the process with one that contains `inside` and the process's
+    /// own part of `/proc`, with its IDs outside a PID namespace. Paths are unchanged. The new root
+    /// has no executable files, device files or effective set-user-ID bits, and no path leads back
+    /// to the host's files. In a user namespace, this thread also drops all its capabilities,
+    /// because they apply to that namespace only but look like host capabilities.
     ///
     /// # Errors
     /// Returns a [`JailError`], in which case the root directory is either that of the host or
     /// incomplete.
     pub fn close(self, inside: &JailContents) -> Result<(), JailError> {
         let here = std::env::current_dir().unwrap_or_else(|_| "/".into());
-        let pid = std::process::id();
-        let own = PathBuf::from(format!("/proc/{pid}"));
+        // The host's /proc shows the ID outside a PID namespace.
+        let pid = fs::read_link(PROC_SELF).map_err(step("cannot read", PROC_SELF))?;
+        let own = Path::new("/proc").join(&pid);
         let changed = |path: &PathBuf| (path.clone(), false);
         let read = |path: &PathBuf| (path.clone(), true);
         let mut wanted: Vec<(PathBuf, bool)> = [(own, true)].to_vec();
@@ -207,7 +217,7 @@ impl Jail {
         wanted.dedup_by(|second, first| second.0 == first.0);
         let mut trees = Vec::new();
         for (path, reads) in wanted {
-            match DetachedMount::of(&path) {
+            match DetachedMount::of(&path, 0) {
                 Ok(tree) => {
                     tree.restrict(&path, reads)?;
                     trees.push((path, tree));
@@ -216,13 +226,14 @@ impl Jail {
                 Err(e) => return Err(step("cannot take into the jail", path)(e)),
             }
         }
+        trees.push((PROC_THREAD_SELF.into(), DetachedMount::of_own_thread_link()?));
         new_root()?;
         for (path, tree) in trees {
             tree.attach(&path)?;
         }
         let _ = make_directory(&path_in_new_root(&here));
-        let link = path_in_new_root(Path::new("/proc/self"));
-        symlink(pid.to_string(), &link).map_err(step("cannot make", link))?;
+        let link = path_in_new_root(Path::new(PROC_SELF));
+        symlink(&pid, &link).map_err(step("cannot make", link))?;
         enter_new_root()?;
         // If the working directory is not in the jail, it becomes an empty directory.
         std::env::set_current_dir(&here)
@@ -248,15 +259,27 @@ impl Jail {
 struct DetachedMount(File);
 
 impl DetachedMount {
-    fn of(path: &Path) -> io::Result<Self> {
+    /// Creates a copy of the mounts at `path` with additional flags of `open_tree(2)`.
+    fn of(path: &Path, flags: libc::c_int) -> io::Result<Self> {
         let text = c_string(path)?;
-        let flags = libc::OPEN_TREE_CLONE | libc::OPEN_TREE_CLOEXEC | RECURSIVE.unsigned_abs();
+        let flags = flags.unsigned_abs() | RECURSIVE.unsigned_abs();
+        let flags = flags | libc::OPEN_TREE_CLONE | libc::OPEN_TREE_CLOEXEC;
         // SAFETY: the path is a NUL-terminated string that outlives the call.
         let fd = unsafe { libc::syscall(libc::SYS_open_tree, libc::AT_FDCWD, text.as_ptr(), flags) };
         checked(fd)?;
         let fd = RawFd::try_from(fd).map_err(io::Error::other)?;
         // SAFETY: the call succeeded, so the descriptor is open and not owned elsewhere.
         Ok(Self(unsafe { File::from_raw_fd(fd) }))
+    }
+
+    /// Creates a copy of the link [`PROC_THREAD_SELF`] itself. Only the host's `/proc` knows the IDs
+    /// of threads outside a PID namespace.
+    fn of_own_thread_link() -> Result<Self, JailError> {
+        let path = Path::new(PROC_THREAD_SELF);
+        let link = Self::of(path, libc::AT_SYMLINK_NOFOLLOW);
+        let link = link.map_err(step("cannot take into the jail", path))?;
+        link.restrict(path, true)?;
+        Ok(link)
     }
 
     fn restrict(&self, path: &Path, reads: bool) -> Result<(), JailError> {

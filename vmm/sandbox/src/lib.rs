@@ -8,10 +8,12 @@
 //! | `rules`, `filter` | conditions on arguments, and compilation of lists to seccomp programs |
 //! | `table` | the lists as data, for documentation and tests |
 //! | `files` | restriction of file access |
+//! | `privileges` | capabilities, core dumps and limits of the process |
 //! | `paths` | files and sockets at paths that another user can influence |
 //! | `socket_broker` | a process that connects to and removes Unix sockets for the VM |
 //! | `cgroup` | joining a control group |
 //! | `jail` | a process without network, whose file system contains named paths only |
+//! | `pid_namespace` | a process that sees no other, and its supervisor outside |
 //! | `start` | application of filters, and the starter thread |
 //! | `service` | service processes that end with the VM |
 //! | `perf_broker` | the process that opens perf events |
@@ -34,6 +36,8 @@ mod kind;
 mod lists;
 pub mod paths;
 mod perf_broker;
+mod pid_namespace;
+pub mod privileges;
 mod rules;
 mod service;
 mod socket_broker;
@@ -49,6 +53,9 @@ pub use files::{AccessibleFiles, FileAccessError, begin_files, has_landlock, onl
 pub use jail::{Jail, JailContents, JailError, become_user, separate};
 pub use kind::{PerfEventAccess, ThreadKind};
 pub use perf_broker::{PerfBroker, PerfBrokerError};
+pub use pid_namespace::{
+    PidNamespaceError, Supervisor, SupervisorLink, host_pid, host_tid, is_forwarded, starter_pid,
+};
 pub use socket_broker::{SocketBroker, SocketDestination};
 pub use start::{Mode, SandboxError, begin, confine, enter, spawn, spawn_prepared};
 pub use table::{CallOutcome, markdown as filter_table, outcome};

@@ -659,6 +659,34 @@ pub(crate) fn of_socket_broker() -> Vec<Allowed> {
     list
 }
 
+/// Allow-list of the supervisor of a VM in a PID namespace ([`crate::Supervisor`]): receives signals
+/// and reports, signals the VM, and ends like it. `vm` and `own` are the process IDs of the VM and
+/// of the supervisor.
+pub(crate) fn of_supervisor(vm: u32, own: u32) -> Vec<Allowed> {
+    let mut list = any(&[
+        Sysno::read,
+        Sysno::write,
+        Sysno::poll,
+        Sysno::ppoll,
+        Sysno::wait4,
+        Sysno::rt_sigprocmask,
+        Sysno::rt_sigaction,
+        Sysno::rt_sigreturn,
+        Sysno::restart_syscall,
+        Sysno::getpid,
+        Sysno::exit_group,
+        // Memory of the C library.
+        Sysno::brk,
+        Sysno::munmap,
+    ]);
+    list.extend(memory());
+    list.extend(one_of(Sysno::kill, 0, &[vm, own]));
+    list.extend(only(Sysno::rt_sigqueueinfo, &[ArgumentCheck::Is(0, vm)]));
+    // The terminal's foreground group.
+    list.extend(ioctls(b'T', &[0x0f, 0x10]));
+    list
+}
+
 /// Allow-list of the perf event broker: receives a request, opens an event on a thread, sets its
 /// signal, and passes the descriptor. `vm` is the process ID of the VM, `signal` the only signal
 /// that events send.

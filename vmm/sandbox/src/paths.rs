@@ -467,6 +467,23 @@ pub fn open(path: &Path, flags: libc::c_int) -> io::Result<File> {
     Ok(File::from(file))
 }
 
+/// Returns the path of the directory at `path` after the resolution of symbolic links. This user
+/// must be able to list the directory. A process that changed its user and still has file
+/// capabilities does not use them, and follows symbolic links of root and of its own user only.
+///
+/// # Errors
+/// Returns the error of `open(2)`, or an error for a symbolic link of another user.
+pub fn resolve_directory(path: &Path) -> io::Result<PathBuf> {
+    if !keeps_file_capabilities()? {
+        let resolved = std::fs::canonicalize(path)?;
+        return std::fs::read_dir(&resolved).map(|_| resolved);
+    }
+    let _lowered = LoweredCapabilities::now()?;
+    let directory = Directory::open(path)?;
+    std::fs::read_dir(directory.path(OsStr::new(".")))?;
+    std::fs::read_link(format!("/proc/self/fd/{}", directory.fd.as_raw_fd()))
+}
+
 /// Connects to the Unix socket at `path`, with the same rules as [`open`].
 ///
 /// # Errors

@@ -12,6 +12,8 @@ use seccompiler::{BpfProgram, apply_filter};
 
 use crate::files;
 
+/// First descriptor after the standard streams.
+const FIRST: RawFd = 3;
 /// Exit status of a process that could not be confined.
 pub(crate) const UNFIT: i32 = 125;
 
@@ -107,40 +109,56 @@ pub(crate) fn exit_with_parent(name: &CStr) {
 /// Closes all descriptors except `kept`. Standard streams are redirected to a pipe without a
 /// reader.
 pub(crate) fn keep_only_descriptor(kept: OwnedFd) -> io::Result<OwnedFd> {
-    const FIRST: RawFd = 3;
+    // SAFETY: the call takes a descriptor and numbers.
+    let copy = unsafe { libc::fcntl(kept.as_raw_fd(), libc::F_DUPFD_CLOEXEC, FIRST) };
+    if copy < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    std::mem::forget(kept);
+    keep_only_descriptors(&mut [copy])?;
+    // SAFETY: the descriptor is open and not owned elsewhere.
+    Ok(unsafe { OwnedFd::from_raw_fd(copy) })
+}
+
+/// Closes all descriptors except `kept`, which are no standard streams. Standard streams are
+/// redirected to a pipe without a reader. Neither the owners of the closed descriptors nor their
+/// destructors may be used in this process, which [`leave`] ends.
+pub(crate) fn keep_only_descriptors(kept: &mut [RawFd]) -> io::Result<()> {
     let (_, nowhere) = io::pipe()?;
-    // SAFETY: the calls take descriptors and numbers. The closed descriptors are copies inherited
-    // from the parent, and their owners are neither used nor dropped here, because `start` ends
-    // this process without destructors.
+    // SAFETY: the calls take descriptors and numbers.
     unsafe {
         libc::signal(libc::SIGPIPE, libc::SIG_IGN);
-        let copy = libc::fcntl(kept.as_raw_fd(), libc::F_DUPFD_CLOEXEC, FIRST);
-        if copy < 0 {
-            return Err(io::Error::last_os_error());
-        }
         for stream in 0..FIRST {
             libc::dup2(nowhere.as_raw_fd(), stream);
         }
-        std::mem::forget((kept, nowhere));
-        close_all_but(copy);
-        Ok(OwnedFd::from_raw_fd(copy))
     }
+    std::mem::forget(nowhere);
+    kept.sort_unstable();
+    // SAFETY: the closed descriptors are copies inherited from the parent, or of the pipe, and are
+    // not used, as the caller guarantees.
+    unsafe { close_all_but(kept) };
+    Ok(())
 }
 
 /// # Safety
-/// No descriptor from 3 on except `kept` may be used afterwards.
-unsafe fn close_all_but(kept: RawFd) {
+/// No descriptor from 3 on except those in `kept`, which is sorted, may be used afterwards.
+unsafe fn close_all_but(kept: &[RawFd]) {
     let close = |from: RawFd, to: libc::c_uint| {
         // SAFETY: the call takes numbers, and the caller guarantees that the closed descriptors are
         // unused.
         unsafe { libc::syscall(libc::SYS_close_range, from, to, 0) == 0 }
     };
-    let below = kept.unsigned_abs().saturating_sub(1);
-    if (kept == 3 || close(3, below)) && close(kept + 1, libc::c_uint::MAX) {
+    let mut from = FIRST;
+    let mut closed = true;
+    for fd in kept {
+        closed &= from == *fd || close(from, fd.unsigned_abs().saturating_sub(1));
+        from = fd + 1;
+    }
+    if closed && close(from, libc::c_uint::MAX) {
         return;
     }
     // Fallback for Linux before 5.9. Few descriptors are open at this time.
-    for fd in (3..4096).filter(|fd| *fd != kept) {
+    for fd in (FIRST..4096).filter(|fd| !kept.contains(fd)) {
         // SAFETY: as above.
         unsafe { libc::close(fd) };
     }

@@ -61,6 +61,9 @@ pub enum Verdict {
     /// The host cannot count the event, and no counter moved.
     #[serde(rename = "not supported here")]
     NotSupported,
+    /// The host's other load allows no statement: nearly any count would pass.
+    #[serde(rename = "too busy to tell")]
+    TooBusy,
 }
 
 impl std::fmt::Display for Verdict {
@@ -69,6 +72,7 @@ impl std::fmt::Display for Verdict {
             Self::Pass => "PASS",
             Self::Fail => "FAIL",
             Self::NotSupported => "not supported here",
+            Self::TooBusy => "too busy to tell",
         })
     }
 }

@@ -7,6 +7,7 @@
 //! | module | contents |
 //! |---|---|
 //! | [`judge`] | from counts to a verdict |
+//! | `measure` | several measurements of a row to one verdict |
 //! | [`report`] | rows, their table, the summary |
 //! | [`child`] | a VM in a child process |
 //! | [`procfs`] | the host kernel's accounts of vCPU threads |
@@ -36,6 +37,7 @@ pub mod guest;
 mod host;
 pub mod judge;
 mod linux;
+mod measure;
 pub mod procfs;
 pub mod report;
 

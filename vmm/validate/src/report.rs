@@ -40,10 +40,12 @@ pub struct ReportRow {
     /// Share of the enabled time that the event ran, in percent.
     pub running_percent: Option<f64>,
     /// `true` if the count depends on time, which other load on the host can disturb. Only such a
-    /// row is measured again after a failure.
+    /// row is measured several times.
     pub of_time: bool,
-    /// Number of measurements until the row passed. The last one is shown.
-    pub tries: u32,
+    /// Number of measurements. Their median is shown.
+    pub measurements: u32,
+    /// Lowest and highest ratio of several measurements.
+    pub spread: Option<[f64; 2]>,
     /// Verdict on the row.
     pub verdict: Verdict,
     /// Reason for a failure or for missing support.
@@ -96,7 +98,8 @@ impl ReportRow {
             tolerance: None,
             running_percent: None,
             of_time: false,
-            tries: 1,
+            measurements: 1,
+            spread: None,
             verdict: Verdict::Fail,
             reason: Some("it was not measured".into()),
         }
@@ -119,7 +122,7 @@ impl ReportRow {
             .filter(|(_, expected)| *expected > 0)
             .map(|(guest, expected)| guest as f64 / expected as f64);
         self.basis = basis;
-        // Guest and host must have equal counts. A repetition does not correct a difference.
+        // Guest and host must have equal counts at any time.
         let apart = seen
             .guest
             .zip(seen.host)
@@ -129,11 +132,6 @@ impl ReportRow {
             .is_none_or(|tolerance| tolerance == Tolerance::Exact);
         self.of_time = !exact && !apart && basis != KNOWN;
         self
-    }
-
-    /// Returns whether the failure of this row is time-dependent, so that it may be measured again.
-    pub fn is_off_in_time(&self) -> bool {
-        self.of_time && self.verdict == Verdict::Fail
     }
 
     /// Sets the share of time that the event ran.
@@ -156,6 +154,14 @@ impl ReportRow {
     #[must_use]
     pub fn unsupported(mut self, why: impl Into<String>) -> Self {
         self.verdict = Verdict::NotSupported;
+        self.reason = Some(why.into());
+        self
+    }
+
+    /// Marks a row that passed or failed as undecided because of `why`.
+    #[must_use]
+    pub fn too_busy(mut self, why: impl Into<String>) -> Self {
+        self.verdict = Verdict::TooBusy;
         self.reason = Some(why.into());
         self
     }
@@ -258,6 +264,8 @@ pub struct Report {
     pub failed: usize,
     /// Number of rows that are not supported on this host.
     pub not_supported: usize,
+    /// Number of rows that the host's load left undecided.
+    pub too_busy: usize,
     /// Description of the host and the guests.
     pub summary: ReportSummary,
 }
@@ -267,10 +275,11 @@ impl Report {
     pub fn new(rows: Vec<ReportRow>, summary: ReportSummary) -> Self {
         let count = |verdict| rows.iter().filter(|row| row.verdict == verdict).count();
         Self {
-            format: 1,
+            format: 2,
             passed: count(Verdict::Pass),
             failed: count(Verdict::Fail),
             not_supported: count(Verdict::NotSupported),
+            too_busy: count(Verdict::TooBusy),
             rows,
             summary,
         }
@@ -328,9 +337,13 @@ impl Report {
         if let Some(why) = &s.linux_guest_skipped {
             line("Linux guest", &format!("not run: {why}"));
         }
+        let too_busy = match self.too_busy {
+            0 => String::new(),
+            rows => format!(", {rows} too busy to tell"),
+        };
         let _ = writeln!(
             out,
-            "\n{} passed, {} failed, {} not supported here, in {:.1} s: {}",
+            "\n{} passed, {} failed, {} not supported here{too_busy}, in {:.1} s: {}",
             self.passed,
             self.failed,
             self.not_supported,
@@ -369,14 +382,10 @@ impl ReportText {
             }
             None => String::new(),
         };
-        let tries = if row.tries > 1 {
-            format!(" ({} try)", ordinal(row.tries))
-        } else {
-            String::new()
-        };
+        let spread = |[low, high]: [f64; 2]| format!("{low:.3}-{high:.3}");
         let _ = writeln!(
             out,
-            "  {:<22} {:<12} {:<30} {:>15} {:>15} {:>15} {:>6} {:>10} {:>5}  {}{note}{tries}",
+            "  {:<22} {:<12} {:<30} {:>15} {:>15} {:>15} {:>6} {:>11} {:>10} {:>5}  {}{note}",
             row.event,
             row.backing,
             row.workload,
@@ -384,6 +393,7 @@ impl ReportText {
             number(row.host),
             number(row.expected),
             row.ratio.map_or_else(|| "-".into(), |r| format!("{r:.3}")),
+            row.spread.map_or_else(|| "-".into(), spread),
             row.tolerance.map_or_else(|| "-".into(), |t| t.to_string()),
             row.running_percent
                 .map_or_else(|| "-".into(), |p| format!("{p:.0}%")),
@@ -425,19 +435,9 @@ fn head(out: &mut String, guest: GuestKind, check: CheckKind) {
     };
     let _ = writeln!(
         out,
-        "{guest}: {check}\n  {:<22} {:<12} {:<30} {:>15} {:>15} {:>15} {:>6} {:>10} {:>5}  verdict",
-        "event", "backing", "workload", "guest", "host", "expected", "ratio", "tolerance", "on"
+        "{guest}: {check}\n  {:<22} {:<12} {:<30} {:>15} {:>15} {:>15} {:>6} {:>11} {:>10} {:>5}  verdict",
+        "event", "backing", "workload", "guest", "host", "expected", "ratio", "spread", "tolerance", "on"
     );
-}
-
-/// Formats a number as an ordinal, for example 2 as "2nd".
-fn ordinal(n: u32) -> String {
-    match n {
-        1 => "1st".into(),
-        2 => "2nd".into(),
-        3 => "3rd".into(),
-        n => format!("{n}th"),
-    }
 }
 
 #[cfg(test)]
@@ -445,11 +445,11 @@ mod tests {
     use super::*;
     use crate::judge::Expectation;
 
-    /// Only time-dependent rows are measured again, and the table and the JSON show the number of
-    /// tries.
+    /// A count depends on time unless it is known, exact, or differs between guest and host. The table
+    /// and the JSON show the measurements of such a row and their spread.
     #[test]
-    fn retried_rows_show_their_tries() {
-        assert!(!row(5, 6).is_off_in_time());
+    fn time_dependent_rows_show_their_spread() {
+        assert!(!row(5, 6).of_time);
         let timed = |guest, host: Option<u64>, basis| {
             let exactly = |value| Expectation {
                 value,
@@ -465,24 +465,23 @@ mod tests {
             };
             ReportRow::new(CheckKind::Counting, "cycles", "clock", "busy").judged(&seen, basis)
         };
-        assert!(timed(80, Some(80), "CPU time").is_off_in_time());
-        assert!(!timed(99, Some(99), "CPU time").is_off_in_time(), "it is right");
-        assert!(
-            !timed(80, Some(81), "CPU time").is_off_in_time(),
-            "guest and host differ"
-        );
-        assert!(!timed(80, None, KNOWN).is_off_in_time());
-        let again = ReportRow {
-            tries: 2,
+        assert!(timed(80, Some(80), "CPU time").of_time);
+        assert!(!timed(80, Some(81), "CPU time").of_time, "guest and host differ");
+        assert!(!timed(80, None, KNOWN).of_time);
+        let three = ReportRow {
+            measurements: 3,
+            spread: Some([0.98, 1.0]),
             ..timed(99, None, "CPU time")
         };
-        let report = Report::new(vec![again], ReportSummary::default());
-        assert!(report.text().contains("PASS (2nd try)"), "{}", report.text());
-        let json = serde_json::to_value(&report).unwrap();
-        assert_eq!(
-            (&json["rows"][0]["tries"], &json["rows"][0]["of_time"]),
-            (&2.into(), &true.into())
+        let report = Report::new(vec![three], ReportSummary::default());
+        assert!(
+            report.text().contains("0.990 0.980-1.000         5%"),
+            "{}",
+            report.text()
         );
+        let json = serde_json::to_value(&report).unwrap();
+        let row = &json["rows"][0];
+        assert_eq!((&row["measurements"], &row["of_time"]), (&3.into(), &true.into()));
     }
 
     fn row(guest: u64, expected: u64) -> ReportRow {

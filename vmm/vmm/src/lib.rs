@@ -7,19 +7,19 @@
 //! | [`vcpu`] | the thread around KVM_RUN, kicks, PMI delivery |
 //! | [`pmu`] | the connection of the PMU registers to perf-core |
 //! | [`kvm`] | CPUID, the MSR filter, capabilities of the host's KVM |
-//! | [`boot`], [`rdpmc`], [`memory`] | from a kernel file to a guest that can start |
+//! | [`boot`], [`memory`] | from a kernel file to a guest that can start |
 //! | [`devices`], [`console`] | the other devices of the machine |
 //! | [`gdb`] | the gdb server |
 //! | [`control`] | the control socket server |
-//! | [`privileges`] | privileges of the process while the guest runs |
 //! | [`turns`] | perf-core's timers in the main loop |
 //!
 //! Start with [`vm::Vm::new`] and [`vcpu::running::Vcpu`]. docs/architecture.md follows a WRMSR to
 //! `perf_event_open(2)`.
 //!
 //! **Dependencies.** This is the only crate that depends on kvm-ioctls. It uses `vpmu` (PMU
-//! registers), `perf-core` (counting), `guest-profile` (guest memory walks), `kernel-images` and
-//! `control-api` (the control protocol), and is independent of the command line in `perfvisor`.
+//! registers), `perf-core` (counting), `guest-profile` (guest memory walks), `guest-patching`
+//! (changes to the guest's kernel), `kernel-images` and `control-api` (the control protocol), and is
+//! independent of the command line in `perfvisor`.
 #![cfg_attr(
     not(test),
     warn(
@@ -37,13 +37,10 @@ pub mod console;
 pub mod control;
 pub mod devices;
 pub mod gdb;
-pub mod kernels;
 pub mod kvm;
 pub mod memory;
 pub mod numbers;
 pub mod pmu;
-pub mod privileges;
-pub mod rdpmc;
 #[cfg(test)]
 mod testing;
 pub mod turns;

@@ -83,6 +83,9 @@ pub enum MemoryError {
         #[source]
         source: MemoryBackingError,
     },
+    /// The host cannot provide the requested huge pages.
+    #[error(transparent)]
+    HugePages(MemoryBackingError),
     /// The size exceeds the limit of a control group.
     #[error(
         "guest memory of {} MiB is more than this process may have ({limit}); use a smaller --memory, or raise that limit",
@@ -190,7 +193,12 @@ impl GuestRam {
         if size_bytes > low {
             ranges.push((GuestAddress(MMIO_HOLE_END), (size_bytes - low) as usize));
         }
-        let mem = backing::map(&ranges, kind).map_err(|source| MemoryError::Map { size_bytes, source })?;
+        let mem = backing::map(&ranges, kind).map_err(|source| match source {
+            MemoryBackingError::NoTransparent(_)
+            | MemoryBackingError::NotWhole(_)
+            | MemoryBackingError::TooFew { .. } => MemoryError::HugePages(source),
+            source => MemoryError::Map { size_bytes, source },
+        })?;
         Ok(GuestRam {
             mem,
             size_bytes,
@@ -382,6 +390,18 @@ mod tests {
         ));
         let err = GuestRam::new(1 << 56).unwrap_err();
         assert!(err.to_string().contains("more than this host has"), "{err}");
+    }
+
+    /// The advice about the size of memory does not help with huge pages that are not reserved.
+    #[test]
+    fn missing_huge_pages_are_reported_first() {
+        let kind = MemoryBackingConfig {
+            huge_pages: HugePages::Reserved,
+            ..MemoryBackingConfig::default()
+        };
+        let odd = GuestRam::with_backing(MIN_RAM_BYTES + RAM_GRANULE_BYTES, kind).map(|_| ());
+        let said = odd.unwrap_err().to_string();
+        assert!(said.starts_with("--hugepages 2M: "), "{said}");
     }
 
     #[test]

@@ -5,13 +5,14 @@ use std::io;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
-use perf_core::pmu::host::HostProbe;
+use perf_core::pmu::host::{GenericEvent, HostProbe};
+use vm_memory::{GuestAddress, GuestMemoryMmap};
 use vpmu::{BackingPolicy, PmuModel};
 
 use crate::boot::KernelSource;
 use crate::control::server::ControlledVm;
 use crate::kvm::host;
-use crate::pmu::PmuConfig;
+use crate::pmu::{GuestSamplingContext, PmuConfig, VmPmu};
 use crate::vcpu::kick;
 use crate::vm::{RunningVm, Vm, VmConfig};
 
@@ -89,40 +90,24 @@ pub(crate) fn control_target(vm: &RunningVm) -> ControlledVm {
     control_target
 }
 
-/// Encodes symbols like a kernel's kallsyms: addresses, count, names, markers, tokens and token
-/// index.
-pub(crate) fn kallsyms(symbols: &[(u64, &str)]) -> Vec<u8> {
-    fn pad(out: &mut Vec<u8>) {
-        out.resize(out.len().next_multiple_of(8), 0);
+/// Returns the PMU of a VM on a host that opens these generic events, or that has no PMU if
+/// `None`.
+pub(crate) fn pmu(opens: Option<&[&str]>, interprets_kernel: bool) -> VmPmu {
+    let mut probe = HostProbe::run();
+    probe.hardware_pmu = opens.is_some();
+    for GenericEvent {
+        name, opens: opened, ..
+    } in &mut probe.generic
+    {
+        *opened = opens.is_some_and(|opens| opens.contains(&name.as_str()));
     }
-    let mut out = Vec::new();
-    for (address, _) in symbols {
-        out.extend(address.to_le_bytes());
-    }
-    out.extend((symbols.len() as u64).to_le_bytes());
-    let names_at = out.len();
-    let mut markers = Vec::new();
-    for (n, (_, name)) in symbols.iter().enumerate() {
-        if n % 256 == 0 {
-            markers.push((out.len() - names_at) as u64);
-        }
-        out.push(name.len() as u8 + 1);
-        out.push(b'T');
-        out.extend(name.as_bytes());
-    }
-    pad(&mut out);
-    out.extend(markers.into_iter().flat_map(u64::to_le_bytes));
-    let mut index = Vec::new();
-    let tokens_at = out.len();
-    for token in 0..=255u8 {
-        index.extend(((out.len() - tokens_at) as u16).to_le_bytes());
-        match token {
-            b'!'..=b'~' => out.push(token),
-            _ => out.extend(b"zz"),
-        }
-        out.push(0);
-    }
-    pad(&mut out);
-    out.extend(index);
-    out
+    let config = PmuConfig::new(PmuModel::INTEL, BackingPolicy::None);
+    let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
+    VmPmu::new(
+        config,
+        &probe,
+        None,
+        interprets_kernel,
+        GuestSamplingContext::new(memory, None),
+    )
 }

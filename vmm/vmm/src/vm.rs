@@ -28,7 +28,6 @@ use crate::kvm::stepping::BREAKPOINTS;
 use crate::memory::GuestRam;
 use crate::numbers::VcpuNumbers;
 use crate::pmu::VmPmu;
-use crate::rdpmc::RdpmcMode;
 use crate::vcpu::control::{ResetPolicy, RunControl, StopReason};
 use crate::vcpu::kicker::Kicker;
 use crate::vcpu::kvm_vcpu::KvmVcpu;
@@ -36,6 +35,7 @@ use crate::vcpu::registry::VcpuRegistry;
 pub use begun::PendingKvmSetup;
 pub use config::{DebuggerConfig, HaltPolling, ParseHaltPollingError, VmConfig};
 pub use error::VmError;
+use guest_patching::rdpmc::RdpmcMode;
 use plan::{VcpuParts, VmPlan, needs_full_kvm};
 use restart::{RestartContext, Restarter};
 use restore::{NewMachine, RestoredMachine, format_name};
@@ -149,6 +149,10 @@ impl Vm {
         let control = Arc::new(plan.make_control(kvm).map_err(|e| VmError::Os("eventfd", e))?);
         let bus = Arc::new(VmPlan::add_pci(bus, devices, loaded.pci, &fd, &ram, &control)?);
         let gate = plan.has_gate(kvm, &loaded, breakpoints.len())?;
+        if saved.is_none() {
+            let withdrawn = plan.withdraw_user_rdpmc(gate, &loaded, &ram);
+            plan.log_user_rdpmc(gate, &loaded, withdrawn);
+        }
         let parts = VcpuParts {
             supported,
             model,

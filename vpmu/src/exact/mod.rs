@@ -64,8 +64,9 @@ use flow::{
     software_interrupt,
 };
 
-/// Maximum number of consecutive shadow instructions in one step.
-const MAX_SHADOWS: usize = 16;
+/// Maximum number of consecutive shadow instructions in one step. The guest has executed as many,
+/// so decoding them costs no more than their emulation.
+const MAX_SHADOWS: usize = 4096;
 
 /// Retired counts of one privilege level.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -94,6 +95,8 @@ impl RetiredCounts {
             ArchEvent::Branches => Some(self.branches),
             ArchEvent::TakenBranches => Some(self.taken_branches),
             ArchEvent::ConditionalBranches => Some(self.conditional_branches),
+            // Instructions are decoded one by one, so nothing depends on a speculative lock map.
+            ArchEvent::SpeculativeLocks => Some(0),
             ArchEvent::Loads => Some(self.loads),
             ArchEvent::Stores => Some(self.stores),
             _ => None,
@@ -298,8 +301,16 @@ impl StepMeter {
         let taken = match pending.next_address {
             NextAddress::To(target, taken) if target == cpu.rip => Some(taken),
             NextAddress::To(next, _) if classify(&instruction) == InstructionClass::Shadow => {
-                // The step also executed the instruction in the shadow.
-                if self.retire_shadow(&pending, next, cpu, memory, &mut step) {
+                // The step also executed instructions in the shadow.
+                if self.retire_shadow(&pending, next, cpu.rip, memory, &mut step) {
+                    return step;
+                }
+                // One of them may have faulted, or an event may have come before the stop.
+                let interrupted = interrupted_address(cpu, memory);
+                if let Some(at) = interrupted.filter(|at| *at != before.rip)
+                    && self.retire_shadow(&pending, next, at, memory, &mut step)
+                {
+                    self.enter_handler(cpu, memory, &mut step);
                     return step;
                 }
                 None
@@ -384,20 +395,20 @@ impl StepMeter {
         accesses
     }
 
-    /// Checks whether a step over an instruction with a shadow also executed its successor at
-    /// `next`, and further successors if those have a shadow too, and counts these instructions.
+    /// Decodes forward from an instruction with a shadow to `end`: its successor at `next`, and
+    /// further successors if those have a shadow too. Counts these instructions if they lead there.
     fn retire_shadow(
         &mut self,
         pending: &PendingStep,
         next: u64,
-        cpu: &CpuState,
+        end: u64,
         memory: &mut dyn GuestMemory,
         step: &mut StepOutcome,
     ) -> bool {
         let Some(mut last) = pending.instruction else {
             return false;
         };
-        // Discarded unless the prediction ends at the vCPU's address.
+        // Discarded unless the prediction leads to `end`.
         let mut passed = *step;
         let (mut at, mut next) = (pending.before, next);
         for _ in 0..MAX_SHADOWS {
@@ -406,11 +417,15 @@ impl StepMeter {
                 at.gpr[4] = at.gpr[4].wrapping_add(i64::from(last.stack_pointer_increment()).cast_unsigned());
             }
             at.rip = next;
+            if next == end {
+                *step = passed;
+                return true;
+            }
             let Some(successor) = decode(&at, next, memory) else {
                 return false;
             };
             match next_address(&successor, &at, memory) {
-                NextAddress::To(target, taken) if target == cpu.rip => {
+                NextAddress::To(target, taken) if target == end => {
                     self.retire(&successor, &at, taken, false, &mut passed);
                     *step = passed;
                     return true;
@@ -479,6 +494,27 @@ impl StepMeter {
         }
         step.lost = true;
     }
+}
+
+/// Returns the address that a handler returns to if the vCPU is before or after the first
+/// instruction of a 64-bit handler (SDM vol. 3 §6.14.2, "64-Bit Mode Stack Frame").
+fn interrupted_address(cpu: &CpuState, memory: &mut dyn GuestMemory) -> Option<u64> {
+    if cpu.size != CodeSize::Bits64 {
+        return None;
+    }
+    let at_handler = (0..=255u8).find(|vector| memory.gate(*vector) == Some(cpu.rip));
+    let (vector, pushed) = match at_handler {
+        Some(vector) => (vector, 0),
+        None => (0..=255).find_map(|vector| {
+            let (first, _) = first_of_handler(memory.gate(vector)?, cpu, memory)?;
+            Some((vector, first.stack_pointer_increment()))
+        })?,
+    };
+    let error_code = matches!(vector, 8 | 10..=14 | 17 | 21 | 29 | 30);
+    let frame = cpu.gpr[4].wrapping_sub(i64::from(pushed).cast_unsigned());
+    let mut address = [0; 8];
+    let read = memory.read(frame.wrapping_add(8 * u64::from(error_code)), &mut address);
+    (read == address.len()).then(|| u64::from_le_bytes(address))
 }
 
 /// Returns the first instruction of a handler if the vCPU's current address follows its execution.

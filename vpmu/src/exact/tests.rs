@@ -235,8 +235,47 @@ fn fences_count_with_and_without_shadow() {
         assert!(interrupted.event && interrupted.kernel.instructions == 0);
     }
     // The number of consecutive shadow instructions is bounded.
-    let many = [[0x0F, 0xAE, 0xE8]; 40].concat();
-    assert!(step(&many, CODE + 120).lost);
+    let many = [[0x0F, 0xAE, 0xE8]; MAX_SHADOWS + 2].concat();
+    assert!(step(&many, CODE + many.len() as u64).lost);
+}
+
+/// A long row may share one stop, which comes after the row, or in the handler of a fault or
+/// interrupt within the row.
+#[test]
+fn long_row_of_fences_counts_up_to_stop_or_fault() {
+    const STACK: u64 = 0x8000;
+    let fences = [[0x0F, 0xAE, 0xF0]; 20].concat();
+    let row = [&fences[..], RDMSR].concat();
+    let end = CODE + row.len() as u64;
+    assert_eq!(step(&row, end).kernel, kernel(21));
+    // RDMSR raises #GP, whose frame has an error code. An NMI's frame has none.
+    for (handler, frame, completed) in [
+        (GP_HANDLER, [0, end - 2], 20),
+        (NMI_HANDLER, [CODE + 15, 0x10], 5),
+        (NMI_HANDLER, [end, 0x10], 21),
+        (NMI_HANDLER, [CODE, 0x10], 0),
+        (NMI_HANDLER, [0x7777, 0x10], 0),
+    ] {
+        let mut memory = Memory::new(&row);
+        let bytes = frame.into_iter().flat_map(u64::to_le_bytes).collect();
+        memory.0.push((STACK, bytes));
+        let mut meter = StepMeter::new(Vendor::Intel);
+        meter.begin(&at(CODE, 0), &mut memory);
+        let mut stop = at(handler, 0);
+        stop.gpr[4] = STACK;
+        let step = meter.end(&stop, &mut memory);
+        assert!(step.event && !step.lost, "{frame:x?}");
+        assert_eq!(step.kernel, kernel(completed), "{frame:x?}");
+    }
+    // The handler's first instruction, a PUSH, has been executed too.
+    let mut memory = Memory::new(&row);
+    let frame = [0, end - 2].into_iter().flat_map(u64::to_le_bytes).collect();
+    memory.0.push((STACK, frame));
+    let mut meter = StepMeter::new(Vendor::Intel);
+    meter.begin(&at(CODE, 0), &mut memory);
+    let mut stop = at(GP_HANDLER + 1, 0);
+    stop.gpr[4] = STACK - 8;
+    assert_eq!(meter.end(&stop, &mut memory).kernel.instructions, 21);
 }
 
 #[test]

@@ -32,6 +32,13 @@ impl Vpmu {
         self.lost.total_ns(|| events.now_ns())
     }
 
+    /// Adds the last `duration_ns` nanoseconds to the uncounted time, because it is unknown what
+    /// the vCPU retired in them.
+    pub fn lose_time(&mut self, duration_ns: u64, events: &mut dyn CounterEvents) {
+        let now_ns = events.now_ns();
+        self.lost.add_interval(now_ns.saturating_sub(duration_ns), now_ns);
+    }
+
     /// Returns whether any enabled counter is currently uncounted.
     pub fn has_uncounted(&self) -> bool {
         self.lost.any_uncounted()

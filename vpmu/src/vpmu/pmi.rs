@@ -181,6 +181,12 @@ impl Vpmu {
         self.vendor.delivery_masks_lvtpc()
     }
 
+    /// Returns the number of counter overflows, with or without a PMI, in whichever way they were
+    /// found. Several may share one PMI.
+    pub fn overflow_count(&self) -> u64 {
+        self.overflows
+    }
+
     /// Returns the PMI statistics.
     pub fn pmi_counts(&self) -> PmiCounts {
         self.pmi_counts

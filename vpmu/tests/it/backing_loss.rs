@@ -3,7 +3,9 @@
 //!
 //! A simulation tick is one nanosecond of the vCPU's event time.
 
+use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
 use perf_core::pmu::fed::{FedCounts, FedPmu};
@@ -252,9 +254,12 @@ fn unsupported_and_filtered_events_are_uncounted() {
     assert_eq!(guest.uncounted_ns(), 9 * MS);
 }
 
-/// Driver of the hardware PMU types with simulated slots.
+/// Driver of the hardware PMU types with simulated slots. A VM with a mediated vPMU may hold the PMU.
 #[derive(Debug)]
-struct Hardware(SimPmu);
+struct Hardware {
+    pmu: SimPmu,
+    mediated: Arc<AtomicBool>,
+}
 
 impl Pmu for Hardware {
     fn name(&self) -> &'static str {
@@ -266,11 +271,15 @@ impl Pmu for Hardware {
     }
 
     fn capacity(&self) -> PmuCapacity {
-        self.0.capacity()
+        self.pmu.capacity()
     }
 
     fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
-        self.0.open(attr, target)
+        if self.mediated.load(Ordering::Relaxed) {
+            let refused = io::Error::from_raw_os_error(libc::EOPNOTSUPP);
+            return Err(PmuError::Mediated(refused));
+        }
+        self.pmu.open(attr, target)
     }
 }
 
@@ -294,12 +303,20 @@ impl PerfCoreGuest {
 
     /// Creates a guest that counts instructions and cycles on the host PMU `pmu`.
     pub fn on(pmu: SimPmu, policy: BackingPolicy) -> Self {
+        Self::beside(pmu, policy, Arc::default())
+    }
+
+    /// Creates the guest on a host where a VM with a mediated vPMU exists while `mediated` is set.
+    fn beside(pmu: SimPmu, policy: BackingPolicy, mediated: Arc<AtomicBool>) -> Self {
         let clock = Arc::new(ManualClock::new());
         let core = Core::new(CoreConfig {
             clock: clock.clone(),
             ..CoreConfig::default()
         });
-        core.register(Arc::new(Hardware(pmu.clone())));
+        core.register(Arc::new(Hardware {
+            pmu: pmu.clone(),
+            mediated,
+        }));
         let clock_pmu = ClockPmu::new(None);
         let guest_clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
         clock_pmu.add_vcpu(VCPU, guest_clock.clone());
@@ -452,4 +469,26 @@ fn perf_core_cycles_fall_back_to_clock() {
     let cycles = rig.view(1);
     assert!(!cycles.fallback && cycles.backing == Some(Backing::Hardware));
     assert!(cycles.value > before + 40 * MS);
+}
+
+/// While a VM with a mediated vPMU exists, the clock counts cycles and other events are known to be
+/// uncounted. Afterwards the host's PMU counts again without any action.
+#[test]
+fn mediated_neighbour_leaves_cycles_to_clock() {
+    let mediated = Arc::new(AtomicBool::new(true));
+    let mut rig = PerfCoreGuest::beside(SimPmu::with_slots(2), BackingPolicy::Auto, mediated.clone());
+    rig.run(50);
+    let (instructions, cycles) = (rig.view(0), rig.view(1));
+    assert!(cycles.counting && cycles.fallback && cycles.backing == Some(Backing::Clock));
+    assert!(!instructions.counting && instructions.counted == 0);
+    assert_eq!(instructions.uncounted_ns, 50 * MS);
+    mediated.store(false, Ordering::Relaxed);
+    rig.run(300);
+    for n in 0..2 {
+        let view = rig.view(n);
+        assert!(
+            view.counting && view.backing == Some(Backing::Hardware),
+            "{view:?}"
+        );
+    }
 }

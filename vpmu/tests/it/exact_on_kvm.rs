@@ -332,6 +332,15 @@ fn mov_ss_shadow_hides_no_instruction() {
     );
 }
 
+/// A KVM that emulates CPL 0 stops after such a row only.
+#[test]
+fn row_of_fences_hides_no_instruction() {
+    for fence in [[0x0F, 0xAE, 0xE8], [0x0F, 0xAE, 0xF0], [0x0F, 0xAE, 0xF8]] {
+        let row = [&[fence; 20].concat()[..], &[0x90]].concat();
+        expect(&row, None, INSTRUCTIONS, AROUND + 21);
+    }
+}
+
 #[test]
 fn faulting_instruction_does_not_count_but_handler_does() {
     // nop; ud2; nop

@@ -7,36 +7,36 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use args::{LabCommand, LabRequest, USAGE, parse};
+use args::LabRequest;
+use clap::Parser;
 use guest_images::qemu::Qemu;
 use integration::artefacts::{self, ArtefactError, describe};
-use integration::lab::Lab;
+use integration::lab::{Lab, LabOptions};
 
 fn main() -> ExitCode {
-    match parse(std::env::args().skip(1)) {
-        Ok(LabCommand::Help) => {
-            println!("{USAGE}");
-            ExitCode::SUCCESS
-        }
-        Ok(LabCommand::BuildOnly) => match build() {
+    let request = LabRequest::parse();
+    if request.build_only {
+        return match build() {
             Ok(qemu) => {
                 report(qemu);
                 ExitCode::SUCCESS
             }
             Err(error) => failure(&describe(&error)),
-        },
-        Ok(LabCommand::Lab(request)) => run(*request),
+        };
+    }
+    match request.options() {
+        Ok(options) => run(&request, options),
         Err(error) => {
-            eprintln!("lab: error: {error}\n\n{USAGE}");
+            eprintln!("lab: error: {error}");
             ExitCode::from(2)
         }
     }
 }
 
 /// Boots the lab and runs the requested command.
-fn run(mut request: LabRequest) -> ExitCode {
+fn run(request: &LabRequest, mut options: LabOptions) -> ExitCode {
     // Build before signals are handled, so that Ctrl-C ends the build as usual.
-    let built = build().and_then(|_| artefacts::images_of(&request.options.kernel));
+    let built = build().and_then(|_| artefacts::images_of(&options.kernel));
     if let Err(error) = built {
         return failure(&describe(&error));
     }
@@ -45,16 +45,16 @@ fn run(mut request: LabRequest) -> ExitCode {
         Ok(signals) => signals,
         Err(error) => return failure(&format!("cannot handle signals: {error}")),
     };
-    request.options.cancelled = cancelled;
+    options.cancelled = cancelled;
     eprintln!("lab: booting");
-    match Lab::boot(&request.options) {
+    match Lab::boot(&options) {
         Ok(lab) => {
             eprintln!(
                 "lab: Linux {} up after {:.1} s",
                 lab.kernel_release(),
                 lab.boot_time().as_secs_f64()
             );
-            session::run(lab, &request, signals)
+            session::run(lab, request, signals)
         }
         Err(error) => match signals.received() {
             Some(signal) => session::signal_status(signal),

@@ -181,7 +181,7 @@ fn start(
     let limit = if request.argv.is_empty() {
         Limit::from(Duration::MAX)
     } else {
-        Limit::from(request.time_limit)
+        Limit::from(request.time_limit())
     };
     let result = process.wait(limit);
     // Restore the terminal mode before printing messages.

@@ -13,6 +13,7 @@ use super::counters::{HostCounters, ProbeEvent, ProbePmu};
 use super::fd::{PerfFd, bytes_of, current_tid, new_attr};
 use super::hybrid;
 use super::opener::{EventOpener, HostTarget, OpenRequest};
+use crate::pmu::MEDIATED_NEIGHBOUR;
 
 /// Generic hardware events of `perf_event_open(2)`, with perf's names.
 const GENERIC: [(&str, u32); 10] = [
@@ -85,12 +86,21 @@ impl HostProbe {
     /// Probes this host. Takes a few milliseconds and opens temporary events on the calling thread.
     #[must_use]
     pub fn run() -> Self {
+        let hybrid = hybrid::refusal(Path::new(DEVICES));
+        let nmi_watchdog = read_number::<i32>("/proc/sys/kernel/nmi_watchdog").unwrap_or(0) > 0;
+        let mut probe = Self::of_events(&mut ThreadProbe, hybrid, nmi_watchdog);
+        probe.user_read = probe.slots() > 0 && is_rdpmc_usable();
+        probe
+    }
+
+    /// Probes the hardware events that `host` opens, and the remaining properties of this host.
+    fn of_events(host: &mut impl ProbeEvents, hybrid: Option<String>, nmi_watchdog: bool) -> Self {
         let opened: Vec<_> = GENERIC
             .iter()
-            .map(|&(name, config)| (name, config, open_guest(config)))
+            .map(|&(name, config)| (name, config, host.open_guest(config)))
             .collect();
         let mediated = opened.iter().any(|(_, _, r)| is_mediated(r))
-            && GENERIC.iter().any(|&(_, c)| open_host(c).is_ok());
+            && GENERIC.iter().any(|&(_, c)| host.opens_on_host(c));
         let first_error = opened
             .iter()
             .find_map(|(_, _, r)| r.as_ref().err().map(io::Error::to_string));
@@ -99,21 +109,20 @@ impl HostProbe {
             .map(|(name, config, r)| GenericEvent {
                 name: name.to_owned(),
                 config: u64::from(config),
-                opens: r.is_ok() && (!ALWAYS_COUNTED.contains(&config) || counts(config)),
+                opens: r.is_ok() && (!ALWAYS_COUNTED.contains(&config) || host.counts(config)),
             })
             .collect();
-        let nmi_watchdog = read_number::<i32>("/proc/sys/kernel/nmi_watchdog").unwrap_or(0) > 0;
-        let hybrid = hybrid::refusal(Path::new(DEVICES));
-        let counters = match hybrid {
-            Some(_) => HostCounters::default(),
-            None => HostCounters::find(&mut ThreadProbe, nmi_watchdog),
+        // The host's own events still open beside a mediated guest, but none that counts a guest.
+        let counters = match &hybrid {
+            None if !mediated => HostCounters::find(host, nmi_watchdog),
+            _ => HostCounters::default(),
         };
         let slots = counters.free();
         let no_slots_because = (slots == 0).then(|| {
             if let Some(line) = &hybrid {
                 line.clone()
             } else if mediated {
-                "the host holds its PMU for mediated guests".to_owned()
+                MEDIATED_NEIGHBOUR.to_owned()
             } else {
                 match first_error {
                     Some(e) => format!("the host opens no hardware event: {e}"),
@@ -122,14 +131,14 @@ impl HostProbe {
             }
         });
         Self {
-            hardware_pmu: hybrid.is_none() && (slots > 0 || generic.iter().any(|g| g.opens)),
+            hardware_pmu: hybrid.is_none() && !mediated && (slots > 0 || generic.iter().any(|g| g.opens)),
             counters,
             no_slots_because,
             hybrid: hybrid.is_some(),
             paranoid: read_number("/proc/sys/kernel/perf_event_paranoid"),
             nmi_watchdog,
             mediated,
-            user_read: slots > 0 && is_rdpmc_usable(),
+            user_read: false,
             software_clock: open_clock().is_ok(),
             pmus: list_pmus(),
             generic,
@@ -205,16 +214,8 @@ pub fn ignore_sigio() -> io::Result<()> {
     Ok(())
 }
 
-fn is_mediated(opened: &io::Result<PerfFd>) -> bool {
+fn is_mediated(opened: &io::Result<()>) -> bool {
     matches!(opened, Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EBUSY)))
-}
-
-/// Opens a generic event that counts the guests of this thread.
-fn open_guest(config: u32) -> io::Result<PerfFd> {
-    let mut attr = new_attr(b::PERF_TYPE_HARDWARE, u64::from(config));
-    attr.set_disabled(1);
-    attr.set_exclude_host(1);
-    PerfFd::open(&mut attr, 0)
 }
 
 /// Opens a generic event that counts this thread in host user mode, which requires no privilege.
@@ -255,8 +256,35 @@ fn open_clock() -> io::Result<PerfFd> {
     PerfFd::open(&mut attr, 0)
 }
 
+/// Hardware events that a probe opens.
+trait ProbeEvents: ProbePmu {
+    /// Opens a generic event that counts the guests of this thread, and closes it.
+    fn open_guest(&mut self, config: u32) -> io::Result<()>;
+    /// Returns `true` if a generic event that counts only the host opens.
+    fn opens_on_host(&mut self, config: u32) -> bool;
+    /// Returns `true` if the generic event advances.
+    fn counts(&mut self, config: u32) -> bool;
+}
+
 /// Tests events on the calling thread in host user mode, which requires no privilege.
 struct ThreadProbe;
+
+impl ProbeEvents for ThreadProbe {
+    fn open_guest(&mut self, config: u32) -> io::Result<()> {
+        let mut attr = new_attr(b::PERF_TYPE_HARDWARE, u64::from(config));
+        attr.set_disabled(1);
+        attr.set_exclude_host(1);
+        PerfFd::open(&mut attr, 0).map(drop)
+    }
+
+    fn opens_on_host(&mut self, config: u32) -> bool {
+        open_host(config).is_ok()
+    }
+
+    fn counts(&mut self, config: u32) -> bool {
+        counts(config)
+    }
+}
 
 impl ThreadProbe {
     fn attr(event: ProbeEvent) -> b::perf_event_attr {
@@ -390,6 +418,48 @@ mod tests {
         assert!(!probe.user_read || probe.slots() > 0);
         assert_eq!(probe.slots(), probe.counters.mask().len());
         assert!(probe.hardware_pmu || probe.generic.iter().all(|g| !g.opens));
+    }
+
+    /// Host whose kernel refuses events that count guests with an errno, like Linux 7.0 beside a VM
+    /// with a mediated vPMU. Its own events open.
+    struct MediatedHost(i32);
+
+    impl ProbePmu for MediatedHost {
+        fn count_together(&mut self, events: &[ProbeEvent]) -> bool {
+            events.len() <= 4
+        }
+
+        fn fit_one_group(&mut self, events: &[ProbeEvent]) -> bool {
+            events.len() <= 4
+        }
+    }
+
+    impl ProbeEvents for MediatedHost {
+        fn open_guest(&mut self, _: u32) -> io::Result<()> {
+            Err(io::Error::from_raw_os_error(self.0))
+        }
+
+        fn opens_on_host(&mut self, _: u32) -> bool {
+            true
+        }
+
+        fn counts(&mut self, _: u32) -> bool {
+            true
+        }
+    }
+
+    /// The host's free counters do not help a guest, so `auto` must use the clock.
+    #[test]
+    fn host_with_mediated_neighbour_has_no_pmu_for_guests() {
+        let probe = HostProbe::of_events(&mut MediatedHost(libc::EOPNOTSUPP), None, false);
+        assert!(
+            probe.mediated && !probe.hardware_pmu && probe.slots() == 0,
+            "{probe:?}"
+        );
+        assert_eq!(probe.no_slots_because.as_deref(), Some(MEDIATED_NEIGHBOUR));
+        assert!(probe.generic.iter().all(|generic| !generic.opens));
+        let other = HostProbe::of_events(&mut MediatedHost(libc::ENOENT), None, false);
+        assert!(!other.mediated && other.slots() > 0, "{other:?}");
     }
 
     #[test]

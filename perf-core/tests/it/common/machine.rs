@@ -7,6 +7,9 @@ use perf_core::pmu::{PmuCapacity, PmuError, PmuTarget};
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
 
+#[allow(unused_imports, reason = "each program uses its part")]
+pub use super::NoRegs;
+
 /// The state of one event of the driver.
 #[derive(Debug, Default)]
 pub struct Counter {
@@ -253,16 +256,4 @@ pub fn hw() -> Attr {
 
 pub fn soft() -> Attr {
     Attr::counting(SOFT, 1)
-}
-
-/// Registers without values.
-pub struct NoRegs;
-
-impl SampleRegs for NoRegs {
-    fn mode(&mut self) -> CpuMode {
-        CpuMode::GuestKernel
-    }
-    fn ip(&mut self) -> u64 {
-        0x1000
-    }
 }

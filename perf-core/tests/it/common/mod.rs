@@ -1,9 +1,24 @@
 //! Helpers of the integration tests. The other test programs include this file by its path.
 
+use perf_core::{CpuMode, SampleRegs};
+
 #[cfg(feature = "host")]
 pub mod guest;
 #[cfg(feature = "sim")]
 pub mod machine;
+pub mod memory;
 pub mod ring;
 #[cfg(feature = "host")]
 pub mod thread;
+
+/// Registers without values.
+pub struct NoRegs;
+
+impl SampleRegs for NoRegs {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::GuestKernel
+    }
+    fn ip(&mut self) -> u64 {
+        0x1000
+    }
+}

@@ -159,6 +159,7 @@ mod tests {
             event: event.to_owned(),
             samples: rows.len() as u64,
             period: 100,
+            weighted: false,
             rows: rows.iter().map(row).collect(),
         }
     }

@@ -74,6 +74,9 @@ pub fn write(stacks: &BTreeMap<String, u64>, mut out: impl Write) -> io::Result<
 }
 
 /// Draws a flame graph as SVG. Frames narrower than `min_percent` of its width are omitted.
+///
+/// # Errors
+/// Returns [`FlameError::NoSamples`] without samples, and [`FlameError::Write`] if `out` fails.
 pub fn flamegraph(
     stacks: &BTreeMap<String, u64>,
     title: &str,
@@ -84,6 +87,46 @@ pub fn flamegraph(
     if stacks.values().all(|&n| n == 0) {
         return Err(FlameError::NoSamples);
     }
+    let lines: Vec<String> = stacks.iter().map(|(stack, n)| format!("{stack} {n}")).collect();
+    let mut options = graph_options(title, unit, min_percent);
+    inferno::flamegraph::from_lines(&mut options, lines.iter().map(String::as_str), out)
+        .map_err(|e| FlameError::Write(io::Error::other(e)))
+}
+
+/// Draws a differential flame graph as SVG: the widths are those of `after`, and the colors show the
+/// change of each frame's share since `before`, red for an increase and blue for a decrease.
+///
+/// # Errors
+/// Returns [`FlameError::NoSamples`] if one of the profiles has no samples, and
+/// [`FlameError::Write`] if `out` fails.
+pub fn differential(
+    (before, after): (&BTreeMap<String, u64>, &BTreeMap<String, u64>),
+    title: &str,
+    unit: &str,
+    min_percent: f64,
+    out: impl Write,
+) -> Result<(), FlameError> {
+    if [before, after]
+        .iter()
+        .any(|stacks| stacks.values().all(|&n| n == 0))
+    {
+        return Err(FlameError::NoSamples);
+    }
+    let (mut old, mut new, mut lines) = (Vec::new(), Vec::new(), Vec::new());
+    write(before, &mut old).map_err(FlameError::Write)?;
+    write(after, &mut new).map_err(FlameError::Write)?;
+    let compare = inferno::differential::Options {
+        // The recordings may have different lengths.
+        normalize: true,
+        strip_hex: false,
+    };
+    inferno::differential::from_readers(compare, &*old, &*new, &mut lines).map_err(FlameError::Write)?;
+    let mut options = graph_options(title, unit, min_percent);
+    inferno::flamegraph::from_reader(&mut options, &*lines, out)
+        .map_err(|e| FlameError::Write(io::Error::other(e)))
+}
+
+fn graph_options(title: &str, unit: &str, min_percent: f64) -> inferno::flamegraph::Options<'static> {
     let mut options = inferno::flamegraph::Options::default();
     options.title = title.to_owned();
     options.count_name = unit.to_owned();
@@ -92,7 +135,5 @@ pub fn flamegraph(
     options.colors =
         inferno::flamegraph::color::Palette::Multi(inferno::flamegraph::color::MultiPalette::Java);
     options.hash = true;
-    let lines: Vec<String> = stacks.iter().map(|(stack, n)| format!("{stack} {n}")).collect();
-    inferno::flamegraph::from_lines(&mut options, lines.iter().map(String::as_str), out)
-        .map_err(|e| FlameError::Write(io::Error::other(e)))
+    options
 }

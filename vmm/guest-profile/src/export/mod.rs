@@ -1,5 +1,5 @@
-//! Reads and writes guest profiles: `perf.data`, tables, scripts, folded stacks, flame graphs and
-//! pprof.
+//! Reads and writes guest profiles: `perf.data`, tables, scripts, folded stacks, flame graphs, pprof
+//! and the formats of speedscope and the Firefox Profiler.
 //!
 //! All formats share one model, [`Profile`]: samples of vCPUs with guest call chains, and metadata
 //! about the guest's kernel, tasks and mappings. `perf.data` is also the native file format of
@@ -15,19 +15,27 @@
 //! | [`annotate`] | shows the instructions of a function like `perf annotate` |
 //! | [`diff`] | compares two profiles like `perf diff` |
 //! | [`script`] | prints one paragraph per sample like `perf script` |
-//! | [`folded`] | writes folded stacks and flame graphs |
+//! | [`filter`] | selects samples by task, object and function |
+//! | [`call_tree`] | formats call chains below the rows of a report |
+//! | [`folded`] | writes folded stacks, flame graphs and differential flame graphs |
+//! | [`speedscope`] | writes speedscope's format |
+//! | [`firefox`] | writes the Firefox Profiler's format |
 //! | [`pprof`] | writes gzipped protobuf for pprof, Pyroscope and Parca |
 
 pub mod annotate;
 pub mod build_id_dir;
+pub mod call_tree;
 mod context;
 pub mod diff;
+pub mod filter;
+pub mod firefox;
 pub mod folded;
 pub mod perfdata;
 pub mod pprof;
 pub mod reader;
 pub mod report;
 pub mod script;
+pub mod speedscope;
 pub mod symbolize;
 
 use serde::{Deserialize, Serialize};

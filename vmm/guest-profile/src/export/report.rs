@@ -3,8 +3,10 @@
 use std::collections::HashMap;
 use std::fmt::Write as _;
 
+use super::call_tree::{CallGraphOptions, CallTree};
+use super::filter::SampleFilter;
 use super::symbolize::{Symbolizer, task_label};
-use super::{Profile, frames};
+use super::{EventInfo, Profile, Sample, frames};
 
 /// A column by which samples are grouped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -48,21 +50,84 @@ impl SortKey {
     }
 }
 
+/// A column of a report.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReportColumn {
+    /// Share of the event's periods, in percent.
+    Overhead,
+    /// Number of samples.
+    Samples,
+    /// Sum of the periods of the samples.
+    Period,
+    /// A column by which samples are grouped.
+    Key(SortKey),
+}
+
+impl ReportColumn {
+    /// Returns the column with this name: one of `overhead`, `sample`, `period` and the sort keys.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Some(match name {
+            "overhead" => Self::Overhead,
+            "sample" | "samples" => Self::Samples,
+            "period" => Self::Period,
+            name => Self::Key(SortKey::from_name(name)?),
+        })
+    }
+
+    fn heading(self) -> &'static str {
+        match self {
+            Self::Overhead => "Overhead",
+            Self::Samples => "Samples",
+            Self::Period => "Period",
+            Self::Key(key) => key.heading(),
+        }
+    }
+
+    /// Returns the minimum width of a column of numbers.
+    fn number_width(self) -> Option<usize> {
+        match self {
+            Self::Overhead => Some(8),
+            Self::Samples => Some(12),
+            Self::Period => Some(14),
+            Self::Key(_) => None,
+        }
+    }
+}
+
 /// Options of a report.
 #[derive(Debug, Clone)]
 pub struct ReportOptions {
-    /// Columns, in order.
+    /// Columns by which samples are grouped, in order.
     pub sort: Vec<SortKey>,
+    /// Columns to print, in order; `None` for share, number of samples and the sort keys.
+    pub columns: Option<Vec<ReportColumn>>,
     /// Minimum share of a row, in percent. Rows below it are omitted.
     pub min_percent: f64,
+    /// Samples to show. The shares remain those of all samples.
+    pub filter: SampleFilter,
+    /// Call graph below each row, if any.
+    pub call_graph: Option<CallGraphOptions>,
 }
 
 impl Default for ReportOptions {
     fn default() -> Self {
         Self {
             sort: vec![SortKey::Comm, SortKey::Object, SortKey::Symbol],
+            columns: None,
             min_percent: 0.0,
+            filter: SampleFilter::default(),
+            call_graph: None,
         }
+    }
+}
+
+impl ReportOptions {
+    fn columns(&self) -> Vec<ReportColumn> {
+        self.columns.clone().unwrap_or_else(|| {
+            let numbers = [ReportColumn::Overhead, ReportColumn::Samples];
+            let keys = self.sort.iter().copied().map(ReportColumn::Key);
+            numbers.into_iter().chain(keys).collect()
+        })
     }
 }
 
@@ -88,63 +153,104 @@ pub struct ReportTable {
     pub samples: u64,
     /// Sum of the periods of these samples.
     pub period: u64,
+    /// `true` if the samples have different periods.
+    pub weighted: bool,
     /// Rows, sorted by descending share.
     pub rows: Vec<ReportRow>,
 }
 
 /// Groups the samples of each event by the sort columns.
 pub fn tables(profile: &Profile, symbols: &mut Symbolizer<'_>, options: &ReportOptions) -> Vec<ReportTable> {
-    profile
-        .events
-        .iter()
-        .map(|event| {
-            let mut groups: HashMap<Vec<String>, (u64, u64)> = HashMap::new();
-            let (mut samples, mut period) = (0u64, 0u64);
-            for s in profile.samples().filter(|s| s.event_id == event.id) {
-                let top = frames(&s).next().map(|f| symbols.name(f, s.pid));
-                let keys = options
-                    .sort
-                    .iter()
-                    .map(|key| match key {
-                        SortKey::Comm => task_label(profile, s.tid, s.cr3, s.time_ns),
-                        SortKey::Pid => s.pid.cast_signed().to_string(),
-                        SortKey::Vcpu => format!("{:03}", s.vcpu),
-                        SortKey::Object => top.as_ref().map_or_else(String::new, |n| n.object.to_string()),
-                        SortKey::Symbol => top.as_ref().map_or_else(String::new, |n| {
-                            // perf marks guest frames with g (kernel) and u (user space).
-                            format!("[{}] {}", if n.kernel { 'g' } else { 'u' }, n.name)
-                        }),
-                    })
-                    .collect();
-                let group = groups.entry(keys).or_default();
-                group.0 += 1;
-                group.1 = group.1.saturating_add(s.period);
-                samples += 1;
-                period = period.saturating_add(s.period);
-            }
-            let mut rows: Vec<ReportRow> = groups
-                .into_iter()
-                .map(|(keys, (n, p))| ReportRow {
-                    percent: if period == 0 {
-                        0.0
-                    } else {
-                        100.0 * p as f64 / period as f64
-                    },
-                    samples: n,
-                    period: p,
-                    keys,
-                })
-                .filter(|r| r.percent >= options.min_percent)
-                .collect();
-            rows.sort_by(|a, b| b.period.cmp(&a.period).then_with(|| a.keys.cmp(&b.keys)));
-            ReportTable {
-                event: event.name.clone(),
-                samples,
-                period,
-                rows,
-            }
-        })
+    let events = profile.events.iter();
+    events
+        .map(|event| table(event, profile, symbols, options))
         .collect()
+}
+
+fn table(
+    event: &EventInfo,
+    profile: &Profile,
+    symbols: &mut Symbolizer<'_>,
+    options: &ReportOptions,
+) -> ReportTable {
+    let mut groups: HashMap<Vec<String>, (u64, u64)> = HashMap::new();
+    let (mut samples, mut period) = (0u64, 0u64);
+    let (mut least, mut most) = (u64::MAX, 0);
+    for s in profile.samples().filter(|s| s.event_id == event.id) {
+        samples += 1;
+        period = period.saturating_add(s.period);
+        (least, most) = (least.min(s.period), most.max(s.period));
+        if options.filter.matches(profile, symbols, &s) {
+            let group = groups.entry(keys(&s, profile, symbols, options)).or_default();
+            group.0 += 1;
+            group.1 = group.1.saturating_add(s.period);
+        }
+    }
+    let mut rows: Vec<ReportRow> = groups
+        .into_iter()
+        .map(|(keys, (n, p))| ReportRow {
+            percent: if period == 0 {
+                0.0
+            } else {
+                100.0 * p as f64 / period as f64
+            },
+            samples: n,
+            period: p,
+            keys,
+        })
+        .filter(|r| r.percent >= options.min_percent)
+        .collect();
+    rows.sort_by(|a, b| b.period.cmp(&a.period).then_with(|| a.keys.cmp(&b.keys)));
+    ReportTable {
+        event: event.name.clone(),
+        samples,
+        period,
+        weighted: least < most,
+        rows,
+    }
+}
+
+/// Returns the texts of the sort columns of a sample.
+fn keys(
+    s: &Sample<'_>,
+    profile: &Profile,
+    symbols: &mut Symbolizer<'_>,
+    options: &ReportOptions,
+) -> Vec<String> {
+    let top = frames(s).next().map(|f| symbols.name(f, s.pid));
+    let key = |key: &SortKey| match key {
+        SortKey::Comm => task_label(profile, s.tid, s.cr3, s.time_ns),
+        SortKey::Pid => s.pid.cast_signed().to_string(),
+        SortKey::Vcpu => format!("{:03}", s.vcpu),
+        SortKey::Object => top.as_ref().map_or_else(String::new, |n| n.object.to_string()),
+        SortKey::Symbol => top.as_ref().map_or_else(String::new, |n| {
+            // perf marks guest frames with g (kernel) and u (user space).
+            format!("[{}] {}", if n.kernel { 'g' } else { 'u' }, n.name)
+        }),
+    };
+    options.sort.iter().map(key).collect()
+}
+
+/// Returns the call trees of the rows of one event.
+fn call_trees(
+    event: &EventInfo,
+    profile: &Profile,
+    symbols: &mut Symbolizer<'_>,
+    options: &ReportOptions,
+) -> HashMap<Vec<String>, CallTree> {
+    let mut trees = HashMap::new();
+    let Some(graph) = options.call_graph else {
+        return trees;
+    };
+    for s in profile.samples().filter(|s| s.event_id == event.id) {
+        if options.filter.matches(profile, symbols, &s) {
+            let tree = trees
+                .entry(keys(&s, profile, symbols, options))
+                .or_insert_with(CallTree::new);
+            tree.add(&s, symbols, graph.order);
+        }
+    }
+    trees
 }
 
 /// Abbreviates a number like perf: 1234 as `1K`.
@@ -178,39 +284,79 @@ pub(super) fn columns(texts: &[&str], widths: &[usize]) -> String {
     line
 }
 
+/// Returns the text of a row in each column.
+fn cells(row: &ReportRow, options: &ReportOptions, shown: &[ReportColumn]) -> Vec<String> {
+    let cell = |column: &ReportColumn| match column {
+        ReportColumn::Overhead => format!("{:.2}%", row.percent),
+        ReportColumn::Samples => row.samples.to_string(),
+        ReportColumn::Period => row.period.to_string(),
+        ReportColumn::Key(key) => {
+            let at = options.sort.iter().position(|sort| sort == key);
+            at.and_then(|at| row.keys.get(at)).cloned().unwrap_or_default()
+        }
+    };
+    shown.iter().map(cell).collect()
+}
+
+/// Formats a line of a table: two characters, and the cells in columns.
+fn line(lead: &str, cells: &[String], shown: &[ReportColumn], widths: &[usize]) -> String {
+    let mut line = lead.to_owned();
+    for ((cell, column), width) in cells.iter().zip(shown).zip(widths) {
+        if line.len() > lead.len() {
+            line += "  ";
+        }
+        // Writing to a String cannot fail.
+        let _ = match column.number_width() {
+            Some(_) => write!(line, "{cell:>width$}"),
+            None => write!(line, "{cell:<width$}"),
+        };
+    }
+    line.truncate(line.trim_end().len());
+    line
+}
+
+/// Formats the header of a table.
+fn header(table: &ReportTable, lost: u64) -> String {
+    let mut out = format!(
+        "# Samples: {}  of event '{}'\n",
+        short(table.samples),
+        table.event
+    );
+    // Writing to a String cannot fail.
+    let _ = writeln!(out, "# Event count (approx.): {}", table.period);
+    if table.weighted {
+        out += "# The samples have different weights: Overhead is a share of the event count.\n";
+    }
+    if lost > 0 {
+        let _ = writeln!(out, "# Lost samples: {lost}");
+    }
+    out + "#\n"
+}
+
 /// Formats the tables as text.
 pub fn render(profile: &Profile, symbols: &mut Symbolizer<'_>, options: &ReportOptions) -> String {
+    let shown = options.columns();
+    let headings: Vec<&str> = shown.iter().map(|column| column.heading()).collect();
     let mut out = String::new();
-    for table in tables(profile, symbols, options) {
-        // Writing to a String cannot fail.
-        let _ = writeln!(
-            out,
-            "# Samples: {}  of event '{}'",
-            short(table.samples),
-            table.event
-        );
-        let _ = writeln!(out, "# Event count (approx.): {}", table.period);
-        if profile.lost > 0 {
-            let _ = writeln!(out, "# Lost samples: {}", profile.lost);
+    for event in &profile.events {
+        let table = table(event, profile, symbols, options);
+        let trees = call_trees(event, profile, symbols, options);
+        out += &header(&table, profile.lost);
+        let rows: Vec<Vec<String>> = table.rows.iter().map(|row| cells(row, options, &shown)).collect();
+        let mut widths = widths(&headings, rows.iter().map(Vec::as_slice));
+        for (width, column) in widths.iter_mut().zip(&shown) {
+            *width = column.number_width().unwrap_or(0).max(*width);
         }
-        let _ = writeln!(out, "#");
-        let headings: Vec<&str> = options.sort.iter().map(|k| k.heading()).collect();
-        let widths = widths(&headings, table.rows.iter().map(|row| row.keys.as_slice()));
-        let columns = |texts: &[&str]| columns(texts, &widths);
-        let _ = writeln!(
-            out,
-            "# {:>8}  {:>12}{}",
-            "Overhead",
-            "Samples",
-            columns(&headings)
-        );
-        let dots: Vec<String> = widths.iter().map(|w| ".".repeat(*w)).collect();
-        let dots: Vec<&str> = dots.iter().map(String::as_str).collect();
-        let _ = writeln!(out, "# {}  {}{}", ".".repeat(8), ".".repeat(12), columns(&dots));
-        let _ = writeln!(out, "#");
-        for r in &table.rows {
-            let keys: Vec<&str> = r.keys.iter().map(String::as_str).collect();
-            let _ = writeln!(out, "{:>9.2}%  {:>12}{}", r.percent, r.samples, columns(&keys));
+        let texts: Vec<String> = headings.iter().map(|text| (*text).to_owned()).collect();
+        let dots: Vec<String> = widths.iter().map(|width| ".".repeat(*width)).collect();
+        // Writing to a String cannot fail.
+        let _ = writeln!(out, "{}", line("# ", &texts, &shown, &widths));
+        let _ = writeln!(out, "{}\n#", line("# ", &dots, &shown, &widths));
+        for (row, cells) in table.rows.iter().zip(&rows) {
+            let _ = writeln!(out, "{}", line("  ", cells, &shown, &widths));
+            if let (Some(tree), Some(graph)) = (trees.get(&row.keys), options.call_graph) {
+                tree.write(table.period, graph.min_percent, &mut out);
+            }
         }
         out.push('\n');
     }

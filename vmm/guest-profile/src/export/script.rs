@@ -1,50 +1,303 @@
-//! Writes each sample as text in the format of `perf script`, for tools that parse it.
+//! Writes each sample as text in the format of `perf script`, for tools that parse it, or as JSON.
 
 use std::io::{self, Write};
 
-use super::symbolize::{Symbolizer, task_label};
-use super::{Profile, Sample, frames};
+use serde::Serialize;
 
-/// Writes all samples in chronological order.
-pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, mut out: impl Write) -> io::Result<()> {
+use super::filter::SampleFilter;
+use super::symbolize::{NamedFrame, Symbolizer, task_label};
+use super::{ChainFrame, Profile, Sample, frames};
+
+/// A field of a sample, with the names of `perf script --fields`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ScriptField {
+    /// Task name.
+    Comm,
+    /// Guest process ID.
+    Pid,
+    /// Guest thread ID.
+    Tid,
+    /// vCPU number.
+    Cpu,
+    /// Time.
+    Time,
+    /// Number of events that the sample represents.
+    Period,
+    /// Event name.
+    Event,
+    /// Addresses of the call chain.
+    Ip,
+    /// Functions of the call chain.
+    Sym,
+    /// Offsets into the functions.
+    Symoff,
+    /// Objects of the call chain.
+    Dso,
+}
+
+impl ScriptField {
+    /// All fields and their names, in the order of the output.
+    pub const ALL: [(&'static str, Self); 11] = [
+        ("comm", Self::Comm),
+        ("pid", Self::Pid),
+        ("tid", Self::Tid),
+        ("cpu", Self::Cpu),
+        ("time", Self::Time),
+        ("period", Self::Period),
+        ("event", Self::Event),
+        ("ip", Self::Ip),
+        ("sym", Self::Sym),
+        ("symoff", Self::Symoff),
+        ("dso", Self::Dso),
+    ];
+
+    /// Returns the field with this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        let found = Self::ALL.into_iter().find(|(known, _)| *known == name);
+        found.map(|(_, field)| field)
+    }
+}
+
+/// Format of the samples.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum ScriptFormat {
+    /// Text as printed by `perf script`.
+    #[default]
+    Text,
+    /// One JSON object per line.
+    Json,
+}
+
+/// The fields to write.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ScriptFields(Vec<ScriptField>);
+
+impl ScriptFields {
+    /// Selects these fields.
+    pub fn new(fields: Vec<ScriptField>) -> Self {
+        Self(fields)
+    }
+
+    fn has(&self, field: ScriptField) -> bool {
+        self.0.contains(&field)
+    }
+
+    fn any(&self, fields: &[ScriptField]) -> bool {
+        fields.iter().any(|field| self.has(*field))
+    }
+}
+
+impl Default for ScriptFields {
+    fn default() -> Self {
+        Self(ScriptField::ALL.map(|(_, field)| field).to_vec())
+    }
+}
+
+/// Options of [`write_with`].
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ScriptOptions {
+    /// Fields to write.
+    pub fields: ScriptFields,
+    /// Format of the samples.
+    pub format: ScriptFormat,
+    /// Samples to write.
+    pub filter: SampleFilter,
+}
+
+/// Writes all samples with all fields in chronological order.
+///
+/// # Errors
+/// Returns the error of `out`.
+pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, out: impl Write) -> io::Result<()> {
+    write_with(profile, symbols, &ScriptOptions::default(), out)
+}
+
+/// Writes samples in chronological order.
+///
+/// # Errors
+/// Returns the error of `out`.
+pub fn write_with(
+    profile: &Profile,
+    symbols: &mut Symbolizer<'_>,
+    options: &ScriptOptions,
+    mut out: impl Write,
+) -> io::Result<()> {
+    let fields = &options.fields;
     let mut order: Vec<Sample<'_>> = profile.samples().collect();
     order.sort_by_key(|s| s.time_ns);
-    for s in order {
-        let event = profile.event(s.event_id).map_or("unknown", |e| e.name.as_str());
-        let (secs, micros) = (s.time_ns / 1_000_000_000, s.time_ns / 1000 % 1_000_000);
-        let comm = task_label(profile, s.tid, s.cr3, s.time_ns);
-        write!(
-            out,
-            "{comm:>16} {}/{} [{:03}] {secs:>5}.{micros:06}: {:>10} {event}: ",
-            s.pid.cast_signed(),
-            s.tid.cast_signed(),
-            s.vcpu,
-            s.period
-        )?;
-        // A single frame is printed on the same line, a call chain below it.
-        let chain = s.chain.len() > 2;
-        if chain {
-            match s.ends.cut_short() {
-                Some(bound) => writeln!(out, "[cut short: {bound}]")?,
-                None => writeln!(out)?,
-            }
+    for sample in &order {
+        if !options.filter.matches(profile, symbols, sample) {
+            continue;
         }
-        for f in frames(&s) {
-            let n = symbols.name(f, s.pid);
-            let lead = if chain { "\t" } else { "" };
-            if n.known {
-                writeln!(
-                    out,
-                    "{lead}{:>16x} {}+{:#x} ({})",
-                    f.address, n.name, n.offset, n.object
-                )?;
-            } else {
-                writeln!(out, "{lead}{:>16x} [unknown] ({})", f.address, n.object)?;
+        match options.format {
+            ScriptFormat::Text => {
+                write_head(profile, fields, sample, &mut out)?;
+                write_frames(symbols, fields, sample, &mut out)?;
             }
-        }
-        if chain {
-            writeln!(out)?;
+            ScriptFormat::Json => {
+                serde_json::to_writer(&mut out, &json(profile, symbols, fields, sample))?;
+                writeln!(out)?;
+            }
         }
     }
     Ok(())
+}
+
+fn event_name(profile: &Profile, sample: &Sample<'_>) -> String {
+    let event = profile.event(sample.event_id);
+    event.map_or_else(|| "unknown".to_owned(), |e| e.name.clone())
+}
+
+/// Writes the fields before the call chain.
+fn write_head(
+    profile: &Profile,
+    fields: &ScriptFields,
+    s: &Sample<'_>,
+    out: &mut impl Write,
+) -> io::Result<()> {
+    use ScriptField::{Comm, Cpu, Event, Period, Pid, Tid, Time};
+    if fields.has(Comm) {
+        let comm = task_label(profile, s.tid, s.cr3, s.time_ns);
+        write!(out, "{comm:>16} ")?;
+    }
+    let (pid, tid) = (s.pid.cast_signed(), s.tid.cast_signed());
+    match (fields.has(Pid), fields.has(Tid)) {
+        (true, true) => write!(out, "{pid}/{tid} ")?,
+        (true, false) => write!(out, "{pid} ")?,
+        (false, true) => write!(out, "{tid} ")?,
+        (false, false) => {}
+    }
+    if fields.has(Cpu) {
+        write!(out, "[{:03}] ", s.vcpu)?;
+    }
+    if fields.has(Time) {
+        let (secs, micros) = (s.time_ns / 1_000_000_000, s.time_ns / 1000 % 1_000_000);
+        write!(out, "{secs:>5}.{micros:06}: ")?;
+    }
+    if fields.has(Period) {
+        write!(out, "{:>10} ", s.period)?;
+    }
+    if fields.has(Event) {
+        write!(out, "{}: ", event_name(profile, s))?;
+    }
+    Ok(())
+}
+
+/// Writes the call chain, or ends the line if no field of it is selected.
+fn write_frames(
+    symbols: &mut Symbolizer<'_>,
+    fields: &ScriptFields,
+    s: &Sample<'_>,
+    out: &mut impl Write,
+) -> io::Result<()> {
+    use ScriptField::{Dso, Ip, Sym};
+    if !fields.any(&[Ip, Sym, Dso]) {
+        return writeln!(out);
+    }
+    // A single frame is printed on the same line, a call chain below it.
+    let chain = s.chain.len() > 2;
+    if chain {
+        match s.ends.cut_short() {
+            Some(bound) => writeln!(out, "[cut short: {bound}]")?,
+            None => writeln!(out)?,
+        }
+    }
+    for frame in frames(s) {
+        let lead = if chain { "\t" } else { "" };
+        let text = frame_text(frame, &symbols.name(frame, s.pid), fields);
+        writeln!(out, "{lead}{text}")?;
+    }
+    if chain {
+        writeln!(out)?;
+    }
+    Ok(())
+}
+
+fn frame_text(frame: ChainFrame, named: &NamedFrame, fields: &ScriptFields) -> String {
+    let mut parts = Vec::new();
+    if fields.has(ScriptField::Ip) {
+        parts.push(format!("{:>16x}", frame.address));
+    }
+    if fields.has(ScriptField::Sym) {
+        parts.push(match (named.known, fields.has(ScriptField::Symoff)) {
+            (true, true) => format!("{}+{:#x}", named.name, named.offset),
+            (true, false) => named.name.clone(),
+            (false, _) => "[unknown]".to_owned(),
+        });
+    }
+    if fields.has(ScriptField::Dso) {
+        parts.push(format!("({})", named.object));
+    }
+    parts.join(" ")
+}
+
+/// A sample as a JSON object.
+#[derive(Serialize)]
+struct SampleJson {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    comm: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pid: Option<i32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tid: Option<i32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cpu: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    time_ns: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    period: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    event: Option<String>,
+    /// Limit that truncated the call chain.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cut_short: Option<&'static str>,
+    /// Call chain, innermost frame first.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    frames: Vec<FrameJson>,
+}
+
+/// A frame as a JSON object.
+#[derive(Serialize)]
+struct FrameJson {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ip: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sym: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    symoff: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dso: Option<String>,
+}
+
+fn json(
+    profile: &Profile,
+    symbols: &mut Symbolizer<'_>,
+    fields: &ScriptFields,
+    s: &Sample<'_>,
+) -> SampleJson {
+    use ScriptField::{Comm, Cpu, Dso, Event, Ip, Period, Pid, Sym, Symoff, Tid, Time};
+    let chain = fields.any(&[Ip, Sym, Dso]);
+    let frame = |frame: ChainFrame| {
+        let named = symbols.name(frame, s.pid);
+        FrameJson {
+            // JSON numbers are often read as doubles, which have 53 bits.
+            ip: fields.has(Ip).then(|| format!("{:#x}", frame.address)),
+            sym: (fields.has(Sym) && named.known).then(|| named.name.clone()),
+            symoff: (fields.has(Symoff) && named.known).then_some(named.offset),
+            dso: fields.has(Dso).then(|| named.object.to_string()),
+        }
+    };
+    SampleJson {
+        frames: frames(s).filter(|_| chain).map(frame).collect(),
+        comm: fields
+            .has(Comm)
+            .then(|| task_label(profile, s.tid, s.cr3, s.time_ns)),
+        pid: fields.has(Pid).then(|| s.pid.cast_signed()),
+        tid: fields.has(Tid).then(|| s.tid.cast_signed()),
+        cpu: fields.has(Cpu).then_some(s.vcpu),
+        time_ns: fields.has(Time).then_some(s.time_ns),
+        period: fields.has(Period).then_some(s.period),
+        event: fields.has(Event).then(|| event_name(profile, s)),
+        cut_short: s.ends.cut_short().filter(|_| chain),
+    }
 }

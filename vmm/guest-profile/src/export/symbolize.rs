@@ -5,6 +5,7 @@ use std::rc::Rc;
 
 use super::{ChainFrame, NO_PID, Profile, SavedSymbol};
 use crate::programs::GuestSymbols;
+use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 
 /// Object name of the kernel in tables.
@@ -25,6 +26,17 @@ pub struct NamedFrame {
     pub object: Rc<str>,
     /// `true` for a kernel frame.
     pub kernel: bool,
+}
+
+/// What the guest's file of a mapping provides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FileSymbols {
+    /// The file is missing or unusable.
+    Missing,
+    /// The file is not the build that the guest runs.
+    OtherBuild,
+    /// The file was read. It may have no symbols.
+    Usable,
 }
 
 /// Resolves addresses with the best available source: given symbols, then the guest's files, then
@@ -115,6 +127,7 @@ impl<'p> Symbolizer<'p> {
             let offset = lookup.checked_sub(m.start).filter(|offset| *offset < m.len)?;
             Some((m, offset.checked_add(m.file_offset)?))
         });
+        let mapping = mapping.filter(|(m, _)| is_file(&m.path));
         let by_object = mapping.zip(self.mount.as_mut()).and_then(|((m, offset), mount)| {
             let object = mount.object_of(&m.path, m.build_id)?;
             let symbol = object.resolve(object.address_of_file_offset(offset)?)?;
@@ -133,6 +146,26 @@ impl<'p> Symbolizer<'p> {
     /// Returns the JIT-compiled function of process `pid` at `address`: its start, end and name.
     pub fn jit(&mut self, pid: u32, address: u64) -> Option<(u64, u64, &str)> {
         self.mount.as_mut()?.jit(pid, address)
+    }
+
+    /// Returns what the guest's file `path` provides. `running` is the build ID of the file that the
+    /// guest runs.
+    pub fn file_symbols(&mut self, path: &str, running: Option<BuildId>) -> FileSymbols {
+        let Some(mount) = &mut self.mount else {
+            return FileSymbols::Missing;
+        };
+        if mount.object(path).is_none() {
+            FileSymbols::Missing
+        } else if mount.object_of(path, running).is_none() {
+            FileSymbols::OtherBuild
+        } else {
+            FileSymbols::Usable
+        }
+    }
+
+    /// Returns the guest's files.
+    pub fn into_files(self) -> Option<GuestSymbols> {
+        self.mount
     }
 
     /// Returns one message for each guest file that could not be used.
@@ -155,12 +188,10 @@ impl<'p> Symbolizer<'p> {
         };
         let file = m.path.rsplit('/').next().unwrap_or(&m.path);
         let place = format!("{file}+{:#x}", (address - m.start).wrapping_add(m.file_offset));
-        // Mappings without a file have names in brackets or start with two slashes.
-        let file_of = |path: &str| path.starts_with('/') && !path.starts_with("//");
         let by_object = self
             .mount
             .as_mut()
-            .filter(|_| file_of(&m.path))
+            .filter(|_| is_file(&m.path))
             .and_then(|mount| {
                 let object = mount.object_of(&m.path, m.build_id)?;
                 let linked =
@@ -177,6 +208,12 @@ impl<'p> Symbolizer<'p> {
         let s = list.get(after.checked_sub(1)?)?;
         (address < s.end).then(|| (s.name.clone(), s.start))
     }
+}
+
+/// Returns whether a mapping has a file. Mappings without one have names in brackets or start with two
+/// slashes.
+fn is_file(path: &str) -> bool {
+    path.starts_with('/') && !path.starts_with("//")
 }
 
 /// Returns the symbols that the samples of a profile refer to, each once, for saving in its file.

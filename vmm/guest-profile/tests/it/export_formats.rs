@@ -14,14 +14,14 @@ use proptest::prelude::*;
 
 const KERNEL: u64 = 0xffff_ffff_8100_0000;
 
-fn kernel() -> KernelSymbols {
+pub(super) fn kernel() -> KernelSymbols {
     KernelSymbols::parse_text(
         b"ffffffff81000000 T entry\nffffffff81000100 T vfs_read\nffffffff81000200 T _etext\n",
     )
     .unwrap()
 }
 
-fn profile() -> Profile {
+pub(super) fn profile() -> Profile {
     let event = EventInfo {
         name: "cycles".into(),
         type_: 0,

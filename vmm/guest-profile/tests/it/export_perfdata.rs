@@ -196,7 +196,7 @@ fn perf_data_names_lose_control_characters() {
     let mut symbols = Symbolizer::new(&read, None, None);
     let options = ReportOptions {
         sort: vec![SortKey::Comm, SortKey::Object, SortKey::Symbol],
-        min_percent: 0.0,
+        ..ReportOptions::default()
     };
     let mut text = report::render(&read, &mut symbols, &options).into_bytes();
     script::write(&read, &mut symbols, &mut text).unwrap();

@@ -2,4 +2,5 @@
 
 mod export_formats;
 mod export_perfdata;
+mod export_views;
 mod profile_linux;

@@ -366,3 +366,11 @@ proptest! {
         let _ = KernelImage::from_memory(0xFFFF_FFFF_8100_0000, &data);
     }
 }
+
+/// A program of an operating system has an interpreter. Where its segments lie would not help.
+#[test]
+fn program_with_interpreter_is_no_kernel() {
+    let error = elf::parse("cat", &std::fs::read("/bin/cat").unwrap()).map(|_| ());
+    let said = error.unwrap_err().to_string();
+    assert!(said.contains("an operating system loads"), "{said}");
+}

@@ -213,6 +213,18 @@ fn help_command_prints_help() {
     assert!(line.contains("did you mean 'record'?"), "{line}");
 }
 
+/// The help of a command ends with examples.
+#[test]
+fn help_shows_examples() {
+    for (command, examples) in crate::commands::generate::EXAMPLES {
+        let words = command.split(' ').chain(["--help"]);
+        let Err(CliExit::Text(help)) = parse(words) else {
+            panic!("{command}: no help");
+        };
+        assert!(help.contains(examples[0]) || help.contains("Example: "), "{help}");
+    }
+}
+
 /// The help shows defaults that are defined outside of the command line module.
 #[test]
 fn help_shows_defaults() {
@@ -268,6 +280,7 @@ fn argument_errors_name_the_command() {
         ),
         (&["recrod"], ["did you mean 'record'?", "known are run, check"]),
         (&["rec"], ["did you mean 'record'?", "known are run, check"]),
+        (&["run", "-smp", "2"], ["unknown argument '-smp'", "run --help"]),
         (&["report", "perf.data"], ["'perf.data'", "named by -i FILE"]),
         (
             &["record", "demo", "sleep", "10"],

@@ -8,8 +8,9 @@ use clap::{Args, ValueHint};
 use clap_complete::Shell;
 use clap_mangen::Man;
 
-use super::{CommandError, DONE, print};
-use crate::exit::ExitStatus;
+use super::vm_completions::with_vm_names;
+use operator::commands::{CommandError, DONE, print};
+use operator::exit::ExitStatus;
 
 /// `perfvisor generate`.
 #[derive(Clone, Debug, Args)]
@@ -40,8 +41,8 @@ pub fn generate(args: &GenerateArgs, command: clap::Command) -> Result<ExitStatu
     Ok(DONE)
 }
 
-/// Examples of the manual pages, by command.
-const EXAMPLES: &[(&str, &[&str])] = &[
+/// Examples of the help texts and manual pages, by command.
+pub(crate) const EXAMPLES: &[(&str, &[&str])] = &[
     (
         "perfvisor run",
         &[
@@ -69,13 +70,32 @@ const EXAMPLES: &[(&str, &[&str])] = &[
         &["perfvisor record web -F 999 -d 10 -o perf.data"],
     ),
     ("perfvisor top", &["perfvisor top web"]),
-    ("perfvisor report", &["perfvisor report -i perf.data"]),
-    ("perfvisor script", &["perfvisor script -i perf.data"]),
+    (
+        "perfvisor report",
+        &[
+            "perfvisor report -i perf.data",
+            "perfvisor report --comms nginx -g caller,2",
+        ],
+    ),
+    (
+        "perfvisor script",
+        &[
+            "perfvisor script -i perf.data",
+            "perfvisor script --json -F comm,time,sym",
+        ],
+    ),
     (
         "perfvisor flamegraph",
         &["perfvisor flamegraph -i perf.data -o web.svg"],
     ),
     ("perfvisor pprof", &["perfvisor pprof -i perf.data -o web.pb.gz"]),
+    (
+        "perfvisor convert",
+        &[
+            "perfvisor convert --to speedscope",
+            "perfvisor convert --to firefox -i perf.data",
+        ],
+    ),
 ];
 
 /// Files of the manual pages.
@@ -103,7 +123,10 @@ fn manual_page(man: &Man, command: &clap::Command) -> io::Result<Vec<u8>> {
     let mut page = Vec::new();
     man.render_title(&mut page)?;
     man.render_name_section(&mut page)?;
-    man.render_synopsis_section(&mut page)?;
+    // The generated section lists options without their values.
+    let usage = command.clone().render_usage().to_string();
+    let usage = usage.trim_start_matches("Usage:").trim();
+    page.extend_from_slice(format!(".SH SYNOPSIS\n.nf\n{}\n.fi\n", roff_text(usage)).as_bytes());
     man.render_description_section(&mut page)?;
     man.render_options_section(&mut page)?;
     if command.has_subcommands() {
@@ -211,7 +234,7 @@ pub fn completions(shell: Shell, command: clap::Command) -> String {
     let mut command = with_completion_hints(command);
     let mut text = Vec::new();
     clap_complete::generate(shell, &mut command, "perfvisor", &mut text);
-    String::from_utf8_lossy(&text).into_owned()
+    with_vm_names(shell, &String::from_utf8_lossy(&text), &command)
 }
 
 #[cfg(test)]
@@ -242,6 +265,10 @@ mod tests {
         ] {
             assert!(page.contains(section), "{section}");
         }
+        assert!(
+            page.contains(".SH SYNOPSIS\n.nf\nperfvisor run [OPTIONS]\n"),
+            "{page}"
+        );
         assert!(
             !page.contains(".SH EXTRA") && page.contains("perfvisor run \\-\\-kernel vmlinux"),
             "{page}"

@@ -8,14 +8,15 @@ use clap::Args;
 use perf_core::pmu::host::HostProbe;
 use vpmu::{ArchEvent, BackingPolicy, Generation, HostPmu, ModelError, PmuModel, PmuModelName};
 
-use super::{OutputError, print};
-use crate::exit::ExitStatus;
-use crate::input;
-use crate::signals::StopSignals;
 use crate::values::{ValidatedBacking, parse_tolerance, parse_validated};
 use ::validate::child::ChildError;
 use ::validate::report::{ReportRow, ReportText};
 use ::validate::{Host, KvmSummary, LinuxFiles, Options, Stop};
+use guest_patching::rdpmc::RdpmcMode;
+use operator::commands::{OutputError, print};
+use operator::exit::ExitStatus;
+use operator::input;
+use operator::signals::StopSignals;
 use perf_core::error_line;
 use vmm::kvm::host::HostError;
 use vmm::kvm::own_pmu::{KvmPmuOffer, KvmVpmuModelError};
@@ -23,7 +24,6 @@ use vmm::kvm::stepping;
 use vmm::kvm::{cpuid, host};
 use vmm::pmu::backing::{self, BackingError};
 use vmm::pmu::fit::{self, fit};
-use vmm::rdpmc::RdpmcMode;
 
 const EXIT_STATUS_HELP: &str = "\
 Exit status:

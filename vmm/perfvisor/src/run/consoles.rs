@@ -13,7 +13,7 @@ use vmm::console::{Console, ConsoleError, ConsoleTarget, GuestInput, window_size
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::cli::RunArgs;
-use crate::commands::say;
+use operator::commands::say;
 
 /// An event subscriber of the main loop.
 pub(super) type Subscriber = Arc<Mutex<dyn MutEventSubscriber>>;

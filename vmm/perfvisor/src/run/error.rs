@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use perf_core::ConfigError;
-use sandbox::{CgroupError, FileAccessError, JailError, SandboxError, ServiceStartError};
+use sandbox::{CgroupError, FileAccessError, JailError, PidNamespaceError, SandboxError, ServiceStartError};
 use vpmu::ModelError;
 use vpmu::filter::FilterError;
 
@@ -13,11 +13,11 @@ use super::restore::RestoreFileError;
 use crate::background::DaemonError;
 use crate::devices::DeviceError;
 use control_api::place::SocketError;
+use sandbox::privileges::PrivilegeError;
 use vmm::gdb::server::GdbError;
 use vmm::kvm::host::HostError;
 use vmm::kvm::own_pmu::KvmVpmuModelError;
 use vmm::pmu::backing::BackingError;
-use vmm::privileges::PrivilegeError;
 use vmm::vm::VmError;
 use vmm::vm::restore::RestoreError;
 
@@ -98,6 +98,8 @@ pub enum RunError {
     Files(#[source] FileAccessError),
     #[error("--jail")]
     Jail(#[source] JailError),
+    #[error("--jail")]
+    PidNamespace(#[source] PidNamespaceError),
     #[error("--jail cgroup=")]
     Cgroup(#[source] CgroupError),
     #[error(

@@ -9,9 +9,9 @@ use perf_core::error_line;
 use rustix::fs::{Access, access};
 use rustix::process::getuid;
 use sandbox::paths::Directory;
+use sandbox::privileges;
 use sandbox::{AccessibleFiles, FileAccessError, SocketBroker};
 use vmm::console::ConsoleTarget;
-use vmm::privileges;
 use vmm::vcpu::control::ResetPolicy;
 
 use super::RunError;

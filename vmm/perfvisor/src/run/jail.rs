@@ -1,18 +1,20 @@
-//! `--jail`: joins a control group, changes the user, and enters new namespaces.
+//! `--jail`: joins a control group, changes the user, and enters new namespaces, that of process IDs
+//! first.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use perf_core::pmu::host::counting_is_denied;
 use rustix::process::{Resource, Rlimit, setrlimit};
-use sandbox::{Jail, JailContents, JailError};
-use vmm::privileges;
+use sandbox::privileges;
+use sandbox::{Jail, JailContents, JailError, Supervisor};
+use vmm::console::ConsoleTarget;
 use vmm::vm::VmConfig;
 
 use super::RunError;
 use super::files::{self, PROC};
 use super::inherited::Inherited;
-use crate::background;
+use crate::background::{self, ServiceManager};
 use crate::cli::RunArgs;
 
 /// Time limit for the exit of threads.
@@ -43,6 +45,34 @@ pub(super) fn become_user(args: &RunArgs) -> Result<(), RunError> {
     };
     let gid = jail.and_then(|jail| jail.gid);
     sandbox::become_user(uid, gid.unwrap_or(uid)).map_err(RunError::Jail)
+}
+
+/// Continues in the first process of a new PID namespace if the VM is to be jailed and this process
+/// may create one. The calling process then supervises the VM and does not return. Returns the
+/// connection to the service manager. No other thread may exist.
+///
+/// # Errors
+/// Returns [`RunError::PidNamespace`] if the namespace cannot be created.
+pub(super) fn enter_pid_namespace(args: &RunArgs) -> Result<ServiceManager, RunError> {
+    let manager = ServiceManager::connect();
+    if args.jail.is_none() {
+        return Ok(manager);
+    }
+    let supervisor = Supervisor {
+        confinement: super::confinement(args),
+        give_up: privileges::drop_all_privileges,
+        terminal: [Some(&args.console), args.virtio_console.as_ref()].contains(&Some(&ConsoleTarget::Tty)),
+        kept: manager.socket(),
+        // The supervisor has no place to log an error.
+        report: &|report| drop(manager.pass(report)),
+    };
+    match supervisor.start().map_err(RunError::PidNamespace)? {
+        Some(link) => Ok(ServiceManager::Supervisor(link)),
+        None => {
+            log::info!("the jail has no PID namespace, which takes root's rights (CAP_SYS_ADMIN)");
+            Ok(manager)
+        }
+    }
 }
 
 /// Moves the process into new namespaces if it is to be jailed. No other thread may exist.

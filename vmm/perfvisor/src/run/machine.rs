@@ -12,17 +12,17 @@ use vpmu::{
 
 use super::error::RunError;
 use crate::cli::RunArgs;
-use crate::input;
 use crate::values::SecurityProfile;
+use guest_patching::rdpmc::RdpmcMode;
+use operator::input;
 use vmm::boot::KernelSource;
 use vmm::kvm::cpuid;
 use vmm::kvm::host::Kvm;
-use vmm::kvm::own_pmu::KvmPmuOffer;
+use vmm::kvm::own_pmu::{self, KvmPmuOffer};
 use vmm::kvm::stepping::{self, Stepping};
 use vmm::memory::MemoryBackingConfig;
 use vmm::pmu::fit::{FittedModel, fit};
 use vmm::pmu::{OperatorLimits, PmuConfig, backing};
-use vmm::rdpmc::RdpmcMode;
 use vmm::turns::MuxChoice;
 use vmm::vm::{DebuggerConfig, VmConfig};
 
@@ -170,11 +170,12 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
     if let Some(line) = competition {
         log::warn!("{line}");
     }
-    if has_pmu && policy == BackingPolicy::Auto && probe.hybrid {
-        log::warn!(
-            "cycles are counted by the clock: {}",
-            probe.no_slots_because.as_deref().unwrap_or_default()
-        );
+    if has_pmu {
+        let fallback = backing::clock_fallback(policy, probe);
+        let conflict = backing::mediated_conflict(policy, probe, own_pmu::is_mediated());
+        for line in [fallback.as_deref(), conflict].into_iter().flatten() {
+            log::warn!("{line}");
+        }
     }
     let needs_debug = policy == BackingPolicy::Exact || args.rdpmc == RdpmcMode::Hwbp;
     let stepping = if has_pmu && needs_debug {

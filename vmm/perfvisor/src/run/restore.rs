@@ -11,7 +11,7 @@ use vmm::vm::restore::RestoredMachine;
 
 use crate::cli::RunArgs;
 use crate::cli::restore::MachineOptionsError;
-use crate::input;
+use operator::input;
 
 /// Name of the entropy device.
 const ENTROPY_DEVICE: &str = "rng0";

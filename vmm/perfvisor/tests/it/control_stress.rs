@@ -45,7 +45,7 @@ fn thousand_clients_block_nobody_and_leak_nothing() {
     // A thousand clients load all CPUs.
     let _lock = test_lock::exclusive();
     let Some(vm) = TestVm::spinning(2) else { return };
-    let most = vmm::privileges::raise_descriptor_limit();
+    let most = sandbox::privileges::raise_descriptor_limit();
     if most.is_some_and(|most| most < 2 * CLIENTS as u64) {
         return eprintln!("SKIP: this test may have {most:?} descriptors only");
     }

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use crate::common::vm::PROGRAM;
+use guest_agent::request::Exit;
 use guest_agent::wire::{FrameKind, read_frame, write_frame};
 
 fn exec(socket: &Path, words: &[&str]) -> Child {
@@ -62,6 +63,43 @@ fn exec_ends_on_signal_while_waiting() {
         signal(&child, name);
         assert_eq!(child.wait().unwrap().signal(), Some(number));
     }
+}
+
+/// Starts a command and sends SIGTERM once. Returns the stub agent's stream and the program.
+fn signalled(listener: &UnixListener, socket: &Path) -> (UnixStream, Child) {
+    let child = exec(socket, &[]);
+    let mut stream = accept(listener);
+    assert_eq!(read_frame(&mut stream).unwrap().unwrap().kind, FrameKind::Stdin);
+    signal(&child, "-TERM");
+    assert_eq!(read_frame(&mut stream).unwrap().unwrap().kind, FrameKind::Signal);
+    (stream, child)
+}
+
+/// One signal ends `perfvisor exec` if the guest hangs, and not if only the command does not react.
+#[test]
+fn one_signal_ends_exec_of_hanging_guest() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("vsock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let (mut alive, mut slow) = signalled(&listener, &socket);
+    write_frame(&mut alive, FrameKind::Taken, &0_u32.to_le_bytes()).unwrap();
+    let (mut hanging, mut hung) = signalled(&listener, &socket);
+    assert!(
+        read_frame(&mut hanging).unwrap().is_none(),
+        "the program has left"
+    );
+    let mut said = String::new();
+    hung.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert_eq!(hung.wait().unwrap().code(), Some(8), "{said}");
+    assert!(
+        said.contains("does not answer") && said.lines().count() == 1,
+        "{said}"
+    );
+    // The signal of this one is older.
+    assert_eq!(slow.try_wait().unwrap(), None);
+    let exit = serde_json::to_vec(&Exit::Status(3)).unwrap();
+    write_frame(&mut alive, FrameKind::Exit, &exit).unwrap();
+    assert_eq!(slow.wait().unwrap().code(), Some(3));
 }
 
 /// Signals are forwarded to the command. If the guest does not react, the third signal ends

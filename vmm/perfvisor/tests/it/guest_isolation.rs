@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 
 use crate::common::machine::Machine;
-use crate::common::vm::{PROGRAM, SpinningVm, eventually};
+use crate::common::vm::{PROGRAM, SpinningVm, children, eventually};
 
 /// A PVH kernel after one leading byte; its code begins at [`CODE`].
 const KERNEL: &[u8] = include_bytes!("../../../fuzz/seeds/boot/pvh");
@@ -35,19 +35,6 @@ fn init_to_first_vcpu_resets_machine() {
     assert_eq!(vm.status(), Some(4), "{:?}", vm.said());
     assert_eq!(vm.said_count("the guest sent it an INIT"), 1, "{:?}", vm.said());
     assert_eq!(vm.said_count("internal error"), 0, "{:?}", vm.said());
-}
-
-/// Returns the children of process `pid` and their states.
-fn children(pid: u32) -> Vec<(u32, char)> {
-    let processes = fs::read_dir("/proc").unwrap().flatten();
-    let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let child = |number: u32| {
-        let stat = fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
-        let mut fields = stat.rsplit_once(") ")?.1.split(' ');
-        let state = fields.next()?.chars().next()?;
-        (fields.next()?.parse() == Ok(pid)).then_some((number, state))
-    };
-    numbers.filter_map(child).collect()
 }
 
 /// Killed helper processes do not remain zombies: the supervisor of kernel readers and both

@@ -3,35 +3,25 @@
 
 use std::fs;
 use std::os::linux::net::SocketAddrExt;
-use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink};
+use std::os::unix::fs::{PermissionsExt, chown, lchown, symlink};
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use crate::common::process::is_root;
 use crate::common::unprivileged::NOBODY;
-use crate::common::vm::{PROGRAM, SpinningVm, eventually};
+use crate::common::vm::{PROGRAM, SpinningVm, children, eventually};
 use test_support::skip::skipped;
 
-fn is_root() -> bool {
-    let own = fs::metadata("/proc/self").is_ok_and(|meta| meta.uid() == 0);
-    if !own {
-        skipped("only root has a jail without a user namespace", false);
-    }
-    own
-}
-
-/// Returns the VM's process and its children, with their names.
+/// Returns the processes of the VM, with their names.
 fn processes(vm: &SpinningVm) -> Vec<(u32, String)> {
-    let own = vm.child.id();
-    let numbers = fs::read_dir("/proc").unwrap().flatten();
-    let numbers = numbers.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let named = numbers.filter_map(|pid| {
-        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        let (name, rest) = stat.split_once('(')?.1.rsplit_once(") ")?;
-        let parent: u32 = rest.split(' ').nth(1)?.parse().ok()?;
-        (pid == own || parent == own).then(|| (pid, name.to_owned()))
-    });
-    named.collect()
+    let started = vm.child.id();
+    let mut found = vec![(started, "the started process".to_owned())];
+    found.extend(children(started));
+    if vm.pid() != started {
+        found.extend(children(vm.pid()));
+    }
+    found
 }
 
 /// Returns the descriptors of a process and their targets.
@@ -63,8 +53,8 @@ fn jailed_vm_closes_inherited_descriptors() {
     };
     let processes = processes(&vm);
     assert!(
-        processes.len() >= 3,
-        "the VM, its keeper and its broker: {processes:?}"
+        processes.len() >= 5,
+        "supervisor, VM, keeper and brokers: {processes:?}"
     );
     for (pid, name) in processes {
         let open = descriptors(pid);
@@ -189,7 +179,7 @@ fn jail_limits_descriptors_and_file_sizes() {
     let Some(vm) = SpinningVm::start("limited", &args) else {
         return;
     };
-    let limits = fs::read_to_string(format!("/proc/{}/limits", vm.child.id())).unwrap();
+    let limits = fs::read_to_string(format!("/proc/{}/limits", vm.pid())).unwrap();
     let of = |name: &str| {
         let line = limits.lines().find_map(|line| line.strip_prefix(name));
         let words = line.unwrap().split_whitespace().take(2).map(str::to_owned);

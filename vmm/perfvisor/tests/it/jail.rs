@@ -8,17 +8,10 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::common::machine::Machine;
+use crate::common::process::is_root;
 use crate::common::unprivileged::{NOBODY, UnprivilegedUser};
 use crate::common::vm::{PROGRAM, SpinningVm, eventually, has_kvm, said};
 use test_support::skip::skipped;
-
-fn is_root() -> bool {
-    let own = fs::metadata("/proc/self").is_ok_and(|meta| meta.uid() == 0);
-    if !own {
-        skipped("only root has a jail without a user namespace", false);
-    }
-    own
-}
 
 fn names(dir: &str) -> Vec<String> {
     let entries = fs::read_dir(dir).unwrap_or_else(|e| panic!("{dir}: {e}"));
@@ -48,7 +41,7 @@ fn assert_jailed(pid: u32, socket_dir: &Path) {
         assert!(!Path::new(&root).join("etc").exists(), "{comm}");
         assert_eq!(
             names(&format!("{root}/proc")),
-            [pid.to_string(), "self".into()],
+            [pid.to_string(), "self".into(), "thread-self".into()],
             "{comm}"
         );
         // Processes of other VMs may exist.
@@ -67,7 +60,7 @@ fn jailed_vm_is_operable_and_isolated() {
     };
     assert_operable(&vm, "jailed");
     let sockets = vm.runtime.path().join("perfvisor");
-    assert_jailed(vm.child.id(), &sockets);
+    assert_jailed(vm.pid(), &sockets);
     let (status, text) = said(&mut vm.operator(&["ctl", "jailed", "stop"]));
     assert_eq!(status, Some(0), "{text}");
     assert_eq!(vm.child.wait().unwrap().code(), Some(0), "{:?}", vm.said());
@@ -85,7 +78,7 @@ fn jail_works_without_filters_and_landlock() {
     let Some(vm) = SpinningVm::start("jailed", &off) else {
         return;
     };
-    assert_jailed(vm.child.id(), &vm.runtime.path().join("perfvisor"));
+    assert_jailed(vm.pid(), &vm.runtime.path().join("perfvisor"));
 }
 
 #[test]
@@ -97,7 +90,7 @@ fn jailed_vm_changes_user_and_counts() {
     let Some(mut vm) = SpinningVm::start("somebody", &["--jail", &user]) else {
         return;
     };
-    let status = fs::read_to_string(format!("/proc/{}/status", vm.child.id())).unwrap();
+    let status = fs::read_to_string(format!("/proc/{}/status", vm.pid())).unwrap();
     assert!(status.contains("Uid:\t65534\t65534\t65534\t65534"), "{status}");
     assert!(status.contains("Gid:\t12345\t12345\t12345\t12345"), "{status}");
     assert!(
@@ -106,7 +99,7 @@ fn jailed_vm_changes_user_and_counts() {
     );
     assert_operable(&vm, "somebody");
     let sockets = vm.runtime.path().join("perfvisor");
-    assert_jailed(vm.child.id(), &sockets);
+    assert_jailed(vm.pid(), &sockets);
     assert_eq!(fs::metadata(&sockets).unwrap().uid(), NOBODY);
     let (status, text) = said(&mut vm.operator(&["ctl", "somebody", "stop"]));
     assert_eq!(status, Some(0), "{text}");
@@ -238,19 +231,26 @@ fn jailed_vm_does_not_read_files_of_root_by_links() {
     let kernel = theirs.join("kernel");
     fs::write(&kernel, &HALTS[1..]).unwrap();
     let (secret, link) = (dir.path().join("secret"), theirs.join("link"));
+    let (secrets, directory_link) = (dir.path().join("secrets"), theirs.join("directory"));
+    fs::create_dir_all(secrets.join("inner")).unwrap();
+    fs::set_permissions(&secrets, fs::Permissions::from_mode(0o700)).unwrap();
+    symlink(secrets.join("inner"), &directory_link).unwrap();
+    lchown(&directory_link, Some(NOBODY), Some(NOBODY)).unwrap();
     fs::write(&secret, [b'x'; 4096]).unwrap();
     fs::set_permissions(&secret, fs::Permissions::from_mode(0o600)).unwrap();
     symlink(&secret, &link).unwrap();
     lchown(&link, Some(NOBODY), Some(NOBODY)).unwrap();
-    let [kernel, link] = [&kernel, &link].map(|path| path.to_str().unwrap());
+    let [kernel, link, directory] = [&kernel, &link, &directory_link].map(|path| path.to_str().unwrap());
     let user = format!("uid={NOBODY}");
     let read_only = format!("{link},ro");
-    for args in [
-        &["--kernel", link][..],
-        &["--kernel", kernel, "--initrd", link],
-        &["--kernel", kernel, "--disk", link],
-        &["--kernel", kernel, "--disk", &read_only],
-        &["--pmu-filter", link],
+    for (args, path) in [
+        (&["--kernel", link][..], link),
+        (&["--kernel", kernel, "--initrd", link], link),
+        (&["--kernel", kernel, "--disk", link], link),
+        (&["--kernel", kernel, "--disk", &read_only], link),
+        (&["--pmu-filter", link], link),
+        // The built-in guest ends, should the directory be accepted.
+        (&["--cmdline", "quiet", "--share-dir", directory], directory),
     ] {
         let mut run = Command::new(PROGRAM);
         run.args(["run", "--memory", "32M", "--jail", &user]).args(args);
@@ -259,7 +259,7 @@ fn jailed_vm_does_not_read_files_of_root_by_links() {
         // Warnings about the host may precede the error.
         let last = text.lines().last().unwrap_or_default();
         assert!(
-            last.contains(link) && last.contains("Permission denied"),
+            last.contains(path) && last.contains("Permission denied"),
             "{args:?}: {text}"
         );
     }
@@ -328,13 +328,13 @@ fn jailed_vm_joins_control_group() {
         return;
     };
     let name = group.0.file_name().unwrap().to_str().unwrap();
-    for task in names(&format!("/proc/{}/task", vm.child.id())) {
+    for task in names(&format!("/proc/{}/task", vm.pid())) {
         let groups = fs::read_to_string(format!("/proc/{task}/cgroup")).unwrap();
         let own = groups.lines().find(|line| line.starts_with("0::")).unwrap();
         assert!(own.ends_with(&format!("/{name}")), "{groups}");
     }
     assert_operable(&vm, "grouped");
-    assert_jailed(vm.child.id(), &vm.runtime.path().join("perfvisor"));
+    assert_jailed(vm.pid(), &vm.runtime.path().join("perfvisor"));
     let (status, text) = said(&mut vm.operator(&["ctl", "grouped", "stop"]));
     assert_eq!(status, Some(0), "{text}");
     assert_eq!(vm.child.wait().unwrap().code(), Some(0), "{:?}", vm.said());

@@ -7,9 +7,8 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::common::machine::Machine;
-
 use crate::common::unprivileged::UnprivilegedUser;
-use crate::common::vm::{PROGRAM, SpinningVm, eventually};
+use crate::common::vm::{PROGRAM, SpinningVm, children, eventually};
 use control_api::client::Client;
 use control_api::protocol::{EventReading, KernelState, Opened};
 use control_api::request;
@@ -79,7 +78,7 @@ fn perf_broker_has_one_capability_and_ends_with_vm() {
         let Some(mut vm) = SpinningVm::start(name, args) else {
             return;
         };
-        let broker = service_process(vm.child.id(), "perf-broker");
+        let broker = service_process(vm.pid(), "perf-broker");
         let status = fs::read_to_string(format!("/proc/{broker}/status")).unwrap();
         for set in ["CapPrm", "CapEff"] {
             let has = field(&own, "CapEff") & PERFMON;
@@ -123,7 +122,7 @@ fn killed_perf_broker_is_reported_once() {
     };
     let before = open(&mut client).unwrap()[0].handle.expect("a counter");
     let () = client.call(request::Enable).unwrap();
-    let broker = service_process(vm.child.id(), "perf-broker");
+    let broker = service_process(vm.pid(), "perf-broker");
     let killed = Command::new("kill").args(["-9", &broker.to_string()]).status();
     assert!(killed.unwrap().success());
     let running_ns = |client: &mut Client| {
@@ -148,25 +147,6 @@ fn killed_perf_broker_is_reported_once() {
     };
     eventually("it says so", || told() > 0);
     assert_eq!(told(), 1, "{:?}", vm.said());
-}
-
-/// Returns the child processes of `pid`, with their names.
-fn children(pid: u32) -> Vec<(u32, String)> {
-    let processes = fs::read_dir("/proc").unwrap().flatten();
-    let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    numbers
-        .filter_map(|number| {
-            let status = fs::read_to_string(format!("/proc/{number}/status")).ok()?;
-            let of = |name: &str| {
-                status
-                    .lines()
-                    .find_map(|line| line.strip_prefix(name))
-                    .map(str::trim)
-            };
-            let parent: u32 = of("PPid:")?.parse().ok()?;
-            (parent == pid).then(|| (number, of("Name:").unwrap_or_default().to_owned()))
-        })
-        .collect()
 }
 
 /// The helper processes that start kernel readers and connect to sockets have no capability, no

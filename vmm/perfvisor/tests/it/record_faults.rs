@@ -5,6 +5,7 @@ use std::process::{Command, Stdio};
 
 use crate::common::machine::Machine;
 use crate::common::vm::{PROGRAM, eventually};
+use guest_profile::export::reader;
 
 /// Arguments of a guest that computes until it is stopped.
 const BUSY: [&str; 2] = ["--cmdline", "reset=cf9 key"];
@@ -17,7 +18,7 @@ fn samples(vm: &Machine, data: &Path) -> usize {
         .count()
 }
 
-/// A recorder that is killed leaves a file with the samples up to one second before.
+/// A recorder that is killed leaves a readable file with its samples.
 #[test]
 fn killed_recorder_leaves_its_samples() {
     let Some(mut vm) = Machine::start(&BUSY) else {
@@ -36,6 +37,32 @@ fn killed_recorder_leaves_its_samples() {
     assert!(samples(&vm, &data) > 0);
     let report = vm.operator(&["report", "-i", data.to_str().unwrap()]);
     assert!(report.contains("cycles"), "{report}");
+    vm.operator(&["ctl", "machine", "stop"]);
+    assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+}
+
+/// Samples are kept as soon as they are drained, also in the first second of a recording.
+#[test]
+fn recorder_killed_in_first_second_leaves_samples() {
+    let Some(mut vm) = Machine::start(&BUSY) else {
+        return;
+    };
+    vm.line_with("boot");
+    let data = vm.runtime.path().join("perf.data");
+    // On a busy host the first samples may be seen late, so there are several attempts.
+    eventually("samples of less than half a second are kept", || {
+        let _ = std::fs::remove_file(&data);
+        let mut record = vm.command(&["record", "machine", "-q", "-c", "1000000", "-o"]);
+        let mut record = record.arg(&data).spawn().unwrap();
+        eventually("some samples are kept", || {
+            reader::read_file(&data).is_ok_and(|profile| !profile.is_empty())
+        });
+        record.kill().unwrap();
+        record.wait().unwrap();
+        let profile = reader::read_file(&data).unwrap();
+        let times = || profile.samples().map(|sample| sample.time_ns);
+        times().max().unwrap() - times().min().unwrap() < 500_000_000
+    });
     vm.operator(&["ctl", "machine", "stop"]);
     assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
 }

@@ -8,6 +8,7 @@
 use std::ffi::c_long;
 use std::fs;
 use std::os::unix::fs::FileExt;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
@@ -39,7 +40,6 @@ fn documented_filters_match_code() {
 
 /// A ptrace-stopped thread of a VM that executes injected system calls.
 struct StoppedThread {
-    pid: u32,
     tid: i32,
     /// Address of a `syscall` instruction in the program.
     instruction: u64,
@@ -71,7 +71,7 @@ fn stop_of(tid: i32) -> i32 {
 }
 
 impl StoppedThread {
-    fn stop(pid: u32, tid: i32, instruction: u64) -> Self {
+    fn stop(tid: i32, instruction: u64) -> Self {
         assert_eq!(ptrace(libc::PTRACE_SEIZE, tid, 0, 0), 0, "{tid}");
         assert_eq!(ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0), 0);
         stop_of(tid);
@@ -79,7 +79,6 @@ impl StoppedThread {
         let mut registers: libc::user_regs_struct = unsafe { std::mem::zeroed() };
         ptrace(libc::PTRACE_GETREGS, tid, 0, (&raw mut registers).addr());
         Self {
-            pid,
             tid,
             instruction,
             registers,
@@ -165,7 +164,16 @@ struct Victim(Child);
 
 impl Victim {
     fn start() -> Self {
-        let child = Command::new("sleep").arg("1000").stdin(Stdio::null()).spawn();
+        Self::start_as(0)
+    }
+
+    /// Starts a process of user `uid`. Requires root.
+    fn start_as(uid: u32) -> Self {
+        let child = Command::new("sleep")
+            .arg("1000")
+            .uid(uid)
+            .stdin(Stdio::null())
+            .spawn();
         Self(child.unwrap())
     }
 
@@ -303,22 +311,31 @@ fn threads(pid: u32) -> Vec<(i32, ThreadKind)> {
     tasks.filter_map(of).collect()
 }
 
+/// Returns the ID that process `pid` has in its own PID namespace.
+fn pid_inside(pid: u32) -> u32 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let ids = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+    ids.and_then(|ids| ids.split_whitespace().last()?.parse().ok())
+        .unwrap()
+}
+
 /// Injects every call into every thread of the VM `pid`, and compares the results with the table.
 fn assert_calls_match_table(pid: u32, counting: PerfEventAccess, kinds: &[ThreadKind]) {
     let victim = Victim::start();
     let instruction = syscall_instruction(pid);
+    let own = pid_inside(pid);
     let (mut wrong, mut seen) = (Vec::new(), Vec::new());
     for (tid, kind) in threads(pid) {
         seen.push(kind);
-        let thread = StoppedThread::stop(pid, tid, instruction);
-        for (name, call, arguments) in calls(pid.into(), victim.pid()) {
+        let thread = StoppedThread::stop(tid, instruction);
+        for (name, call, arguments) in calls(own.into(), victim.pid()) {
             let answer = match thread.inject(call, arguments) {
                 None => CallOutcome::Ends,
                 Some(result) if result == -i64::from(libc::EPERM) => CallOutcome::Refused,
                 Some(result) if result == -i64::from(libc::ENOSYS) => CallOutcome::Missing,
                 Some(_) => CallOutcome::Allowed,
             };
-            let right = sandbox::outcome(kind, counting, thread.pid, call, arguments);
+            let right = sandbox::outcome(kind, counting, own, call, arguments);
             if answer != right {
                 wrong.push(format!(
                     "{kind}: {name}: {answer:?}, and the table says {right:?}"
@@ -370,9 +387,9 @@ fn root_vm_calls_match_filter_table() {
         let Some(vm) = SpinningVm::start("inject", options) else {
             return;
         };
-        assert_calls_match_table(vm.child.id(), PerfEventAccess::Broker, &EACH);
+        assert_calls_match_table(vm.pid(), PerfEventAccess::Broker, &EACH);
         let debugged = at == 0;
-        let has_debugger = threads(vm.child.id())
+        let has_debugger = threads(vm.pid())
             .iter()
             .any(|(_, kind)| *kind == ThreadKind::Debugger);
         assert_eq!(has_debugger, debugged);
@@ -444,6 +461,48 @@ fn unprivileged_vm_calls_match_filter_table() {
     }
 }
 
+/// Without filters and landlock, the PID namespace of the jail keeps a thread from processes of its
+/// user outside, the supervisor among them.
+#[test]
+fn jailed_thread_reaches_no_process_of_its_user() {
+    if !may_trace() {
+        return;
+    }
+    let options = ["--jail", "uid=1500", "--seccomp", "off", "--landlock", "off"];
+    let Some(vm) = SpinningVm::start("alone", &options) else {
+        return;
+    };
+    let pid = vm.pid();
+    let victim = Victim::start_as(1500);
+    let instruction = syscall_instruction(pid);
+    let threads = threads(pid);
+    let (tid, _) = threads
+        .iter()
+        .find(|(_, kind)| *kind == ThreadKind::Vcpu)
+        .unwrap();
+    let thread = StoppedThread::stop(*tid, instruction);
+    let missing = Some(-i64::from(libc::ESRCH));
+    for other in [victim.pid(), vm.child.id().into()] {
+        let group = other.wrapping_neg();
+        for (call, arguments) in [
+            (libc::SYS_kill, [other, 0, 0, 0, 0, 0]),
+            (libc::SYS_kill, [other, 9, 0, 0, 0, 0]),
+            (libc::SYS_kill, [group, 9, 0, 0, 0, 0]),
+            (libc::SYS_tkill, [other, 9, 0, 0, 0, 0]),
+            (libc::SYS_tgkill, [other, other, 9, 0, 0, 0]),
+            (libc::SYS_pidfd_open, [other, 0, 0, 0, 0, 0]),
+            (libc::SYS_sched_getparam, [other, NONE, 0, 0, 0, 0]),
+        ] {
+            let answer = thread.inject(call, arguments);
+            assert_eq!(answer, missing, "call {call} with {arguments:?}");
+        }
+    }
+    // The process group and the parent are unknown too.
+    assert_eq!(thread.inject(libc::SYS_getpid, [0; 6]), Some(1));
+    assert_eq!(thread.inject(libc::SYS_getpgrp, [0; 6]), Some(1));
+    assert_eq!(thread.inject(libc::SYS_getppid, [0; 6]), Some(0));
+}
+
 /// The signal that the other tests suppress ends the VM with a line that names the thread and the
 /// call.
 #[test]
@@ -461,7 +520,7 @@ fn counting_outside_process_ends_vm() {
         .iter()
         .find(|(_, kind)| *kind == ThreadKind::Vcpu)
         .unwrap();
-    let thread = StoppedThread::stop(pid, tid, instruction);
+    let thread = StoppedThread::stop(tid, instruction);
     let mut registers = thread.registers;
     registers.rax = libc::SYS_perf_event_open.cast_unsigned();
     registers.orig_rax = u64::MAX;

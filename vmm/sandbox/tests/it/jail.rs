@@ -131,7 +131,13 @@ fn jail_contains_named_files_only() {
 fn jail_shows_own_process_only() {
     jailed(JailContents::default(), || {
         let own = std::process::id().to_string();
-        assert_eq!(names("/proc"), [own, "self".into()]);
+        assert_eq!(names("/proc"), [own.clone(), "self".into(), "thread-self".into()]);
+        let link = fs::read_link("/proc/thread-self").unwrap();
+        let thread = link.strip_prefix(Path::new(&own).join("task")).unwrap();
+        let thread: u32 = thread.to_str().unwrap().parse().unwrap();
+        assert_eq!(thread, sandbox::host_tid());
+        let stat = fs::read_to_string("/proc/thread-self/stat").unwrap();
+        assert!(stat.starts_with(&format!("{thread} (")), "{stat}");
         assert!(fs::read_to_string("/proc/self/status").unwrap().contains("Name:"));
         let file = memory_file();
         File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap();

@@ -8,6 +8,7 @@ mod files;
 mod jail;
 mod paths;
 mod perf_broker;
+mod pid_namespace;
 mod socket_broker;
 mod threads;
 mod workers;

@@ -57,6 +57,9 @@ fn as_a_child() {
             paths::open(path, libc::O_RDONLY | libc::O_NONBLOCK).map(drop)
         }
         "connect" => paths::connect(path).map(drop),
+        "resolve" => {
+            paths::resolve_directory(path).map(|resolved| println!("resolved {}", resolved.display()))
+        }
         "connect-by-broker" => connect_by_broker(path),
         "append" => paths::append(path, 0o600).and_then(|mut file| file.write_all(b"appended")),
         _ => paths::bind(path, Some(0o666)).map(drop),
@@ -197,6 +200,46 @@ fn file_of_root_is_not_opened_for_another_user() {
 }
 
 /// A guest reset opens the kernel and the initrd again.
+/// A shared directory is found with the rights of the user who will read it.
+#[test]
+fn directory_of_root_is_not_resolved_for_another_user() {
+    if !is_root() {
+        return;
+    }
+    let (dir, theirs) = directories();
+    fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
+    let (public, secret) = (dir.path().join("public"), dir.path().join("secret"));
+    for directory in [&public, &secret] {
+        fs::create_dir_all(directory.join("inner")).unwrap();
+    }
+    fs::set_permissions(&secret, Permissions::from_mode(0o700)).unwrap();
+    let link = |name: &str, to: &Path, owner: u32| {
+        let link = theirs.join(name);
+        symlink(to, &link).unwrap();
+        lchown(&link, Some(owner), Some(owner)).unwrap();
+        link
+    };
+    for hidden in [
+        secret.clone(),
+        secret.join("inner"),
+        link("secret", &secret.join("inner"), NOBODY),
+        link("other", &public, NOBODY - 1),
+    ] {
+        let out = child("resolve", &hidden);
+        assert!(refused(&out), "{}: {out:?}", hidden.display());
+    }
+    let own = link("public", &public.join("inner"), NOBODY);
+    for (path, target) in [(own, public.join("inner")), (theirs.clone(), theirs.clone())] {
+        let out = child("resolve", &path);
+        let said = String::from_utf8_lossy(&out.stdout);
+        assert!(out.status.success(), "{out:?}");
+        assert!(
+            said.contains(&format!("resolved {}\n", target.display())),
+            "{said}"
+        );
+    }
+}
+
 #[test]
 fn confined_thread_opens_files() {
     if !is_root() {

@@ -7,6 +7,7 @@ mod sampling;
 mod sharing;
 mod time;
 
+pub(crate) use sampling::share;
 use vpmu::ArchEvent;
 
 use super::child::ChildError;
@@ -17,9 +18,6 @@ use crate::host::Stop;
 use crate::host::{Host, Options};
 use crate::judge::whole;
 
-/// Maximum number of measurements of a time-dependent row, because other load on the host disturbs
-/// them.
-const TRIES: u32 = 3;
 /// Minimum ratio of a measurement to the overhead of an empty measurement.
 const OVERHEADS: f64 = 300.0;
 /// Number of empty measurements.
@@ -168,28 +166,6 @@ fn pace(guest: &mut MeasuringGuest, work: &'static str, cpl: u32, tsc_hz: u64) -
 
 /// Basis of an expectation in TSC ticks.
 const CPU_TIME: &str = "CPU time of the vCPU's thread, as the host's kernel accounts it, less that of a measurement of nothing, times the TSC frequency";
-/// Measures a row. Repeats a time-dependent row until it passes, at most [`TRIES`] times.
-fn measure_with_retries(
-    mut measure: impl FnMut() -> Result<ReportRow, ChildError>,
-) -> Result<ReportRow, ChildError> {
-    let mut tries = 1;
-    loop {
-        let row = measure()?;
-        if !row.is_off_in_time() || tries == TRIES {
-            return Ok(ReportRow { tries, ..row });
-        }
-        log::info!(
-            "{} by {}, {}: guest {:?}, host {:?}, expected {:?}; once more",
-            row.event,
-            row.backing,
-            row.workload,
-            row.guest,
-            row.host,
-            row.expected
-        );
-        tries += 1;
-    }
-}
 
 /// A guest counter.
 #[derive(Clone, Copy, Debug)]
@@ -206,26 +182,6 @@ impl GuestCounterId {
             Self::Fixed(n) => format!("fixed{n}"),
         }
     }
-}
-
-/// [`measure_with_retries`] for several rows of one measurement, which has the same rows each time.
-/// A repetition replaces the rows that were off, and all rows that fail independently of time.
-fn measure_all_with_retries(
-    mut measure: impl FnMut() -> Result<Vec<ReportRow>, ChildError>,
-) -> Result<Vec<ReportRow>, ChildError> {
-    let mut rows = measure()?;
-    for tries in 2..=TRIES {
-        if !rows.iter().any(ReportRow::is_off_in_time) {
-            break;
-        }
-        for (row, again) in rows.iter_mut().zip(measure()?) {
-            let broken = again.verdict == Verdict::Fail && !again.of_time;
-            if row.is_off_in_time() || broken {
-                *row = ReportRow { tries, ..again };
-            }
-        }
-    }
-    Ok(rows)
 }
 
 /// Returns the evidence for a counter of guest CPU `cpu`. The host's view of the same stopped
@@ -350,35 +306,6 @@ mod tests {
     use super::*;
     use vpmu::Vendor;
     use vpmu::events::{EventSelect, GuestEvent, UnitMask, decode};
-
-    fn row(of_time: bool, verdict: Verdict) -> ReportRow {
-        ReportRow {
-            of_time,
-            verdict,
-            ..ReportRow::new(CheckKind::Sampling, "cycles", "clock", "x")
-        }
-    }
-
-    /// A failure that is independent of time is final. A time-dependent deviation may pass at the
-    /// second attempt.
-    #[test]
-    fn only_time_dependent_failure_is_retried() {
-        use Verdict::{Fail, Pass};
-        let measured = |first: [Verdict; 2], second: [Verdict; 2]| {
-            let mut measurements = [first, second].into_iter();
-            measure_all_with_retries(|| {
-                let [time, count] = measurements.next().expect("measured too often");
-                Ok(vec![row(true, time), row(false, count)])
-            })
-            .map(|rows| [0, 1].map(|n: usize| (rows[n].verdict, rows[n].tries)))
-            .unwrap()
-        };
-        assert_eq!(measured([Pass, Pass], [Fail, Fail]), [(Pass, 1), (Pass, 1)]);
-        assert_eq!(measured([Fail, Pass], [Pass, Pass]), [(Pass, 2), (Pass, 1)]);
-        assert_eq!(measured([Fail, Fail], [Pass, Pass]), [(Pass, 2), (Fail, 1)]);
-        assert_eq!(measured([Fail, Pass], [Pass, Fail]), [(Pass, 2), (Fail, 2)]);
-        assert_eq!(measured([Pass, Fail], [Pass, Pass]), [(Pass, 1), (Fail, 1)]);
-    }
 
     /// The selectors have the encodings of the virtual PMU's events.
     #[test]

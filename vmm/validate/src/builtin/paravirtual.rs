@@ -4,10 +4,11 @@
 use vpmu::events::paravirtual_select;
 use vpmu::{ParavirtualEvent, Vendor};
 
-use super::{BOTH, Builtin, GuestCounterId, judged, measure_with_retries};
+use super::{BOTH, Builtin, GuestCounterId, judged};
 use crate::child::ChildError;
 use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OperatorEvents};
 use crate::judge::{Expectation, Tolerance};
+use crate::measure::measure_row;
 use crate::report::{CheckKind, ReportRow, ReportRows};
 
 /// Number of repetitions of the work.
@@ -99,12 +100,12 @@ impl Builtin<'_> {
             }
             let selector = select | u64::from(event.umask().0) << 8 | BOTH;
             let job = MeasurementJob::new(work, n).at(cpl).counter(selector);
-            rows.push(measure_with_retries(|| {
+            rows.push(measure_row(|| {
                 let row = ReportRow::new(CheckKind::Counting, event.name(), "paravirtual", name);
                 one(guest, event, &job, row)
             })?);
         }
-        rows.push(measure_with_retries(|| self.uncounted(guest, select))?);
+        rows.push(measure_row(|| self.uncounted(guest, select))?);
         Ok(())
     }
 

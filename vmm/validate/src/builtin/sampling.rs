@@ -3,10 +3,11 @@
 
 use vpmu::ArchEvent;
 
-use super::{BOTH, Builtin, CPU_TIME, measure_all_with_retries, selector};
+use super::{BOTH, Builtin, CPU_TIME, selector};
 use crate::child::ChildError;
 use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OperatorEvents};
 use crate::judge::{Evidence, Expectation, Tolerance, whole};
+use crate::measure::measure_rows;
 use crate::report::{CheckKind, ReportRow, ReportRows};
 
 /// CPU time of the profiled work, in ms.
@@ -47,12 +48,12 @@ impl Builtin<'_> {
         };
         let n = self.amount(guest, "spin", 3, LENGTH_MS)?;
         let period = self.host.tsc_hz / SAMPLES_PER_SECOND;
-        rows.extend(measure_all_with_retries(|| {
+        rows.extend(measure_rows(|| {
             Self::interrupt_rows(guest, backing, select, n, period)
         })?);
         let (_, text) = guest.vm.client()?.symbols()?;
         let symbols = Symbols::parse(&String::from_utf8_lossy(&text));
-        rows.extend(measure_all_with_retries(|| {
+        rows.extend(measure_rows(|| {
             self.operator_rows(guest, backing, select, n, period, &symbols)
         })?);
         Ok(())
@@ -184,7 +185,8 @@ fn check_no_spurious(row: ReportRow, spurious: u64) -> ReportRow {
     row.judged(&seen, "each PMI is for an overflow that its handler finds")
 }
 
-fn share(row: ReportRow, hits: u64, all: u64, percent: u64) -> ReportRow {
+/// Judges the share of a function with `percent` of the work in `all` samples.
+pub(crate) fn share(row: ReportRow, hits: u64, all: u64, percent: u64) -> ReportRow {
     if all < 50 {
         return row.failed("too few samples to tell");
     }

@@ -4,10 +4,11 @@ use perf_core::SharePolicy;
 use perf_core::estimate::Estimator;
 use vpmu::ArchEvent;
 
-use super::{BOTH, Builtin, CPU_TIME, GuestCounterId, judged, measure_with_retries, selector};
+use super::{BOTH, Builtin, CPU_TIME, GuestCounterId, judged, selector};
 use crate::child::ChildError;
 use crate::guest::{MeasurementJob, MeasuringGuest, OperatorEvents};
 use crate::judge::{Evidence, Expectation, Tolerance, whole};
+use crate::measure::measure_row;
 use crate::report::{CheckKind, ReportRow, ReportRows};
 use control_api::request;
 
@@ -17,6 +18,9 @@ const TURN_MS: u64 = 20;
 const LENGTH_MS: u64 = 800;
 /// Number of events beyond the number of counters.
 const EXTRA: usize = 3;
+/// Maximum tolerance of a multiplexed row, in percent of the expected count. With a larger one, nearly
+/// any count would pass.
+const MAX_SLACK_PERCENT: u64 = 50;
 /// Total number of intervals.
 const TURNS: u64 = 14;
 
@@ -110,7 +114,7 @@ impl Builtin<'_> {
             return Ok(());
         };
         let n = self.amount(guest, "busy", 3, TURN_MS)?;
-        rows.push(measure_with_retries(|| self.rotate(guest, backing, select, n))?);
+        rows.push(measure_row(|| self.rotate(guest, backing, select, n))?);
         Ok(())
     }
 
@@ -154,7 +158,8 @@ impl Builtin<'_> {
             }),
         };
         let basis = "the sum over all turns; tolerance: what turns differ by, for each that was not seen, and that of counting";
-        Ok(row.judged(&seen, basis).running(worst.running_ns, turns.now_ns))
+        let row = row.judged(&seen, basis).running(worst.running_ns, turns.now_ns);
+        Ok(undecided_if_wide(row, worst.slack, turns.all))
     }
 
     /// Counts the same vCPU as an operator, under each policy.
@@ -175,9 +180,7 @@ impl Builtin<'_> {
         ] {
             let name = policy.to_string();
             let () = guest.vm.client()?.call(request::Share { policy })?;
-            rows.push(measure_with_retries(|| {
-                self.contended(guest, backing, select, n, &name)
-            })?);
+            rows.push(measure_row(|| self.contended(guest, backing, select, n, &name))?);
         }
         let policy = SharePolicy::GuestFirst;
         let () = guest.vm.client()?.call(request::Share { policy })?;
@@ -245,9 +248,21 @@ impl Builtin<'_> {
     }
 }
 
+/// Marks a row as undecided if its tolerance is too wide for a verdict.
+fn undecided_if_wide(row: ReportRow, slack: u64, expected: u64) -> ReportRow {
+    let limit = u128::from(expected) * u128::from(MAX_SLACK_PERCENT) / 100;
+    if u128::from(slack) <= limit {
+        return row;
+    }
+    row.too_busy(format!(
+        "the host's load varied so much between the turns that the tolerance is above {MAX_SLACK_PERCENT} %"
+    ))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::judge::Verdict;
     use proptest::prelude::*;
 
     const TURN_NS: u64 = 20_000_000;
@@ -255,6 +270,26 @@ mod tests {
     fn within(turns: &MultiplexedEvents, percent: f64) -> bool {
         let worst = turns.worst(percent).unwrap();
         worst.estimate.abs_diff(turns.all) <= worst.slack
+    }
+
+    /// A tolerance of 80 % is no verdict.
+    #[test]
+    fn wide_tolerance_leaves_row_undecided() {
+        let row = |slack| {
+            let seen = Evidence {
+                guest: Some(1100),
+                host: None,
+                expected: Some(Expectation {
+                    value: 1000,
+                    tolerance: Tolerance::PercentAnd(0.0, slack),
+                }),
+            };
+            let row = ReportRow::new(CheckKind::Multiplexing, "cycles", "clock", "turns");
+            undecided_if_wide(row.judged(&seen, "time"), slack, 1000)
+        };
+        assert_eq!(row(500).verdict, Verdict::Pass);
+        assert_eq!(row(99).verdict, Verdict::Fail);
+        assert_eq!((row(800).verdict, row(800).of_time), (Verdict::TooBusy, true));
     }
 
     /// A constant rate is estimated exactly.

@@ -3,12 +3,12 @@
 use vpmu::ArchEvent;
 
 use super::{
-    BOTH, Builtin, CPU_TIME, GuestCounterId, evidence, judged, known, measure_with_retries, on_host_pmu,
-    selector, unbacked,
+    BOTH, Builtin, CPU_TIME, GuestCounterId, evidence, judged, known, on_host_pmu, selector, unbacked,
 };
 use crate::child::ChildError;
 use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OS, OperatorEvents, USR};
 use crate::judge::{Expectation, Tolerance, whole};
+use crate::measure::measure_row;
 use crate::report::{CheckKind, KNOWN, ReportRow, ReportRows};
 
 /// CPU time of a measurement, in ms.
@@ -63,19 +63,17 @@ impl Builtin<'_> {
             }
             for (work, cpl) in works {
                 let n = self.amount(guest, work, cpl, LENGTH_MS)?;
-                rows.push(measure_with_retries(|| {
+                rows.push(measure_row(|| {
                     self.general(guest, backing, event, select, work, cpl, n)
                 })?);
             }
         }
         self.fixed_rows(guest, backing, rows)?;
         if let Some(select) = selector(ArchEvent::CoreCycles, amd) {
-            rows.push(measure_with_retries(|| self.idle(guest, backing, select))?);
+            rows.push(measure_row(|| self.idle(guest, backing, select))?);
             for cpl in [0, 3] {
                 let n = self.amount(guest, "busy", cpl, LENGTH_MS)?;
-                rows.push(measure_with_retries(|| {
-                    self.level(guest, backing, select, cpl, n)
-                })?);
+                rows.push(measure_row(|| self.level(guest, backing, select, cpl, n))?);
             }
         }
         Ok(())
@@ -159,7 +157,7 @@ impl Builtin<'_> {
             if guest.hello.fixed & 1 << index == 0 || !counts {
                 continue;
             }
-            rows.push(measure_with_retries(|| {
+            rows.push(measure_row(|| {
                 let row = ReportRow::new(
                     CheckKind::Counting,
                     format!("{} (fixed {index})", event.name()),
@@ -274,7 +272,7 @@ impl Builtin<'_> {
         }
         let n = self.amount(guest, "busy", 3, LENGTH_MS)?;
         for cpu in 0..2 {
-            rows.push(measure_with_retries(|| {
+            rows.push(measure_row(|| {
                 let row = ReportRow::new(
                     CheckKind::Counting,
                     "cycles",

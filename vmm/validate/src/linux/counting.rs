@@ -5,12 +5,11 @@ use crate::builtin::on_host_pmu;
 use crate::child::ChildError;
 use crate::guest::OperatorEvents;
 use crate::judge::{Evidence, Expectation, Tolerance, Verdict, judge_unbacked, whole};
+use crate::measure::{measure_row, measure_rows};
 use crate::report::{CheckKind, KNOWN, ReportRow, ReportRows};
 use control_api::request;
 use perf_core::SharePolicy;
 
-/// Maximum number of measurements of a time-dependent row.
-const TRIES: u32 = 3;
 /// Maximum share of the TSC for an idle guest's cycles, in percent. Timer ticks cause them.
 const IDLE_PERCENT: u64 = 10;
 /// Tolerance for one privilege level under the clock backing, in percent of both levels.
@@ -44,35 +43,6 @@ fn with_share(row: ReportRow, count: Option<&Count>) -> ReportRow {
     }
 }
 
-/// Returns whether only time-dependent rows of a measurement failed. A repetition would not correct
-/// other failures.
-fn is_retryable(rows: &[ReportRow]) -> bool {
-    rows.iter().any(ReportRow::is_off_in_time)
-        && rows.iter().all(|row| row.verdict != Verdict::Fail || row.of_time)
-}
-
-/// Measures a row. Repeats a time-dependent row until it passes, at most [`TRIES`] times.
-pub(super) fn measure_with_retries(
-    mut measure: impl FnMut() -> Result<ReportRow, ChildError>,
-) -> Result<ReportRow, ChildError> {
-    let mut tries = 1;
-    loop {
-        let row = measure()?;
-        if !row.is_off_in_time() || tries == TRIES {
-            return Ok(ReportRow { tries, ..row });
-        }
-        log::info!(
-            "{}, {}: guest {:?}, host {:?}, expected {:?}; once more",
-            row.event,
-            row.workload,
-            row.guest,
-            row.host,
-            row.expected
-        );
-        tries += 1;
-    }
-}
-
 impl Linux<'_> {
     pub(super) fn counting(
         &self,
@@ -87,7 +57,7 @@ impl Linux<'_> {
             ("syscalls 1000000", "system calls"),
             ("faults 60000", "page faults"),
         ] {
-            rows.push(measure_with_retries(|| {
+            rows.push(measure_row(|| {
                 self.ticks_of(guest, backing, "cycles", program, name)
             })?);
         }
@@ -106,11 +76,11 @@ impl Linux<'_> {
                 None => row,
             });
         } else {
-            rows.push(measure_with_retries(|| {
+            rows.push(measure_row(|| {
                 self.ticks_of(guest, backing, "ref-cycles", "spin 1.5", "busy loop")
             })?);
         }
-        rows.push(measure_with_retries(|| self.idle(guest, backing))?);
+        rows.push(measure_row(|| self.idle(guest, backing))?);
         self.numbers(guest, backing, rows)?;
         Ok(())
     }
@@ -262,10 +232,8 @@ impl Linux<'_> {
         } else {
             "a counter for both levels: the loop makes no system call; this kernel keeps its tick, though"
         };
-        let mut batch = Vec::new();
-        let mut tries = 1;
-        while tries <= TRIES {
-            batch.clear();
+        rows.extend(measure_rows(|| {
+            let mut batch = Vec::new();
             let command = perf_stat_of("-C 1 -e cycles:u,cycles:k,cycles", "taskset 2 gate spin 1.5");
             let done = guest.run("levels", &command, None)?;
             let counted = counts(&done.text);
@@ -283,14 +251,10 @@ impl Linux<'_> {
                 };
                 let row = ReportRow::new(CheckKind::Counting, event, backing, "busy loop");
                 let row = row.judged(&seen, basis);
-                batch.push(with_share(ReportRow { tries, ..row }, of(&counted, event)));
+                batch.push(with_share(row, of(&counted, event)));
             }
-            if !is_retryable(&batch) {
-                break;
-            }
-            tries += 1;
-        }
-        rows.extend(batch);
+            Ok(batch)
+        })?);
         Ok(())
     }
 
@@ -301,10 +265,8 @@ impl Linux<'_> {
         backing: &'static str,
         rows: &mut ReportRows<'_>,
     ) -> Result<(), ChildError> {
-        let mut batch = Vec::new();
-        let mut tries = 1;
-        while tries <= TRIES {
-            batch.clear();
+        rows.extend(measure_rows(|| {
+            let mut batch = Vec::new();
             let command = perf_stat("-a -A -e cycles", "threads 2 4");
             let operator = OperatorEvents {
                 events: "cycles",
@@ -343,20 +305,10 @@ impl Linux<'_> {
                         })),
                     expected,
                 };
-                batch.push(with_share(
-                    ReportRow {
-                        tries,
-                        ..row.judged(&seen, HOST_CPU_TIME)
-                    },
-                    count,
-                ));
+                batch.push(with_share(row.judged(&seen, HOST_CPU_TIME), count));
             }
-            if !is_retryable(&batch) {
-                break;
-            }
-            tries += 1;
-        }
-        rows.extend(batch);
+            Ok(batch)
+        })?);
         Ok(())
     }
 
@@ -367,14 +319,14 @@ impl Linux<'_> {
         backing: &'static str,
         rows: &mut ReportRows<'_>,
     ) -> Result<(), ChildError> {
-        rows.push(measure_with_retries(|| self.scaled(guest, backing))?);
+        rows.push(measure_row(|| self.scaled(guest, backing))?);
         for policy in [
             SharePolicy::GuestFirst,
             SharePolicy::OperatorFirst,
             SharePolicy::Strict,
         ] {
             let () = guest.vm.client()?.call(request::Share { policy })?;
-            rows.push(measure_with_retries(|| {
+            rows.push(measure_row(|| {
                 self.contended(guest, backing, &policy.to_string())
             })?);
         }

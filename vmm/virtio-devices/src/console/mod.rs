@@ -3,12 +3,14 @@
 //! | module | contents |
 //! |---|---|
 //! | this module | the device and its thread |
+//! | [`escape`] | escape sequences of a terminal |
 //! | [`port`] | input for the guest, and the window size |
 //! | [`queues`] | the driver's two queues |
 //!
 //! Linux spins with a lock held until the device has consumed its output, so writes to the output
 //! sink must not block for long. The machine's console defines how unread output is handled.
 
+pub mod escape;
 pub mod port;
 pub mod queues;
 

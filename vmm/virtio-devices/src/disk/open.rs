@@ -96,8 +96,9 @@ fn users(path: &Path) -> String {
             .filter_map(|file| std::fs::metadata(file.path()).ok())
             .filter(|file| (file.dev(), file.ino()) == (wanted.dev(), wanted.ino()));
         // This process still holds the descriptor that could not be locked.
-        let others = open.count() > usize::from(pid == std::process::id());
-        if others && pid == std::process::id() {
+        let is_own = pid == sandbox::host_pid();
+        let others = open.count() > usize::from(is_own);
+        if others && is_own {
             users.push("another --disk of this VM".to_owned());
         } else if others {
             let name = std::fs::read_to_string(process.path().join("comm")).unwrap_or_default();

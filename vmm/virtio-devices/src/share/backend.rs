@@ -207,7 +207,7 @@ pub fn negotiate(stream: UnixStream) -> Result<u64, BackendError> {
 /// Returns the command line of a virtiofsd that exports `path` to clients of the socket on its
 /// standard input.
 fn command(path: &Path, read_only: bool, sandbox: Option<&str>) -> Result<Vec<OsString>, BackendError> {
-    let directory = std::fs::canonicalize(path).and_then(|whole| std::fs::read_dir(&whole).map(|_| whole));
+    let directory = sandbox::paths::resolve_directory(path);
     let directory = directory.map_err(|e| BackendError::Directory(path.into(), e))?;
     let program = PROGRAM_PATHS
         .into_iter()

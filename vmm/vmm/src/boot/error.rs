@@ -15,7 +15,7 @@ pub enum BootError {
     Image(#[from] kernel_images::ImageError),
     /// Replacing an RDPMC instruction of the kernel failed.
     #[error(transparent)]
-    Rdpmc(#[from] crate::rdpmc::RdpmcPatchError),
+    Rdpmc(#[from] guest_patching::rdpmc::RdpmcPatchError),
     /// Opening a file failed.
     #[error("cannot open {what} {}", path.display())]
     Open {

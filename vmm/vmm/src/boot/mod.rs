@@ -8,7 +8,6 @@
 mod acpi;
 mod aml;
 mod error;
-pub mod event_tables;
 pub mod layout;
 mod linux;
 mod mptable;
@@ -35,10 +34,10 @@ pub use regs::{EntryState, configure_local_apic};
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START};
 use crate::numbers::VcpuNumbers;
-use crate::rdpmc;
-use kernel_images::elf::{self, ElfImage, LoadSegment};
+use guest_patching::finder::{CodeBits, RdpmcSite, TextRange, find};
+use guest_patching::{event_tables, rdpmc, topdown_events, user_rdpmc};
+use kernel_images::elf::{self, CodeBytes, ElfImage, LoadSegment};
 use kernel_images::packed::PackedSymbols;
-use kernel_images::rdpmc::{CodeBits, CodeBytes, RdpmcSite, TextRange, find};
 use kernel_images::symbols::KernelSymbols;
 use kernel_images::{ImageDamage, ImageError, bzimage, kallsyms};
 
@@ -118,7 +117,7 @@ pub struct BootRequest<'a> {
     /// `true` if the machine has PCI functions. Linux always gets a PCI bus, because it logs errors
     /// without one.
     pub pci: bool,
-    /// `true` to replace each RDPMC by an exit on [`TRAP_PORT`](kernel_images::rdpmc::TRAP_PORT).
+    /// `true` to replace each RDPMC by an exit on [`TRAP_PORT`](guest_patching::finder::TRAP_PORT).
     pub patch_rdpmc: bool,
 }
 
@@ -177,10 +176,14 @@ pub struct LoadedGuest {
     /// Text symbols of the kernel, from its symbol table or from kallsyms. Empty if it has neither.
     pub symbols: Arc<PackedSymbols>,
     /// RDPMC instructions of the kernel, replaced or not. With `patch_rdpmc` each of them is an
-    /// exit on [`TRAP_PORT`](kernel_images::rdpmc::TRAP_PORT).
+    /// exit on [`TRAP_PORT`](guest_patching::finder::TRAP_PORT).
     pub rdpmc_sites: Vec<RdpmcSite>,
     /// Tables of perf's generic events in a Linux kernel file.
     pub event_tables: Vec<event_tables::EventTable>,
+    /// Lists of top-down events in a Linux kernel file.
+    pub topdown: Vec<topdown_events::TopdownList>,
+    /// Guest-physical address of the operand that permits RDPMC in programs, in a Linux kernel.
+    pub user_rdpmc: Option<u64>,
 }
 
 impl LoadedGuest {
@@ -505,7 +508,7 @@ fn trap_rdpmc(
     let sites = find(code, symbols, orc_ips, bits);
     if request.patch_rdpmc {
         for site in &sites {
-            rdpmc::patch(ram, site)?;
+            rdpmc::patch(ram.memory(), site)?;
         }
     }
     Ok(sites)
@@ -593,6 +596,7 @@ fn load_elf(
         &image.orc_ips,
         if linux { CodeBits::Only64 } else { CodeBits::Either },
     )?;
+    let in_linux = linux.then_some(&image.segments[..]);
     Ok(LoadedGuest {
         kind,
         entry,
@@ -602,11 +606,9 @@ fn load_elf(
         text: text_ranges(&image.code),
         symbols: Arc::new(PackedSymbols::new(&symbols)),
         rdpmc_sites,
-        event_tables: if linux {
-            event_tables::find(&image.segments)
-        } else {
-            Vec::new()
-        },
+        event_tables: in_linux.map(event_tables::find).unwrap_or_default(),
+        topdown: in_linux.map(topdown_events::find).unwrap_or_default(),
+        user_rdpmc: in_linux.and_then(|_| user_rdpmc::find(&image.code, &symbols)),
     })
 }
 
@@ -731,5 +733,7 @@ fn load_multiboot(
         symbols: Arc::new(PackedSymbols::new(&symbols)),
         rdpmc_sites,
         event_tables: Vec::new(),
+        topdown: Vec::new(),
+        user_rdpmc: None,
     })
 }

@@ -6,56 +6,15 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use virtio_devices::console::escape::{EscapeParser, KeyAction};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::standard::StandardStream;
 use super::{GuestInput, INPUT_BUFFER_BYTES};
 
-/// Ctrl-A, the prefix of commands to the VMM.
-const ESCAPE: u8 = 0x01;
-
-/// Meaning of a byte from the keyboard.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KeyAction {
-    /// Input for the guest.
-    Guest(u8),
-    /// The key sequence Ctrl-A x, which ends the VM.
-    Quit,
-    /// The key sequence Ctrl-A h, which lists the keys.
-    Help,
-    /// Part of an escape sequence.
-    Nothing,
-}
-
 /// List of the key sequences, as Ctrl-A h prints it to a terminal in raw mode.
 const KEYS: &str = "\r\nCtrl-A x       end the VM\r\nCtrl-A Ctrl-A  send Ctrl-A to the guest\r\n\
     Ctrl-A h       list the keys\r\n";
-
-/// Parser of escape sequences: Ctrl-A x ends the VM, Ctrl-A Ctrl-A sends one Ctrl-A, and Ctrl-A h
-/// lists the sequences.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct EscapeParser {
-    pending: bool,
-}
-
-impl EscapeParser {
-    /// Processes the next byte from the terminal.
-    pub fn feed(&mut self, byte: u8) -> KeyAction {
-        if !std::mem::take(&mut self.pending) {
-            if byte == ESCAPE {
-                self.pending = true;
-                return KeyAction::Nothing;
-            }
-            return KeyAction::Guest(byte);
-        }
-        match byte {
-            b'x' | b'X' => KeyAction::Quit,
-            b'h' | b'H' | b'?' => KeyAction::Help,
-            ESCAPE => KeyAction::Guest(ESCAPE),
-            _ => KeyAction::Nothing,
-        }
-    }
-}
 
 /// Standard input as an event-manager subscriber. Supports terminals, pipes, sockets and files.
 pub struct ConsoleInput {
@@ -210,27 +169,6 @@ mod tests {
 
     use super::*;
     use crate::devices::Bus;
-
-    fn keys(bytes: &[u8]) -> Vec<KeyAction> {
-        let mut escape = EscapeParser::default();
-        bytes
-            .iter()
-            .map(|b| escape.feed(*b))
-            .filter(|k| *k != KeyAction::Nothing)
-            .collect()
-    }
-
-    #[test]
-    fn escape_parser_handles_only_control_a() {
-        assert_eq!(
-            keys(b"a\x03\x04"),
-            [KeyAction::Guest(b'a'), KeyAction::Guest(3), KeyAction::Guest(4)]
-        );
-        assert_eq!(keys(b"\x01x"), [KeyAction::Quit]);
-        assert_eq!(keys(b"\x01\x01x"), [KeyAction::Guest(1), KeyAction::Guest(b'x')]);
-        assert_eq!(keys(b"\x01qz"), [KeyAction::Guest(b'z')]);
-        assert_eq!(keys(b"\x01hz"), [KeyAction::Help, KeyAction::Guest(b'z')]);
-    }
 
     struct ConsoleInputTest {
         manager: EventManager<ConsoleInput>,

@@ -29,7 +29,7 @@ use virtio_devices::console::port::ConsolePort;
 use vmm_sys_util::eventfd::EventFd;
 
 pub use backend::{Console, ConsoleError};
-pub use input::{ConsoleInput, EscapeParser, KeyAction};
+pub use input::ConsoleInput;
 pub use output::ConsoleOutput;
 pub use target::{ConsoleTarget, ConsoleTargetError};
 pub use terminal::{RawTerminal, restore_terminal, window_size};

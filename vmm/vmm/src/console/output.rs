@@ -10,10 +10,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use sandbox::ThreadKind;
+use sandbox::{ThreadKind, privileges};
 
 use super::standard::StandardStream;
-use crate::privileges;
 
 /// Size of the output buffer in bytes.
 const OUTPUT_BUFFER_BYTES: usize = 64 * 1024;

@@ -5,7 +5,9 @@
 //! |---|---|
 //! | `counts` | statistics of a vCPU's run loop |
 //! | [`server`] | the server in the VM's main loop: connections and their limits |
+//! | `events` | translation of an operator's event to one of perf-core |
 //! | `exits` | exit statistics of one connection |
+//! | `guest_view` | the guest's PMU, as the guest programmed it |
 //! | [`session`] | events of one connection |
 //! | [`processes`] | processes of the guest: their code and memory, for unwinding and symbolization |
 //!
@@ -16,7 +18,9 @@
 //! of a connection are closed with it.
 
 mod counts;
+mod events;
 mod exits;
+mod guest_view;
 pub mod processes;
 pub mod server;
 pub mod session;

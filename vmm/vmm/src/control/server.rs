@@ -28,6 +28,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use super::counts;
 use super::exits::ExitWatch;
+use super::guest_view::vcpu_view;
 use super::processes::GuestProcesses;
 use super::session::{EventSession, fail, role};
 use crate::devices::Bus;
@@ -110,7 +111,7 @@ impl ControlledVm {
             protocol: PROTOCOL,
             version: env!("CARGO_PKG_VERSION").into(),
             name: self.name.clone(),
-            pid: std::process::id(),
+            pid: sandbox::host_pid(),
             vcpus: self.registry.present().len(),
             max_vcpus: self.registry.max().into(),
             pmu: self.pmu_name.clone(),
@@ -167,6 +168,7 @@ impl ControlledVm {
         };
         let vcpus: Vec<_> = asked()
             .filter_map(|slot| slot.request_queue().view(generation))
+            .map(|view| vcpu_view(&view))
             .collect();
         GuestViews {
             complete: vcpus.len() == asked().count(),

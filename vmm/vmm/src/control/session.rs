@@ -12,9 +12,10 @@ use perf_core::{
     VcpuReading, error_line,
 };
 
+use super::events::{OperatorEvent, operator_event};
 use crate::devices::cpu_plug::VcpuSet;
 use crate::pmu::backing;
-use crate::pmu::{HostSampling, HostSamplingError, OperatorEvent, VmPmu};
+use crate::pmu::{HostSampling, HostSamplingError, VmPmu};
 use crate::vcpu::registry::{self, VcpuRegistry};
 use control_api::events::list::{self, EventGroup, EventSpec};
 use control_api::protocol::{
@@ -377,10 +378,8 @@ impl EventSession {
         sampling: Option<Sampling>,
         leader: Option<usize>,
     ) -> Result<(usize, OperatorEvent, Option<String>), EventOpenError> {
-        let mut event = self
-            .pmu
-            .operator_event(spec)
-            .map_err(|e| EventOpenError::Unsupported(error_line(&e)))?;
+        let mut event =
+            operator_event(&self.pmu, spec).map_err(|e| EventOpenError::Unsupported(error_line(&e)))?;
         let (mut ring, mut no_ring) = (None, None);
         if let (Some(_), None) = (sampling, vcpu) {
             let why = "a count of the whole VM has no samples".to_owned();

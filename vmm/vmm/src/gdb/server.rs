@@ -12,13 +12,12 @@ use gdbstub::conn::Connection;
 use gdbstub::stub::state_machine::GdbStubStateMachine;
 use gdbstub::stub::{DisconnectReason, GdbStub, MultiThreadStopReason};
 use perf_core::error_line;
-use sandbox::ThreadKind;
+use sandbox::{ThreadKind, privileges};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::target::GdbTarget;
 use crate::console::poll::wait_readable;
 use crate::console::stream::Listener;
-use crate::privileges;
 use crate::vcpu::control::{RunControl, StopReason};
 use crate::vcpu::debugger::{Debugger, VcpuStopError};
 use crate::vm::RunningVm;

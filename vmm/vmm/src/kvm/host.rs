@@ -155,6 +155,10 @@ pub fn tsc_hz(kvm: &Kvm) -> Result<u64, HostError> {
 /// disturbs every VM of the host. A halted vCPU with a local APIC does not return from `KVM_RUN`,
 /// so probe code ends with [`LEAVE`].
 ///
+/// KVM's own vPMU is off. Otherwise the VM could have a mediated vPMU, whose vCPUs KVM refuses with
+/// `EBUSY` beside another VM's hardware events or the NMI watchdog, and beside which the events of
+/// other VMs are refused.
+///
 /// # Errors
 /// Returns the error of KVM.
 pub(super) fn probe_vm(kvm: &Kvm) -> Result<VmFd, KvmIoctlError> {
@@ -169,6 +173,7 @@ pub(super) fn probe_vm(kvm: &Kvm) -> Result<VmFd, KvmIoctlError> {
             .enable_cap(&cap)
             .map_err(KvmIoctlError::of("KVM_ENABLE_CAP(KVM_CAP_SPLIT_IRQCHIP)"))?;
     }
+    disable_kvm_vpmu(kvm, &vm)?;
     Ok(vm)
 }
 
@@ -258,7 +263,6 @@ fn reaches_next_instruction(kvm: &Kvm, [first, second]: [u8; 2]) -> Result<bool,
     const ADDRESS: u64 = 0x1000;
     const SIZE: usize = 0x1000;
     let vm = probe_vm(kvm)?;
-    disable_kvm_vpmu(kvm, &vm)?;
     // VT-x without unrestricted guest mode needs guest memory for a TSS. Other hosts ignore the
     // address.
     let _ = vm.raw().set_tss_address(0xfffb_d000);

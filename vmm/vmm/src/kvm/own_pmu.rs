@@ -1,6 +1,6 @@
 //! Probes KVM's own vPMU: whether this host offers one, and which PMU models it can provide.
 //!
-//! KVM emulates its vPMU with host perf events. With Linux 6.20 and later and the right module
+//! KVM emulates its vPMU with host perf events. With Linux 7.0 and later and the right module
 //! parameter, KVM passes the hardware counters through to the guest instead (*mediated*).
 //! `KVM_GET_SUPPORTED_CPUID` describes the vPMU in the same leaves as a processor describes its
 //! PMU.
@@ -170,14 +170,19 @@ pub fn probe(kvm: &Kvm, host: &HostProbe) -> Result<KvmPmuOffer, KvmVpmuUnavaila
     let pmu = in_cpuid(&supported).ok_or(KvmVpmuUnavailable::NotInCpuid)?;
     let has = |cap| kvm.check_extension_raw(u64::from(cap)) > 0;
     Ok(KvmPmuOffer {
-        mediated: ["kvm_intel", "kvm_amd", "kvm"]
-            .iter()
-            .any(|module| parameter(module, "enable_mediated_pmu") == Some(true)),
+        mediated: is_mediated(),
         masked_filter: has(KVM_CAP_PMU_EVENT_MASKED_EVENTS),
         filter: has(KVM_CAP_PMU_EVENT_FILTER),
         pmu,
         events: CountableEvents::of_leaf_a(table(&supported)(LEAF_ARCH_PERFMON, 0)),
     })
+}
+
+/// Returns `true` if KVM gives VMs with its own vPMU a mediated one.
+pub fn is_mediated() -> bool {
+    ["kvm_intel", "kvm_amd", "kvm"]
+        .iter()
+        .any(|module| parameter(module, "enable_mediated_pmu") == Some(true))
 }
 
 /// Returns a boolean module parameter, or `None` if the module lacks it.

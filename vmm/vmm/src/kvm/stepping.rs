@@ -10,11 +10,10 @@ use kvm_bindings::{
 };
 use kvm_ioctls::{Kvm, VcpuExit};
 
+pub use guest_patching::hwbp::BREAKPOINTS;
+
 use super::host::{HostError, LEAVE};
 use super::tiny::{CODE, TinyGuest};
-
-/// Number of hardware breakpoints of a processor.
-pub const BREAKPOINTS: usize = 4;
 
 /// Single-stepping features of this host's KVM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]

@@ -5,7 +5,7 @@ use crate::kvm::cpuid::read_host;
 use crate::kvm::host::Kvm;
 use crate::kvm::own_pmu::{self, KvmPmuOffer, KvmVpmuUnavailable};
 use crate::kvm::stepping::Stepping;
-use crate::rdpmc::RdpmcMode;
+use guest_patching::rdpmc::RdpmcMode;
 use perf_core::pmu::host::HostProbe;
 use vpmu::{ArchEvent, BackingPolicy, CountableEvents, EventSources, ParavirtualEvent, Vendor};
 
@@ -110,6 +110,25 @@ pub fn check_policy(policy: BackingPolicy, probe: &HostProbe) -> Result<(), Back
     }
 }
 
+/// Returns the reason why `--backing auto` counts by the clock although the host has a PMU, or
+/// `None`.
+pub fn clock_fallback(policy: BackingPolicy, probe: &HostProbe) -> Option<String> {
+    let has_unusable_pmu = probe.hybrid || probe.mediated;
+    let reason = probe.no_slots_because.as_ref().filter(|_| has_unusable_pmu)?;
+    (policy == BackingPolicy::Auto).then(|| format!("cycles are counted by the clock: {reason}"))
+}
+
+/// Returns the effect of a VM with this policy on VMs with KVM's mediated vPMU, which this host
+/// offers if `mediated` is set, or `None` if there is none. Such a VM and host events that count
+/// guests exclude each other (`perf_create_mediated_pmu`, Linux 7.0).
+pub fn mediated_conflict(policy: BackingPolicy, probe: &HostProbe, mediated: bool) -> Option<&'static str> {
+    let opens_events = matches!(policy, BackingPolicy::Auto | BackingPolicy::Hardware) && probe.hardware_pmu;
+    (mediated && opens_events).then_some(
+        "this host's KVM offers mediated vPMUs (enable_mediated_pmu=1): while this guest counts with the host's PMU, no VM with such \
+         a vPMU can be created (EBUSY); --backing clock leaves the PMU to them",
+    )
+}
+
 /// Returns what a VM cannot count because the host denies perf events to its user, in one line with
 /// the remedy; `None` if the host allows them.
 pub fn denied_events(probe: &HostProbe) -> Option<String> {
@@ -197,6 +216,7 @@ pub fn backability(policy: BackingPolicy, probe: &HostProbe, model: Vendor, host
 #[cfg(test)]
 mod tests {
     use super::*;
+    use perf_core::pmu::MEDIATED_NEIGHBOUR;
     use perf_core::pmu::host::{GenericEvent, HostCounters};
 
     fn no_pmu() -> HostProbe {
@@ -270,6 +290,46 @@ mod tests {
             hardware(Vendor::Intel).has(ArchEvent::BusCycles)
                 && !hardware(Vendor::Amd).has(ArchEvent::BusCycles)
         );
+    }
+
+    /// Beside a VM with a mediated vPMU the host refuses events that count guests, so `auto` uses
+    /// the clock and every message names the other side and the remedy.
+    #[test]
+    fn mediated_neighbour_leaves_clock_and_report_remedy() {
+        let probe = HostProbe {
+            mediated: true,
+            no_slots_because: Some(MEDIATED_NEIGHBOUR.to_owned()),
+            ..no_pmu()
+        };
+        let auto = backability(BackingPolicy::Auto, &probe, Vendor::Intel, Vendor::Intel);
+        assert_eq!(auto, CountableEvents::CLOCK);
+        let hardware = check_policy(BackingPolicy::Hardware, &probe).unwrap_err();
+        let auto = clock_fallback(BackingPolicy::Auto, &probe).unwrap();
+        for line in [hardware.to_string(), auto] {
+            assert!(line.contains("KVM's mediated vPMU"), "{line}");
+            assert!(line.contains("enable_mediated_pmu=0"), "{line}");
+        }
+        assert_eq!(clock_fallback(BackingPolicy::Clock, &probe), None);
+        assert_eq!(clock_fallback(BackingPolicy::Auto, &no_pmu()), None);
+    }
+
+    /// A VM that counts with the host's PMU prevents neighbours with a mediated vPMU, and says so.
+    #[test]
+    fn hardware_backing_reports_conflict_with_mediated_vms() {
+        let with_pmu = HostProbe {
+            hardware_pmu: true,
+            ..no_pmu()
+        };
+        for policy in [BackingPolicy::Auto, BackingPolicy::Hardware] {
+            let line = mediated_conflict(policy, &with_pmu, true).unwrap();
+            assert!(
+                line.contains("EBUSY") && line.contains("--backing clock"),
+                "{line}"
+            );
+            assert_eq!(mediated_conflict(policy, &with_pmu, false), None);
+            assert_eq!(mediated_conflict(policy, &no_pmu(), true), None);
+        }
+        assert_eq!(mediated_conflict(BackingPolicy::Clock, &with_pmu, true), None);
     }
 
     /// A host that denies perf events still counts cycles by the clock, which needs none, and a line

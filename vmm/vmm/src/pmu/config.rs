@@ -77,13 +77,14 @@ impl PmuConfig {
         let mut core = CoreConfig {
             share: self.share,
             mux: self.mux,
-            owner_uid: control_api::peer::own_uid(),
+            owner_uid: rustix::process::geteuid().as_raw(),
             turn_ns: self
                 .turn
                 .map(|turn| u64::try_from(turn.as_nanos()).unwrap_or(u64::MAX)),
             // The VM belongs to its user, so VM-wide events reveal no more than per-vCPU events.
             paranoid: 0,
             reserved_slots: self.limits.reserved_slots,
+            pid: sandbox::host_pid(),
             ..CoreConfig::default()
         };
         if let Some(hz) = self.limits.sample_rate_hz {

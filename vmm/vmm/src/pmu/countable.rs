@@ -9,7 +9,8 @@ use vpmu::{
 };
 
 use super::backing;
-use crate::boot::event_tables::KernelTableEvent;
+use guest_patching::event_tables::KernelTableEvent;
+use guest_patching::uncounted::EventCountability;
 
 /// Generic events of a plain `perf stat`, for which a missing one is reported.
 const PERF_STAT_EVENTS: [ArchEvent; 7] = [
@@ -69,9 +70,22 @@ impl CountableKernelEvents {
         Self { filter, ..self }
     }
 
-    /// Returns `true` if `event` can be counted. `config` is its event number in the guest's
-    /// kernel.
-    pub fn can_count(&self, event: KernelTableEvent, config: u64) -> bool {
+    /// Returns `true` if the host's kernel supports the event. A host that is itself a guest
+    /// accepts any raw event number even if its virtual PMU does not count it, but its tables of
+    /// generic events are reliable.
+    fn host_supports(&self, event: KernelTableEvent) -> bool {
+        match event {
+            KernelTableEvent::Hardware(config) => {
+                let mut generic = self.probe.generic.iter();
+                generic.any(|g| g.config == config && g.opens)
+            }
+            KernelTableEvent::Cache(config) => host::cache_event_opens(config),
+        }
+    }
+}
+
+impl EventCountability for CountableKernelEvents {
+    fn can_count(&self, event: KernelTableEvent, config: u64) -> bool {
         // CPUID reports unavailable events to an Intel guest, except for reference cycles. Linux
         // uses a pseudo event number for them that only the fixed counter supports
         // (intel_pmu_event_map).
@@ -88,22 +102,15 @@ impl CountableKernelEvents {
         ways.any(|way| way.known || self.host_supports(event))
     }
 
-    /// Returns `true` if the host's kernel supports the event. A host that is itself a guest
-    /// accepts any raw event number even if its virtual PMU does not count it, but its tables of
-    /// generic events are reliable.
-    fn host_supports(&self, event: KernelTableEvent) -> bool {
-        match event {
-            KernelTableEvent::Hardware(config) => {
-                let mut generic = self.probe.generic.iter();
-                generic.any(|g| g.config == config && g.opens)
-            }
-            KernelTableEvent::Cache(config) => host::cache_event_opens(config),
-        }
+    /// Only a host PMU of the same vendor has them.
+    fn can_count_topdown(&self) -> bool {
+        // UOPS_ISSUED.ANY, which the kernel lists as topdown-slots-issued.
+        let issued = EventRequest::from_raw_config(self.vendor, 0x010E);
+        self.filter.allows(issued.selection) && self.sources.of_request(&issued).next().is_some()
     }
 
-    /// Returns the names of the events of a plain `perf stat` that cannot be counted. AMD has no
-    /// reference cycles before Zen 4.
-    pub fn missing(&self) -> Vec<&'static str> {
+    /// AMD has no reference cycles before Zen 4.
+    fn missing(&self) -> Vec<&'static str> {
         let asked = PERF_STAT_EVENTS.into_iter();
         let asked = asked.filter(|event| self.vendor == Vendor::Intel || *event != ArchEvent::RefCycles);
         asked
@@ -196,6 +203,25 @@ mod tests {
             some,
         );
         assert!(!foreign.can_count(KernelTableEvent::Cache(0), 0x81D0));
+    }
+
+    /// Events without an architectural number need a host PMU of the model's vendor.
+    #[test]
+    fn topdown_events_require_host_pmu_of_same_vendor() {
+        let some = probe(&[("cycles", 0), ("instructions", 1)]);
+        let intel = PmuModel::off(Vendor::Intel);
+        for (policy, host, probe, counted) in [
+            (BackingPolicy::Auto, Vendor::Intel, &some, true),
+            (BackingPolicy::Hardware, Vendor::Intel, &some, true),
+            (BackingPolicy::Auto, Vendor::Amd, &some, false),
+            (BackingPolicy::Clock, Vendor::Intel, &some, false),
+            (BackingPolicy::Exact, Vendor::Intel, &some, false),
+            (BackingPolicy::Auto, Vendor::Intel, &self::probe(&[]), false),
+        ] {
+            let countable =
+                CountableKernelEvents::new(&intel, host, policy, CountableEvents::NONE, probe.clone());
+            assert_eq!(countable.can_count_topdown(), counted, "{policy:?} {host:?}");
+        }
     }
 
     /// AMD's CPUID does not report individual events, so the kernel's tables must.

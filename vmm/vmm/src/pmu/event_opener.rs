@@ -17,10 +17,11 @@ use perf_core::pmu::host::{
     DirectOpener, EventOpener, HostTarget, OpenRequest, OverflowSignal, counting_is_denied_to,
     set_event_opener,
 };
-use sandbox::{PerfBroker, PerfBrokerError, PerfEventAccess, ProcessConfinement, ServiceStartError};
+use sandbox::{
+    PerfBroker, PerfBrokerError, PerfEventAccess, ProcessConfinement, ServiceStartError, privileges,
+};
 
 use super::remote_open::{RemoteOpen, current_tid};
-use crate::privileges;
 
 /// Opener of the perf events of a VM.
 #[derive(Debug)]
@@ -54,7 +55,9 @@ impl VmEventOpener {
         // Asks the kernel whether the broker can open events on this process once it is not
         // dumpable.
         let broker_is_denied = privileges::while_not_dumpable(|| counting_is_denied_to(&opener));
-        if broker_is_denied && !privileges::counting_needs_capability() {
+        let needs_capability =
+            || privileges::is_denied_without_capabilities(|| counting_is_denied_to(&DirectOpener));
+        if broker_is_denied && !needs_capability() {
             opener.counting = PerfEventAccess::OwnThread;
         }
         Ok(opener)

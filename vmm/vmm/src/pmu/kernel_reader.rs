@@ -13,9 +13,8 @@ use guest_profile::search::{self, FoundKernel, SearchError};
 use guest_profile::{GuestPhys, GuestRegs};
 use sandbox::{
     ProcessConfinement, ServiceStartError, WorkerExit, WorkerKeeper, WorkerLimits, WorkerStartError,
+    privileges,
 };
-
-use crate::privileges;
 
 /// Resource limits of one search. A distribution kernel needs 150 MiB and half a second, and thirty
 /// times as long on a fully emulated host.

@@ -8,12 +8,12 @@ mod config;
 pub mod countable;
 pub mod event_opener;
 pub mod fit;
+pub mod guest_view;
 pub mod kernel_reader;
 mod operator;
 pub mod own;
 mod regs;
 pub(crate) mod remote_open;
-mod shown;
 mod steal;
 
 use std::io;
@@ -35,21 +35,20 @@ use smallvec::SmallVec;
 use vpmu::exact::{RetiredCounts, StepOutcome};
 use vpmu::filter::FilterAction;
 use vpmu::{
-    BackingPolicy, CountableEvents, CounterIndex, Cpl, EventFilter, EventSources, MsrAddress, MsrReadOutcome,
-    MsrWriteOutcome, ParavirtualEvent, PerfCoreEvents, PmiCounts, PmiReadiness, RdpmcIndex, StateError,
-    SteppedLevels, Vendor, Vpmu,
+    BackingPolicy, CountableEvents, CounterIndex, CounterView, Cpl, EventFilter, EventSources, MsrAddress,
+    MsrReadOutcome, MsrWriteOutcome, ParavirtualEvent, PerfCoreEvents, PmiCounts, PmiReadiness, RdpmcIndex,
+    StateError, SteppedLevels, Vendor, Vpmu,
 };
 
 use crate::kvm::cpuid;
 use crate::kvm::event_filter::KvmEventFilterError;
 use crate::kvm::vcpu_fd::VcpuFd;
-use control_api::protocol::GuestCounter;
 use steal::StealClock;
 
 pub use config::{OperatorLimits, PmuConfig};
-pub use operator::{HostSampling, HostSamplingError, OperatorEvent, OperatorEventError};
+pub use operator::{HostSampling, HostSamplingError};
 pub use own::KvmVpmu;
-pub use regs::{ExitRegisters, GuestSamplingContext, SampleCache, VcpuSampleRegs};
+pub use regs::{ExitRegisters, GuestSamplingContext, KernelSearchProgress, SampleCache, VcpuSampleRegs};
 
 /// Error of setting up the PMU of a vCPU.
 #[derive(Debug, thiserror::Error)]
@@ -245,6 +244,7 @@ impl VmPmu {
             attached: None,
             changed: false,
             fed_uncounted_ns: 0,
+            step_began: None,
             fed_overflow: false,
             samples: SampleCache::default(),
         }
@@ -274,15 +274,6 @@ struct AttachedThread {
     steal: StealClock,
 }
 
-/// Result of handling overflow signals.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct OverflowSummary {
-    /// Number of guest counters that overflowed.
-    pub overflows: u32,
-    /// Segment and control registers were read.
-    pub used_system: bool,
-}
-
 /// PMU of one vCPU. All methods must be called on the vCPU thread.
 #[derive(Debug)]
 pub struct VcpuPmu {
@@ -298,6 +289,8 @@ pub struct VcpuPmu {
     changed: bool,
     /// Part of [`Vpmu::uncounted_ns`] already fed to the guest's event, in nanoseconds.
     fed_uncounted_ns: u64,
+    /// Time of the last known position of a vCPU that is stepped.
+    step_began: Option<Instant>,
     /// A count fed by the VMM has reached an armed overflow.
     fed_overflow: bool,
     /// State that samples keep for the next sample.
@@ -320,7 +313,10 @@ impl VcpuPmu {
         vm.clock.add_vcpu(vcpu, clock.clone());
         let fed = Arc::new(FedCounts::new(vpmu::fed::SELECTORS));
         vm.fed.add_vcpu(vcpu, fed.clone());
-        let context = match vm.core.add_vcpu(vcpu, clock.tid()) {
+        let added = vm
+            .core
+            .add_vcpu_recorded_as(vcpu, clock.tid(), sandbox::host_tid());
+        let context = match added {
             Ok(context) => context,
             Err(e) => {
                 self.forget();
@@ -492,14 +488,16 @@ impl VcpuPmu {
         self.vpmu.reconcile(&mut attached.events);
     }
 
-    /// Returns the privilege levels that must be stepped, as of the last reconcile.
+    /// Returns the privilege levels that must be stepped, as of the last reconcile. If there are
+    /// any, the vCPU's position is known now, and the next one is passed to [`VcpuPmu::feed_step`].
     #[inline]
-    pub fn stepped_levels(&self) -> SteppedLevels {
-        self.attached
-            .as_ref()
-            .map_or_else(SteppedLevels::default, |attached| {
-                attached.events.stepping_levels()
-            })
+    pub fn stepped_levels(&mut self) -> SteppedLevels {
+        let attached = self.attached.as_ref();
+        let levels = attached.map_or_else(SteppedLevels::default, |attached| {
+            attached.events.stepping_levels()
+        });
+        self.step_began = levels.any().then(|| self.step_began.unwrap_or_else(Instant::now));
+        levels
     }
 
     /// Returns how much may be fed at CPL 0 before an overflow.
@@ -509,17 +507,26 @@ impl VcpuPmu {
     }
 
     /// Feeds the events of a step. A resulting overflow must be handled before the next
-    /// instruction; see [`VcpuPmu::take_fed_overflow`].
+    /// instruction; see [`VcpuPmu::take_fed_overflow`]. The time of a step with an unknown outcome
+    /// is uncounted.
     pub fn feed_step(&mut self, step: &StepOutcome) {
-        if let Some(attached) = &self.attached {
+        let began = self.step_began.take();
+        if let Some(attached) = &mut self.attached {
             self.fed_overflow |= step.feed(&attached.fed);
+            if step.lost {
+                let lasted = began.map_or(Duration::ZERO, |began| began.elapsed());
+                let ns = u64::try_from(lasted.as_nanos()).unwrap_or(u64::MAX);
+                self.vpmu.lose_time(ns, &mut attached.events);
+                self.feed_uncounted();
+            }
         }
     }
 
-    /// Handles overflow signals and takes the due samples.
-    pub fn service_overflows(&mut self, fd: &VcpuFd, synced: ExitRegisters) -> OverflowSummary {
+    /// Handles overflow signals and takes the due samples. Returns `true` if segment and control
+    /// registers were read.
+    pub fn service_overflows(&mut self, fd: &VcpuFd, synced: ExitRegisters) -> bool {
         let Some(attached) = self.attached.as_mut() else {
-            return OverflowSummary::default();
+            return false;
         };
         attached.clock.after_signal();
         let began = self.samples.begin();
@@ -541,15 +548,11 @@ impl VcpuPmu {
                 }
             });
         let used_system = regs.used_system();
-        let mut overflows = 0;
         for counter in counters {
-            overflows += u32::from(self.vpmu.overflowed(counter, &mut attached.events));
+            self.vpmu.overflowed(counter, &mut attached.events);
         }
         self.samples.held(began);
-        OverflowSummary {
-            overflows,
-            used_system,
-        }
+        used_system
     }
 
     /// Counts one paravirtual event. Paravirtual events have no privilege level.
@@ -661,6 +664,11 @@ impl VcpuPmu {
         self.vpmu.defer_pmi()
     }
 
+    /// Returns the number of counter overflows; see [`Vpmu::overflow_count`].
+    pub fn overflow_count(&self) -> u64 {
+        self.vpmu.overflow_count()
+    }
+
     /// Returns the numbers of delivered, throttled and withdrawn PMIs.
     pub fn pmi_counts(&self) -> PmiCounts {
         self.vpmu.pmi_counts()
@@ -695,8 +703,8 @@ impl VcpuPmu {
         VcpuSampleRegs::new(fd, &self.vm.probe, &mut self.samples, ExitRegisters::default()).find_kernel();
     }
 
-    /// Returns the guest's programmed counters for operators.
-    pub fn view(&mut self, fd: &VcpuFd) -> Vec<GuestCounter> {
+    /// Returns the counters as the guest programmed them.
+    pub fn view(&mut self, fd: &VcpuFd) -> Vec<CounterView> {
         if self.uses_kvm_vpmu() {
             return own::registers(fd, self.vm.config.model, self.filter.clone()).map_or_else(
                 |e| {
@@ -709,8 +717,7 @@ impl VcpuPmu {
         let Some(attached) = self.attached.as_mut() else {
             return Vec::new();
         };
-        let views = self.vpmu.counters_view(&mut attached.events);
-        views.iter().map(shown::guest_counter).collect()
+        self.vpmu.counters_view(&mut attached.events)
     }
 
     /// Returns the register file.

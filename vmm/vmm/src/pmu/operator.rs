@@ -1,27 +1,11 @@
-//! Operator events: translation of an event specification (`-e`) to a perf-core event.
+//! Events of operators: sources that count them, and their sampling in the host's kernel.
 
-use perf_core::Attr;
-use perf_core::EventType;
-use perf_core::pmu::clock::ClockPmu;
 use perf_core::pmu::host::{GuestSampler, MIN_CLOCK_PERIOD_NS};
 use perf_core::pmu::{PmuError, VcpuId};
+use perf_core::{Attr, EventType};
 use vpmu::{ArchEvent, Backing, EventSource, ParavirtualEvent};
 
 use super::VmPmu;
-use control_api::events::list::{EventKind, EventSpec, HardwareEvent, SoftwareEvent};
-
-/// Perf-core description of an operator's event.
-#[derive(Clone, Debug)]
-pub struct OperatorEvent {
-    /// Event attributes, initially disabled.
-    pub attr: Attr,
-    /// Name of the backing.
-    pub backing: &'static str,
-    /// Counts are in nanoseconds.
-    pub nanoseconds: bool,
-    /// Counts are estimates even without multiplexing.
-    pub estimate: bool,
-}
 
 /// Sampling of an operator's event in the host's kernel.
 #[derive(Debug)]
@@ -54,29 +38,6 @@ pub enum HostSamplingError {
     /// The host rejected the event.
     #[error(transparent)]
     Refused(#[from] PmuError),
-}
-
-/// Reason why an operator's event cannot be counted.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum OperatorEventError {
-    /// Modifier `h` without `G`.
-    #[error("events count the guest; for the host's side use perf on the VMM's threads")]
-    HostOnly,
-    /// Modifiers `p` and `P`.
-    #[error("there is no precise sampling of a guest")]
-    Precise,
-    /// The event requires a hardware PMU, which this host lacks.
-    #[error("this host has no hardware PMU")]
-    NoPmu,
-    /// The host's PMU does not support the event, and no other backing counts it.
-    #[error("this host's PMU does not count '{0}'")]
-    NotOnHost(String),
-    /// KVM has no statistic of this name.
-    #[error("this host's KVM keeps no statistic '{0}'")]
-    NoStatistic(String),
-    /// The host has no source for the paravirtual event.
-    #[error("this host cannot count '{0}' for an operator")]
-    NoParavirtual(String),
 }
 
 impl VmPmu {
@@ -135,86 +96,24 @@ impl VmPmu {
         Err(HostSamplingError::OtherDriver)
     }
 
-    /// Translates `spec` to an event that can be counted on this host.
-    ///
-    /// # Errors
-    /// Returns [`OperatorEventError`] with the reason.
-    pub fn operator_event(&self, spec: &EventSpec) -> Result<OperatorEvent, OperatorEventError> {
-        let m = &spec.modifiers;
-        if m.host && !m.guest {
-            return Err(OperatorEventError::HostOnly);
-        }
-        if m.precise > 0 || m.precise_max {
-            return Err(OperatorEventError::Precise);
-        }
-        let (ty, config, config1, config2, backing, nanoseconds) = match &spec.kind {
-            EventKind::Hardware(event) => {
-                let way = self.generic(*event).ok_or_else(|| match self.hardware {
-                    Some(_) => OperatorEventError::NotOnHost(spec.name.clone()),
-                    None => OperatorEventError::NoPmu,
-                })?;
-                (way.ty, way.config, 0, 0, way.backing.name(), false)
-            }
-            EventKind::Cache(config) if self.hardware.is_some() => {
-                (EventType::HW_CACHE, *config, 0, 0, "hardware", false)
-            }
-            EventKind::Raw {
-                config,
-                config1,
-                config2,
-            } if self.hardware.is_some() => (EventType::RAW, *config, *config1, *config2, "hardware", false),
-            EventKind::Cache(_) | EventKind::Raw { .. } => {
-                return Err(OperatorEventError::NoPmu);
-            }
-            EventKind::Software(event) => {
-                let time = matches!(event, SoftwareEvent::CpuClock | SoftwareEvent::TaskClock);
-                (EventType::SOFTWARE, *event as u64, 0, 0, "software", time)
-            }
-            EventKind::Kvm(name) => {
-                let config = self
-                    .kvm
-                    .config(name)
-                    .ok_or_else(|| OperatorEventError::NoStatistic(name.clone()))?;
-                (EventType::KVM, config, 0, 0, "kvm-stat", false)
-            }
-            EventKind::Paravirtual(name) => {
-                let event = ParavirtualEvent::ALL.into_iter().find(|e| e.name() == *name);
-                let way = event.and_then(|event| self.sources().paravirtual_for_operator(event));
-                let way = way.ok_or_else(|| OperatorEventError::NoParavirtual((*name).to_owned()))?;
-                let backing = match way.ty {
-                    EventType::FED => "vmm",
-                    _ => way.backing.name(),
-                };
-                (way.ty, way.config, 0, 0, backing, name.ends_with("-ns"))
-            }
-        };
-        let attr = Attr {
-            ty,
-            config,
-            config1,
-            config2,
-            disabled: true,
-            pinned: m.pinned,
-            exclusive: m.exclusive,
-            exclude_user: m.exclude_user(),
-            exclude_kernel: m.exclude_kernel(),
-            exclude_idle: m.exclude_idle,
-            // Software events of the host (page faults, context switches) occur on the host; all
-            // other events count the guest.
-            exclude_host: ty != EventType::SOFTWARE,
-            ..Attr::default()
-        };
-        Ok(OperatorEvent {
-            estimate: ClockPmu::is_estimate(&attr),
-            attr,
-            backing,
-            nanoseconds,
-        })
+    /// Returns whether a hardware PMU of the host can be used.
+    pub fn has_hardware(&self) -> bool {
+        self.hardware.is_some()
     }
 
-    /// Returns the source that counts one of perf's generic events.
-    fn generic(&self, event: HardwareEvent) -> Option<EventSource> {
-        let number = event as u64;
+    /// Returns the event config of a KVM statistic; `None` if KVM has no such statistic.
+    pub fn statistic(&self, name: &str) -> Option<u64> {
+        self.kvm.config(name)
+    }
+
+    /// Returns the source that counts a paravirtual event for an operator.
+    pub fn paravirtual_source(&self, event: ParavirtualEvent) -> Option<EventSource> {
+        self.sources().paravirtual_for_operator(event)
+    }
+
+    /// Returns the source that counts one of perf's generic events for an operator. `number` is its
+    /// `PERF_COUNT_HW_*`.
+    pub fn generic_source(&self, number: u64) -> Option<EventSource> {
         match ArchEvent::ALL
             .into_iter()
             .find(|arch| arch.generic_number() == Some(number))
@@ -235,111 +134,24 @@ impl VmPmu {
 mod tests {
     use std::sync::Arc;
 
-    use control_api::events::list;
     use perf_core::pmu::clock::VcpuClock;
-    use perf_core::pmu::host::{GenericEvent, HostProbe};
-    use vm_memory::{GuestAddress, GuestMemoryMmap};
-    use vpmu::{BackingPolicy, PmuModel};
 
     use super::*;
-    use crate::pmu::{GuestSamplingContext, PmuConfig};
+    use crate::testing::pmu;
 
-    /// Returns the PMU of a VM on a host that opens these generic events, or that has no PMU if
-    /// `None`.
-    fn vm(opens: Option<&[&str]>, interprets_kernel: bool) -> VmPmu {
-        let mut probe = HostProbe::run();
-        probe.hardware_pmu = opens.is_some();
-        for GenericEvent {
-            name, opens: opened, ..
-        } in &mut probe.generic
-        {
-            *opened = opens.is_some_and(|opens| opens.contains(&name.as_str()));
+    fn clock_event() -> Attr {
+        Attr {
+            ty: EventType::CLOCK,
+            exclude_host: true,
+            ..Attr::default()
         }
-        let config = PmuConfig::new(PmuModel::INTEL, BackingPolicy::None);
-        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
-        VmPmu::new(
-            config,
-            &probe,
-            None,
-            interprets_kernel,
-            GuestSamplingContext::new(memory, None),
-        )
-    }
-
-    fn event(vm: &VmPmu, text: &str) -> Result<OperatorEvent, OperatorEventError> {
-        let groups = list::parse(text).unwrap_or_else(|e| panic!("{text}: {e}"));
-        vm.operator_event(&groups[0].events[0])
-    }
-
-    /// An operator can count everything that the host supports, independent of the guest's PMU, and
-    /// receives the name of the backing.
-    #[test]
-    fn operator_events_without_pmu_use_clock_and_software() {
-        let vm = vm(None, false);
-        for (text, backing, nanoseconds) in [
-            ("cycles", "clock", false),
-            ("ref-cycles", "clock", false),
-            ("task-clock", "software", true),
-            ("page-faults", "software", false),
-            ("io-exits", "vmm", false),
-            ("steal-ns", "software", true),
-        ] {
-            let event = event(&vm, text).unwrap_or_else(|e| panic!("{text}: {e}"));
-            assert_eq!(
-                (event.backing, event.nanoseconds),
-                (backing, nanoseconds),
-                "{text}"
-            );
-            assert!(event.attr.disabled && !event.estimate, "{text}");
-        }
-        for (text, why) in [
-            ("instructions", OperatorEventError::NoPmu),
-            ("stalled-cycles-frontend", OperatorEventError::NoPmu),
-            ("r1a8", OperatorEventError::NoPmu),
-            ("L1-dcache-load-misses", OperatorEventError::NoPmu),
-            ("kvm:exits", OperatorEventError::NoStatistic("exits".into())),
-            ("vm-exits", OperatorEventError::NoParavirtual("vm-exits".into())),
-        ] {
-            assert_eq!(event(&vm, text).unwrap_err(), why, "{text}");
-        }
-    }
-
-    #[test]
-    fn operator_event_not_on_host_is_named() {
-        let vm = vm(Some(&["cycles", "instructions"]), false);
-        for (text, ty, config) in [
-            ("cycles", EventType::HARDWARE, 0),
-            ("instructions", EventType::HARDWARE, 1),
-            ("r1a8", EventType::RAW, 0x1A8),
-            ("L1-dcache-load-misses", EventType::HW_CACHE, 0x1_0000),
-        ] {
-            let event = event(&vm, text).unwrap_or_else(|e| panic!("{text}: {e}"));
-            assert_eq!((event.attr.ty, event.attr.config), (ty, config), "{text}");
-            assert_eq!(event.backing, "hardware");
-        }
-        assert_eq!(
-            event(&vm, "branch-misses").unwrap_err(),
-            OperatorEventError::NotOnHost("branch-misses".into())
-        );
-    }
-
-    /// An event of the guest never counts the host.
-    #[test]
-    fn modifiers_select_levels_and_exclude_host() {
-        let vm = vm(None, false);
-        let user = event(&vm, "cycles:uD").unwrap();
-        assert!(user.attr.exclude_kernel && !user.attr.exclude_user && user.attr.exclude_host);
-        assert!(user.attr.pinned && user.estimate, "the clock does not see levels");
-        assert!(!event(&vm, "page-faults").unwrap().attr.exclude_host);
-        assert_eq!(event(&vm, "cycles:H").unwrap_err(), OperatorEventError::HostOnly);
-        assert_eq!(event(&vm, "cycles:pp").unwrap_err(), OperatorEventError::Precise);
     }
 
     #[test]
     fn clock_frequency_becomes_period() {
-        let vm = vm(None, false);
+        let vm = pmu(None, false);
         let at_1000_hz = || {
-            let mut attr = event(&vm, "cycles").unwrap().attr;
+            let mut attr = clock_event();
             (attr.freq, attr.sample_period) = (true, 1000);
             attr
         };
@@ -364,8 +176,8 @@ mod tests {
     #[test]
     fn host_samples_report_interpreted_kernel() {
         for interprets in [false, true] {
-            let vm = vm(None, interprets);
-            let clock = event(&vm, "cycles").unwrap().attr;
+            let vm = pmu(None, interprets);
+            let clock = clock_event();
             let refused = |attr: &Attr| vm.host_sampling(VcpuId(0), attr).unwrap_err();
             assert!(matches!(refused(&clock), HostSamplingError::NotRunning(0)));
             vm.clock

@@ -18,7 +18,6 @@ use zerocopy::IntoBytes;
 use super::kernel_reader::{KernelReadError, KernelReader};
 use crate::kvm::registers;
 use crate::kvm::vcpu_fd::VcpuFd;
-use control_api::protocol::{KernelInfo, KernelState};
 use guest_profile::locate::KernelAnchors;
 use guest_profile::mappings::{self, MappingListeners, MappingReporter};
 use guest_profile::paging::{AddressSpace, has_five_levels};
@@ -55,6 +54,19 @@ pub struct GuestSamplingContext {
     listeners: Arc<MappingListeners>,
     /// The guest used five-level page tables at the last sample.
     five_levels: Arc<AtomicBool>,
+}
+
+/// Progress of the search for the guest's kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KernelSearchProgress {
+    /// The search has not started.
+    NotStarted,
+    /// The search is running.
+    Running,
+    /// A kernel with this description was found.
+    Found(String),
+    /// No kernel was found, for this reason.
+    NotFound(String),
 }
 
 /// State of the search for the guest's kernel.
@@ -153,15 +165,16 @@ impl GuestSamplingContext {
         begin
     }
 
-    /// Returns the state of the search.
-    pub fn kernel_info(&self) -> KernelInfo {
-        let (state, detail) = match &*self.search() {
-            KernelSearch::NotYet => (KernelState::Unknown, String::new()),
-            KernelSearch::Looking => (KernelState::Looking, String::new()),
-            KernelSearch::Found(what) => (KernelState::Found, what.clone()),
-            KernelSearch::Failed(why, _) | KernelSearch::Over(why) => (KernelState::NotFound, why.clone()),
-        };
-        KernelInfo { state, detail }
+    /// Returns the progress of the search.
+    pub fn search_progress(&self) -> KernelSearchProgress {
+        match &*self.search() {
+            KernelSearch::NotYet => KernelSearchProgress::NotStarted,
+            KernelSearch::Looking => KernelSearchProgress::Running,
+            KernelSearch::Found(what) => KernelSearchProgress::Found(what.clone()),
+            KernelSearch::Failed(why, _) | KernelSearch::Over(why) => {
+                KernelSearchProgress::NotFound(why.clone())
+            }
+        }
     }
 
     /// Starts a thread that reads the running kernel from guest memory. Later samples use the
@@ -626,6 +639,15 @@ mod tests {
         assert!(probe.code(u64::MAX, 0x40_0000, 64).is_empty());
     }
 
+    /// Returns the reason of a failed search.
+    #[track_caller]
+    fn failure(probe: &GuestSamplingContext) -> String {
+        match probe.search_progress() {
+            KernelSearchProgress::NotFound(why) => why,
+            other => panic!("{other:?}"),
+        }
+    }
+
     /// A panic in a search counts as a failure, and the next search starts again.
     #[test]
     fn panicking_search_fails_and_is_retried() {
@@ -633,16 +655,15 @@ mod tests {
         let probe = GuestSamplingContext::new(memory, None);
         assert!(probe.begin_search());
         assert!(!probe.begin_search(), "one at a time");
-        assert_eq!(probe.kernel_info().state, KernelState::Looking);
+        assert_eq!(probe.search_progress(), KernelSearchProgress::Running);
         probe.look(|_| panic!("a table that nobody thought of"));
-        let info = probe.kernel_info();
-        assert_eq!(info.state, KernelState::NotFound);
-        assert!(info.detail.contains("fault of Perfvisor's"), "{}", info.detail);
+        let why = failure(&probe);
+        assert!(why.contains("fault of Perfvisor's"), "{why}");
         assert!(probe.kernel().is_none());
         std::thread::sleep(MIN_SEARCH_INTERVAL);
         assert!(probe.begin_search(), "it is looked for again");
         probe.look(|_| Err(KernelSearchError::NoRegisters));
-        assert_eq!(probe.kernel_info().state, KernelState::NotFound);
+        failure(&probe);
     }
 
     /// A permanent failure is reported once and not retried, not even for the next guest of the VM.
@@ -654,13 +675,8 @@ mod tests {
         let gone = std::io::ErrorKind::BrokenPipe;
         probe.look(|_| Err(KernelReadError::NoKeeper(gone.into()).into()));
         let told = |probe: &GuestSamplingContext| {
-            let info = probe.kernel_info();
-            assert_eq!(info.state, KernelState::NotFound);
-            assert!(
-                info.detail.contains("until the VM is started again"),
-                "{}",
-                info.detail
-            );
+            let why = failure(probe);
+            assert!(why.contains("until the VM is started again"), "{why}");
         };
         told(&probe);
         std::thread::sleep(MIN_SEARCH_INTERVAL);

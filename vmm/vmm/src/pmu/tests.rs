@@ -104,6 +104,42 @@ fn guest_reads_uncounted_time() {
     pmu.detach();
 }
 
+/// The time of a step with an unknown outcome is uncounted, so that the guest can see that its
+/// numbers have a gap.
+#[test]
+fn lost_step_is_uncounted_time() {
+    let mut pmu = pmu();
+    program(&mut pmu, ParavirtualEvent::UncountedNs);
+    pmu.step_began = Some(Instant::now());
+    std::thread::sleep(Duration::from_millis(2));
+    pmu.feed_step(&StepOutcome::default());
+    assert_eq!(read(&mut pmu), Some(0), "an explained step has no gap");
+    pmu.step_began = Some(Instant::now());
+    std::thread::sleep(Duration::from_millis(2));
+    pmu.feed_step(&StepOutcome {
+        lost: true,
+        ..StepOutcome::default()
+    });
+    let lost = read(&mut pmu).unwrap();
+    assert!(lost >= 2_000_000, "{lost}");
+    assert_eq!(pmu.step_began, None);
+    pmu.detach();
+}
+
+/// An overflow that a read finds before its signal is counted as well.
+#[test]
+fn overflow_found_by_read_is_counted() {
+    let mut pmu = pmu();
+    program(&mut pmu, ParavirtualEvent::MsrExits);
+    write(&mut pmu, IA32_PMC0, u64::from(u32::MAX));
+    pmu.reconcile();
+    assert_eq!(pmu.overflow_count(), 0);
+    // The read is an exit, which the counter counts.
+    assert_eq!(pmu.read_msr(IA32_PMC0), MsrReadOutcome::Value(0));
+    assert_eq!(pmu.overflow_count(), 1);
+    pmu.detach();
+}
+
 /// A counter of stolen time advances while the thread waits for a busy CPU, and stops when the
 /// guest selects another event.
 #[test]

@@ -137,12 +137,6 @@ pub fn pin_current_thread(cpu: usize) -> io::Result<()> {
     }
 }
 
-/// Returns the kernel thread ID of the calling thread.
-pub fn thread_id() -> u32 {
-    // SAFETY: `gettid` has no arguments and cannot fail.
-    u32::try_from(unsafe { libc::gettid() }).unwrap_or(0)
-}
-
 /// Formats ascending numbers as ranges, for example `0-3,8`.
 struct Ranges<'a>(&'a [usize]);
 

@@ -23,7 +23,7 @@ use crate::kvm::armed::ReadMsrExit;
 use crate::kvm::armed::VcpuExit;
 use crate::kvm::armed::WriteMsrExit;
 use crate::pmu::VcpuPmu;
-use kernel_images::rdpmc::TRAP_PORT;
+use guest_patching::finder::TRAP_PORT;
 
 /// CR0.PE: protected mode, clear after a reset (SDM vol. 3 §2.5).
 const CR0_PE: u64 = 1 << 0;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::kick;
 use crate::kvm::armed::VcpuExit;
 use crate::kvm::call::KvmIoctlError;
-use kernel_images::rdpmc::TRAP_PORT;
+use guest_patching::finder::TRAP_PORT;
 
 /// Defines the exit reasons: variant and name in the control protocol.
 macro_rules! reasons {

@@ -5,6 +5,9 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
+use guest_patching::gate::{GpHandlerGate, GpHandlerTrap};
+use guest_patching::running::RunningKernelPatcher;
+use guest_patching::sites::{RdpmcSites, VcpuRdpmcSites};
 use kernel_images::packed::PackedSymbols;
 use vm_memory::GuestMemoryMmap;
 use vpmu::Vendor;
@@ -13,7 +16,6 @@ use super::affinity::Pinning;
 use super::control::RunControl;
 use super::debugctl::DebugControl;
 use super::failure::{RestartError, VcpuError};
-use super::gate::{GpHandlerGate, GpHandlerTrap};
 use super::kvm_vcpu::KvmVcpu;
 use super::pmi::Lvtpc;
 use super::rdpmc::RdpmcEmulator;
@@ -22,11 +24,9 @@ use super::slot::VcpuSlot;
 use super::step::Stepper;
 use crate::boot;
 use crate::devices::Bus;
-use crate::kernels::running::RunningKernelPatcher;
 use crate::kvm::stepping::Stepping;
 use crate::kvm::vm_fd::VmFd;
 use crate::pmu::{VcpuPmu, VmPmu};
-use crate::rdpmc::sites::{RdpmcSites, VcpuRdpmcSites};
 
 /// RDPMC emulation shared by the vCPUs of a VM.
 pub struct RdpmcConfig {

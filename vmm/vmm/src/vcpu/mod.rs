@@ -18,8 +18,7 @@ mod exit;
 pub mod exit_times;
 pub mod factory;
 pub mod failure;
-pub mod gate;
-mod internal_error;
+pub mod internal_error;
 pub mod kick;
 pub mod kicker;
 pub mod kvm_vcpu;
@@ -41,8 +40,8 @@ use std::time::{Duration, Instant};
 
 use vpmu::PmiReadiness;
 
+use crate::pmu::guest_view::VcpuPmuView;
 use control::{RunState, StopReason};
-use control_api::protocol::VcpuView;
 use factory::VcpuFactory;
 use failure::{RestartError, VcpuFailure, VcpuStartError};
 use pmi::PmiDelivery;
@@ -133,8 +132,8 @@ impl Running {
         kick::take_overflow();
         pmu.take_fed_overflow();
         let synced = self.registers.synced(&mut self.fd);
-        let done = pmu.service_overflows(&self.fd, synced);
-        self.slot.stats().overflows.add(u64::from(done.overflows));
+        pmu.service_overflows(&self.fd, synced);
+        self.slot.stats().overflows.set(pmu.overflow_count());
     }
 
     /// Waits outside the guest, with its counters closed, until the machine is reset. Returns
@@ -303,7 +302,7 @@ impl Running {
         if let Some(generation) = mail.view {
             let (uncounted_ns, places_lost) = pmu.uncounted().unzip();
             let stats = self.slot.stats();
-            let view = VcpuView {
+            let view = VcpuPmuView {
                 vcpu: self.id.into(),
                 uncounted_ns,
                 places_lost,
@@ -311,6 +310,7 @@ impl Running {
                     .has_pmis()
                     .then(|| stats.pmi_nmi.get() + stats.pmi_fixed.get()),
                 counters: pmu.view(&self.fd),
+                counted_by_kvm: pmu.uses_kvm_vpmu(),
             };
             self.slot.request_queue().answer(generation, view);
         }
@@ -368,10 +368,9 @@ impl Running {
         let mut wants_system = self.registers.needs_system_sync();
         if pmu.take_fed_overflow() || signalled {
             let synced = self.registers.synced(&mut self.fd);
-            let done = pmu.service_overflows(&self.fd, synced);
-            self.slot.stats().overflows.add(u64::from(done.overflows));
             // An early timer signal needs no handling; the sample follows with the next signal.
-            wants_system |= done.used_system;
+            wants_system |= pmu.service_overflows(&self.fd, synced);
+            self.slot.stats().overflows.set(pmu.overflow_count());
         }
         self.registers.set_system_sync(&mut self.fd, wants_system);
         if pmu.registers().needs_svme() {
@@ -397,6 +396,8 @@ impl Running {
     /// Delivers a due PMI if possible.
     fn serve_pmi(&mut self, timer: &kick::KickTimer) -> Result<(), VcpuFailure> {
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
+        // A read may have found the overflow before its signal.
+        self.slot.stats().overflows.set(pmu.overflow_count());
         match pmu.pmi_ready() {
             PmiReadiness::No => {
                 self.slot.stats().pmi_withdrawn.set(pmu.pmi_counts().withdrawn);

@@ -8,12 +8,13 @@ use kvm_bindings::kvm_regs;
 use snapshot::state::SavedRdpmc;
 use vm_memory::GuestMemoryMmap;
 
-use super::gate::GpHandlerGate;
-use super::step::state::{LinearMemory, VcpuState};
-use crate::kernels::running::RunningKernelPatcher;
+use super::step::state::VcpuState;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
-use crate::rdpmc::sites::{RdpmcHit, VcpuRdpmcSites};
+use guest_patching::gate::GpHandlerGate;
+use guest_patching::linear_memory::LinearMemory;
+use guest_patching::running::RunningKernelPatcher;
+use guest_patching::sites::{RdpmcHit, VcpuRdpmcSites};
 
 /// Maximum number of consecutive PMIs for which an RDPMC is executed again. The limit guarantees
 /// progress of a guest whose counters overflow continuously.

@@ -9,15 +9,17 @@ use vpmu::MsrReadOutcome;
 use vpmu::exact::GuestMemory;
 
 use super::control::StopReason;
-use super::gate::{HandlerCheck, HandlerStop, RFLAGS_TF, TrapState, rdpmc_length};
 use super::rdpmc::{CR4_PCE, EmulatedRdpmc, PrivilegeState};
 use super::running::{ExitCompletion, LoopAction, Running};
-use super::step::state::{LinearMemory, VcpuState};
+use super::step::state::VcpuState;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
-use crate::rdpmc::sites::RdpmcHit;
+use guest_patching::finder::{MAX_INSTRUCTION_BYTES, is_out};
+use guest_patching::gate::{HandlerCheck, HandlerStop, RFLAGS_TF, TrapState, rdpmc_length};
+use guest_patching::linear_memory::LinearMemory;
+use guest_patching::registers as patching;
+use guest_patching::sites::RdpmcHit;
 use guest_profile::GuestRegs;
-use kernel_images::rdpmc::{MAX_INSTRUCTION_BYTES, is_out};
 
 /// Time in which a guest is expected to have processed the value of an RDPMC: about a dozen
 /// instructions plus the entry into the guest.
@@ -148,7 +150,7 @@ impl Running {
         let state = VcpuState::read(&self.fd)?;
         let mut changed = false;
         if let Some(gate) = &mut rdpmc.gate
-            && let HandlerCheck::Changed(breakpoint) = gate.look(&state)
+            && let HandlerCheck::Changed(breakpoint) = gate.look(&(&state).into())
         {
             changed = true;
             if let Some(breakpoint) = breakpoint {
@@ -180,24 +182,21 @@ impl Running {
         self.slot.stats().gp_intercepted.inc();
         self.registers.forget();
         let mut state = VcpuState::read(&self.fd)?;
-        if let HandlerStop::Rdpmc(read) = gate.stopped(&state, |gpa| rdpmc.sites.length_at(gpa)) {
+        let mut patched = patching::VcpuState::from(&state);
+        if let HandlerStop::Rdpmc(read) = gate.stopped(&patched, |gpa| rdpmc.sites.length_at(gpa)) {
             if is_nmi_pending {
-                read.execute_again(&mut state);
-                if read.cpl != 0 {
-                    self.fd.set_sregs(&state.sregs)?;
-                }
-                self.fd.set_regs(&state.regs)?;
+                read.execute_again(&mut patched);
+                state.update(&patched);
+                self.leave_handler(read.cpl, &state)?;
                 return Ok(LoopAction::Repeat);
             }
             let pce = state.sregs.cr4 & CR4_PCE != 0;
             if let MsrReadOutcome::Value(value) = pmu.rdpmc_at(read.index, read.cpl, pce || read.cpl == 0) {
                 self.slot.stats().rdpmc.inc();
                 self.completed = ExitCompletion::AtAnyCpl;
-                read.give(value, &mut state);
-                if read.cpl != 0 {
-                    self.fd.set_sregs(&state.sregs)?;
-                }
-                self.fd.set_regs(&state.regs)?;
+                read.give(value, &mut patched);
+                state.update(&patched);
+                self.leave_handler(read.cpl, &state)?;
                 if read.traps() {
                     self.raise_single_step()?;
                 } else {
@@ -208,7 +207,7 @@ impl Running {
             }
             self.slot.stats().gp_injected.inc();
         }
-        if gate.enter_handler(at, &mut state).is_none() {
+        if gate.enter_handler(at, &mut patched).is_none() {
             guest_log!(
                 Error,
                 "vcpu{}: the guest's handler of #GP cannot push at {:#x}",
@@ -217,8 +216,17 @@ impl Running {
             );
             return Ok(LoopAction::Stop(StopReason::TripleFault));
         }
+        state.update(&patched);
         self.fd.set_regs(&state.regs)?;
         Ok(LoopAction::Repeat)
+    }
+
+    /// Resumes the code at privilege level `cpl` whose fault entered the #GP handler.
+    fn leave_handler(&self, cpl: u8, state: &VcpuState) -> Result<(), KvmIoctlError> {
+        if cpl != 0 {
+            self.fd.set_sregs(&state.sregs)?;
+        }
+        self.fd.set_regs(&state.regs)
     }
 
     /// Emulates the RDPMC at which a hardware breakpoint stopped.
@@ -245,7 +253,8 @@ impl Running {
         // instruction.
         let mut code = [0; MAX_INSTRUCTION_BYTES];
         let readable = LinearMemory::new(&rdpmc.memory, &state).read(regs.rip, &mut code);
-        let Some(length) = rdpmc_length(&code[..readable], &state.sregs.cs) else {
+        let Some(length) = rdpmc_length(&code[..readable], &patching::VcpuState::from(&state).sregs.cs)
+        else {
             state.regs.rflags |= RFLAGS_RF;
             self.fd.set_regs(&state.regs)?;
             return Ok(LoopAction::Repeat);

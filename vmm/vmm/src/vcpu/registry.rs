@@ -11,12 +11,12 @@
 //! instruction, and a failed start has no side effects. A vCPU is removed after the guest has
 //! ejected it: its thread ends, which folds its counts, and parks the KVM vCPU.
 
-use std::fmt::Write as _;
 use std::sync::mpsc::{RecvTimeoutError, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
+use diagnostics::vcpu_names;
 use perf_core::guest_log;
 use snapshot::state::SavedVcpuPmu;
 
@@ -377,37 +377,8 @@ fn set(vcpus: impl Iterator<Item = u8>) -> VcpuSet {
     vcpus.map(VcpuSet::of).fold(VcpuSet::default(), VcpuSet::with)
 }
 
-/// Formats vCPU numbers, for example `vCPU 1`, `vCPUs 1 to 3`, or `vCPUs 0, 2`.
+/// Formats the numbers of these vCPUs, for example `vCPUs 1 to 3`.
 pub fn named(vcpus: VcpuSet) -> String {
-    let numbers: Vec<u8> = vcpus.numbers().collect();
-    match numbers.as_slice() {
-        [] => "no vCPU".into(),
-        [one] => format!("vCPU {one}"),
-        [first, .., last] if usize::from(last - first) + 1 == numbers.len() && numbers.len() > 2 => {
-            format!("vCPUs {first} to {last}")
-        }
-        [first, rest @ ..] => {
-            let mut text = format!("vCPUs {first}");
-            for vcpu in rest {
-                // Writing to a string cannot fail.
-                let _ = write!(text, ", {vcpu}");
-            }
-            text
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn vcpu_numbers_are_formatted_as_ranges() {
-        let named = |vcpus: &[u8]| super::named(set(vcpus.iter().copied()));
-        assert_eq!(named(&[]), "no vCPU");
-        assert_eq!(named(&[63]), "vCPU 63");
-        assert_eq!(named(&[1, 2]), "vCPUs 1, 2");
-        assert_eq!(named(&[1, 2, 3]), "vCPUs 1 to 3");
-        assert_eq!(named(&[0, 2, 3]), "vCPUs 0, 2, 3");
-    }
+    let numbers: Vec<u32> = vcpus.numbers().map(u32::from).collect();
+    vcpu_names(&numbers)
 }

@@ -8,7 +8,7 @@ use vpmu::EventFilter;
 
 use super::saved::SaveVcpuError;
 use crate::kvm::saved_vcpu::VcpuStateLayout;
-use control_api::protocol::VcpuView;
+use crate::pmu::guest_view::VcpuPmuView;
 
 /// Pending requests to a vCPU thread.
 #[derive(Debug, Default)]
@@ -31,7 +31,7 @@ struct Inner {
     /// Generation of the last requested view.
     asked: Option<u64>,
     /// Generation and contents of the last view.
-    seen: Option<(u64, VcpuView)>,
+    seen: Option<(u64, VcpuPmuView)>,
     /// The vCPU has settled since the last request to do so.
     settled: bool,
     /// State saved since the last request.
@@ -61,7 +61,7 @@ impl VcpuRequestQueue {
     }
 
     /// Stores the view that was requested. Called on the vCPU thread.
-    pub fn answer(&self, generation: u64, view: VcpuView) {
+    pub fn answer(&self, generation: u64, view: VcpuPmuView) {
         self.lock().seen = Some((generation, view));
     }
 
@@ -133,7 +133,7 @@ impl VcpuRequestQueue {
     }
 
     /// Returns view `generation` or a later one.
-    pub fn view(&self, generation: u64) -> Option<VcpuView> {
+    pub fn view(&self, generation: u64) -> Option<VcpuPmuView> {
         let inner = self.lock();
         let (seen, view) = inner.seen.as_ref()?;
         (*seen >= generation).then(|| view.clone())
@@ -160,12 +160,13 @@ mod tests {
         assert_eq!(request_queue.take().view, Some(2));
         assert!(!request_queue.has_requests());
         assert_eq!(request_queue.view(1), None);
-        let view = VcpuView {
+        let view = VcpuPmuView {
             vcpu: 0,
             pmis: Some(0),
             uncounted_ns: Some(0),
             places_lost: Some(0),
             counters: Vec::new(),
+            counted_by_kvm: false,
         };
         request_queue.answer(2, view.clone());
         assert_eq!(request_queue.view(1), Some(view.clone()));

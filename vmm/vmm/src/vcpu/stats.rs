@@ -40,7 +40,7 @@ counters! {
     gp_intercepted: "#GP looked at for RDPMC",
     /// PMU accesses that raised #GP.
     gp_injected: "PMU accesses answered with #GP",
-    /// Overflows of guest counters.
+    /// Overflows of guest counters, however they were found. Updated at signals and due PMIs.
     overflows: "counter overflows",
     /// PMIs delivered as NMI.
     pmi_nmi: "PMIs delivered as NMI",

@@ -30,6 +30,7 @@ impl Vcpu {
         // Shared, so that the vCPU can be recovered if the thread cannot be spawned.
         let here = Arc::new(Mutex::new(Some(self)));
         let there = here.clone();
+        let prepared = slot.clone();
         let prepare = move || {
             if let Some(cpu) = pin
                 && let Err(e) = affinity::pin_current_thread(cpu)
@@ -39,11 +40,11 @@ impl Vcpu {
             // Opened before the thread is confined, because it cannot open files later. The user of
             // the wait time reports an error.
             let _ = WaitTime::of_this_thread();
+            prepared.set_thread_id(sandbox::host_tid());
         };
         let builder = std::thread::Builder::new().name(format!("vcpu{id}"));
         let spawned = sandbox::spawn_prepared(ThreadKind::Vcpu, builder, prepare, move || {
             let Some(vcpu) = take(&there) else { return };
-            vcpu.slot.set_thread_id(affinity::thread_id());
             let vcpu = Running::new(vcpu);
             let (control, slot) = (vcpu.control.clone(), vcpu.slot.clone());
             // A panic is a bug of the VMM. It must end the VM, so that the other vCPUs do not

@@ -13,9 +13,9 @@ use crate::memory::MemoryBackingConfig;
 use crate::numbers::VcpuNumbers;
 use crate::pmu::PmuConfig;
 use crate::pmu::kernel_reader::KernelReader;
-use crate::rdpmc::RdpmcMode;
 use crate::vcpu::affinity::Pinning;
 use crate::vcpu::control::ResetPolicy;
+use guest_patching::rdpmc::RdpmcMode;
 
 /// Configuration of a VM.
 #[derive(Clone, Debug)]

@@ -12,9 +12,9 @@ use crate::kvm::event_filter::KvmEventFilterError;
 use crate::kvm::host::HostError;
 use crate::kvm::msr_filter::MsrFilterError;
 use crate::memory::MemoryError;
-use crate::rdpmc::hwbp::HardwareBreakpointError;
 use crate::vcpu::affinity::PinError;
 use crate::vcpu::registry::VcpuRegistryError;
+use guest_patching::hwbp::HardwareBreakpointError;
 
 /// Error of creating a VM.
 #[derive(Debug, thiserror::Error)]
@@ -48,8 +48,8 @@ pub enum VmError {
     Filter(#[from] KvmEventFilterError),
     /// Events that count guests use the host's PMU, which KVM's mediated vPMU needs exclusively.
     #[error(
-        "--backing kvm: the host's PMU is taken by events that count guests, and KVM's mediated vPMU needs it whole; end them (perf on \
-         the host, other VMs with --backing hardware), or use --backing auto"
+        "--backing kvm: the host's PMU is taken by events that count guests, and KVM's mediated vPMU needs it whole; end them (the NMI \
+         watchdog: sysctl kernel.nmi_watchdog=0; perf on the host; other VMs with --backing hardware or auto), or use --backing auto"
     )]
     PmuTaken,
     /// A vCPU cannot be created.

@@ -3,6 +3,11 @@
 use std::io::{self, Write};
 use std::sync::Arc;
 
+use guest_patching::hwbp::{self, HardwareBreakpointError};
+use guest_patching::rdpmc::RdpmcMode;
+use guest_patching::running::RunningKernelPatcher;
+use guest_patching::sites::RdpmcSites;
+use guest_patching::uncounted::UncountableEvents;
 use kvm_bindings::CpuId;
 use perf_core::error_line;
 use perf_core::pmu::host::HostProbe;
@@ -10,31 +15,29 @@ use snapshot::state::MachineShape;
 use virtio_devices::device::{FatalErrorCallback, VirtioDevice};
 use virtio_devices::transport::bus::PciBus;
 use virtio_devices::transport::machine::PciBackend;
-use vpmu::{BackingPolicy, Generation, PmuModel};
+use vm_memory::{Bytes, GuestAddress};
+use vpmu::{BackingPolicy, Generation, HostPmu, PmuModel};
 
 use super::begun::PendingKvmSetup;
 use super::config::VmConfig;
 use super::error::VmError;
 use crate::boot::{self, BootError, BootRequest, KernelFormat, LoadedGuest, layout};
 use crate::devices::{Bus, ports};
-use crate::kernels::running::RunningKernelPatcher;
-use crate::kernels::uncounted::UncountableEvents;
+use crate::kvm::call::KvmIoctlError;
 use crate::kvm::cpuid::{self, GuestCpuidConfig};
 use crate::kvm::host::Kvm;
-use crate::kvm::host::{self, HostError, KvmFlavour};
+use crate::kvm::host::{self, KvmFlavour};
 use crate::kvm::initial_state::InitialVcpuState;
 use crate::kvm::misc_enable;
 use crate::kvm::msr_filter::{self, MsrFilterError};
-use crate::kvm::own_pmu::{self};
+use crate::kvm::own_pmu::{self, KvmPmuOffer};
 use crate::kvm::pci_backend::KvmPciBackend;
 use crate::kvm::stats_fd::stats_fd;
 use crate::kvm::stepping::{self, BREAKPOINTS};
 use crate::kvm::vm_fd::VmFd;
 use crate::memory::GuestRam;
+use crate::pmu::countable::CountableKernelEvents;
 use crate::pmu::{GuestSamplingContext, KvmVpmu, PmuConfig, VmPmu};
-use crate::rdpmc::RdpmcMode;
-use crate::rdpmc::hwbp::{self, HardwareBreakpointError};
-use crate::rdpmc::sites::RdpmcSites;
 use crate::vcpu::control::{ResetPolicy, RunControl, StopReason};
 use crate::vcpu::debugger::Debugger;
 use crate::vcpu::factory::{RdpmcConfig, StepperConfig, VcpuFactory};
@@ -161,7 +164,7 @@ impl<'a> VmPlan<'a> {
     /// Returns the RDPMC addresses that are emulated with hardware breakpoints.
     pub(super) fn breakpoints(&self, loaded: &LoadedGuest) -> Result<Vec<u64>, HardwareBreakpointError> {
         if self.config.rdpmc == RdpmcMode::Hwbp && self.traps {
-            hwbp::addresses(&loaded.rdpmc_sites, self.config.pmu.stepping)
+            hwbp::addresses(&loaded.rdpmc_sites, self.config.pmu.stepping.breakpoints)
         } else {
             Ok(Vec::new())
         }
@@ -186,6 +189,7 @@ impl<'a> VmPlan<'a> {
     pub(super) fn hide_uncounted(&self, uncounted: &UncountableEvents, loaded: &LoadedGuest, ram: &GuestRam) {
         if self.has_pmu && needs_full_kvm(&loaded.kind) {
             uncounted.tell(&uncounted.hide(ram.memory(), &loaded.event_tables));
+            uncounted.hide_topdown(ram.memory(), &loaded.topdown);
         }
     }
 
@@ -330,7 +334,8 @@ impl<'a> VmPlan<'a> {
     }
 
     /// Returns whether RDPMC that was not replaced is emulated at the guest's #GP handler. This
-    /// needs a free breakpoint. For kernels other than Linux it must be requested by the user.
+    /// needs a free breakpoint, and a KVM whose RDPMC faults. For kernels other than Linux it must
+    /// be requested by the user.
     pub(super) fn has_gate(
         &self,
         kvm: &Kvm,
@@ -343,8 +348,40 @@ impl<'a> VmPlan<'a> {
             RdpmcMode::Off => false,
         };
         // Probing for faults creates a VM, so it runs only if the result matters.
-        let faults = self.traps && asked && rdpmc_faults(kvm, &loaded.kind)?;
+        let faults = self.traps && asked && host::rdpmc_faults(kvm)?;
         Ok(faults && !self.stepped && breakpoints < BREAKPOINTS)
+    }
+
+    /// Makes a Linux kernel withdraw `cap_user_rdpmc` if RDPMC in programs is not emulated, so that
+    /// programs that respect it read counters with read(2). Returns `true` if the kernel was
+    /// changed.
+    pub(super) fn withdraw_user_rdpmc(&self, gate: bool, loaded: &LoadedGuest, ram: &GuestRam) -> bool {
+        if gate || !self.traps || !needs_full_kvm(&loaded.kind) {
+            return false;
+        }
+        let Some(at) = loaded.user_rdpmc.map(GuestAddress) else {
+            return false;
+        };
+        ram.memory().read_obj::<u32>(at).ok() == Some(1) && ram.memory().write_obj(0u32, at).is_ok()
+    }
+
+    /// Logs that RDPMC in the programs of a Linux guest is not emulated, and whether the kernel
+    /// announces it.
+    pub(super) fn log_user_rdpmc(&self, gate: bool, loaded: &LoadedGuest, withdrawn: bool) {
+        if gate || !self.traps || !needs_full_kvm(&loaded.kind) {
+            return;
+        }
+        let effect = if self.stepped {
+            "get SIGSEGV: --backing exact does not emulate it"
+        } else {
+            "read counters that do not count: this host's KVM answers it (AMD-V in Linux 6.1; fixed in 6.12), or no breakpoint is free"
+        };
+        let remedy = if withdrawn {
+            "the kernel does not announce it (cap_user_rdpmc is 0)"
+        } else {
+            "`echo 0 >/sys/bus/event_source/devices/cpu/rdpmc` in the guest makes them use read(2)"
+        };
+        log::warn!("programs of the guest that use RDPMC {effect}; {remedy}");
     }
 
     /// Creates and configures KVM's vCPU `id`.
@@ -356,10 +393,9 @@ impl<'a> VmPlan<'a> {
         id: u8,
     ) -> Result<KvmVcpu, VmError> {
         let config = self.config;
-        let vcpu = fd.create_vcpu(id).map_err(|e| match &config.own_pmu {
-            Some(own) if own.mediated && e.errno() == libc::EBUSY => VmError::PmuTaken,
-            _ => e.into(),
-        })?;
+        let vcpu = fd
+            .create_vcpu(id)
+            .map_err(|e| vcpu_error(e, config.own_pmu.as_ref()))?;
         let tsc_khz = vcpu.get_tsc_khz()?;
         let cpu = GuestCpuidConfig {
             pmu: &parts.model,
@@ -399,12 +435,14 @@ impl<'a> VmPlan<'a> {
     pub(super) fn uncounted(&self, probe: &HostProbe) -> UncountableEvents {
         let VmConfig { pmu, backability, .. } = self.config;
         let hides = self.config.hide_uncounted;
-        let uncounted = UncountableEvents::new(&pmu.model, pmu.policy, *backability, probe.clone(), hides);
-        if pmu.hides_denied {
-            uncounted.within(pmu.filter.clone())
+        let host = HostPmu::vendor(&mut cpuid::read_host);
+        let countable = CountableKernelEvents::new(&pmu.model, host, pmu.policy, *backability, probe.clone());
+        let countable = if pmu.hides_denied {
+            countable.within(pmu.filter.clone())
         } else {
-            uncounted
-        }
+            countable
+        };
+        UncountableEvents::new(pmu.model.vendor(), Box::new(countable), hides)
     }
 
     /// Returns the parts of RDPMC emulation, or `None` if KVM handles RDPMC.
@@ -440,6 +478,15 @@ impl<'a> VmPlan<'a> {
     }
 }
 
+/// Converts an error of KVM_CREATE_VCPU. KVM refuses the first vCPU of a VM with a mediated vPMU
+/// while events count guests.
+fn vcpu_error(error: KvmIoctlError, own: Option<&KvmPmuOffer>) -> VmError {
+    match own {
+        Some(own) if own.mediated && error.errno() == libc::EBUSY => VmError::PmuTaken,
+        _ => error.into(),
+    }
+}
+
 /// Returns whether a kernel of this kind needs a KVM that runs CPL 0 natively. Linux does, because
 /// it uses instructions that KVM's emulator lacks.
 pub(super) fn needs_full_kvm(kind: &KernelFormat) -> bool {
@@ -454,20 +501,6 @@ pub(super) fn statistics(of: &impl std::os::fd::AsRawFd) -> Option<std::os::fd::
         .ok()
 }
 
-/// Returns whether RDPMC outside the kernel's text faults, so that it can be emulated. Otherwise
-/// user programs read counters that do not count. This is a property of the host; `check` and `run
-/// -v` report it.
-pub(super) fn rdpmc_faults(kvm: &Kvm, kind: &KernelFormat) -> Result<bool, HostError> {
-    let faults = host::rdpmc_faults(kvm)?;
-    if !faults && needs_full_kvm(kind) {
-        log::warn!(
-            "programs of the guest that use RDPMC read counters that do not count: this host's KVM answers it (AMD-V in Linux 6.1; \
-             fixed in 6.12); `echo 0 >/sys/bus/event_source/devices/cpu/rdpmc` in the guest makes them use read(2)"
-        );
-    }
-    Ok(faults)
-}
-
 /// Limits halt polling in KVM, which would otherwise count as guest cycles.
 fn limit_halt_polling(vm: &VmFd, limit_ns: u32) {
     if let Err(e) = vm.limit_halt_polling(limit_ns) {
@@ -480,10 +513,38 @@ fn limit_halt_polling(vm: &VmFd, limit_ns: u32) {
 
 #[cfg(test)]
 mod tests {
-    use vpmu::Vendor;
+    use vpmu::{CountableEvents, HostPmu, Vendor};
 
     use super::*;
     use crate::testing;
+
+    /// Only a mediated vPMU needs the host's PMU whole. The error names all possible holders.
+    #[test]
+    fn busy_vcpu_of_mediated_vm_names_holders_of_pmu() {
+        let line = |mediated, errno| {
+            let own = KvmPmuOffer {
+                mediated,
+                masked_filter: true,
+                filter: true,
+                pmu: HostPmu {
+                    generation: Generation::AmdV2,
+                    general: 6,
+                    fixed_bitmap: 0,
+                    width: 48,
+                },
+                events: CountableEvents::NONE,
+            };
+            let error = KvmIoctlError::with_errno("KVM_CREATE_VCPU", errno);
+            error_line(&vcpu_error(error, Some(&own)))
+        };
+        let taken = line(true, libc::EBUSY);
+        for holder in ["kernel.nmi_watchdog=0", "perf on the host", "--backing hardware"] {
+            assert!(taken.contains(holder), "{taken}");
+        }
+        for (mediated, errno) in [(true, libc::EINVAL), (false, libc::EBUSY)] {
+            assert!(line(mediated, errno).starts_with("KVM_CREATE_VCPU failed"));
+        }
+    }
 
     /// A Linux kernel without RDPMC emulation crashes at its first counter read.
     #[test]

@@ -18,7 +18,6 @@ use super::error::VmError;
 use super::plan::{VmPlan, needs_full_kvm};
 use crate::boot;
 use crate::devices::Bus;
-use crate::kernels::uncounted::UncountableEvents;
 use crate::kvm::chips::IrqchipState;
 use crate::kvm::vm_fd::VmFd;
 use crate::memory::GuestRam;
@@ -26,6 +25,7 @@ use crate::pmu::VmPmu;
 use crate::vcpu::control::{RunControl, StopReason};
 use crate::vcpu::factory::VcpuFactory;
 use crate::vcpu::registry::VcpuRegistry;
+use guest_patching::uncounted::UncountableEvents;
 
 /// Maximum number of logged restarts. A guest may reset in a loop.
 const MAX_LOGGED_RESTARTS: u64 = 16;
@@ -107,6 +107,8 @@ impl RestartContext {
         }
         if self.needs_full_kvm && plan.has_pmu {
             self.uncounted.hide(ram.memory(), &loaded.event_tables);
+            self.uncounted.hide_topdown(ram.memory(), &loaded.topdown);
+            plan.withdraw_user_rdpmc(self.gate, &loaded, ram);
         }
         self.chips.restore(&self.fd)?;
         pmu.probe().forget();

@@ -4,8 +4,9 @@
 use std::fs::File;
 use std::sync::Arc;
 
+use guest_patching::finder::TextRange;
+use guest_patching::sites;
 use kernel_images::packed::PackedSymbols;
-use kernel_images::rdpmc::TextRange;
 use snapshot::memory::{self, MemoryFileError};
 use snapshot::state::{MachineShape, SavedFilter, SavedKernel, SavedMachine, SavedVcpu, SavedVcpuPmu};
 use vpmu::filter::{FilterAction, FilterEntrySpec, FilterError, FilterSpec};
@@ -22,7 +23,6 @@ use crate::kvm::saved_vcpu::{RestoreVcpuError, VcpuStateLayout};
 use crate::kvm::vm_fd::VmFd;
 use crate::memory::GuestRam;
 use crate::pmu::VmPmu;
-use crate::rdpmc::sites;
 use crate::vcpu::kvm_vcpu::KvmVcpu;
 use crate::vcpu::saved::cpuid_leaf;
 
@@ -244,6 +244,8 @@ fn loaded_guest(saved: &SavedKernel, pci: bool) -> Result<LoadedGuest, RestoreEr
         rdpmc_sites: sites::from_saved(&saved.rdpmc_sites)
             .ok_or(RestoreError::Impossible("RDPMC instructions"))?,
         event_tables: Vec::new(),
+        topdown: Vec::new(),
+        user_rdpmc: None,
     })
 }
 

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use kernel_images::rdpmc;
+use guest_patching::finder;
 use test_support::kernels::{
     self, EM_386, EM_X86_64, ElfSegment, LINUX_CODE, MULTIBOOT_CODE, MULTIBOOT_RDPMC, PVH_CODE, PVH_ENTRY,
 };
@@ -82,7 +82,7 @@ fn run_by(
     // A few dozen exits are expected. The limit makes a faulty guest fail instead of hang.
     for _ in 0..10_000 {
         let outcome = match vcpu.run().why.unwrap() {
-            VcpuExit::IoOut(rdpmc::TRAP_PORT, _) => {
+            VcpuExit::IoOut(finder::TRAP_PORT, _) => {
                 let mut regs = vcpu.get_regs().unwrap();
                 traps.push(regs.rcx);
                 regs.rax = COUNTER & 0xFFFF_FFFF;

@@ -7,7 +7,8 @@
 
 use std::path::{Path, PathBuf};
 
-use kernel_images::rdpmc;
+use guest_patching::{finder, topdown_events};
+use kernel_images::elf::CodeBytes;
 use kernel_images::symbols::KernelSymbols;
 use test_support::skip;
 use vm_memory::{Bytes, GuestAddress};
@@ -83,7 +84,7 @@ fn only_real_rdpmc_instructions_are_replaced() {
         ram.memory()
             .read_slice(&mut after, GuestAddress(text.phys))
             .unwrap();
-        pairs += before.windows(2).filter(|w| *w == rdpmc::RDPMC).count();
+        pairs += before.windows(2).filter(|w| *w == finder::RDPMC).count();
         for (i, (a, b)) in before.chunks(4096).zip(after.chunks(4096)).enumerate() {
             if a != b {
                 let page = text.virt + 4096 * i as u64;
@@ -91,11 +92,8 @@ fn only_real_rdpmc_instructions_are_replaced() {
             }
         }
     }
-    let mut expected: Vec<u64> = loaded
-        .rdpmc_sites
-        .iter()
-        .flat_map(|s| [s.virt, s.virt + 1])
-        .collect();
+    // The trap differs from RDPMC in its first byte.
+    let mut expected: Vec<u64> = loaded.rdpmc_sites.iter().map(|site| site.virt).collect();
     changed.sort_unstable();
     expected.sort_unstable();
     assert_eq!(changed, expected, "only the sites may change");
@@ -106,6 +104,24 @@ fn only_real_rdpmc_instructions_are_replaced() {
     // Distribution kernels with PARAVIRT_XXL have one RDPMC; other kernels have it inlined.
     assert!(pairs > loaded.rdpmc_sites.len());
     assert!(loaded.rdpmc_sites.len() <= 8);
+}
+
+/// A distribution kernel has several lists of top-down events. They become empty,
+/// and the permission of RDPMC in programs is a constant in the kernel.
+#[test]
+fn topdown_events_and_rdpmc_permission_are_found() {
+    let Some(path) = kernel() else { return };
+    let (ram, loaded) = load(&path, false);
+    assert!(loaded.topdown.len() >= 4, "{:x?}", loaded.topdown);
+    let hidden = topdown_events::hide(ram.memory(), &loaded.topdown);
+    assert_eq!(hidden, loaded.topdown.len());
+    assert_eq!(
+        topdown_events::hide(ram.memory(), &loaded.topdown),
+        0,
+        "they are empty"
+    );
+    let permission = GuestAddress(loaded.user_rdpmc.unwrap());
+    assert_eq!(ram.memory().read_obj::<u32>(permission).unwrap(), 1);
 }
 
 #[test]
@@ -154,18 +170,18 @@ fn unwind_tables_symbols_and_plain_decoding_agree() {
             bytes
         })
         .collect();
-    let text: Vec<rdpmc::CodeBytes<'_>> = loaded
+    let text: Vec<CodeBytes<'_>> = loaded
         .text
         .iter()
         .zip(&text)
-        .map(|(t, bytes)| rdpmc::CodeBytes {
+        .map(|(t, bytes)| CodeBytes {
             virt: t.virt,
             phys: t.phys,
             bytes,
         })
         .collect();
     let places = |symbols: &KernelSymbols| -> Vec<u64> {
-        rdpmc::find(&text, symbols, &[], rdpmc::CodeBits::Only64)
+        finder::find(&text, symbols, &[], finder::CodeBits::Only64)
             .iter()
             .map(|s| s.virt)
             .collect()

@@ -7,6 +7,7 @@ use std::os::unix::fs::FileExt as _;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use guest_patching::rdpmc::RdpmcMode;
 use perf_core::error_line;
 use perf_core::pmu::host::HostProbe;
 use snapshot::state::SavedMachine;
@@ -14,7 +15,6 @@ use test_support::skip;
 use vmm::boot::KernelSource;
 use vmm::kvm::host;
 use vmm::pmu::PmuConfig;
-use vmm::rdpmc::RdpmcMode;
 use vmm::vcpu::control::StopReason;
 use vmm::vcpu::kick;
 use vmm::vm::restore::RestoredMachine;

@@ -46,6 +46,19 @@ pub fn said(command: &mut Command) -> (Option<i32>, String) {
     (out.status.code(), text)
 }
 
+/// Returns the child processes of `pid`, zombies among them, with their names.
+pub fn children(pid: u32) -> Vec<(u32, String)> {
+    let processes = std::fs::read_dir("/proc").unwrap().flatten();
+    let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let child = |number: u32| {
+        let stat = std::fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
+        let (name, rest) = stat.split_once('(')?.1.rsplit_once(") ")?;
+        let parent: u32 = rest.split(' ').nth(1)?.parse().ok()?;
+        (parent == pid).then(|| (number, name.to_owned()))
+    };
+    numbers.filter_map(child).collect()
+}
+
 /// Collects the standard error of a child on a thread, so that the pipe never fills.
 pub struct StderrLines {
     lines: Arc<Mutex<Vec<String>>>,
@@ -131,9 +144,21 @@ impl VmProcess {
         command
     }
 
+    /// Returns the ID of the process that runs the VM. In a jail with a PID namespace, the started
+    /// process supervises that process.
+    pub fn pid(&self) -> u32 {
+        let own = self.child.id();
+        let first = |(pid, _): &(u32, String)| {
+            let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+            let ids = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+            ids.is_some_and(|ids| ids.split_whitespace().nth(1) == Some("1"))
+        };
+        children(own).into_iter().find(first).map_or(own, |(pid, _)| pid)
+    }
+
     /// Returns the number of open descriptors of the process.
     pub fn descriptors(&self) -> usize {
-        let files = std::fs::read_dir(format!("/proc/{}/fd", self.child.id()));
+        let files = std::fs::read_dir(format!("/proc/{}/fd", self.pid()));
         files.unwrap().count()
     }
 
@@ -191,7 +216,7 @@ impl SpinningVm {
 
     /// Returns the CPU time consumed by the first vCPU's thread.
     pub fn cpu_time(&self) -> Duration {
-        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
         let of_vcpu = |task: std::io::Result<std::fs::DirEntry>| {
             let path = task.ok()?.path();
             let name = std::fs::read_to_string(path.join("comm")).ok()?;

@@ -5,6 +5,7 @@ use super::*;
 use crate::host::Host;
 use crate::host::tests::{clock_host, hardware_host};
 use crate::linux::tests::{ScriptedValues, perf_line};
+use crate::measure::MEASUREMENTS;
 
 fn row(of_time: bool, verdict: Verdict) -> ReportRow {
     ReportRow {
@@ -12,35 +13,6 @@ fn row(of_time: bool, verdict: Verdict) -> ReportRow {
         verdict,
         ..ReportRow::new(CheckKind::Counting, "cycles", "clock", "busy")
     }
-}
-
-/// Only a time-dependent failure is measured again.
-#[test]
-fn only_time_dependent_rows_are_retried() {
-    use Verdict::{Fail, Pass};
-    let again = |first, second| is_retryable(&[first, second]);
-    assert!(again(row(true, Fail), row(true, Pass)));
-    assert!(!again(row(true, Pass), row(true, Pass)));
-    assert!(!again(row(true, Fail), row(false, Fail)));
-    assert!(!again(row(false, Fail), row(false, Pass)));
-}
-
-/// The row shows the number of tries, and the last one decides.
-#[test]
-fn tries_are_shown_and_bounded() {
-    let mut measured = 0;
-    let shown = measure_with_retries(|| {
-        measured += 1;
-        Ok(row(true, Verdict::Fail))
-    })
-    .unwrap();
-    assert_eq!(
-        (measured, shown.tries, shown.verdict),
-        (TRIES, TRIES, Verdict::Fail)
-    );
-    let mut verdicts = [Verdict::Fail, Verdict::Pass].into_iter();
-    let shown = measure_with_retries(|| Ok(row(true, verdicts.next().unwrap()))).unwrap();
-    assert_eq!((shown.tries, shown.verdict), (2, Verdict::Pass));
 }
 
 /// The first line of an event is used, with its share of running time.
@@ -90,13 +62,14 @@ fn cycles_by_the_clock_are_the_programs_time() {
         "2 % are allowed"
     );
     let late = row(SECOND + SECOND / 40, SECOND + SECOND / 40);
-    assert!(late.is_off_in_time(), "more are a matter of time: {late:?}");
+    assert_eq!(
+        (late.verdict, late.of_time),
+        (Verdict::Fail, true),
+        "more are a matter of time"
+    );
     let apart = row(SECOND, SECOND + 1);
     assert_eq!(apart.reason.as_deref(), Some("guest and host differ"));
-    assert!(
-        !apart.is_off_in_time(),
-        "and no other measurement makes that right"
-    );
+    assert!(!apart.of_time, "no other measurement makes that right");
 }
 
 /// On hardware the processor's clock is not the TSC, so the reference is the host's own event on
@@ -243,7 +216,7 @@ fn numbers_on_hardware_are_those_of_the_loop() {
         Some("off the expectation"),
         "3 % are not 2 %"
     );
-    assert!(!rows[0].is_off_in_time(), "instructions do not go with time");
+    assert!(!rows[0].of_time, "instructions do not depend on time");
 }
 
 /// A program at one level counts only there. The row reports whether the CPU had a tick.
@@ -264,7 +237,7 @@ fn a_level_counts_what_runs_at_it() {
     let good = rows(960, 40, "1\n");
     assert!(
         good.iter()
-            .all(|row| row.verdict == Verdict::Pass && row.tries == 1),
+            .all(|row| row.verdict == Verdict::Pass && row.measurements == MEASUREMENTS),
         "{good:?}"
     );
     assert!(good[0].basis.ends_with("its CPU has no tick"));
@@ -272,7 +245,7 @@ fn a_level_counts_what_runs_at_it() {
     assert!(
         leaking
             .iter()
-            .all(|row| row.verdict == Verdict::Fail && row.tries == TRIES),
+            .all(|row| row.verdict == Verdict::Fail && row.measurements == MEASUREMENTS),
         "{leaking:?}"
     );
     assert!(leaking[0].basis.contains("keeps its tick"));
@@ -297,7 +270,7 @@ fn swapped_cpu_counts_fail() {
     assert!(good.iter().all(|row| row.verdict == Verdict::Pass), "{good:?}");
     for row in rows(700, 500) {
         assert_eq!(
-            (row.reason.as_deref(), row.tries),
+            (row.reason.as_deref(), row.measurements),
             (Some("guest and host differ"), 1),
             "{row:?}"
         );

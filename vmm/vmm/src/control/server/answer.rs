@@ -11,12 +11,13 @@ use vpmu::EventFilter;
 use super::{Connection, ControlServer, FdSource, RequestOutcome, SocketAccess};
 use crate::control::exits::{ExitCountSnapshot, ExitWatch};
 use crate::control::session::{EventSession, EventTargets, fail, role};
-use crate::pmu::VmPmu;
+use crate::pmu::{KernelSearchProgress, VmPmu};
 use crate::vcpu::control::{RunState, StopReason};
 use crate::vcpu::registry::VcpuRegistryError;
 use control_api::peer;
 use control_api::protocol::{
-    Call, CodeInfo, Failure, FailureKind, Generation, MAX_CODE, PROTOCOL, SymbolsInfo, VcpuExits,
+    Call, CodeInfo, Failure, FailureKind, Generation, KernelInfo, KernelState, MAX_CODE, PROTOCOL,
+    SymbolsInfo, VcpuExits,
 };
 
 /// Requests for the connection's own events.
@@ -280,7 +281,7 @@ impl ControlServer {
             first.request_queue().request_kernel_search();
             vm.deliver();
         }
-        value(probe.kernel_info())
+        value(kernel_info(probe.search_progress()))
     }
 
     /// Returns the PMU of the VM.
@@ -332,6 +333,17 @@ impl ControlServer {
         self.symbols = Some((of_running, loaded, info, text));
         Ok(RequestOutcome::WithFd(value, FdSource::File(file)))
     }
+}
+
+/// Converts the progress of the search for the guest's kernel.
+fn kernel_info(progress: KernelSearchProgress) -> KernelInfo {
+    let (state, detail) = match progress {
+        KernelSearchProgress::NotStarted => (KernelState::Unknown, String::new()),
+        KernelSearchProgress::Running => (KernelState::Looking, String::new()),
+        KernelSearchProgress::Found(what) => (KernelState::Found, what),
+        KernelSearchProgress::NotFound(why) => (KernelState::NotFound, why),
+    };
+    KernelInfo { state, detail }
 }
 
 /// Rejects requests that change the VM, take samples or read its memory. Sampling includes memory

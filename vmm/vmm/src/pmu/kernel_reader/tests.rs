@@ -4,8 +4,8 @@
 use std::process::Command;
 
 use super::*;
-use crate::testing::kallsyms;
 use sandbox::Mode;
+use test_support::kernels::kallsyms;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 /// Failures of successive workers, read by `sandbox::worker_fault`.

@@ -6,11 +6,12 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 use vpmu::exact::{GuestMemory, StepOutcome};
 
 use super::debug::{DebugRequest, GuestDebug};
-use super::state::{LinearMemory, VcpuState};
+use super::state::VcpuState;
 use super::stepper::{GateStopMethod, NMI, RFLAGS_IF, StepError, Stepper};
 use crate::kvm::stepping::BREAKPOINTS;
 use crate::kvm::vcpu_fd::VcpuFd;
-use kernel_images::rdpmc::TRAP;
+use guest_patching::finder::TRAP;
+use guest_patching::linear_memory::LinearMemory;
 
 /// Number of steps between two interrupts of the local APIC timer. Stepped code runs slower than
 /// real time by three to five orders of magnitude, so an unthrottled timer would leave the guest

@@ -37,9 +37,10 @@ use vpmu::exact::{CpuState, InstructionClass, RetiredCounts, StepOutcome};
 use crate::kvm::armed::ArmedVcpu;
 use crate::kvm::vcpu_fd::VcpuFd;
 use debug::{DebugRequest, GuestDebug};
+use guest_patching::finder::TRAP;
+use guest_patching::linear_memory::LinearMemory;
 use interrupts::is_halted;
-use kernel_images::rdpmc::TRAP;
-use state::{LinearMemory, UnreadableMemory, VcpuState};
+use state::{UnreadableMemory, VcpuState};
 use stepper::{
     CurrentStep, KernelReturn, RFLAGS_IF, RFLAGS_TF, SteppingMode, UserCodeState, UserReturn, apply,
 };

@@ -16,10 +16,11 @@ use vpmu::exact::{CpuState, GuestMemory, RetiredCounts, StepOutcome};
 
 use super::debug::{DebugRequest, GuestDebug};
 use super::decoded::{CurrentRun, MIN_RUN_LENGTH, is_at};
-use super::state::{LinearMemory, UnreadableMemory, VcpuState};
+use super::state::{UnreadableMemory, VcpuState};
 use super::stepper::{RFLAGS_TF, StepError, Stepper, SteppingMode, UserCodeState};
 use crate::kvm::stepping::BREAKPOINTS;
 use crate::kvm::vcpu_fd::VcpuFd;
+use guest_patching::linear_memory::LinearMemory;
 
 /// DR7.L0 to G3: breakpoint enable bits (SDM vol. 3 §19.2.4).
 const DR7_ENABLED: u64 = 0xff;

@@ -6,10 +6,11 @@ use vpmu::exact::{CpuState, GuestMemory, InstructionClass, StepMeter};
 
 use super::debug::{DebugRequest, GuestDebug};
 use super::decoded::{CurrentRun, RunCache};
-use super::state::{LinearMemory, SyncedRegisters, VcpuState};
+use super::state::{SyncedRegisters, VcpuState};
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::stepping::Stepping;
 use crate::kvm::vcpu_fd::VcpuFd;
+use guest_patching::linear_memory::LinearMemory;
 
 pub(super) const RFLAGS_IF: u64 = 1 << 9;
 pub(super) const RFLAGS_TF: u64 = 1 << 8;

@@ -4,10 +4,11 @@
 use vpmu::exact::{CpuState, StepMeter, StepOutcome};
 
 use super::debug::{DebugRequest, GuestDebug};
-use super::state::{LinearMemory, UnreadableMemory, VcpuState};
+use super::state::{UnreadableMemory, VcpuState};
 use super::stepper::{CurrentStep, KernelReturn, RFLAGS_RF, RFLAGS_TF, StepError, Stepper, apply};
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
+use guest_patching::linear_memory::LinearMemory;
 
 /// EFER.SCE: enables SYSCALL and SYSRET.
 const EFER_SCE: u64 = 1;

@@ -1,0 +1,308 @@
+//! Emulation of RDPMC instructions that were not patched at load time: in programs, in modules, and
+//! in generated code.
+//!
+//! The processor raises #GP for RDPMC, and so does KVM when its vPMU is disabled. An exit is
+//! therefore installed at the first instruction of the guest's #GP handler: the trap-port write in
+//! place of that instruction, or a breakpoint with `--rdpmc hwbp`. If the faulting instruction is
+//! an RDPMC that the guest may execute, the guest resumes after it with the count and never
+//! observes the fault. For any other fault, the replaced instruction is emulated and the handler
+//! continues.
+//!
+//! The interrupt descriptor table (IDT) gives the address of the handler. The IDT is checked when
+//! the guest writes PMU registers, which a guest does before it reads a counter. A change of the
+//! gate or of the handler code is detected at the next write. A relocated IDT (of another kernel)
+//! is detected by rechecks at the first, second, fourth, … write after a change, at the first write
+//! that occurs at least 1 ms after the last check (doubling to 64 ms), and after 1,024 writes.
+
+mod frame;
+mod planted;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vpmu::exact::GuestMemory;
+
+use crate::finder::{MAX_INSTRUCTION_BYTES, TRAP};
+use crate::linear_memory::LinearMemory;
+use crate::registers::VcpuState;
+use frame::FaultFrame;
+pub use frame::{RFLAGS_TF, rdpmc_length};
+use kernel_images::packed::PackedSymbols;
+use planted::HandlerInstruction;
+pub use planted::{GpHandlerTrap, TrapState};
+
+/// Vector of #GP (SDM vol. 3 §6.15).
+const GENERAL_PROTECTION: u8 = 13;
+/// Size of an IDT gate in 64-bit mode, in bytes (SDM vol. 3 §6.14.1).
+const GATE_BYTES: u64 = 16;
+/// Maximum number of log lines per vCPU about the #GP handler.
+const MAX_LOG_LINES: u32 = 16;
+/// CR4.CET: shadow stacks and indirect branch tracking (SDM vol. 3 §2.5). The emulated return would
+/// not pop the shadow stack.
+const CR4_CET: u64 = 1 << 23;
+/// CR4.FRED: events bypass the IDT (Intel FRED specification §3.1).
+const CR4_FRED: u64 = 1 << 32;
+
+/// Result of a stop at the #GP handler.
+#[derive(Clone, Copy, Debug)]
+pub enum HandlerStop {
+    /// An RDPMC faulted; complete it with [`FaultedRdpmc::give`].
+    Rdpmc(FaultedRdpmc),
+    /// Another fault occurred; the handler must run.
+    Handler,
+}
+
+/// An RDPMC instruction that raised #GP.
+#[derive(Clone, Copy, Debug)]
+pub struct FaultedRdpmc {
+    frame: FaultFrame,
+    /// Value of ECX, which selects the counter.
+    pub index: u32,
+    /// Privilege level (CPL) of the faulting code.
+    pub cpl: u8,
+}
+
+impl FaultedRdpmc {
+    /// Completes the RDPMC with `value` and resumes after it.
+    pub fn give(&self, value: u64, state: &mut VcpuState) {
+        self.frame.resume(value, state);
+    }
+
+    /// Restores the state before the fault, so that the RDPMC is executed again.
+    pub fn execute_again(&self, state: &mut VcpuState) {
+        self.frame.execute_again(state);
+    }
+
+    /// Returns the RIP of the RDPMC and of the next instruction.
+    pub fn place(&self) -> (u64, u64) {
+        (self.frame.rip, self.frame.behind())
+    }
+
+    /// Returns `true` if the code single-steps, so that #DB must follow the RDPMC.
+    pub fn traps(&self) -> bool {
+        self.frame.traps()
+    }
+}
+
+/// IDT gate and handler code found by the last check, with their physical addresses. Comparing them
+/// needs no KVM call.
+#[derive(Clone, Copy, Debug)]
+struct HandlerSnapshot {
+    entry: (GuestAddress, u128),
+    code: (GuestAddress, u16),
+}
+
+impl HandlerSnapshot {
+    fn is_there(&self, memory: &GuestMemoryMmap) -> bool {
+        memory
+            .read_obj::<u128>(self.entry.0)
+            .is_ok_and(|now| now == self.entry.1)
+            && memory
+                .read_obj::<u16>(self.code.0)
+                .is_ok_and(|now| now == self.code.1)
+    }
+}
+
+/// #GP handler interception of one vCPU.
+#[derive(Debug)]
+pub struct GpHandlerGate {
+    memory: GuestMemoryMmap,
+    symbols: Arc<PackedSymbols>,
+    /// Trap shared by all vCPUs. `None` if a breakpoint is used instead.
+    planted: Option<Arc<GpHandlerTrap>>,
+    /// Instruction at which the breakpoint is set.
+    breakpoint: Option<HandlerInstruction>,
+    seen: Option<HandlerSnapshot>,
+    /// Address of a handler that cannot be intercepted, to log it only once.
+    unfit: Option<u64>,
+    /// Number of log lines written.
+    said: u32,
+}
+
+/// Result of checking the #GP handler.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HandlerCheck {
+    /// The handler is unchanged, or there is no handler to intercept.
+    Unchanged,
+    /// The handler has changed. Contains the new breakpoint address if a breakpoint is used.
+    Changed(Option<u64>),
+}
+
+impl GpHandlerGate {
+    /// Creates the interception with a trap shared by all vCPUs, or with a breakpoint of this vCPU
+    /// if `planted` is `None`.
+    pub fn new(
+        planted: Option<Arc<GpHandlerTrap>>,
+        memory: GuestMemoryMmap,
+        symbols: Arc<PackedSymbols>,
+    ) -> Self {
+        Self {
+            memory,
+            symbols,
+            planted,
+            breakpoint: None,
+            seen: None,
+            unfit: None,
+            said: 0,
+        }
+    }
+
+    /// Returns `true` if the gate or the handler code in memory has changed since the last check.
+    #[inline]
+    pub fn has_changed(&self) -> bool {
+        self.seen.is_some_and(|seen| !seen.is_there(&self.memory))
+    }
+
+    /// Returns the trap to which a port write with the vCPU at `rip` belongs.
+    #[inline]
+    pub fn planted_at(&self, rip: u64) -> Option<TrapState> {
+        self.planted.as_ref()?.of(rip)
+    }
+
+    /// Returns `true` if a stop at `rip` is the breakpoint at the #GP handler.
+    #[inline]
+    pub fn breaks_at(&self, rip: u64) -> bool {
+        self.breakpoint.is_some_and(|head| head.at == rip)
+    }
+
+    /// Locates the guest's #GP handler and installs the interception.
+    pub fn look(&mut self, state: &VcpuState) -> HandlerCheck {
+        self.seen = None;
+        if !state.is_64bit() {
+            return HandlerCheck::Unchanged;
+        }
+        let mut memory = LinearMemory::new(&self.memory, state);
+        let Some(gate) = memory.gate(GENERAL_PROTECTION) else {
+            return HandlerCheck::Unchanged;
+        };
+        let mut code = [0; 2 * MAX_INSTRUCTION_BYTES];
+        let readable = memory.read(gate, &mut code);
+        let code = &code[..readable];
+        let other_ways = state.sregs.cr4 & (CR4_CET | CR4_FRED) != 0;
+        let served = if other_ways {
+            None
+        } else {
+            self.serve(gate, code, state)
+        };
+        let entry = state
+            .sregs
+            .idt
+            .base
+            .wrapping_add(GATE_BYTES * u64::from(GENERAL_PROTECTION));
+        let at = served.map_or(gate, |(head, _)| head.at);
+        let mut memory = LinearMemory::new(&self.memory, state);
+        let places = memory.physical(at).zip(memory.physical(entry));
+        self.seen = places.and_then(|(code, entry)| {
+            let (code, entry) = (GuestAddress(code), GuestAddress(entry));
+            Some(HandlerSnapshot {
+                code: (code, self.memory.read_obj(code).ok()?),
+                entry: (entry, self.memory.read_obj(entry).ok()?),
+            })
+        });
+        let looked = match served {
+            Some((_, false)) => return HandlerCheck::Unchanged,
+            Some((head, true)) => HandlerCheck::Changed(self.planted.is_none().then_some(head.at)),
+            None => {
+                if let Some(planted) = &self.planted {
+                    planted.remove(&self.memory);
+                }
+                if self.unfit.replace(gate) == Some(gate) {
+                    return HandlerCheck::Unchanged;
+                }
+                HandlerCheck::Changed(None)
+            }
+        };
+        if self.said < MAX_LOG_LINES && log::log_enabled!(log::Level::Info) {
+            self.said += 1;
+            let place = self.place(gate);
+            if served.is_some() {
+                log::info!(
+                    "rdpmc in user mode and in modules: served at the guest's handler of #GP, {place}"
+                );
+            } else if other_ways {
+                log::info!(
+                    "rdpmc in user mode and in modules raises #GP: the guest has shadow stacks or FRED on"
+                );
+            } else {
+                log::info!(
+                    "rdpmc in user mode and in modules raises #GP: the guest's handler of it, {place}, begins with {:02x?}",
+                    &code[..code.len().min(8)]
+                );
+            }
+        }
+        looked
+    }
+
+    fn place(&self, gate: u64) -> String {
+        let symbols = self.symbols.unpack();
+        match symbols.resolve_flat(gate) {
+            Some((symbol, offset)) => format!("{}+{offset:#x}", symbol.name),
+            None => format!("{gate:#x}"),
+        }
+    }
+
+    /// Intercepts the handler at `gate`. Returns the intercepted instruction and whether it differs
+    /// from the previous one.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "x86-64 only: usize has 64 bits; four at most"
+    )]
+    fn serve(&mut self, gate: u64, code: &[u8], state: &VcpuState) -> Option<(HandlerInstruction, bool)> {
+        let Some(planted) = &self.planted else {
+            let head = HandlerInstruction::of(gate, code)?;
+            return Some((head, self.breakpoint.replace(head) != Some(head)));
+        };
+        let mut memory = LinearMemory::new(&self.memory, state);
+        // The trap is at the first instruction, or after a 4-byte ENDBR64.
+        for at in [gate, gate.wrapping_add(4)] {
+            if code
+                .get((at - gate) as usize..)
+                .is_some_and(|c| c.starts_with(&TRAP))
+                && let Some(gpa) = memory.physical(at).map(GuestAddress)
+                && let Some(head) = planted.is_planted(gpa, &self.memory)
+                && head.at == at
+            {
+                return Some((head, false));
+            }
+        }
+        let head = HandlerInstruction::of(gate, code)?;
+        let gpa = memory.physical(head.at).map(GuestAddress)?;
+        let code = code.get((head.at - gate) as usize..)?;
+        planted
+            .plant(head, code, gpa, &self.memory)
+            .then_some((head, true))
+    }
+
+    /// Determines why a vCPU stopped at the #GP handler. `replaced` returns the length of the
+    /// replaced RDPMC at a physical address.
+    #[expect(clippy::cast_possible_truncation, reason = "ECX")]
+    pub fn stopped(&self, state: &VcpuState, replaced: impl FnOnce(u64) -> Option<u8>) -> HandlerStop {
+        match FaultFrame::of_rdpmc(state, &mut LinearMemory::new(&self.memory, state), replaced) {
+            Some(frame) => HandlerStop::Rdpmc(FaultedRdpmc {
+                frame,
+                index: state.regs.rcx as u32,
+                cpl: frame.cpl(),
+            }),
+            None => HandlerStop::Handler,
+        }
+    }
+
+    /// Emulates the handler instruction at `at` that the trap or breakpoint intercepted. If the
+    /// trap has been removed meanwhile, the guest executes the instruction itself. Returns `None`
+    /// if the guest's stack is not writable, so that the instruction cannot be emulated.
+    pub fn enter_handler(&self, at: u64, state: &mut VcpuState) -> Option<()> {
+        let head = match &self.planted {
+            Some(planted) => planted.head(at),
+            None => self.breakpoint.filter(|head| head.at == at),
+        };
+        match head {
+            Some(head) => head.execute(state, &self.memory),
+            None => {
+                state.regs.rip = at;
+                Some(())
+            }
+        }
+    }
+}

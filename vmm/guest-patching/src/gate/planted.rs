@@ -1,0 +1,320 @@
+//! Trap in place of the first instruction of the guest's #GP handler.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use iced_x86::{Code, Decoder, DecoderOptions, Mnemonic};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, VolatileMemory};
+
+use crate::finder::{MAX_INSTRUCTION_BYTES, TRAP};
+use crate::linear_memory::LinearMemory;
+use crate::registers::VcpuState;
+
+pub(super) const RFLAGS_DF: u64 = 1 << 10;
+pub(super) const RFLAGS_AC: u64 = 1 << 18;
+
+/// First instruction of a handler, which a trap replaces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HandlerInstruction {
+    /// Guest linear address. An ENDBR64 before it is preserved for indirect branch tracking.
+    pub at: u64,
+    /// Length of the instruction, in bytes.
+    pub(super) length: u8,
+    /// Effect of the instruction, for emulation.
+    pub(super) does: InstructionEffect,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum InstructionEffect {
+    /// Clears these flags.
+    Clear(u64),
+    /// Pushes this value.
+    Push(i32),
+}
+
+impl HandlerInstruction {
+    /// Decodes the first instruction of the handler `code` at address `gate`. Returns `None` if the
+    /// instruction cannot be emulated.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "the decoder has extended what has 8 or 32 bits; an instruction has at most 15 bytes"
+    )]
+    pub(super) fn of(gate: u64, code: &[u8]) -> Option<Self> {
+        let mut decoder = Decoder::with_ip(64, code, gate, DecoderOptions::NONE);
+        let mut first = decoder.decode();
+        if first.code() == Code::Endbr64 {
+            first = decoder.decode();
+        }
+        let does = match first.mnemonic() {
+            Mnemonic::Nop => InstructionEffect::Clear(0),
+            Mnemonic::Clac => InstructionEffect::Clear(RFLAGS_AC),
+            Mnemonic::Cld => InstructionEffect::Clear(RFLAGS_DF),
+            Mnemonic::Push if first.code() == Code::Pushq_imm8 => {
+                InstructionEffect::Push(first.immediate8to64() as i32)
+            }
+            Mnemonic::Push if first.code() == Code::Pushq_imm32 => {
+                InstructionEffect::Push(first.immediate32to64() as i32)
+            }
+            _ => return None,
+        };
+        Some(Self {
+            at: first.ip(),
+            length: first.len() as u8,
+            does,
+        })
+    }
+
+    /// Emulates the instruction. Returns `None` if the stack is not writable.
+    pub(super) fn execute(self, state: &mut VcpuState, memory: &GuestMemoryMmap) -> Option<()> {
+        match self.does {
+            InstructionEffect::Clear(flags) => state.regs.rflags &= !flags,
+            InstructionEffect::Push(value) => {
+                let rsp = state.regs.rsp.wrapping_sub(8);
+                let value = i64::from(value).cast_unsigned();
+                let gpa = LinearMemory::new(memory, &*state)
+                    .physical(rsp)
+                    .filter(|_| rsp.is_multiple_of(8))?;
+                memory.write_obj(value, GuestAddress(gpa)).ok()?;
+                state.regs.rsp = rsp;
+            }
+        }
+        state.regs.rip = self.at.wrapping_add(self.length.into());
+        Some(())
+    }
+}
+
+/// Number of code bytes compared to verify that a trap is still in code. The guest may have reused
+/// the memory.
+const COMPARED_BYTES: usize = MAX_INSTRUCTION_BYTES + 1;
+/// Number of former trap addresses that are remembered. A kernel normally has one handler; if a
+/// guest relocates its handler more often, port writes from older traps are treated as its own.
+const MAX_FORMER_TRAPS: usize = 8;
+/// Maximum attempts of the atomic replacement when adjacent bytes change concurrently.
+const MAX_EXCHANGE_ATTEMPTS: u32 = 64;
+
+/// Trap in the #GP handler of a VM. All vCPUs share it, because they share the code.
+#[derive(Debug, Default)]
+pub struct GpHandlerTrap {
+    /// Guest linear address of the trap, or 0 if none is installed. Read on each port write that
+    /// may come from the trap, written once or twice per kernel.
+    at: AtomicU64,
+    /// Previous addresses of the trap; [`TrapLocations`] has the details.
+    left: [AtomicU64; MAX_FORMER_TRAPS],
+    places: Mutex<TrapLocations>,
+}
+
+#[derive(Debug, Default)]
+struct TrapLocations {
+    here: Option<TrapLocation>,
+    former: [Option<FormerTrap>; MAX_FORMER_TRAPS],
+    /// Index of the oldest entry of `former`.
+    oldest: usize,
+}
+
+#[derive(Debug)]
+struct TrapLocation {
+    head: HandlerInstruction,
+    gpa: GuestAddress,
+    /// Original code bytes.
+    code: [u8; TRAP.len()],
+    /// Code bytes with the trap, including the bytes after it.
+    with_exit: [u8; COMPARED_BYTES],
+}
+
+/// A former location of the trap.
+#[derive(Clone, Copy, Debug)]
+struct FormerTrap {
+    head: HandlerInstruction,
+    /// The trap is still in memory. The bytes after it have changed, so the memory may no longer
+    /// contain code.
+    stands: bool,
+}
+
+/// Trap to which a port write belongs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TrapState {
+    /// The installed trap at this address, or a former one that could not be removed.
+    Installed(u64),
+    /// A removed trap: the original instruction at this address has been restored.
+    Removed(u64),
+}
+
+impl GpHandlerTrap {
+    /// Returns the trap to which a port write with the vCPU at `rip` belongs. Some KVM versions
+    /// have already advanced RIP past the OUT.
+    #[inline]
+    pub(super) fn of(&self, rip: u64) -> Option<TrapState> {
+        let is = |at: u64| at != 0 && (rip == at || rip == at.wrapping_add(TRAP.len() as u64));
+        let at = self.at.load(Ordering::Acquire);
+        if is(at) {
+            return Some(TrapState::Installed(at));
+        }
+        let mut left = self.left.iter().map(|left| left.load(Ordering::Acquire));
+        let at = left.find(|left| is(*left))?;
+        let stands = self.places().former(at).is_some_and(|former| former.stands);
+        Some(if stands {
+            TrapState::Installed(at)
+        } else {
+            TrapState::Removed(at)
+        })
+    }
+
+    /// Returns the instruction that the trap at `at` replaces, or `None` if the trap was removed.
+    pub(super) fn head(&self, at: u64) -> Option<HandlerInstruction> {
+        let places = self.places();
+        let here = places.here.as_ref().map(|place| place.head);
+        here.filter(|head| head.at == at)
+            .or_else(|| Some(places.former(at).filter(|former| former.stands)?.head))
+    }
+
+    fn places(&self) -> std::sync::MutexGuard<'_, TrapLocations> {
+        self.places.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the replaced instruction if the trap is installed at `gpa`.
+    pub(super) fn is_planted(
+        &self,
+        gpa: GuestAddress,
+        memory: &GuestMemoryMmap,
+    ) -> Option<HandlerInstruction> {
+        let places = self.places();
+        let there = places.here.as_ref().filter(|place| place.gpa == gpa)?;
+        memory
+            .read_obj::<[u8; 2]>(gpa)
+            .is_ok_and(|code| code == TRAP)
+            .then_some(there.head)
+    }
+
+    /// Installs the trap at `gpa` in place of `head`, whose bytes begin `code`, and removes the
+    /// previous trap. Returns `false` if the trap cannot be installed there.
+    pub(super) fn plant(
+        &self,
+        head: HandlerInstruction,
+        code: &[u8],
+        gpa: GuestAddress,
+        memory: &GuestMemoryMmap,
+    ) -> bool {
+        // Other vCPUs may execute this code concurrently: each must see either the whole old
+        // instruction or the whole trap.
+        if usize::from(head.length) < TRAP.len() {
+            return false;
+        }
+        // The lock prevents a vCPU from saving another vCPU's trap as the guest's code.
+        let mut places = self.places();
+        if let Some(old) = &places.here
+            && old.head == head
+            && old.gpa == gpa
+            && memory.read_obj::<[u8; 2]>(gpa).is_ok_and(|code| code == TRAP)
+        {
+            return true;
+        }
+        let mut there = [0; MAX_INSTRUCTION_BYTES];
+        let there = &mut there[..usize::from(head.length)];
+        if memory.read_slice(there, gpa).is_err() || !code.starts_with(there) {
+            return false;
+        }
+        let was = [there[0], there[1]];
+        self.remove_locked(&mut places, memory);
+        // The address must be visible before a vCPU can execute the trap.
+        self.at.store(head.at, Ordering::Release);
+        if !exchange(memory, gpa, was, TRAP) {
+            self.at.store(0, Ordering::Release);
+            return false;
+        }
+        let mut with_exit = [0; COMPARED_BYTES];
+        let _ = memory.read(&mut with_exit, gpa);
+        places.here = Some(TrapLocation {
+            head,
+            gpa,
+            code: was,
+            with_exit,
+        });
+        true
+    }
+
+    /// Removes the trap and restores the guest's code.
+    pub(super) fn remove(&self, memory: &GuestMemoryMmap) {
+        self.remove_locked(&mut self.places(), memory);
+    }
+
+    /// Removes the trap for a snapshot, whose memory must not contain code of the VMM. No vCPU may
+    /// run. Returns `false` if a trap stays in memory.
+    pub fn remove_for_snapshot(&self, memory: &GuestMemoryMmap) -> bool {
+        let mut places = self.places();
+        self.remove_locked(&mut places, memory);
+        let former = places.former.iter().flatten();
+        former.filter(|former| former.stands).count() == 0
+    }
+
+    /// Removes the trap. If the bytes after the trap have changed, the memory may no longer contain
+    /// code, and the trap is left in place. If the memory still contains code, for example after
+    /// the guest rewrote its handler behind the first instruction, the trap continues to be
+    /// emulated.
+    fn remove_locked(&self, places: &mut TrapLocations, memory: &GuestMemoryMmap) {
+        let Some(old) = places.here.take() else { return };
+        let mut there = [0; COMPARED_BYTES];
+        let _ = memory.read(&mut there, old.gpa);
+        let stands = if there == old.with_exit {
+            !exchange(memory, old.gpa, TRAP, old.code)
+        } else {
+            there.starts_with(&TRAP)
+        };
+        // A vCPU may have executed the trap without having exited yet.
+        let slot = places.leave(FormerTrap {
+            head: old.head,
+            stands,
+        });
+        self.left[slot].store(old.head.at, Ordering::Release);
+        self.at.store(0, Ordering::Release);
+    }
+}
+
+impl TrapLocations {
+    fn former(&self, at: u64) -> Option<FormerTrap> {
+        self.former
+            .into_iter()
+            .flatten()
+            .find(|former| former.head.at == at)
+    }
+
+    /// Records a former trap, replacing the entry with the same address or the oldest one.
+    fn leave(&mut self, place: FormerTrap) -> usize {
+        let same = |former: &Option<FormerTrap>| former.is_some_and(|former| former.head.at == place.head.at);
+        let slot = self.former.iter().position(same).unwrap_or_else(|| {
+            let oldest = self.oldest;
+            self.oldest = (oldest + 1) % MAX_FORMER_TRAPS;
+            oldest
+        });
+        self.former[slot] = Some(place);
+        slot
+    }
+}
+
+/// Atomically replaces two bytes of code if they still equal `from`. Returns `false` if they do
+/// not, or if they cross an 8-byte boundary, because no processor guarantees an atomic write there.
+fn exchange(memory: &GuestMemoryMmap, gpa: GuestAddress, from: [u8; 2], to: [u8; 2]) -> bool {
+    let at = (gpa.0 % 8) as usize;
+    let pair = at..at + TRAP.len();
+    if pair.end > 8 {
+        return false;
+    }
+    let word = GuestAddress(gpa.0 - at as u64);
+    memory.get_slice(word, 8).is_ok_and(|slice| {
+        slice.get_atomic_ref::<AtomicU64>(0).is_ok_and(|word| {
+            let mut there = word.load(Ordering::SeqCst);
+            for _ in 0..MAX_EXCHANGE_ATTEMPTS {
+                let mut bytes = there.to_le_bytes();
+                if bytes[pair.clone()] != from {
+                    return false;
+                }
+                bytes[pair.clone()].copy_from_slice(&to);
+                let new = u64::from_le_bytes(bytes);
+                match word.compare_exchange(there, new, Ordering::SeqCst, Ordering::SeqCst) {
+                    Ok(_) => return true,
+                    Err(now) => there = now,
+                }
+            }
+            false
+        })
+    })
+}

@@ -1,0 +1,85 @@
+//! Emulation of RDPMC with hardware breakpoints: leaves the guest's code unmodified, but is limited
+//! to four sites per processor.
+//!
+//! A breakpoint on an instruction stops the vCPU before the instruction executes. The exit handler
+//! then emulates RDPMC and advances RIP past it. Breakpoints are set at linear addresses, so the
+//! kernel must run at its link address.
+
+use crate::finder::RdpmcSite;
+
+/// Number of hardware breakpoints of a processor.
+pub const BREAKPOINTS: usize = 4;
+
+/// Error of emulating RDPMC with hardware breakpoints.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum HardwareBreakpointError {
+    /// The kernel has more RDPMC instructions than there are breakpoints.
+    #[error(
+        "--rdpmc hwbp: the guest has {found} RDPMC instructions ({places}), but a processor has {BREAKPOINTS} breakpoints; \
+         use --rdpmc trap"
+    )]
+    TooMany {
+        /// Number of RDPMC instructions.
+        found: usize,
+        /// Locations of the first instructions.
+        places: String,
+    },
+    /// Hardware breakpoints in guests do not work on this host.
+    #[error("--rdpmc hwbp: hardware breakpoints in guests do not stop on this host's KVM; use --rdpmc trap")]
+    NotHere,
+}
+
+/// Returns the addresses at which breakpoints must be set. `stops` states that hardware breakpoints
+/// in guests work on this host.
+///
+/// # Errors
+/// Returns [`HardwareBreakpointError::NotHere`] if breakpoints do not work on this host, and
+/// [`HardwareBreakpointError::TooMany`] if there are more sites than breakpoints.
+pub fn addresses(sites: &[RdpmcSite], stops: bool) -> Result<Vec<u64>, HardwareBreakpointError> {
+    if !stops {
+        return Err(HardwareBreakpointError::NotHere);
+    }
+    if sites.len() > BREAKPOINTS {
+        let places: Vec<_> = sites.iter().map(RdpmcSite::place).take(8).collect();
+        return Err(HardwareBreakpointError::TooMany {
+            found: sites.len(),
+            places: places.join(", "),
+        });
+    }
+    Ok(sites.iter().map(|site| site.virt).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sites(n: u64) -> Vec<RdpmcSite> {
+        (0..n)
+            .map(|i| RdpmcSite {
+                virt: 0xffff_ffff_8100_0000 + 16 * i,
+                phys: 0x100_0000 + 16 * i,
+                length: 2,
+                lead: 0,
+                next_to_port_write: false,
+                symbol: None,
+            })
+            .collect()
+    }
+
+    /// Four sites are supported; a fifth is rejected with the number of sites and a remedy.
+    #[test]
+    fn hwbp_rejects_more_sites_than_breakpoints() {
+        assert_eq!(addresses(&sites(4), true).unwrap()[3], 0xffff_ffff_8100_0030);
+        let line = addresses(&sites(5), true).unwrap_err().to_string();
+        assert!(
+            line.contains("5 RDPMC") && line.contains("--rdpmc trap"),
+            "{line}"
+        );
+    }
+
+    /// A host whose KVM ignores breakpoints is rejected, because each RDPMC would fault.
+    #[test]
+    fn hwbp_rejects_host_without_breakpoints() {
+        assert_eq!(addresses(&sites(1), false), Err(HardwareBreakpointError::NotHere));
+    }
+}

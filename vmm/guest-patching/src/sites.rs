@@ -1,0 +1,333 @@
+//! Locations of replaced RDPMC instructions. A port write is treated as RDPMC only at such a site.
+//!
+//! The RIP at a port-write exit is at the instruction, or after it if KVM has already emulated the
+//! instruction. A site in a Linux kernel is identified by its linear address, because programs
+//! cannot use that half of the address space. Any other site is identified by its physical address.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use snapshot::state::SavedRdpmcSite;
+
+use crate::finder::{MAX_INSTRUCTION_BYTES, RDPMC, RdpmcSite};
+
+/// Maximum number of sites. A kernel has one to four, and sites of previous kernels are retained
+/// when the guest starts another kernel.
+const MAX_SITES: usize = 4096;
+const UPPER_HALF: u64 = 1 << 63;
+
+/// A replaced RDPMC.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct ReplacedRdpmc {
+    virt: u64,
+    phys: u64,
+    length: u8,
+    lead: u8,
+    next_to_port_write: bool,
+}
+
+/// Replaced RDPMC to which a port write belongs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RdpmcHit {
+    /// Address of the instruction, derived from the RIP of the exit.
+    pub start: u64,
+    /// Length of the instruction, in bytes.
+    pub length: u8,
+    /// The port write may come from an adjacent OUT of the guest itself.
+    pub ambiguous: bool,
+}
+
+impl RdpmcHit {
+    /// Returns the address of the next instruction.
+    pub fn behind(self) -> u64 {
+        self.start.wrapping_add(self.length.into())
+    }
+}
+
+/// Replaced RDPMC instructions of a VM.
+#[derive(Debug, Default)]
+pub struct RdpmcSites {
+    version: AtomicU32,
+    list: Mutex<Arc<[ReplacedRdpmc]>>,
+}
+
+impl RdpmcSites {
+    /// Creates the list with the sites of the loaded kernel.
+    pub fn new(sites: &[RdpmcSite]) -> Arc<Self> {
+        let all = Self::default();
+        all.add(sites);
+        Arc::new(all)
+    }
+
+    /// Adds the sites of another kernel.
+    pub fn add(&self, sites: &[RdpmcSite]) {
+        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all: Vec<_> = sites
+            .iter()
+            .map(|site| ReplacedRdpmc {
+                virt: site.virt,
+                phys: site.phys,
+                length: site.length,
+                lead: site.lead,
+                next_to_port_write: site.next_to_port_write,
+            })
+            .collect();
+        let new = all.len();
+        all.extend_from_slice(&list);
+        let mut n = 0;
+        all.retain(|site| {
+            n += 1;
+            n <= new
+                || !sites
+                    .iter()
+                    .any(|other| (other.virt, other.phys) == (site.virt, site.phys))
+        });
+        all.truncate(MAX_SITES);
+        *list = all.into();
+        self.version.fetch_add(1, Ordering::Release);
+    }
+}
+
+impl RdpmcSites {
+    /// Returns the sites for a snapshot.
+    pub fn save(&self) -> Vec<SavedRdpmcSite> {
+        let list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let sites = list.iter().map(|site| SavedRdpmcSite {
+            virt: site.virt,
+            phys: site.phys,
+            length: site.length,
+            lead: site.lead,
+            next_to_port_write: site.next_to_port_write,
+        });
+        sites.collect()
+    }
+}
+
+/// Returns the sites of a snapshot, without symbols. Returns `None` for more sites than a VM can have,
+/// or for an instruction of an impossible length.
+pub fn from_saved(saved: &[SavedRdpmcSite]) -> Option<Vec<RdpmcSite>> {
+    let possible = saved.len() <= MAX_SITES
+        && saved.iter().all(|site| {
+            let length = usize::from(site.length);
+            (RDPMC.len()..=MAX_INSTRUCTION_BYTES).contains(&length)
+                && usize::from(site.lead) <= length - RDPMC.len()
+                && site.phys.checked_add(length as u64).is_some()
+        });
+    possible.then(|| {
+        let sites = saved.iter().map(|site| RdpmcSite {
+            virt: site.virt,
+            phys: site.phys,
+            length: site.length,
+            lead: site.lead,
+            next_to_port_write: site.next_to_port_write,
+            symbol: None,
+        });
+        sites.collect()
+    })
+}
+
+/// Per-vCPU copy of [`RdpmcSites`], read without a lock.
+#[derive(Debug)]
+pub struct VcpuRdpmcSites {
+    shared: Arc<RdpmcSites>,
+    version: u32,
+    list: Arc<[ReplacedRdpmc]>,
+}
+
+impl VcpuRdpmcSites {
+    /// Creates a copy that follows changes of `shared`.
+    pub fn new(shared: Arc<RdpmcSites>) -> Self {
+        Self {
+            shared,
+            // No list has version 0: the first version is 1.
+            version: 0,
+            list: Arc::default(),
+        }
+    }
+
+    fn list(&mut self) -> &[ReplacedRdpmc] {
+        let version = self.shared.version.load(Ordering::Acquire);
+        if version != self.version {
+            self.version = version;
+            self.list = self
+                .shared
+                .list
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .clone();
+        }
+        &self.list
+    }
+
+    /// Returns `true` if there are no replaced instructions.
+    pub fn is_empty(&mut self) -> bool {
+        self.list().is_empty()
+    }
+
+    /// Returns the site in a Linux kernel to which a port write with the vCPU at `rip` belongs,
+    /// identified by its linear address.
+    pub fn in_kernel_half(&mut self, rip: u64) -> Option<RdpmcHit> {
+        if rip & UPPER_HALF == 0 {
+            return None;
+        }
+        self.list()
+            .iter()
+            .find_map(|site| site.hit(rip, rip.wrapping_sub(site.virt)))
+    }
+
+    /// Returns the site to which a port write at `rip` belongs, at any linear address. `long`
+    /// selects 64-bit code. `physical` translates an offset before RIP to a guest-physical address.
+    pub fn in_memory(
+        &mut self,
+        rip: u64,
+        long: bool,
+        mut physical: impl FnMut(u64) -> Option<u64>,
+    ) -> Option<RdpmcHit> {
+        let here = physical(0)?;
+        self.list().iter().find_map(|site| {
+            let (phys, length) = site.place(long);
+            let past = if here == phys {
+                0
+            } else if physical(length.into()) == Some(phys) {
+                length.into()
+            } else {
+                return None;
+            };
+            Some(RdpmcHit {
+                start: rip.wrapping_sub(past),
+                length,
+                ambiguous: site.next_to_port_write,
+            })
+        })
+    }
+
+    /// Returns the length of the site at a physical address.
+    pub fn length_at(&mut self, gpa: u64) -> Option<u8> {
+        // #GP is intercepted only in 64-bit kernels and their programs.
+        self.list().iter().find_map(|site| {
+            let (phys, length) = site.place(true);
+            (phys == gpa).then_some(length)
+        })
+    }
+}
+
+impl ReplacedRdpmc {
+    /// Returns the physical address and length of the instruction.
+    fn place(&self, long: bool) -> (u64, u8) {
+        if long {
+            (self.phys - u64::from(self.lead), self.length + self.lead)
+        } else {
+            (self.phys, self.length)
+        }
+    }
+
+    /// Returns the site if the vCPU is at its beginning or end; `past` is the offset from the
+    /// beginning.
+    fn hit(&self, rip: u64, past: u64) -> Option<RdpmcHit> {
+        let length = u64::from(self.length);
+        (past == 0 || past == length).then(|| RdpmcHit {
+            start: rip.wrapping_sub(past),
+            length: self.length,
+            ambiguous: self.next_to_port_write,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn site(virt: u64, phys: u64, length: u8) -> RdpmcSite {
+        RdpmcSite {
+            virt,
+            phys,
+            length,
+            lead: 0,
+            next_to_port_write: false,
+            symbol: None,
+        }
+    }
+
+    const VIRT: u64 = 0xffff_ffff_8100_0100;
+
+    /// Only the address of the site or of the next instruction matches.
+    #[test]
+    fn site_matches_only_its_own_address() {
+        let mut sites = VcpuRdpmcSites::new(RdpmcSites::new(&[site(VIRT, 0x100_0100, 3)]));
+        for past in 0..8u64 {
+            let hit = sites.in_kernel_half(VIRT + past);
+            assert_eq!(hit.is_some(), past == 0 || past == 3, "{past}");
+            assert!(hit.is_none_or(|hit| hit.start == VIRT && hit.behind() == VIRT + 3));
+        }
+        assert_eq!(sites.in_kernel_half(VIRT - 1), None);
+        let mut none = VcpuRdpmcSites::new(RdpmcSites::new(&[]));
+        assert_eq!(none.in_kernel_half(VIRT), None);
+        assert_eq!(none.in_memory(VIRT, true, Some), None);
+    }
+
+    /// In the lower half, a site is identified by its physical memory.
+    #[test]
+    fn lower_half_site_is_matched_by_physical_address() {
+        let mut sites = VcpuRdpmcSites::new(RdpmcSites::new(&[site(0x40_0100, 0x40_0100, 2)]));
+        assert_eq!(sites.in_kernel_half(0x40_0100), None);
+        // The same memory mapped at another address.
+        let rip = 0x7f00_0000_0100u64;
+        let mapped = |back: u64| Some(0x40_0100 - back);
+        assert_eq!(sites.in_memory(rip, true, mapped).map(|hit| hit.start), Some(rip));
+        let behind = |back: u64| Some(0x40_0102 - back);
+        assert_eq!(
+            sites.in_memory(rip, true, behind).map(|hit| hit.start),
+            Some(rip - 2)
+        );
+        // Other memory at the same linear address.
+        assert_eq!(sites.in_memory(0x40_0100, true, |_| Some(0x80_0100)), None);
+        assert_eq!(sites.in_memory(0x40_0100, true, |_| None), None);
+    }
+
+    /// INC and DEC of 32-bit code are prefixes in 64-bit code, so the mode determines the beginning
+    /// of the instruction.
+    #[test]
+    fn rex_prefix_belongs_to_site_in_64bit_mode() {
+        let mut rex = site(0x40_0101, 0x40_0101, 2);
+        rex.lead = 1;
+        let mut sites = VcpuRdpmcSites::new(RdpmcSites::new(&[rex]));
+        let mut hit = |rip: u64, long| {
+            let found = sites.in_memory(rip, long, |back| Some(rip - back));
+            found.map(|hit| (hit.start, hit.length))
+        };
+        for (rip, long, expected) in [
+            (0x40_0100, true, Some((0x40_0100, 3))),
+            (0x40_0103, true, Some((0x40_0100, 3))),
+            (0x40_0101, true, None),
+            (0x40_0100, false, None),
+            (0x40_0101, false, Some((0x40_0101, 2))),
+            (0x40_0103, false, Some((0x40_0101, 2))),
+        ] {
+            assert_eq!(hit(rip, long), expected, "{rip:#x} {long}");
+        }
+        assert_eq!(sites.length_at(0x40_0100), Some(3));
+        assert_eq!(sites.length_at(0x40_0101), None);
+    }
+
+    /// The sites of a later kernel are visible to all vCPUs at once, and the list is bounded.
+    #[test]
+    fn sites_of_later_kernel_are_visible_and_bounded() {
+        let shared = RdpmcSites::new(&[site(VIRT, 0x100_0100, 2)]);
+        let mut sites = VcpuRdpmcSites::new(shared.clone());
+        assert!(sites.in_kernel_half(VIRT).is_some());
+        assert_eq!(sites.in_kernel_half(VIRT + 0x1000), None);
+        for _ in 0..2 {
+            shared.add(&[site(VIRT + 0x1000, 0x200_0100, 2)]);
+        }
+        assert!(sites.in_kernel_half(VIRT).is_some() && sites.in_kernel_half(VIRT + 0x1000).is_some());
+        assert_eq!(sites.list().len(), 2);
+        for n in 0..100u64 {
+            let many: Vec<_> = (0..100)
+                .map(|i| site(VIRT + 16 * (100 * n + i), 16 * i, 2))
+                .collect();
+            shared.add(&many);
+        }
+        assert_eq!(sites.list().len(), MAX_SITES);
+        assert!(sites.in_kernel_half(VIRT + 16 * 9999).is_some());
+    }
+}

@@ -1,0 +1,113 @@
+//! Removal of uncountable events from the event tables of a guest's kernels, so that perf in the
+//! guest shows `<not supported>` instead of a misleading zero.
+
+use std::fmt::Debug;
+
+use perf_core::guest_log;
+use vm_memory::GuestMemoryMmap;
+use vpmu::Vendor;
+
+use crate::event_tables::{self, EventTable, HiddenEvents, KernelTableEvent};
+use crate::topdown_events::{self, TopdownList};
+
+/// Countability of the events in the tables of a guest's kernels, on this host and for this guest.
+pub trait EventCountability: Debug + Send + Sync {
+    /// Returns `true` if `event` can be counted. `config` is its encoding in the kernel's table.
+    fn can_count(&self, event: KernelTableEvent, config: u64) -> bool;
+
+    /// Returns `true` if the events of the top-down method that Linux lists by family and model may
+    /// be counted.
+    fn can_count_topdown(&self) -> bool;
+
+    /// Returns the names of the events of a plain `perf stat` that cannot be counted.
+    fn missing(&self) -> Vec<&'static str>;
+}
+
+/// Filter for events in guest kernel tables that cannot be counted on this host.
+#[derive(Debug)]
+pub struct UncountableEvents {
+    vendor: Vendor,
+    countable: Box<dyn EventCountability>,
+    hides: bool,
+}
+
+impl UncountableEvents {
+    /// Creates the filter for guests with a PMU of `vendor`. Without `hides` the tables are not
+    /// modified.
+    pub fn new(vendor: Vendor, countable: Box<dyn EventCountability>, hides: bool) -> Self {
+        Self {
+            vendor,
+            countable,
+            hides,
+        }
+    }
+
+    /// Removes uncountable events from `tables`, if enabled.
+    pub fn hide(&self, memory: &GuestMemoryMmap, tables: &[EventTable]) -> Vec<HiddenEvents> {
+        if !self.hides {
+            return Vec::new();
+        }
+        let countable = &self.countable;
+        event_tables::hide(memory, tables, self.vendor, |event, n| {
+            countable.can_count(event, n)
+        })
+    }
+
+    /// Removes the top-down events from `lists` if they are uncountable, and if enabled.
+    pub fn hide_topdown(&self, memory: &GuestMemoryMmap, lists: &[TopdownList]) {
+        if self.hides && self.vendor == Vendor::Intel && !self.countable.can_count_topdown() {
+            let hidden = topdown_events::hide(memory, lists);
+            log::debug!("{hidden} lists of the kernel's top-down events taken out");
+        }
+    }
+
+    /// Removes uncountable events from a running kernel whose memory `bytes` begins at `start`.
+    /// `physical` translates linear addresses.
+    pub fn hide_running(
+        &self,
+        memory: &GuestMemoryMmap,
+        start: u64,
+        bytes: &[u8],
+        physical: impl FnMut(u64) -> Option<u64>,
+    ) -> Vec<HiddenEvents> {
+        if !self.hides {
+            return Vec::new();
+        }
+        self.hide(memory, &event_tables::find_in_memory(start, bytes, physical))
+    }
+
+    /// Logs the events that the guest cannot count and the tables from which they were removed.
+    pub fn tell(&self, hidden: &[HiddenEvents]) {
+        log_hidden(hidden);
+        let missing = self.countable.missing();
+        if !missing.is_empty() {
+            // CPUID reports unavailable events to an Intel guest, so no table is needed.
+            let shown = if !hidden.is_empty() || self.vendor == Vendor::Intel && self.hides {
+                "perf there says <not supported>"
+            } else if self.hides {
+                "this kernel's tables are not known, so perf there reads 0"
+            } else {
+                "perf there may read 0 (--hide-uncounted off)"
+            };
+            log::warn!(
+                "the guest cannot count {} here: {shown}; raw events that cannot be counted read 0, and uncounted-ns tells for how long",
+                missing.join(", ")
+            );
+        }
+    }
+}
+
+/// Logs the events that were removed from each table.
+pub fn log_hidden(hidden: &[HiddenEvents]) {
+    for table in hidden {
+        guest_log!(
+            Info,
+            "the kernel's table of events at {:#x}: {} taken out that cannot be counted here, {} left",
+            table.virt,
+            table.hidden.len(),
+            table.left
+        );
+        let names: Vec<String> = table.hidden.iter().map(ToString::to_string).collect();
+        guest_log!(Debug, "taken out at {:#x}: {}", table.virt, names.join(", "));
+    }
+}

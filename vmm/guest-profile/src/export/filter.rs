@@ -1,0 +1,39 @@
+//! Selects samples by task, object and function, like `--comms`, `--dsos` and `--symbols` of
+//! `perf report`.
+
+use super::symbolize::{Symbolizer, task_label};
+use super::{Profile, Sample, frames};
+
+/// Conditions on samples. An empty list matches every sample.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct SampleFilter {
+    /// Names of tasks.
+    pub comms: Vec<String>,
+    /// Objects of the innermost frame: paths, or file names without their directories.
+    pub objects: Vec<String>,
+    /// Functions of the innermost frame.
+    pub symbols: Vec<String>,
+}
+
+impl SampleFilter {
+    /// Returns whether a sample fulfils all conditions.
+    pub fn matches(&self, profile: &Profile, symbols: &mut Symbolizer<'_>, sample: &Sample<'_>) -> bool {
+        let accepts = |list: &[String], name: &str| list.is_empty() || list.iter().any(|n| n == name);
+        if !self.comms.is_empty() {
+            let comm = task_label(profile, sample.tid, sample.cr3, sample.time_ns);
+            if !accepts(&self.comms, &comm) {
+                return false;
+            }
+        }
+        if self.objects.is_empty() && self.symbols.is_empty() {
+            return true;
+        }
+        let Some(frame) = frames(sample).next() else {
+            return false;
+        };
+        let named = symbols.name(frame, sample.pid);
+        let file = named.object.rsplit('/').next().unwrap_or(&named.object);
+        let object = accepts(&self.objects, &named.object) || accepts(&self.objects, file);
+        object && accepts(&self.symbols, &named.name)
+    }
+}

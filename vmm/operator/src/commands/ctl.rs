@@ -1,0 +1,405 @@
+//! `perfvisor ctl`: controls a running VM.
+
+use std::fmt::Write as _;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use clap::{Args, Subcommand};
+
+use super::ps::vcpu_count_text;
+use super::snapshot::{self, SnapshotCommandError};
+use super::{CommandError, DONE, OutputError, connect, print};
+use crate::exit::ExitStatus;
+use crate::input;
+use crate::values::{integer_in_range, parse_seconds};
+use control_api::client::{Client, ClientError};
+use control_api::protocol::{Call, VcpuPlug, VmInfo, VmSettings, VmState};
+use control_api::request;
+use diagnostics::vcpu_names;
+use perf_core::{SharePolicy, UnknownSharePolicy};
+use vpmu::filter::FilterError;
+
+/// Time limit for vCPUs to leave the guest and for a VM to end.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// Polling interval.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+/// Maximum size of a filter file, in bytes, chosen to fit into a request.
+const MAX_FILTER: u64 = 32 << 10;
+
+/// `perfvisor ctl`.
+#[derive(Clone, Debug, Args)]
+#[command(arg_required_else_help = false)]
+pub struct CtlArgs {
+    /// The VM, as perfvisor ps shows it.
+    #[arg(
+        value_name = "NAME",
+        required_unless_present = "socket",
+        conflicts_with = "socket"
+    )]
+    pub name: Option<String>,
+    /// The VM's control socket, wherever it is, in place of its name.
+    #[arg(long, value_name = "PATH")]
+    pub socket: Option<PathBuf>,
+    /// What to do.
+    #[command(subcommand)]
+    pub action: Action,
+}
+
+/// What can be done to a VM.
+#[derive(Clone, Debug, Subcommand)]
+pub enum Action {
+    /// Take all vCPUs out of the guest.
+    Pause,
+    /// Let them go on.
+    Resume,
+    /// Press the power button, so that the guest powers off.
+    Powerdown,
+    /// End the VM at once, as if its plug was pulled.
+    Stop,
+    /// Show the state, the number of vCPUs, the PMU, its backing and filter, and the memory.
+    Status {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Add vCPUs, or have the guest give some up, until there are N; the VM must have been started with
+    /// --cpus N,max=M.
+    Vcpus {
+        /// How many, 1 to M.
+        #[arg(value_name = "N", allow_negative_numbers = true, value_parser = integer_in_range(1..=64u32))]
+        count: u32,
+        /// How long the guest may take to answer, in seconds.
+        #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = parse_seconds)]
+        wait: Duration,
+    },
+    /// Save the VM to a new directory, from which `perfvisor run --restore DIR` continues it. The VM is
+    /// paused meanwhile and goes on afterwards.
+    Snapshot {
+        /// Directory of the snapshot, which must not exist.
+        #[arg(value_name = "DIR")]
+        dir: PathBuf,
+        /// End the VM when the snapshot is on disk.
+        #[arg(long)]
+        stop: bool,
+    },
+    /// Who gets the host's counters when they run out.
+    Share {
+        /// guest-first, operator-first or strict.
+        policy: String,
+    },
+    /// Which events the guest may count from now on.
+    Filter {
+        /// File as for --pmu-filter.
+        file: PathBuf,
+    },
+}
+
+/// Errors of `perfvisor ctl`.
+#[derive(Debug, thiserror::Error)]
+pub enum CtlError {
+    #[error(transparent)]
+    Command(#[from] CommandError),
+    #[error("invalid value '{value}' for share")]
+    Share {
+        value: String,
+        #[source]
+        source: UnknownSharePolicy,
+    },
+    #[error("{}: a filter for a running VM has at most {MAX_FILTER} bytes", .0.display())]
+    FilterTooLarge(PathBuf),
+    #[error("{}", path.display())]
+    Filter {
+        path: PathBuf,
+        #[source]
+        source: FilterError,
+    },
+    #[error("the VM is {0} again: somebody else controls it too")]
+    NotPaused(VmState),
+    #[error("only {parked} of {vcpus} vCPUs have left the guest; the VM is pausing")]
+    Pausing { parked: u32, vcpus: u32 },
+    #[error("the guest does not give up vCPU {vcpu} ({why}); it stays", why = ost_status(*.status))]
+    Kept { vcpu: u32, status: u32 },
+    #[error(
+        "the guest has not given up {vcpus} in {} s; there are {present} vCPUs (does its kernel know ACPI CPU hot-plug?)",
+        wait.as_secs_f64()
+    )]
+    NoAnswer {
+        vcpus: String,
+        wait: Duration,
+        present: usize,
+    },
+    #[error("{0} is still leaving")]
+    Leaving(String),
+    #[error("the VM has not ended yet")]
+    NotEnded,
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotCommandError),
+}
+
+impl From<ClientError> for CtlError {
+    fn from(error: ClientError) -> Self {
+        Self::Command(error.into())
+    }
+}
+
+impl From<OutputError> for CtlError {
+    fn from(error: OutputError) -> Self {
+        Self::Command(error.into())
+    }
+}
+
+/// Performs the action.
+///
+/// # Errors
+/// Returns [`CtlError`] if the VM cannot perform the action.
+pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
+    // Invalid arguments are detected before the VM is contacted.
+    let (call, done) = match &args.action {
+        Action::Pause => (Call::Pause, "paused"),
+        Action::Resume => (Call::Resume, "running"),
+        Action::Stop => (Call::Stop, "stopped"),
+        Action::Powerdown => (Call::Powerdown, "power button pressed"),
+        Action::Status { .. } => (Call::Status, ""),
+        Action::Vcpus { count, .. } => (Call::Vcpus { count: *count }, ""),
+        Action::Snapshot { .. } => (Call::Snapshot, ""),
+        Action::Share { policy } => {
+            let parsed: Result<SharePolicy, _> = policy.parse();
+            let value = policy.clone();
+            let parsed = parsed.map_err(|source| CtlError::Share { value, source })?;
+            let policy = policy.clone();
+            let done = match parsed {
+                SharePolicy::GuestFirst => "sharing policy is guest-first now",
+                SharePolicy::OperatorFirst => "sharing policy is operator-first now",
+                SharePolicy::Strict => "sharing policy is strict now",
+            };
+            (Call::Share { policy }, done)
+        }
+        Action::Filter { file } => {
+            let toml = filter_text(file)?;
+            (Call::Filter { toml }, "event filter changed")
+        }
+    };
+    let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
+    if let Action::Snapshot { dir, stop } = &args.action {
+        let saved = snapshot::take(&mut client, dir, *stop)?;
+        if *stop {
+            wait_for_end(&mut client)?;
+        }
+        print(&format!(
+            "{}: snapshot in {}, {} MiB of memory\n",
+            client.info().name,
+            dir.display(),
+            saved >> 20
+        ))?;
+        return Ok(DONE);
+    }
+    match args.action {
+        Action::Pause => pause(&mut client)?,
+        Action::Stop => stop(&mut client)?,
+        Action::Status { json } => {
+            let info: VmInfo = client.call(request::Status)?;
+            if json {
+                let text = serde_json::to_string(&info).map_err(OutputError::from)?;
+                print(&(text + "\n"))?;
+                return Ok(DONE);
+            }
+            print_status(&info)?;
+            print(&settings_text(&info))?;
+            return Ok(DONE);
+        }
+        Action::Vcpus { count, wait } => {
+            vcpus(&mut client, count, wait)?;
+            let info: VmInfo = client.call(request::Status)?;
+            return print_status(&info);
+        }
+        Action::Snapshot { .. }
+        | Action::Resume
+        | Action::Powerdown
+        | Action::Share { .. }
+        | Action::Filter { .. } => {
+            client.call(call)?;
+        }
+    }
+    print(&format!("{}: {done}\n", client.info().name))?;
+    Ok(DONE)
+}
+
+fn filter_text(path: &Path) -> Result<String, CtlError> {
+    let mut text = String::new();
+    // The file is read once and with a limit, because it may be a pipe or endless.
+    input::open(path)
+        .and_then(|file| file.take(MAX_FILTER + 1).read_to_string(&mut text))
+        .map_err(CommandError::file(path))?;
+    if text.len() as u64 > MAX_FILTER {
+        return Err(CtlError::FilterTooLarge(path.to_owned()));
+    }
+    vpmu::EventFilter::from_toml(&text).map_err(|source| CtlError::Filter {
+        path: path.to_owned(),
+        source,
+    })?;
+    Ok(text)
+}
+
+/// Pauses the VM and waits until all vCPUs are parked.
+fn pause(client: &mut Client) -> Result<(), CtlError> {
+    let until = Instant::now() + TIMEOUT;
+    let mut info: VmInfo = client.call(request::Pause)?;
+    while info.parked < info.vcpus {
+        if info.state != VmState::Paused {
+            return Err(CtlError::NotPaused(info.state));
+        }
+        if Instant::now() > until {
+            return Err(CtlError::Pausing {
+                parked: info.parked,
+                vcpus: info.vcpus,
+            });
+        }
+        std::thread::sleep(POLL_INTERVAL);
+        info = client.call(request::Status)?;
+    }
+    Ok(())
+}
+
+fn print_status(info: &VmInfo) -> Result<ExitStatus, CtlError> {
+    let plural = if info.vcpus.max(info.max_vcpus) == 1 {
+        ""
+    } else {
+        "s"
+    };
+    print(&format!(
+        "{}: {}, {} vCPU{plural}\n",
+        info.name,
+        info.state,
+        vcpu_count_text(info)
+    ))?;
+    if !matches!(info.console.as_str(), "" | "tty" | "none") {
+        print(&format!("ttyS0 at {}\n", info.console))?;
+    }
+    if !info.virtio_console.is_empty() {
+        print(&format!("hvc0 at {}\n", info.virtio_console))?;
+    }
+    Ok(DONE)
+}
+
+/// Returns the VM's PMU and settings for `ctl status`, one line each.
+fn settings_text(info: &VmInfo) -> String {
+    let mut text = format!("PMU {}", info.pmu);
+    if let Some(settings) = &info.settings {
+        let VmSettings {
+            backing,
+            share,
+            filter,
+            memory_bytes,
+        } = settings;
+        let _ = write!(
+            text,
+            ", backing {backing}, sharing {share}\nfilter {filter}\nmemory {} MiB",
+            memory_bytes >> 20
+        );
+    }
+    text + "\n"
+}
+
+/// Adds or removes vCPUs, and waits until the guest has responded.
+fn vcpus(client: &mut Client, count: u32, wait: Duration) -> Result<(), CtlError> {
+    let start = Instant::now();
+    let before: VcpuPlug = client.call(request::VcpuPlug)?;
+    let mut plug: VcpuPlug = client.call(request::Vcpus { count })?;
+    // Vetoes by the guest count only for this request.
+    let ours = plug.asked_for.clone();
+    let came: Vec<u32> = plug
+        .present
+        .iter()
+        .copied()
+        .filter(|v| !before.present.contains(v))
+        .collect();
+    loop {
+        let refused = plug.refused.iter().find(|refusal| ours.contains(&refusal.vcpu));
+        if let Some(refusal) = refused {
+            let _: VcpuPlug = client.call(request::VcpusWithdraw)?;
+            return Err(CtlError::Kept {
+                vcpu: refusal.vcpu,
+                status: refusal.status,
+            });
+        }
+        let waits = !plug.asked_for.is_empty() || !plug.leaving.is_empty();
+        let unnoticed: Vec<u32> = came
+            .iter()
+            .copied()
+            .filter(|v| plug.unnoticed.contains(v))
+            .collect();
+        if !waits && unnoticed.is_empty() {
+            log::info!(
+                "the guest answered after {:.1} ms",
+                start.elapsed().as_secs_f64() * 1e3
+            );
+            return Ok(());
+        }
+        if start.elapsed() > wait {
+            if !plug.asked_for.is_empty() {
+                let plug: VcpuPlug = client.call(request::VcpusWithdraw)?;
+                let stay: Vec<u32> = ours
+                    .iter()
+                    .copied()
+                    .filter(|v| plug.present.contains(v))
+                    .collect();
+                return Err(CtlError::NoAnswer {
+                    vcpus: vcpu_names(&stay),
+                    wait,
+                    present: plug.present.len(),
+                });
+            }
+            if !plug.leaving.is_empty() {
+                return Err(CtlError::Leaving(vcpu_names(&plug.leaving)));
+            }
+            log::warn!(
+                "the guest has taken no note of {} in {} s (does its kernel know ACPI CPU hot-plug?)",
+                vcpu_names(&unnoticed),
+                wait.as_secs_f64()
+            );
+            return Ok(());
+        }
+        std::thread::sleep(POLL_INTERVAL);
+        plug = client.call(request::VcpuPlug)?;
+    }
+}
+
+/// Returns the meaning of an _OST status (ACPI 6.5, table 6.75).
+fn ost_status(status: u32) -> String {
+    let words = match status {
+        0x01 => "a failure that it does not name",
+        0x02 => "it does not know the request",
+        0x80 => "it does not take requests for this vCPU",
+        0x81 => "the vCPU is in use by an application",
+        0x82 => "the vCPU is busy",
+        0x83 => "something depends on the vCPU",
+        _ => return format!("status {status:#x}"),
+    };
+    format!("status {status:#x}: {words}")
+}
+
+/// Stops the VM and waits until its process has closed the socket.
+fn stop(client: &mut Client) -> Result<(), CtlError> {
+    match client.call(request::Stop) {
+        Err(e) if e.is_gone() => Ok(()),
+        Err(e) => Err(e.into()),
+        Ok(_) => wait_for_end(client),
+    }
+}
+
+/// Waits until the process of a stopped VM has closed the socket.
+fn wait_for_end(client: &mut Client) -> Result<(), CtlError> {
+    let until = Instant::now() + TIMEOUT;
+    let mut result: Result<VmInfo, ClientError> = client.call(request::Status);
+    loop {
+        match result {
+            Err(e) if e.is_gone() => return Ok(()),
+            Err(e) => return Err(e.into()),
+            Ok(_) if Instant::now() > until => return Err(CtlError::NotEnded),
+            Ok(_) => {}
+        }
+        std::thread::sleep(POLL_INTERVAL);
+        result = client.call(request::Status);
+    }
+}

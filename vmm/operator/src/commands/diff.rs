@@ -1,0 +1,68 @@
+//! `perfvisor diff`: compares two recordings, like `perf diff`.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+
+use super::files::{FileError, SymbolArgs, read_profile, symbolizer, warn_missing_data};
+use super::{DONE, print};
+use crate::exit::ExitStatus;
+use crate::values::{SortKeys, parse_percent, parse_sort};
+use guest_profile::export::diff::{diffs, render};
+use guest_profile::export::report::ReportOptions;
+
+/// `perfvisor diff`.
+#[derive(Clone, Debug, Args)]
+pub struct DiffArgs {
+    /// The older recording, perf.data.old if not given, and the newer one, perf.data if not given. So record
+    /// leaves them when it is done twice.
+    #[arg(value_name = "FILE", num_args = 0..=2)]
+    pub recordings: Vec<PathBuf>,
+    /// Columns to group by: comm, pid, vcpu, dso, sym.
+    #[arg(short, long, value_name = "KEYS", default_value = "dso,sym", value_parser = parse_sort)]
+    pub sort: SortKeys,
+    /// Leave out what is below this share in both, in percent.
+    #[arg(long, value_name = "PERCENT", default_value = "0", value_parser = parse_percent)]
+    pub percent_limit: f64,
+    /// Where names come from, for both.
+    #[command(flatten)]
+    pub symbols: SymbolArgs,
+}
+
+impl DiffArgs {
+    /// Returns the paths of the older and the newer recording.
+    fn paths(&self) -> (&Path, &Path) {
+        let (old, new) = (Path::new("perf.data.old"), Path::new("perf.data"));
+        match self.recordings.as_slice() {
+            [] => (old, new),
+            [new] => (old, new),
+            [old, new, ..] => (old, new),
+        }
+    }
+}
+
+/// Compares the recordings.
+///
+/// # Errors
+/// Returns [`FileError`] if a recording cannot be read.
+pub fn diff(args: &DiffArgs) -> Result<ExitStatus, FileError> {
+    let (old, new) = args.paths();
+    let (Some(old), Some(new)) = (read_profile(old)?, read_profile(new)?) else {
+        return Ok(DONE);
+    };
+    let mut old_symbols = symbolizer(&old, &args.symbols)?;
+    let mut new_symbols = symbolizer(&new, &args.symbols)?;
+    let options = ReportOptions {
+        sort: args.sort.0.clone(),
+        min_percent: args.percent_limit,
+        ..ReportOptions::default()
+    };
+    let (diffs, alone) = diffs((&old, &mut old_symbols), (&new, &mut new_symbols), &options);
+    print(&render(&diffs, &options.sort))?;
+    for event in alone {
+        log::warn!("'{event}' is in one of the recordings only: it is not compared");
+    }
+    warn_missing_data(&old, &old_symbols);
+    warn_missing_data(&new, &new_symbols);
+    Ok(DONE)
+}

@@ -1,0 +1,288 @@
+//! `perfvisor exits`: VM exits by reason, like `perf kvm stat live`.
+//!
+//! The output has three separate sources. The VM counts and times the exits to user space while
+//! this command runs. KVM's statistics count all exits, which include exits to user space, but have
+//! no times. KVM's tracepoints time all exits, if the user has permission to trace.
+
+pub(super) mod sums;
+mod table;
+mod trace;
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+
+use super::select::name_or_pid;
+use super::{CommandError, DONE, WaitResult, connect, is_reader_closed, print, wait_until};
+use crate::exit::ExitStatus;
+use crate::signals::StopSignals;
+use crate::values::parse_seconds;
+use control_api::client::{Client, ClientError};
+use control_api::protocol::{EventReading, Opened, VcpuExits};
+use control_api::request;
+use perf_core::error_line;
+use sums::{ExitMaxima, ExitReading, ExitTotals, Statistic};
+use trace::{ExitTrace, TraceError};
+
+/// Interval of the readings that are kept in case the VM ends.
+const READ_INTERVAL: Duration = Duration::from_millis(250);
+/// Interval at which the tracepoint rings are drained.
+const DRAIN_INTERVAL: Duration = Duration::from_millis(50);
+/// KVM statistics of a vCPU about exits and their handling. Statistics that the host's KVM lacks
+/// are omitted.
+const STATISTICS: [&str; 19] = [
+    "exits",
+    "io_exits",
+    "mmio_exits",
+    "halt_exits",
+    "irq_exits",
+    "irq_window_exits",
+    "nmi_window_exits",
+    "request_irq_exits",
+    "signal_exits",
+    "hypercalls",
+    "insn_emulation",
+    "insn_emulation_fail",
+    "invlpg",
+    "irq_injections",
+    "nmi_injections",
+    "pf_taken",
+    "pf_fast",
+    "pf_spurious",
+    "tlb_flush",
+];
+
+/// `perfvisor exits`.
+#[derive(Clone, Debug, Args)]
+pub struct ExitsArgs {
+    /// The VM; may be left out when only one is running.
+    #[arg(value_name = "NAME")]
+    pub name: Option<String>,
+    /// The VM's control socket, wherever it is, in place of its name.
+    #[arg(long, value_name = "PATH", conflicts_with = "name")]
+    pub socket: Option<PathBuf>,
+    /// The VM that this process runs, in place of its name.
+    #[arg(short, long, value_name = "PID", conflicts_with_all = ["name", "socket"])]
+    pub pid: Option<u32>,
+    /// Print what came in each interval of so many seconds too.
+    #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub interval: Option<Duration>,
+    /// How long to watch; until Ctrl-C if not given.
+    #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub duration: Option<Duration>,
+    /// A line for each vCPU and reason.
+    #[arg(short = 'A', long)]
+    pub per_vcpu: bool,
+    /// Do not time KVM's exits by its tracepoints. The kernel writes two records for each exit.
+    #[arg(long)]
+    pub no_trace: bool,
+    /// Print JSON objects, for programs: one for each interval, and one for all of it.
+    #[arg(short, long)]
+    pub json: bool,
+}
+
+/// Displays the exits of a VM.
+///
+/// # Errors
+/// Returns [`CommandError`] if the VM cannot be observed.
+pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, CommandError> {
+    let signals = StopSignals::block().map_err(CommandError::Signals)?;
+    let name = name_or_pid(args.name.as_deref(), args.pid);
+    let mut client = connect(name.as_deref(), args.socket.as_deref())?;
+    let mut watch = ExitObserver::begin(&mut client)?;
+    let mut trace = if args.no_trace {
+        Err(TraceError::NotWanted)
+    } else {
+        ExitTrace::begin(client.info().pid)
+    };
+    let start = Instant::now();
+    let end = args.duration.map(|d| start + d);
+    let mut next = args.interval.map(|i| start + i);
+    let (mut printed_at, mut total) = (Duration::ZERO, ExitTotals::default());
+    let (mut since, mut longest) = (ExitTotals::default(), ExitMaxima::default());
+    loop {
+        let look = Instant::now() + READ_INTERVAL;
+        let until = [end, next].into_iter().flatten().fold(look, Instant::min);
+        let woken = loop {
+            let drain = if trace.is_ok() {
+                Instant::now() + DRAIN_INTERVAL
+            } else {
+                until
+            };
+            let woken = wait_until(drain.min(until), &signals);
+            if woken == WaitResult::Signal || Instant::now() >= until {
+                break woken;
+            }
+            if let Ok(trace) = &mut trace {
+                trace.drain();
+            }
+        };
+        let now = Instant::now();
+        let over = woken == WaitResult::Signal || end.is_some_and(|end| now >= end) || is_reader_closed();
+        let gone = match watch.look(&mut client) {
+            Ok(mut seen) => {
+                seen.traced = trace.as_mut().map(ExitTrace::look).unwrap_or_default();
+                total.update_from(seen, &mut longest);
+                false
+            }
+            Err(ref e) if e.is_gone() => true,
+            Err(e) => return Err(e.into()),
+        };
+        let at = now.duration_since(start);
+        if let (Some(due), Some(interval)) = (next, args.interval)
+            && (now >= due || over || gone)
+        {
+            let grown = total.difference_since(&since, &std::mem::take(&mut longest));
+            show(
+                &grown,
+                args,
+                at,
+                at.saturating_sub(printed_at),
+                OutputSection::Interval,
+            )?;
+            since = total.clone();
+            printed_at = at;
+            next = Some((due + interval).max(now));
+        }
+        if over || gone {
+            show(&total, args, at, at, OutputSection::Total)?;
+            if !args.json {
+                print(&watch.remarks(&total, &trace))?;
+            }
+            if gone {
+                let ms = READ_INTERVAL.as_millis();
+                log::warn!("the VM ended; the counts are as they were at most {ms} ms before");
+            }
+            return Ok(DONE);
+        }
+    }
+}
+
+/// The part of the output.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum OutputSection {
+    Interval,
+    Total,
+}
+
+fn show(
+    exits: &ExitTotals,
+    args: &ExitsArgs,
+    at: Duration,
+    length: Duration,
+    part: OutputSection,
+) -> Result<(), CommandError> {
+    let exits = if args.per_vcpu {
+        exits.clone()
+    } else {
+        exits.summed()
+    };
+    let text = if args.json {
+        table::json(&exits, part == OutputSection::Total, at, length)
+    } else {
+        let when = match part {
+            OutputSection::Interval => format!("{:.3} s", at.as_secs_f64()),
+            OutputSection::Total => format!("all of {:.3} s", length.as_secs_f64()),
+        };
+        table::text(&exits, &when, length)
+    };
+    Ok(print(&text)?)
+}
+
+/// An observation of a VM's exits.
+pub(super) struct ExitObserver {
+    statistics: Vec<Opened>,
+    /// Reason why KVM's statistics are unavailable.
+    no_statistics: Option<String>,
+}
+
+impl ExitObserver {
+    /// Opens KVM's statistics and starts the VM's own exit statistics.
+    ///
+    /// # Errors
+    /// Returns an error if the VM does not answer.
+    pub(super) fn begin(client: &mut Client) -> Result<Self, CommandError> {
+        let list = STATISTICS.map(|name| format!("kvm:{name}"));
+        let opened = client.call(request::Open {
+            events: list.join(","),
+            vcpus: None,
+            whole: true,
+            sampling: None,
+        });
+        let watch = match opened {
+            Ok(opened) => {
+                let () = client.call(request::Enable)?;
+                let none = opened.iter().all(|o| o.handle.is_none());
+                let why = opened.iter().find_map(|o| o.unsupported.clone());
+                Self {
+                    no_statistics: why.filter(|_| none),
+                    statistics: opened,
+                }
+            }
+            Err(ClientError::Refused(why)) => Self {
+                statistics: Vec::new(),
+                no_statistics: Some(why.message),
+            },
+            Err(e) => return Err(e.into()),
+        };
+        let _: Vec<VcpuExits> = client.call(request::Exits)?;
+        Ok(watch)
+    }
+
+    /// Returns the exits since the start of the observation.
+    fn look(&mut self, client: &mut Client) -> Result<ExitReading, ClientError> {
+        let readings = client.call(request::Read)?;
+        self.with(&readings, client)
+    }
+
+    /// Returns the exits since the start of the observation, with the given readings of the
+    /// connection's events.
+    ///
+    /// # Errors
+    /// Returns an error if the VM does not answer.
+    pub(super) fn with(
+        &mut self,
+        readings: &[EventReading],
+        client: &mut Client,
+    ) -> Result<ExitReading, ClientError> {
+        let ours = client.call(request::Exits)?;
+        let of = |name: &Opened| {
+            let reading = readings.iter().find(|r| Some(r.handle) == name.handle)?;
+            Some(Statistic::of(&name.name, reading))
+        };
+        Ok(ExitReading {
+            ours,
+            kvms: self.statistics.iter().filter_map(of).flatten().collect(),
+            traced: Vec::new(),
+        })
+    }
+
+    /// Returns remarks on incomplete data.
+    fn remarks(&self, total: &ExitTotals, trace: &Result<ExitTrace, TraceError>) -> String {
+        let mut out = String::from("\n");
+        let untimed = total.untimed();
+        if untimed > 0 {
+            out += &format!(
+                " {untimed} of Perfvisor's exits were not timed: the VM was paused in them, or they are being served.\n"
+            );
+        }
+        out += " Times of exits to Perfvisor are from the return of KVM_RUN to the next; the host kernel's part is not in them.\n";
+        if let Some(why) = &self.no_statistics {
+            out += &format!(" KVM's exits are not counted by its statistics: {why}\n");
+        }
+        match trace {
+            Ok(trace) if total.traced.is_empty() => {
+                out += " KVM's exits are not timed: this KVM's tracepoints showed none.\n";
+                out += &trace.remarks();
+            }
+            Ok(trace) => {
+                out +=
+                    " Times of KVM's exits are until it enters the guest again, Perfvisor's part included.\n";
+                out += &trace.remarks();
+            }
+            Err(why) => out += &format!(" KVM's exits are not timed: {}\n", error_line(why)),
+        }
+        out
+    }
+}

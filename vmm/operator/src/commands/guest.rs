@@ -1,0 +1,336 @@
+//! Connections to the agent in a guest.
+
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use control_api::client::ClientError;
+use control_api::place;
+use guest_agent::PORT;
+use guest_agent::request::{AgentOperation, Request, VERSION};
+use guest_agent::wire::{Frame, FrameKind, WireError, read_frame, write_frame};
+
+use super::{NAP, connect};
+
+/// Time limit for the guest kernel to accept a connection and for the agent to accept a request.
+const TIMEOUT: Duration = Duration::from_secs(40);
+
+/// Errors of a request to the guest's agent.
+#[derive(Debug, thiserror::Error)]
+pub enum GuestError {
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    #[error(
+        "VM '{0}' has no vsock device at its usual place; start it with --vsock, or name its socket by --socket"
+    )]
+    NoVsock(String),
+    #[error("{}", path.display())]
+    Socket {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error(
+        "the guest of VM '{0}' does not answer over vsock: it has not booted that far, or has no driver (Linux: modprobe vmw_vsock_virtio_transport)"
+    )]
+    NoAnswer(String),
+    #[error(
+        "no agent runs in the guest of VM '{0}': start perfvisor-agent there (docs/guide/exec.md says how to install it)"
+    )]
+    NoAgent(String),
+    #[error("VM '{0}' ended while its agent was waited for")]
+    Ended(String),
+    #[error("the guest of VM '{name}': {why}")]
+    Refused { name: String, why: String },
+    #[error("the guest of VM '{name}'")]
+    Wire {
+        name: String,
+        #[source]
+        source: WireError,
+    },
+    #[error("the command and its environment are longer than the agent takes")]
+    TooLong,
+}
+
+/// A stream with a deadline for all reads together, so that a slow sender cannot delay the reader
+/// indefinitely.
+struct DeadlineStream<'s> {
+    stream: &'s UnixStream,
+    end: Instant,
+}
+
+impl<'s> DeadlineStream<'s> {
+    fn patience(stream: &'s UnixStream) -> Self {
+        let end = Instant::now() + TIMEOUT;
+        Self { stream, end }
+    }
+}
+
+impl Read for DeadlineStream<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let left = self.end.saturating_duration_since(Instant::now());
+        // A zero timeout would disable the limit.
+        self.stream
+            .set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+        self.stream.read(buffer)
+    }
+}
+
+/// The location of an agent.
+#[derive(Clone, Debug)]
+pub struct AgentAddress {
+    /// Name of the VM.
+    pub name: String,
+    /// Path of the vsock socket, if it differs from the default.
+    pub socket: Option<PathBuf>,
+    /// Time to retry while the agent is unavailable.
+    pub wait: Option<Duration>,
+}
+
+impl AgentAddress {
+    /// Connects to the agent and requests `job`. Returns after the agent has accepted the request.
+    ///
+    /// # Errors
+    /// Returns [`GuestError`] if the agent is unreachable or refuses the request.
+    pub fn request_job(&self, job: AgentOperation) -> Result<UnixStream, GuestError> {
+        let until = self.wait.map(|wait| Instant::now() + wait);
+        let mut before = None;
+        let stream = loop {
+            // The VM, its sockets, the guest kernel or the agent may become available later.
+            match (self.connect(until), until) {
+                (Ok(stream), _) => break stream,
+                (Err(error), Some(_)) if has_ended(before.as_ref(), &error) => {
+                    return Err(GuestError::Ended(self.name.clone()));
+                }
+                (Err(error), Some(until)) if Instant::now() < until => {
+                    before = Some(error);
+                    std::thread::sleep(10 * NAP);
+                }
+                (Err(error), _) => return Err(last(before, error)),
+            }
+        };
+        let version = VERSION;
+        let request = serde_json::to_vec(&Request { version, job }).map_err(|_| GuestError::TooLong)?;
+        write_frame(&mut &stream, FrameKind::Request, &request).map_err(|error| match error.kind() {
+            io::ErrorKind::InvalidInput => GuestError::TooLong,
+            _ => self.wire(error.into()),
+        })?;
+        match self.next(&mut DeadlineStream::patience(&stream))? {
+            Frame {
+                kind: FrameKind::Accepted,
+                ..
+            } => {}
+            frame => return Err(self.refused(&frame)),
+        }
+        stream
+            .set_read_timeout(None)
+            .map_err(|error| self.wire(error.into()))?;
+        Ok(stream)
+    }
+
+    /// Connects to the agent within the shorter of `until` and the default time limit.
+    fn connect(&self, until: Option<Instant>) -> Result<UnixStream, GuestError> {
+        let path = match &self.socket {
+            Some(path) => path.clone(),
+            None => {
+                // The error lists the running VMs if this VM does not exist.
+                let name = connect(Some(&self.name), None)?.info().name.clone();
+                place::vsock_path(&place::directory_of(&name), &name)
+            }
+        };
+        let connected = UnixStream::connect(&path).and_then(|stream| {
+            (&stream).write_all(format!("CONNECT {PORT}\n").as_bytes())?;
+            Ok(stream)
+        });
+        let stream = match connected {
+            Ok(stream) => stream,
+            Err(_) if self.socket.is_none() => return Err(GuestError::NoVsock(self.name.clone())),
+            Err(source) => return Err(GuestError::Socket { path, source }),
+        };
+        let mut reader = DeadlineStream::patience(&stream);
+        reader.end = until.map_or(reader.end, |until| until.min(reader.end));
+        let mut line = Vec::new();
+        loop {
+            let mut byte = [0];
+            match reader.read(&mut byte) {
+                Ok(1) if byte == *b"\n" => break,
+                Ok(1) if line.len() < 64 => line.extend(byte),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return Err(GuestError::NoAnswer(self.name.clone()));
+                }
+                _ => return Err(GuestError::NoAgent(self.name.clone())),
+            }
+        }
+        if line.starts_with(b"OK ") {
+            Ok(stream)
+        } else {
+            Err(GuestError::NoAgent(self.name.clone()))
+        }
+    }
+
+    /// Reads the next frame, which must exist.
+    ///
+    /// # Errors
+    /// Returns an error if the connection ends.
+    pub fn next(&self, stream: &mut impl Read) -> Result<Frame, GuestError> {
+        match read_frame(stream) {
+            Ok(Some(frame)) => Ok(frame),
+            Ok(None) => Err(self.wire(io::Error::from(io::ErrorKind::UnexpectedEof).into())),
+            Err(source) => Err(self.wire(source)),
+        }
+    }
+
+    /// Converts a refusal or an unexpected frame to an error.
+    pub fn refused(&self, frame: &Frame) -> GuestError {
+        let why = match frame.kind {
+            FrameKind::Refused => frame.text(),
+            kind => format!("its agent sends {kind:?} where that makes no sense"),
+        };
+        let name = self.name.clone();
+        GuestError::Refused { name, why }
+    }
+
+    fn wire(&self, source: WireError) -> GuestError {
+        let name = self.name.clone();
+        GuestError::Wire { name, source }
+    }
+}
+
+/// Returns whether the VM existed at the attempt `before` and does not any more. It may still be about
+/// to start if it has not existed yet.
+fn has_ended(before: Option<&GuestError>, error: &GuestError) -> bool {
+    let existed = matches!(before, Some(GuestError::NoAnswer(_) | GuestError::NoAgent(_)));
+    existed && matches!(error, GuestError::Client(ClientError::NoSuchVm { .. }))
+}
+
+/// Selects which of the last two errors to report. The user's deadline may pass during the last
+/// attempt; a guest that has refused an earlier connection has booted and has its driver.
+fn last(before: Option<GuestError>, error: GuestError) -> GuestError {
+    match (before, error) {
+        (Some(refused @ GuestError::NoAgent(_)), GuestError::NoAnswer(_)) => refused,
+        (_, error) => error,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+    use std::path::Path;
+
+    use guest_agent::request::Exec;
+
+    use super::*;
+
+    fn way(socket: &Path, wait: Duration) -> AgentAddress {
+        AgentAddress {
+            name: "vm".into(),
+            socket: Some(socket.into()),
+            wait: Some(wait),
+        }
+    }
+
+    fn job() -> AgentOperation {
+        AgentOperation::Exec(Exec {
+            argv: vec!["true".into()],
+            env: vec![],
+            cwd: None,
+            terminal: None,
+        })
+    }
+
+    /// Runs an agent that accepts every request.
+    fn accept(listener: &UnixListener) {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut line = Vec::new();
+        while line.last() != Some(&b'\n') {
+            let mut byte = [0];
+            stream.read_exact(&mut byte).unwrap();
+            line.extend(byte);
+        }
+        stream.write_all(b"OK 1\n").unwrap();
+        let request = read_frame(&mut stream).unwrap().unwrap();
+        assert_eq!(request.kind, FrameKind::Request);
+        write_frame(&mut stream, FrameKind::Accepted, &[]).unwrap();
+    }
+
+    /// Neither the guest nor the VM needs to exist when the wait begins.
+    #[test]
+    fn wait_may_precede_vm_start() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("vsock");
+        let late = socket.clone();
+        let agent = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(300));
+            accept(&UnixListener::bind(late).unwrap());
+        });
+        way(&socket, Duration::from_secs(600)).request_job(job()).unwrap();
+        agent.join().unwrap();
+        let error = way(&dir.path().join("none"), Duration::from_millis(100)).request_job(job());
+        assert!(matches!(error, Err(GuestError::Socket { .. })), "{error:?}");
+    }
+
+    /// Regression test: the wait for the agent of a VM that had ended lasted until its deadline.
+    #[test]
+    fn ended_vm_is_not_waited_for() {
+        let missing = || {
+            GuestError::Client(ClientError::NoSuchVm {
+                name: "g".into(),
+                others: Vec::new(),
+            })
+        };
+        assert!(has_ended(Some(&GuestError::NoAnswer("g".into())), &missing()));
+        assert!(!has_ended(None, &missing()));
+        assert!(!has_ended(Some(&missing()), &missing()));
+        assert!(!has_ended(
+            Some(&GuestError::NoAgent("g".into())),
+            &GuestError::NoAnswer("g".into())
+        ));
+    }
+
+    /// The user's deadline also limits the wait for a silent guest kernel.
+    #[test]
+    fn user_deadline_bounds_wait_for_silent_guest() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("vsock");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let began = Instant::now();
+        let error = way(&socket, Duration::from_millis(300)).request_job(job());
+        assert!(matches!(error, Err(GuestError::NoAnswer(_))), "{error:?}");
+        assert!(began.elapsed() < TIMEOUT, "{:?}", began.elapsed());
+        drop(listener);
+    }
+
+    #[test]
+    fn slow_agent_hits_deadline() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let drips = std::thread::spawn(move || {
+            while theirs.write_all(b"x").is_ok() {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        });
+        let mut reader = DeadlineStream {
+            stream: &ours,
+            end: Instant::now() + Duration::from_millis(200),
+        };
+        let error = std::iter::from_fn(|| Some(reader.read_exact(&mut [0; 64]))).find_map(Result::err);
+        assert_eq!(error.unwrap().kind(), io::ErrorKind::WouldBlock);
+        drop(ours);
+        drips.join().unwrap();
+    }
+
+    /// Regression test: a guest without an agent was reported as lacking the driver if the last
+    /// attempt began just before the deadline.
+    #[test]
+    fn refused_connection_is_reported_at_deadline() {
+        let (refused, silent) = (GuestError::NoAgent("g".into()), GuestError::NoAnswer("g".into()));
+        assert!(matches!(last(Some(refused), silent), GuestError::NoAgent(_)));
+        let (refused, silent) = (GuestError::NoAgent("g".into()), GuestError::NoAnswer("g".into()));
+        assert!(matches!(last(None, silent), GuestError::NoAnswer(_)));
+        assert!(matches!(
+            last(Some(GuestError::NoAnswer("g".into())), refused),
+            GuestError::NoAgent(_)
+        ));
+    }
+}

@@ -1,0 +1,148 @@
+//! Operator commands for running VMs and for recordings.
+//!
+//! Each command is a function of its arguments, a type `…Args` whose doc comments are the help
+//! texts. The commands print and log for a person; a program uses [`crate::session`] instead.
+
+mod all;
+pub mod annotate;
+pub mod convert;
+mod countable;
+pub mod cp;
+pub mod ctl;
+pub mod diff;
+pub mod exec;
+pub mod exits;
+pub mod files;
+mod guest;
+pub mod list;
+mod output;
+pub mod ps;
+pub mod record;
+pub mod report;
+mod select;
+mod snapshot;
+pub mod stat;
+pub mod top;
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
+use control_api::protocol::Opened;
+use perf_core::ring::ReadError;
+
+use crate::signals::StopSignals;
+use crate::vendor::EventNameError;
+pub use output::{DONE, OutputError, one_line, print, say};
+pub(crate) use output::{create_private, is_reader_closed, written};
+
+/// Errors common to several operator commands.
+#[derive(Debug, thiserror::Error)]
+pub enum CommandError {
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    #[error(transparent)]
+    Events(#[from] EventNameError),
+    #[error(transparent)]
+    Symbols(#[from] files::SymbolsError),
+    #[error(transparent)]
+    Output(#[from] OutputError),
+    #[error("the signals that end it")]
+    Signals(#[source] io::Error),
+    #[error("{}", path.display())]
+    File {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("{} cannot be written; name another with -o", path.display())]
+    Create {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("'{event}' cannot be sampled here: {why}")]
+    NotSampled { event: String, why: String },
+    #[error("the ring of vCPU {vcpu}")]
+    Ring {
+        vcpu: u32,
+        #[source]
+        source: ReadError,
+    },
+    #[error("interrupted before the first sample")]
+    Interrupted,
+    #[error("--cgroup {0}: no such control group below /sys/fs/cgroup")]
+    NoCgroup(String),
+    #[error("--cgroup {0}: no VM that can be reached runs in this control group")]
+    NoVmInCgroup(String),
+    #[error("perfvisor panicked {0}; please report this")]
+    Panicked(String),
+}
+
+impl CommandError {
+    /// Returns a `map_err` function for creating the file at `path`.
+    pub fn create(path: &std::path::Path) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Create {
+            path: path.to_owned(),
+            source,
+        }
+    }
+
+    /// Returns a `map_err` function for reading the file at `path`.
+    pub fn file(path: &std::path::Path) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::File {
+            path: path.to_owned(),
+            source,
+        }
+    }
+}
+
+/// Connects to the VM at `socket`, otherwise to the VM with the given name or process ID (`pid:PID`),
+/// otherwise to the only VM.
+fn connect(name: Option<&str>, socket: Option<&Path>) -> Result<Client, ClientError> {
+    match socket {
+        Some(path) => Client::connect_at(path, None, REPLY_TIMEOUT),
+        None => match name.and_then(select::pid_of_name) {
+            Some(pid) => select::connect_by_pid(pid),
+            None => Client::connect(name),
+        },
+    }
+}
+
+/// Checks that all events of a list support sampling.
+fn check_sampling_support(opened: &[Opened]) -> Result<(), CommandError> {
+    match opened.iter().find_map(|o| Some((o, o.unsupported.as_ref()?))) {
+        None => Ok(()),
+        Some((event, why)) => Err(CommandError::NotSampled {
+            event: event.name.clone(),
+            why: why.clone(),
+        }),
+    }
+}
+
+/// Polling interval for Ctrl-C.
+const NAP: Duration = Duration::from_millis(20);
+
+/// Reason why a wait ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum WaitResult {
+    /// The deadline passed.
+    Time,
+    /// Ctrl-C or another stop signal arrived.
+    Signal,
+}
+
+/// Waits until the deadline or a stop signal.
+pub(crate) fn wait_until(until: Instant, signals: &StopSignals) -> WaitResult {
+    loop {
+        if signals.take().is_some() {
+            return WaitResult::Signal;
+        }
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return WaitResult::Time;
+        }
+        std::thread::sleep(left.min(NAP));
+    }
+}

@@ -1,0 +1,243 @@
+//! Arguments of `perfvisor record`.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use clap::Args;
+
+use super::super::files::SymbolArgs;
+use super::error::RecordError;
+use super::remote::ControlPipes;
+use super::switch::SwitchTrigger;
+use crate::values::{VcpuList, integer_in_range, parse_bytes, parse_output, parse_seconds, parse_vcpus};
+use control_api::protocol::Sampling;
+use guest_profile::export::build_id_dir::BuildIdDir;
+use perf_core::attr::STACK_USER_MAX;
+
+/// Default sampling frequency, in Hz.
+const DEFAULT_FREQUENCY_HZ: u64 = 1000;
+/// Default frequency of samples that stop the vCPU, in Hz. At 65 µs each, they take about 0.3 % of
+/// its time.
+const DEFAULT_CHAINS_HZ: u64 = 50;
+/// Default ratio of all samples to those that stop the vCPU when sampling by period.
+const DEFAULT_CHAIN_EVERY: u32 = 20;
+
+/// Default size of the user stack copy in a sample, in bytes, as in perf.
+const DEFAULT_STACK_BYTES: u32 = 8192;
+
+/// The unwinding method for user call chains.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CallGraph {
+    /// No call chains, neither of user space nor of the kernel.
+    None,
+    /// Frame pointers.
+    Fp,
+    /// DWARF unwind tables, applied to a stack copy of this size in bytes.
+    Dwarf(u32),
+}
+
+/// Errors of parsing a call graph mode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CallGraphError {
+    #[error("must be fp, dwarf, dwarf,SIZE or none")]
+    Word,
+    #[error("a stack's SIZE must be a number of bytes from 8 to {STACK_USER_MAX}")]
+    Size,
+}
+
+impl FromStr for CallGraph {
+    type Err = CallGraphError;
+
+    fn from_str(text: &str) -> Result<Self, CallGraphError> {
+        match text.split_once(',') {
+            None if text == "fp" => Ok(Self::Fp),
+            None if text == "none" => Ok(Self::None),
+            None if text == "dwarf" => Ok(Self::Dwarf(DEFAULT_STACK_BYTES)),
+            Some(("dwarf", size)) => size
+                .parse()
+                .ok()
+                .filter(|size| (8..=STACK_USER_MAX).contains(size))
+                // Rounded up to a multiple of 8, as in perf.
+                .map(|size: u32| Self::Dwarf(size.next_multiple_of(8)))
+                .ok_or(CallGraphError::Size),
+            _ => Err(CallGraphError::Word),
+        }
+    }
+}
+
+/// `perfvisor record`.
+#[derive(Clone, Debug, Args)]
+pub struct RecordArgs {
+    /// The VM; may be left out when only one is running.
+    #[arg(value_name = "NAME")]
+    pub name: Option<String>,
+    /// The VM's control socket, wherever it is, in place of its name.
+    #[arg(long, value_name = "PATH", conflicts_with = "name")]
+    pub socket: Option<PathBuf>,
+    /// The VM that this process runs, in place of its name.
+    #[arg(short, long, value_name = "PID", conflicts_with_all = ["name", "socket", "all"])]
+    pub pid: Option<u32>,
+    /// Each VM of this host that can be reached, as perfvisor ps --all lists them; into FILE.NAME for each.
+    #[arg(long, conflicts_with_all = ["name", "socket", "control", "save_kallsyms"])]
+    pub all: bool,
+    /// Events in perf's syntax; perfvisor list shows their names.
+    #[arg(short, long = "event", value_name = "LIST", default_value = "cycles")]
+    pub events: String,
+    /// A sample every so many events.
+    #[arg(short = 'c', long = "count", value_name = "N", value_parser = integer_in_range(1..=(1u64 << 62) - 1))]
+    pub period: Option<u64>,
+    /// So many samples a second on each vCPU [default: 1000]
+    #[arg(short = 'F', long = "freq", value_name = "HZ", conflicts_with = "period", value_parser = integer_in_range(1..=(1u64 << 32) - 1))]
+    pub frequency: Option<u64>,
+    /// The guest's call chain with each sample: fp (also -g; the kernel's by its unwind tables or frame
+    /// pointers, the program's by frame pointers), dwarf (the program's by its unwind tables, .eh_frame, out
+    /// of the guest's memory; needs no frame pointers, and copies 8192 bytes of stack with each sample, or
+    /// SIZE with dwarf,SIZE) or none.
+    #[arg(long, value_name = "HOW", default_value = "fp")]
+    pub call_graph: CallGraph,
+    /// The call chain, and task, with every N-th sample only; the instruction pointer of the others is taken
+    /// by the host's kernel, without stopping the vCPU. 1 stops it for every sample [default: about 50
+    /// chains a second, fewer where they would hold the vCPU for more than 0.5 % of its time, or every
+    /// 20th sample with -c]
+    #[arg(long, value_name = "N", value_parser = integer_in_range(1..=1_000_000u32))]
+    pub chain_every: Option<u32>,
+    /// Where names come from; without, from the guest's memory.
+    #[command(flatten)]
+    pub symbols: SymbolArgs,
+    /// Write a file that shows the guest as a guest, for perf kvm, instead of one as if perf had recorded
+    /// inside it.
+    #[arg(long)]
+    pub as_host: bool,
+    /// Where perf looks for symbols by build-id: the guest kernel's are put there and, with --guestmount, the
+    /// guest's programs [default: perf's own, ~/.debug]
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["as_host", "no_buildid_cache"])]
+    pub buildid_dir: Option<PathBuf>,
+    /// Put nothing where perf looks for symbols.
+    #[arg(short = 'N', long)]
+    pub no_buildid_cache: bool,
+    /// Write the guest kernel's symbols, as found in its memory, to FILE: what perf wants with --kallsyms, or
+    /// with --guestkallsyms for a file made with --as-host.
+    #[arg(long, value_name = "FILE")]
+    pub save_kallsyms: Option<PathBuf>,
+    /// Only these vCPUs, as in 0,2-3.
+    #[arg(short = 'C', long, visible_alias = "cpu", value_name = "LIST", value_parser = parse_vcpus)]
+    pub vcpu: Option<VcpuList>,
+    /// The file to write. One that is there is kept as FILE.old.
+    #[arg(short, long, value_name = "FILE", default_value = "perf.data", value_parser = parse_output)]
+    pub output: PathBuf,
+    /// How long to record; until Ctrl-C if not given.
+    #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub duration: Option<Duration>,
+    /// End the recording when the file has this size: bytes, or a number with K, M, G or T. The file may
+    /// exceed it by what the rings hold.
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    pub max_size: Option<u64>,
+    /// Continue in a new file on SIGUSR2 (signal), at a size (as in 100M) or after a time (as in 30s, 5m,
+    /// 2h); the completed file becomes FILE.MILLISECONDS, its end in milliseconds since 1970 [default:
+    /// signal]
+    #[arg(long, value_name = "WHEN", num_args = 0..=1, require_equals = true, default_missing_value = "signal",
+          conflicts_with_all = ["max_size", "all"])]
+    pub switch_output: Option<SwitchTrigger>,
+    /// Keep only the newest N completed files of --switch-output.
+    #[arg(long, value_name = "N", requires = "switch_output", value_parser = integer_in_range(1..=1_000_000usize))]
+    pub switch_max_files: Option<usize>,
+    /// Begin to sample only after so many milliseconds; -1: when --control says so.
+    #[arg(short = 'D', long, value_name = "MS", allow_negative_numbers = true, default_value_t = 0, hide_default_value = true,
+          value_parser = integer_in_range(-1..=(1i64 << 40) - 1))]
+    pub delay: i64,
+    /// Follow the words enable, disable, stop and ping that come as lines through a pipe; each is answered
+    /// with a line, ack, if a second pipe is given. As with perf: fifo:CTL,ACK
+    #[arg(long, value_name = "PIPES")]
+    pub control: Option<ControlPipes>,
+    /// Pages of each vCPU's ring, a power of two.
+    #[arg(short, long, value_name = "PAGES", default_value = "256", value_parser = integer_in_range(0..=u32::MAX))]
+    pub mmap_pages: u32,
+    /// Say nothing but errors.
+    #[arg(short, long)]
+    pub quiet: bool,
+}
+
+impl RecordArgs {
+    /// Returns the build ID directory that perf uses for symbols.
+    pub(super) fn for_perf(&self) -> Option<BuildIdDir> {
+        if self.as_host || self.no_buildid_cache {
+            return None;
+        }
+        self.buildid_dir
+            .as_ref()
+            .map(BuildIdDir::new)
+            .or_else(BuildIdDir::of_user)
+    }
+
+    /// Checks that the rings have room for several samples with stack copies.
+    ///
+    /// # Errors
+    /// Returns [`RecordError::SmallRings`] if the rings are too small.
+    pub(super) fn check_ring_size(&self) -> Result<(), RecordError> {
+        const PAGE_BYTES: u32 = 4096;
+        let CallGraph::Dwarf(stack_bytes) = self.call_graph else {
+            return Ok(());
+        };
+        // Registers, call chain and mappings need at most one page.
+        let least = (4 * (stack_bytes + PAGE_BYTES))
+            .div_ceil(PAGE_BYTES)
+            .next_power_of_two();
+        if self.mmap_pages >= least {
+            return Ok(());
+        }
+        Err(RecordError::SmallRings {
+            stack_bytes,
+            pages: self.mmap_pages,
+            least,
+        })
+    }
+
+    pub(super) fn sampling(&self) -> Sampling {
+        let rate = self.period.or(self.frequency).unwrap_or(DEFAULT_FREQUENCY_HZ);
+        let by_default = match self.period {
+            Some(_) => DEFAULT_CHAIN_EVERY,
+            None => u32::try_from(rate / DEFAULT_CHAINS_HZ).unwrap_or(u32::MAX).max(1),
+        };
+        Sampling {
+            rate,
+            frequency: self.period.is_none(),
+            callchain: self.call_graph != CallGraph::None,
+            chain_every: self.chain_every.unwrap_or(by_default),
+            stack_bytes: match self.call_graph {
+                CallGraph::Dwarf(bytes) => bytes,
+                CallGraph::Fp | CallGraph::None => 0,
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn call_graph_modes_are_parsed_like_perf() {
+        for (text, meant) in [
+            ("fp", CallGraph::Fp),
+            ("none", CallGraph::None),
+            ("dwarf", CallGraph::Dwarf(8192)),
+            ("dwarf,4096", CallGraph::Dwarf(4096)),
+            ("dwarf,1001", CallGraph::Dwarf(1008)),
+            ("dwarf,32768", CallGraph::Dwarf(32768)),
+        ] {
+            assert_eq!(text.parse(), Ok(meant), "{text}");
+        }
+        for (text, why) in [
+            ("lbr", CallGraphError::Word),
+            ("", CallGraphError::Word),
+            ("fp,8", CallGraphError::Word),
+            ("dwarf,", CallGraphError::Size),
+            ("dwarf,0", CallGraphError::Size),
+            ("dwarf,32769", CallGraphError::Size),
+            ("dwarf,-8", CallGraphError::Size),
+        ] {
+            assert_eq!(text.parse::<CallGraph>(), Err(why), "{text}");
+        }
+    }
+}

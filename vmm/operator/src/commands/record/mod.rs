@@ -1,0 +1,552 @@
+//! `perfvisor record`: writes samples of a VM's vCPUs to a `perf.data` file.
+
+mod args;
+mod code;
+mod error;
+mod names;
+mod recording;
+mod remote;
+mod switch;
+mod unnamed;
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::IsTerminal;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use perf_core::ReadFormat;
+use perf_core::SampleType;
+use perf_core::pmu::host::{GuestSampleRing, monotonic_ns};
+use perf_core::record::{Record, RecordFormat, Sample as RingSample};
+use perf_core::ring::RingReader;
+
+use super::all::for_each_vm;
+use super::select::name_or_pid;
+use super::{CommandError, DONE, WaitResult, check_sampling_support, connect, say, wait_until};
+use crate::exit::ExitStatus;
+use crate::signals::StopSignals;
+use crate::vendor;
+pub use args::RecordArgs;
+use control_api::client::{Client, ClientError};
+use control_api::protocol::{HostRingInfo, Joined, KernelInfo, KernelState, Opened, RingInfo, Sampling};
+use control_api::request::{self, Request};
+pub use error::RecordError;
+use guest_profile::export::NO_PID;
+use guest_profile::merge::{HostRingParams, SampleMerger, SampleTask, Totals};
+use guest_profile::sample::SampleData;
+use names::RecordedSymbols;
+use perf_core::error_line;
+use recording::Recording;
+use remote::{ControlCommand, RemoteControl};
+use switch::SwitchTrigger;
+
+/// Interval at which the rings are drained.
+const DRAIN_INTERVAL: Duration = Duration::from_millis(50);
+/// Polling interval of `--control`.
+const CONTROL_POLL_INTERVAL: Duration = Duration::from_millis(5);
+/// Time limit for the VM to find the guest kernel.
+const KERNEL_PATIENCE: Duration = Duration::from_secs(60);
+/// Size of the host kernel's ring, as the binary logarithm of the number of pages. The ring holds
+/// 6000 samples and fits into the `perf_event_mlock_kb` limit of unprivileged users.
+const HOST_RING_LOG2_PAGES: u32 = 6;
+
+/// Records samples.
+///
+/// # Errors
+/// Returns [`RecordError`] if the recording fails.
+pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
+    let args = &RecordArgs {
+        events: vendor::resolve_vendor_events(&args.events).map_err(CommandError::from)?,
+        ..args.clone()
+    };
+    let remote = args.control.as_ref().map(RemoteControl::open).transpose()?;
+    if args.delay < 0 && remote.is_none() {
+        return Err(RecordError::NeverBegins);
+    }
+    args.check_ring_size()?;
+    let signals = match args.switch_output {
+        Some(SwitchTrigger::Signal) => StopSignals::block_with_user_signal(),
+        _ => StopSignals::block(),
+    };
+    let signals = signals.map_err(CommandError::Signals)?;
+    if args.all {
+        let signals = signals.visible_to_all_threads();
+        return Ok(for_each_vm(|vm, client| {
+            let mut output = args.output.clone().into_os_string();
+            output.push(format!(".{}", vm.label()));
+            let of_one = RecordArgs {
+                output: output.into(),
+                ..args.clone()
+            };
+            record_one(&of_one, client, &signals, None)
+        })?);
+    }
+    let name = name_or_pid(args.name.as_deref(), args.pid);
+    let client = connect(name.as_deref(), args.socket.as_deref())?;
+    record_one(args, client, &signals, remote)
+}
+
+/// Records one VM.
+fn record_one(
+    args: &RecordArgs,
+    mut client: Client,
+    signals: &StopSignals,
+    mut remote: Option<RemoteControl>,
+) -> Result<ExitStatus, RecordError> {
+    let sampling = args.sampling();
+    let opened: Vec<Opened> = client.call(request::Open {
+        events: args.events.clone(),
+        vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
+        whole: false,
+        sampling: Some(sampling),
+    })?;
+    check_sampling_support(&opened)?;
+    find_kernel(&mut client, args, signals)?;
+    let names = RecordedSymbols::of(&mut client, args)?;
+    let mut streams = SampleStreams::open(&mut client, args, &opened, sampling)?;
+    let clock_offset_ns = streams.rings.first().and_then(|(_, info)| info.clock_offset_ns);
+    let mut recording = Recording::start(args, &client, &opened, sampling, clock_offset_ns, names)?;
+    let recorded = match sample(
+        args,
+        &mut client,
+        signals,
+        remote.as_mut(),
+        &mut streams,
+        &mut recording,
+    ) {
+        Ok(gone) => recording.finish(args, gone, streams.totals()),
+        Err(RecordError::Write(source)) => Err(recording.truncate_to_records(&args.output, source)),
+        Err(error) => Err(error),
+    };
+    match recorded {
+        Ok(()) => Ok(DONE),
+        // The part that was written is usable.
+        Err(error @ RecordError::Truncated { .. }) => {
+            say(&format!("perfvisor: {}\n", error_line(&error)));
+            Ok(ExitStatus::CheckFailed)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Takes samples until the recording ends. Returns `true` if the VM has ended.
+fn sample(
+    args: &RecordArgs,
+    client: &mut Client,
+    signals: &StopSignals,
+    mut remote: Option<&mut RemoteControl>,
+    streams: &mut SampleStreams,
+    recording: &mut Recording,
+) -> Result<bool, RecordError> {
+    let mut clock = RecordingSchedule::start(args);
+    let (mut gone, mut full) = (false, false);
+    let progress = !args.quiet && !args.all && std::io::stderr().is_terminal();
+    loop {
+        let look = Instant::now() + DRAIN_INTERVAL;
+        // Waits until the rings are due.
+        let over = loop {
+            if clock.begins() {
+                gone |= set_sampling(client, request::Enable)?;
+                log::info!("{} is sampled from now on", client.info().name);
+            }
+            let stop = match &mut remote {
+                Some(remote) => run_control_commands(remote, client, &mut gone)?,
+                None => false,
+            };
+            let until = clock.next(look, remote.is_some());
+            if stop || full || wait_until(until, signals) == WaitResult::Signal || clock.is_over() {
+                break true;
+            }
+            if gone || Instant::now() >= look {
+                break false;
+            }
+        };
+        if over {
+            gone |= set_sampling(client, request::Disable)?;
+        }
+        streams.drain(recording)?;
+        if over {
+            break;
+        }
+        recording.keep()?;
+        recording.switch_if_due(args, signals)?;
+        full = args.max_size.is_some_and(|limit| recording.bytes() >= limit);
+        // The ring mappings outlive the VM, so its last samples are read after its end.
+        let steered = match client.call(request::Joined) {
+            Ok(joined) => {
+                for of_vcpu in &joined {
+                    streams.join(client, args, of_vcpu, args.sampling(), recording)?;
+                }
+                streams.adjust_sampling(client)
+            }
+            Err(e) => Err(e),
+        };
+        if let Err(e) = steered {
+            if !e.is_gone() {
+                return Err(e.into());
+            }
+            gone = true;
+            streams.drain(recording)?;
+            break;
+        }
+        if progress {
+            recording.show_progress(clock.start.elapsed());
+        }
+    }
+    streams.settle(u64::MAX, recording)?;
+    if !gone && let Ok(losses) = client.call(request::RingLosses) {
+        recording.add_losses(losses.iter().map(|l| l.lost).sum())?;
+    }
+    if progress {
+        say("\r\x1b[K");
+    }
+    Ok(gone)
+}
+
+/// The scheduled begin and end of a recording.
+struct RecordingSchedule {
+    start: Instant,
+    end: Option<Instant>,
+    /// Scheduled begin; `None` once the recording has begun.
+    begin: Option<Instant>,
+}
+
+impl RecordingSchedule {
+    fn start(args: &RecordArgs) -> Self {
+        let start = Instant::now();
+        let delay = u64::try_from(args.delay).ok().map(Duration::from_millis);
+        Self {
+            start,
+            end: args.duration.map(|d| start + d),
+            begin: delay.and_then(|delay| start.checked_add(delay)),
+        }
+    }
+
+    /// Returns `true` once, when the recording is to begin.
+    fn begins(&mut self) -> bool {
+        self.begin.take_if(|begin| Instant::now() >= *begin).is_some()
+    }
+
+    fn is_over(&self) -> bool {
+        self.end.is_some_and(|end| Instant::now() >= end)
+    }
+
+    /// Returns the next wake-up time, at most `look`.
+    fn next(&self, look: Instant, listens: bool) -> Instant {
+        let listen = listens.then(|| Instant::now() + CONTROL_POLL_INTERVAL);
+        [listen, self.begin, self.end]
+            .into_iter()
+            .flatten()
+            .fold(look, Instant::min)
+    }
+}
+
+/// Enables or disables sampling. Returns `true` if the VM has ended.
+fn set_sampling(client: &mut Client, request: impl Request<Reply = ()>) -> Result<bool, ClientError> {
+    match client.call(request) {
+        Err(e) if e.is_gone() => Ok(true),
+        result => Ok(result.map(|()| false)?),
+    }
+}
+
+/// Executes the commands from the control pipe. Returns `true` if the recording is to end.
+fn run_control_commands(
+    remote: &mut RemoteControl,
+    client: &mut Client,
+    gone: &mut bool,
+) -> Result<bool, ClientError> {
+    for word in remote.words() {
+        match word {
+            ControlCommand::Enable => *gone |= set_sampling(client, request::Enable)?,
+            ControlCommand::Disable => *gone |= set_sampling(client, request::Disable)?,
+            ControlCommand::Ping | ControlCommand::Stop => {}
+        }
+        remote.acknowledge();
+        if word == ControlCommand::Stop {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// An event on one vCPU that is also sampled by the host kernel.
+struct SampledEvent {
+    handle: u32,
+    vcpu: u32,
+    /// Stream ID in the samples.
+    stream_id: u64,
+    ring: GuestSampleRing,
+    clock_offset_ns: u64,
+    merge: SampleMerger,
+    /// Set once it has been logged that the host kernel cannot sample the guest.
+    said_blind: bool,
+}
+
+/// The sample sources of a recording.
+struct SampleStreams {
+    rings: Vec<(RingReader, RingInfo)>,
+    lanes: Vec<SampledEvent>,
+    /// Lane indices by stream ID.
+    by_stream: HashMap<u64, usize>,
+}
+
+impl SampleStreams {
+    fn open(
+        client: &mut Client,
+        args: &RecordArgs,
+        opened: &[Opened],
+        sampling: Sampling,
+    ) -> Result<Self, CommandError> {
+        let mut streams = Self {
+            rings: Vec::new(),
+            lanes: Vec::new(),
+            by_stream: HashMap::new(),
+        };
+        let why_not = streams.add(client, args, opened, sampling)?;
+        if let Some(why) = why_not {
+            let every = "every sample stops the vCPU";
+            match args.chain_every {
+                Some(_) => {
+                    log::warn!("--chain-every: the host's kernel cannot sample this guest ({why}); {every}")
+                }
+                None => log::info!("the host's kernel cannot sample this guest ({why}); {every}"),
+            }
+        }
+        Ok(streams)
+    }
+
+    /// Adds a hot-plugged vCPU. Its events have counted since its first instruction, into a new
+    /// ring.
+    fn join(
+        &mut self,
+        client: &mut Client,
+        args: &RecordArgs,
+        joined: &Joined,
+        sampling: Sampling,
+        recording: &mut Recording,
+    ) -> Result<(), RecordError> {
+        let vcpu = joined.vcpu;
+        if let Some(why) = &joined.refused {
+            log::warn!("vCPU {vcpu} came and is not recorded: {why}");
+            return Ok(());
+        }
+        // The ring of a former vCPU with the same index contains its last samples.
+        for at in 0..self.rings.len() {
+            if self.rings[at].1.vcpu == vcpu {
+                self.drain_ring(at, recording)?;
+            }
+        }
+        self.rings.retain(|(_, info)| info.vcpu != vcpu);
+        recording.join(&joined.events);
+        let why_not = self.add(client, args, &joined.events, sampling)?;
+        log::info!("vCPU {vcpu} came and is recorded");
+        if let Some(why) = why_not {
+            log::debug!("vCPU {vcpu}: every sample stops it ({why})");
+        }
+        Ok(())
+    }
+
+    /// Maps the rings of events. Returns the reason if the host kernel cannot sample some of them.
+    fn add(
+        &mut self,
+        client: &mut Client,
+        args: &RecordArgs,
+        opened: &[Opened],
+        sampling: Sampling,
+    ) -> Result<Option<String>, CommandError> {
+        let mut vcpus: Vec<u32> = opened.iter().filter_map(|o| o.vcpu).collect();
+        vcpus.sort_unstable();
+        vcpus.dedup();
+        for vcpu in vcpus {
+            let call = request::Ring {
+                vcpu,
+                pages: args.mmap_pages,
+            };
+            let (info, memfd): (RingInfo, File) = client.call_with_file(call)?;
+            let reader =
+                RingReader::map(memfd.as_fd()).map_err(|source| CommandError::Ring { vcpu, source })?;
+            self.rings.push((reader, info));
+        }
+        let mut why_not: Option<String> = None;
+        for o in opened {
+            let (Some(handle), Some(vcpu), true) = (o.handle, o.vcpu, o.ring) else {
+                why_not = why_not.or_else(|| o.no_ring.clone());
+                continue;
+            };
+            let (info, fd): (HostRingInfo, File) = client.call_with_file(request::HostRing { handle })?;
+            let ring = match GuestSampleRing::map(fd.into(), HOST_RING_LOG2_PAGES) {
+                Ok(ring) => ring,
+                Err(e) => {
+                    why_not = Some(format!("mapping its ring: {}", error_line(&e)));
+                    let () = client.call(request::Chains { handle, every: 1 })?;
+                    continue;
+                }
+            };
+            self.by_stream.insert(o.id, self.lanes.len());
+            self.lanes.push(SampledEvent {
+                handle,
+                vcpu,
+                stream_id: o.id,
+                ring,
+                clock_offset_ns: info.clock_offset_ns,
+                merge: SampleMerger::new(HostRingParams {
+                    period: info.period,
+                    clock_offset_ns: info.clock_offset_ns,
+                    interpreted: info.interpreted,
+                    chain_every: sampling.chain_every,
+                    adapt_to_ns: (sampling.frequency && args.chain_every.is_none())
+                        .then(|| 1_000_000_000 / sampling.rate.max(1)),
+                }),
+                said_blind: false,
+            });
+        }
+        Ok(why_not)
+    }
+
+    /// Drains all rings.
+    fn drain(&mut self, recording: &mut Recording) -> Result<(), RecordError> {
+        // Host kernel samples are read first, because VM samples replace some of them.
+        for lane in &mut self.lanes {
+            let drained = lane.ring.drain(|sample| lane.merge.light(sample));
+            recording.add_losses(drained.lost)?;
+            recording.add_throttled(drained.throttled);
+        }
+        for at in 0..self.rings.len() {
+            self.drain_ring(at, recording)?;
+        }
+        self.settle(monotonic_ns(), recording)
+    }
+
+    fn drain_ring(&mut self, at: usize, recording: &mut Recording) -> Result<(), RecordError> {
+        let (reader, info) = &mut self.rings[at];
+        let format = RecordFormat {
+            sample_type: SampleType::from_bits_truncate(info.sample_type),
+            read_format: ReadFormat::empty(),
+            ..RecordFormat::default()
+        };
+        // Bounds the work per vCPU, which may sample as fast as this loop reads.
+        for _ in 0..100_000 {
+            let record = match reader.next_record() {
+                Ok(Some(raw)) => Record::decode(raw, format),
+                Ok(None) => break,
+                Err(e) => {
+                    log::warn!("the ring of vCPU {}: {}", info.vcpu, error_line(&e));
+                    recording.add_damaged();
+                    break;
+                }
+            };
+            match record {
+                Ok(Record::Sample(sample)) => {
+                    let lane = self.by_stream.get(&sample.stream_id);
+                    let merge = lane.map(|&at| &mut self.lanes[at].merge);
+                    full(&sample, merge, recording)?;
+                }
+                Ok(Record::Lost(lost)) => recording.add_losses(lost.lost)?,
+                Ok(Record::Throttle(_)) => recording.add_throttled(1),
+                Ok(_) => {}
+                Err(e) => {
+                    log::debug!("a record of vCPU {}: {}", info.vcpu, error_line(&e));
+                    recording.add_damaged();
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the host kernel samples that are final at `now_ns` of the host's monotonic clock.
+    fn settle(&mut self, now_ns: u64, recording: &mut Recording) -> Result<(), RecordError> {
+        for lane in &mut self.lanes {
+            let mut written = Ok(());
+            let now_ns = now_ns.saturating_sub(lane.clock_offset_ns);
+            lane.merge.settle(now_ns, |light, whose| {
+                if written.is_ok() {
+                    written = recording.light(lane.vcpu, lane.stream_id, light, whose);
+                }
+            });
+            written?;
+        }
+        Ok(())
+    }
+
+    /// Adjusts the rate of VM samples to how well host kernel samples cover the guest. Fails if the
+    /// VM has ended.
+    fn adjust_sampling(&mut self, client: &mut Client) -> Result<(), ClientError> {
+        for lane in &mut self.lanes {
+            let now_ns = monotonic_ns().saturating_sub(lane.clock_offset_ns);
+            if let Some(every) = lane.merge.decide(now_ns) {
+                let handle = lane.handle;
+                let () = client.call(request::Chains { handle, every })?;
+                log::debug!("vCPU {}: a chain on every {every}. sample", lane.vcpu);
+            }
+            if lane.merge.is_blind() && !std::mem::replace(&mut lane.said_blind, true) {
+                log::info!(
+                    "vCPU {}: the host's kernel does not see the guest; every sample stops the vCPU",
+                    lane.vcpu
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the statistics of merging VM samples and host kernel samples.
+    fn totals(&self) -> Option<Totals> {
+        let add = |a: Totals, b: Totals| Totals {
+            light: a.light + b.light,
+            full: a.full + b.full,
+            instead: a.instead + b.instead,
+            host: a.host + b.host,
+        };
+        self.lanes.iter().map(|lane| lane.merge.totals()).reduce(add)
+    }
+}
+
+/// Writes a sample of the VM.
+fn full(
+    sample: &RingSample<'_>,
+    merge: Option<&mut SampleMerger>,
+    recording: &mut Recording,
+) -> Result<(), RecordError> {
+    let raw = SampleData::decode(sample.raw).unwrap_or_default();
+    let (pid, tid) = raw.task.map_or((NO_PID, NO_PID), |(pid, tid, _)| (pid, tid));
+    let whose = SampleTask {
+        time_ns: sample.time_ns,
+        pid,
+        tid,
+        cr3: raw.cr3,
+        kernel_thread: raw.kernel_thread,
+    };
+    let period = merge.map_or(sample.period, |m| {
+        m.cost(raw.held_ns);
+        m.full(whose, raw.cpl, sample.period)
+    });
+    recording.full(sample, &raw, period)
+}
+
+/// Requests the VM to find the guest kernel and waits for the result, so that the first samples
+/// have call chains.
+fn find_kernel(client: &mut Client, args: &RecordArgs, signals: &StopSignals) -> Result<(), CommandError> {
+    let until = Instant::now() + KERNEL_PATIENCE;
+    loop {
+        let info: KernelInfo = client.call(request::Kernel)?;
+        match info.state {
+            KernelState::Looking if Instant::now() < until => {}
+            KernelState::Looking => {
+                log::warn!("the guest's kernel is still looked for; the first samples have no kernel chains");
+                return Ok(());
+            }
+            KernelState::NotFound => {
+                log::warn!("no kernel chains and no task names: {}", info.detail);
+                return Ok(());
+            }
+            KernelState::Found if !args.quiet => {
+                log::info!("guest kernel: {}", info.detail);
+                return Ok(());
+            }
+            KernelState::Found | KernelState::Unknown => return Ok(()),
+        }
+        if wait_until(Instant::now() + DRAIN_INTERVAL, signals) == WaitResult::Signal {
+            return Err(CommandError::Interrupted);
+        }
+    }
+}

@@ -1,0 +1,248 @@
+//! Symbols for the addresses of a recording, stored in its file.
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::io::{self, Write};
+use std::path::Path;
+
+use super::args::RecordArgs;
+use super::code::FoundFunction;
+use super::unnamed::UnnamedCode;
+use crate::commands::{CommandError, create_private, files, one_line};
+use crate::kernel_map::{kernel_map, reference_symbol};
+use control_api::client::Client;
+use guest_profile::export::build_id_dir::BuildIdDir;
+use guest_profile::export::perfdata::PerfDataWriter;
+use guest_profile::export::symbolize::Symbolizer;
+use guest_profile::export::{ChainFrame, KernelMap, NO_PID, Profile, SavedSymbol};
+use guest_profile::programs::{GuestFiles, GuestSymbols, ProgramFile};
+use kernel_images::build_id::BuildId;
+use kernel_images::symbols::KernelSymbols;
+
+/// Maximum number of program files copied for perf.
+const MAX_PROGRAMS: usize = 1024;
+/// Maximum number of distinct addresses with symbols in the file.
+const MAX_ADDRESSES: usize = 1 << 20;
+
+/// Symbols of guest addresses, from the files that the user named and otherwise from the VM.
+pub(super) struct RecordedSymbols {
+    kernel: Option<KernelSymbols>,
+    /// Build ID of the running kernel, if known.
+    build_id: Option<BuildId>,
+    /// Release of the running kernel, if known.
+    pub(super) release: String,
+    /// `true` if the kernel's symbols also cover user addresses.
+    flat: bool,
+    mount: Option<GuestSymbols>,
+    /// Addresses to symbolize, by process ID; `None` for the kernel.
+    addresses: HashSet<(Option<u32>, u64)>,
+    /// Functions in guest memory by process ID and address.
+    exported: BTreeMap<(u32, u64), SavedSymbol>,
+    /// Process IDs and start addresses of those that have no name.
+    unnamed: BTreeSet<(u32, u64)>,
+}
+
+impl RecordedSymbols {
+    pub(super) fn of(client: &mut Client, args: &RecordArgs) -> Result<Self, CommandError> {
+        let (info, text) = client.symbols()?;
+        if let Some(path) = &args.save_kallsyms {
+            create_private(path)
+                .and_then(|mut file| file.write_all(&text))
+                .map_err(CommandError::file(path))?;
+        }
+        let args = &args.symbols;
+        // The VM may have no symbols.
+        let running = KernelSymbols::parse_text(&text).ok();
+        let reference = running.as_ref().and_then(reference_symbol);
+        let given = files::kernel_symbols(args, reference)?;
+        if args.vmlinux.is_some() && reference.is_none() {
+            log::warn!("where the guest's kernel runs is not known; --vmlinux is taken without a slide");
+        }
+        let flat = info.flat && given.is_none();
+        Ok(Self {
+            kernel: given.or(running),
+            build_id: info.build_id.as_deref().and_then(BuildId::from_hex),
+            release: info.release.unwrap_or_default(),
+            flat,
+            mount: files::guest_mount(args)?,
+            addresses: HashSet::new(),
+            exported: BTreeMap::new(),
+            unnamed: BTreeSet::new(),
+        })
+    }
+
+    /// Returns whether `address` is in user space.
+    ///
+    /// `user` is the privilege level that the host kernel reported. It can be stale on emulated
+    /// AMD-V; for a known kernel, the address decides.
+    pub(super) fn is_user(&self, address: u64, user: bool) -> bool {
+        if self.flat || self.kernel.is_none() {
+            user
+        } else {
+            address >> 63 == 0
+        }
+    }
+
+    /// Returns the kernel mapping for perf.
+    pub(super) fn kernel_map(&self) -> Option<KernelMap> {
+        kernel_map(self.kernel.as_ref()?, self.build_id)
+    }
+
+    /// Stores the kernel's symbols in `directory`, and copies the guest's programs there if the
+    /// user named their location, so that perf finds them. Adds the build IDs to `writer`.
+    pub(super) fn store_for_perf<W: io::Write + io::Seek>(
+        &mut self,
+        directory: Option<&BuildIdDir>,
+        mapped: &Profile,
+        writer: &mut PerfDataWriter<W>,
+    ) -> io::Result<()> {
+        let mut result = Ok(());
+        if let Some(directory) = directory
+            && let Some(id) = self.kernel_map().and_then(|kernel| kernel.build_id)
+            && let Some(symbols) = &self.kernel
+        {
+            result = directory.add_kallsyms(id, |out| symbols.write_text(out));
+        }
+        let Some(mount) = &mut self.mount else {
+            return result;
+        };
+        let mut told: BTreeMap<&str, Option<BuildId>> = BTreeMap::new();
+        for mapping in mapped.mappings.iter().filter(|m| is_file(&m.path)) {
+            let id = told.entry(&mapping.path).or_default();
+            *id = id.or(mapping.build_id);
+        }
+        for (path, told) in told.into_iter().take(MAX_PROGRAMS) {
+            let Some(id) = mount.build_id(path) else {
+                continue;
+            };
+            if told.is_some_and(|told| told != id) {
+                let path = one_line(path);
+                log::warn!("{path} is not the build that the guest runs; the file has build-id {id}");
+                continue;
+            }
+            writer.record_build_id(path, id);
+            if let Some(directory) = directory {
+                let read = || program_of(mount.files(), path, id);
+                result = result.and(directory.add_program(id, path, read));
+            }
+        }
+        result
+    }
+
+    /// Records that `address` of process `pid`, or of the kernel, needs a symbol. Returns `false`
+    /// if the address is known or the limit is reached.
+    pub(super) fn note(&mut self, pid: Option<u32>, address: u64) -> bool {
+        self.addresses.len() < MAX_ADDRESSES && self.addresses.insert((pid, address))
+    }
+
+    /// Returns whether the kernel's symbols also cover user addresses.
+    pub(super) fn is_flat(&self) -> bool {
+        self.flat
+    }
+
+    /// Adds a function in the memory of a process.
+    pub(super) fn keep(&mut self, function: FoundFunction) {
+        let FoundFunction { symbol, named } = function;
+        if let Some(pid) = symbol.pid {
+            if !named {
+                self.unnamed.insert((pid, symbol.start));
+            }
+            self.exported.insert((pid, symbol.start), symbol);
+        }
+    }
+
+    /// Returns the symbols of the addresses recorded since the previous call, without duplicates.
+    /// `mapped` contains the mappings of the processes.
+    pub(super) fn take_saved(&mut self, mapped: &Profile) -> Vec<SavedSymbol> {
+        let mut saved: BTreeMap<(Option<u32>, u64), SavedSymbol> = BTreeMap::new();
+        let mut keep = |symbol: SavedSymbol| {
+            let entry = saved
+                .entry((symbol.pid, symbol.start))
+                .or_insert_with(|| symbol.clone());
+            entry.end = entry.end.max(symbol.end);
+        };
+        if let Some(mount) = &mut self.mount {
+            mount.files().reload();
+        }
+        let mut unnamed = UnnamedCode::new(mapped, self.mount.is_some());
+        let mut files = Symbolizer::new(mapped, None, self.mount.take());
+        for (pid, address) in std::mem::take(&mut self.addresses) {
+            if pid.is_none() || self.flat {
+                let found = self.kernel.as_ref().and_then(|k| {
+                    let found = if self.flat {
+                        k.resolve_flat(address)
+                    } else {
+                        k.resolve(address)
+                    };
+                    let (symbol, _) = found?;
+                    Some(SavedSymbol {
+                        start: symbol.address,
+                        end: k.end_of(symbol.address),
+                        name: symbol.name.to_owned(),
+                        pid: pid.map(|_| NO_PID),
+                    })
+                });
+                found.into_iter().for_each(&mut keep);
+            } else if let Some(pid) = pid {
+                let frame = ChainFrame {
+                    address,
+                    kernel: false,
+                    caller: false,
+                };
+                let named = files.name(frame, pid);
+                let exported = || {
+                    let (_, function) = self.exported.range(..=(pid, address)).next_back()?;
+                    (function.pid == Some(pid) && address < function.end).then(|| function.clone())
+                };
+                if named.known {
+                    keep(SavedSymbol {
+                        start: address.wrapping_sub(named.offset),
+                        // The size of the symbol may be unknown, so its range covers the sampled
+                        // addresses only.
+                        end: address.saturating_add(1),
+                        name: named.name.clone(),
+                        pid: Some(pid),
+                    });
+                } else if let Some(function) = exported() {
+                    if self.unnamed.contains(&(pid, function.start)) {
+                        unnamed.add(&named.object);
+                    }
+                    keep(function);
+                } else if let Some((start, end, name)) = files.jit(pid, address) {
+                    let (name, pid) = (name.to_owned(), Some(pid));
+                    keep(SavedSymbol {
+                        start,
+                        end,
+                        name,
+                        pid,
+                    });
+                } else {
+                    unnamed.add(&named.object);
+                }
+            }
+        }
+        unnamed.log(&mut files);
+        for problem in files.problems() {
+            log::warn!("{problem}");
+        }
+        self.mount = files.into_files();
+        saved.into_values().collect()
+    }
+}
+
+/// Reads the guest's program at `path` and checks its build ID, because perf uses a cached file for
+/// every guest with that build ID.
+fn program_of(files: &mut GuestFiles, path: &str, id: BuildId) -> io::Result<Vec<u8>> {
+    let bytes = files.program(path).map_err(io::Error::other)?;
+    let file = ProgramFile::parse(Path::new(path), &bytes).map_err(io::Error::other)?;
+    if file.build_id() != Some(id) {
+        let path = one_line(path);
+        return Err(io::Error::other(format!("{path} changed while it was read")));
+    }
+    Ok(bytes)
+}
+
+/// Returns whether a mapping is of a file. Other mappings have names in brackets or with two
+/// leading slashes.
+fn is_file(path: &str) -> bool {
+    path.starts_with('/') && !path.starts_with("//")
+}

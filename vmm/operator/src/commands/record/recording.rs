@@ -1,0 +1,645 @@
+//! Writer of the recording file.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::io::{self, BufWriter};
+use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use perf_core::CALLCHAIN_MAX;
+use perf_core::pmu::host::monotonic_ns;
+use perf_core::record::Sample as RingSample;
+
+use super::super::select::name_or_pid;
+use super::super::{CommandError, connect, create_private, files, say};
+use super::args::{CallGraph, RecordArgs};
+use super::code::{ProgramCache, Totals};
+use super::error::RecordError;
+use super::names::RecordedSymbols;
+use super::switch::OutputSwitch;
+use crate::session::task_name;
+use crate::signals::StopSignals;
+use control_api::client::Client;
+use control_api::protocol::{Opened, Sampling};
+use guest_profile::export::build_id_dir::BuildIdDir;
+use guest_profile::export::perfdata::PerfDataWriter;
+use guest_profile::export::{
+    EventInfo, EventRate, FileMapping, NO_PID, Profile, ProfileMetadata, ProfilePerspective, Sample,
+    SavedSymbol, TaskName, WallClock,
+};
+use guest_profile::merge::{LightSample, SampleTask, Totals as MergeTotals};
+use guest_profile::sample::SampleData;
+use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, End, Ends};
+use kernel_images::build_id::BuildId;
+
+/// Maximum number of distinct tasks.
+const MAX_TASKS: usize = 1 << 16;
+/// Maximum number of distinct mappings.
+const MAX_MAPPINGS: usize = 1 << 16;
+/// Minimum value of a context marker in a call chain.
+const CONTEXT_MAX: u64 = (-4095i64).cast_unsigned();
+
+/// A recording in progress.
+pub(super) struct Recording {
+    writer: PerfDataWriter<BufWriter<File>>,
+    /// Metadata and events of the file, for its successor.
+    head: (ProfileMetadata, Vec<EventInfo>),
+    /// State of `--switch-output`.
+    switch: Option<OutputSwitch>,
+    names: RecordedSymbols,
+    /// Mappings and modules of the guest's programs.
+    code: ProgramCache,
+    /// Size of the stack copies to unwind, in bytes.
+    stack_bytes: Option<u32>,
+    /// Frame buffer for unwinding.
+    frames: Vec<u64>,
+    /// Event IDs of the file by stream ID. The stream ID of an event differs between vCPUs.
+    ids: HashMap<u64, u64>,
+    /// Event IDs of the file by position in the event list.
+    listed: HashMap<u32, u64>,
+    first_id: u64,
+    /// Process IDs and names of the tasks by thread ID.
+    tasks: HashMap<u32, (u32, [u8; 16])>,
+    /// Mappings written so far, for symbolization.
+    mapped: Profile,
+    known: HashSet<(u32, u64, u64, u64)>,
+    chain: Vec<u64>,
+    last_ns: u64,
+    /// Time of the last VM sample by stream ID.
+    last_full_ns: HashMap<u64, u64>,
+    with_chain: u64,
+    /// Number of samples for which the VMM stopped the vCPU, and the total duration in nanoseconds.
+    held: (u64, u64),
+    /// Number of call chains truncated by a limit.
+    cut_short: u64,
+    lost: u64,
+    throttled: u64,
+    damaged: u64,
+    /// Offset from the sample clock to the clock of the file, in nanoseconds.
+    clock_offset_ns: u64,
+    /// Build ID directory of perf.
+    for_perf: Option<BuildIdDir>,
+}
+
+impl Recording {
+    pub(super) fn start(
+        args: &RecordArgs,
+        client: &Client,
+        opened: &[Opened],
+        sampling: Sampling,
+        clock_offset_ns: Option<u64>,
+        names: RecordedSymbols,
+    ) -> Result<Self, CommandError> {
+        let mut events: Vec<(u32, EventInfo)> = Vec::new();
+        let mut ids = HashMap::new();
+        for o in opened {
+            let id = match events.iter().find(|(index, _)| *index == o.index) {
+                Some((_, event)) => event.id,
+                None => {
+                    let rate = if sampling.frequency {
+                        EventRate::FrequencyHz(sampling.rate)
+                    } else {
+                        EventRate::Period(sampling.rate)
+                    };
+                    let event = EventInfo {
+                        name: o.name.clone(),
+                        type_: o.kind,
+                        config: o.config,
+                        rate,
+                        id: o.id,
+                    };
+                    events.push((o.index, event));
+                    o.id
+                }
+            };
+            ids.insert(o.id, id);
+        }
+        let meta = ProfileMetadata {
+            hostname: client.info().name.clone(),
+            os_release: names.release.clone(),
+            // Includes vCPUs that are hot-plugged during the recording.
+            vcpus: client.info().max_vcpus,
+            command: std::env::args().collect(),
+            form: if args.as_host {
+                ProfilePerspective::AsHost
+            } else {
+                ProfilePerspective::InGuest
+            },
+            clock: clock_offset_ns.and_then(|_| wall_clock()),
+        };
+        back_up_existing(&args.output)?;
+        let listed = events.iter().map(|(index, event)| (*index, event.id)).collect();
+        let events: Vec<EventInfo> = events.into_iter().map(|(_, event)| event).collect();
+        let first_id = events.first().map_or(0, |e| e.id);
+        let head = (meta, events);
+        let writer = new_writer(&args.output, &head, &names)?;
+        let stack_bytes = match args.call_graph {
+            CallGraph::Dwarf(bytes) => Some(bytes),
+            CallGraph::Fp | CallGraph::None => None,
+        };
+        let again = match &args.socket {
+            Some(socket) => connect(None, Some(socket)),
+            None => {
+                let name = name_or_pid(Some(&client.info().name), args.pid);
+                connect(name.as_deref(), None)
+            }
+        };
+        Ok(Self {
+            writer,
+            head,
+            switch: OutputSwitch::of(args),
+            names,
+            code: ProgramCache::new(again, files::guest_files(&args.symbols)?, stack_bytes.is_some()),
+            stack_bytes,
+            frames: Vec::new(),
+            ids,
+            listed,
+            first_id,
+            tasks: HashMap::new(),
+            mapped: Profile::default(),
+            known: HashSet::new(),
+            chain: Vec::new(),
+            last_ns: 0,
+            last_full_ns: HashMap::new(),
+            with_chain: 0,
+            held: (0, 0),
+            cut_short: 0,
+            lost: 0,
+            throttled: 0,
+            damaged: 0,
+            clock_offset_ns: clock_offset_ns.unwrap_or(0),
+            for_perf: args.for_perf(),
+        })
+    }
+
+    /// Adds the events of a hot-plugged vCPU.
+    pub(super) fn join(&mut self, opened: &[Opened]) {
+        for o in opened {
+            if let Some(id) = self.listed.get(&o.index) {
+                self.ids.insert(o.id, *id);
+            }
+        }
+    }
+
+    /// Converts a sample time to the clock of the file.
+    fn file_ns(&self, time_ns: u64) -> u64 {
+        time_ns.saturating_add(self.clock_offset_ns)
+    }
+
+    fn event_id(&self, stream_id: u64) -> u64 {
+        self.ids.get(&stream_id).copied().unwrap_or(self.first_id)
+    }
+
+    /// Writes a sample of the VM with weight `period`.
+    pub(super) fn full(
+        &mut self,
+        sample: &RingSample<'_>,
+        raw: &SampleData,
+        period: u64,
+    ) -> Result<(), RecordError> {
+        let (pid, tid) = raw.task.map_or((NO_PID, NO_PID), |(pid, tid, _)| (pid, tid));
+        // Host kernel samples are attributed to this task, its name and its mappings from halfway
+        // between the previous VM sample and this one.
+        let before = self.last_full_ns.insert(sample.stream_id, sample.time_ns);
+        let since_ns = before.map_or(sample.time_ns, |before| {
+            sample.time_ns.min(before.midpoint(sample.time_ns) + 1)
+        });
+        if let Some((pid, tid, comm)) = raw.task
+            && self.tasks.len() < MAX_TASKS
+            && let before = self.tasks.insert(tid, (pid, comm))
+            && before != Some((pid, comm))
+        {
+            if before.is_some() && tid == pid {
+                // A new name usually indicates an exec.
+                self.code.forget(pid);
+            }
+            let task = TaskName {
+                time_ns: self.file_ns(since_ns),
+                pid,
+                tid,
+                comm: task_name(&comm),
+            };
+            self.writer.task(&task).map_err(RecordError::Write)?;
+        }
+        for mapping in SampleData::mappings(sample.raw) {
+            self.mapping(FileMapping {
+                time_ns: self.file_ns(since_ns),
+                pid,
+                start: mapping.start,
+                len: mapping.len,
+                file_offset: mapping.file_offset,
+                path: mapping.path.to_owned(),
+                build_id: SampleData::build_id(sample.raw, mapping.start),
+            })?;
+        }
+        self.chain.clear();
+        self.chain.extend(sample.callchain.iter());
+        let mut ends = raw.ends;
+        self.unwind(sample, pid, since_ns, &mut ends)?;
+        self.with_chain += u64::from(!self.chain.is_empty());
+        // 0 if there was no previous sample.
+        if raw.held_ns > 0 {
+            self.held.0 += 1;
+            self.held.1 += u64::from(raw.held_ns);
+        }
+        self.cut_short += u64::from(ends.cut_short().is_some());
+        let kernel = raw.cpl != 3;
+        self.note((!kernel).then_some(pid), sample.ip);
+        self.note_chain(kernel, pid);
+        self.last_ns = self.last_ns.max(sample.time_ns);
+        let event_id = self.event_id(sample.stream_id);
+        let time_ns = self.file_ns(sample.time_ns);
+        self.writer
+            .sample(&Sample {
+                time_ns,
+                vcpu: sample.cpu,
+                pid,
+                tid,
+                cpl: raw.cpl,
+                ip: sample.ip,
+                cr3: raw.cr3,
+                period,
+                event_id,
+                ends,
+                chain: &self.chain,
+            })
+            .map_err(RecordError::Write)
+    }
+
+    /// Writes a sample of the host kernel, attributed to the task `whose`.
+    pub(super) fn light(
+        &mut self,
+        vcpu: u32,
+        stream_id: u64,
+        light: LightSample,
+        whose: Option<SampleTask>,
+    ) -> Result<(), RecordError> {
+        let (pid, tid, cr3) = whose.map_or((NO_PID, NO_PID, 0), |w| (w.pid, w.tid, w.cr3));
+        let user = self.names.is_user(light.ip, light.user);
+        self.note(user.then_some(pid), light.ip);
+        self.last_ns = self.last_ns.max(light.time_ns);
+        let event_id = self.event_id(stream_id);
+        let time_ns = self.file_ns(light.time_ns);
+        self.writer
+            .sample(&Sample {
+                time_ns,
+                vcpu,
+                pid,
+                tid,
+                cpl: if user { 3 } else { 0 },
+                ip: light.ip,
+                cr3,
+                period: light.period,
+                event_id,
+                ends: Ends::default(),
+                chain: &[],
+            })
+            .map_err(RecordError::Write)
+    }
+
+    fn mapping(&mut self, mapping: FileMapping) -> Result<(), RecordError> {
+        let key = (mapping.pid, mapping.start, mapping.len, mapping.file_offset);
+        if self.known.len() >= MAX_MAPPINGS || !self.known.insert(key) {
+            return Ok(());
+        }
+        self.writer.mapping(&mapping).map_err(RecordError::Write)?;
+        self.mapped.mappings.push(mapping);
+        Ok(())
+    }
+
+    /// Extends the call chain by user frames from unwind tables, if the sample has registers and a
+    /// stack copy.
+    fn unwind(
+        &mut self,
+        sample: &RingSample<'_>,
+        pid: u32,
+        since_ns: u64,
+        ends: &mut Ends,
+    ) -> Result<(), RecordError> {
+        let program = self.chain.iter().position(|&frame| frame == CONTEXT_GUEST_USER);
+        let (Some(asked), Some(marker)) = (self.stack_bytes, program) else {
+            return Ok(());
+        };
+        let mut frames = std::mem::take(&mut self.frames);
+        if let Some(unwound) = self.code.unwind(pid, &sample.user, asked as usize, &mut frames) {
+            let kernel_frames = marker.saturating_sub(1);
+            self.chain.truncate(marker + 1);
+            let room = CALLCHAIN_MAX.saturating_sub(kernel_frames + 2);
+            self.chain.extend(frames.iter().take(room));
+            ends.user = Some(if frames.len() > room {
+                End::Full
+            } else {
+                unwound.end
+            });
+            ends.guessed = unwound.guessed || (kernel_frames > 0 && ends.guessed);
+            for frame in &frames {
+                let told = self.code.mapping(pid, frame.wrapping_sub(1));
+                let mapping = told.map(|mapping| FileMapping {
+                    time_ns: since_ns.saturating_add(self.clock_offset_ns),
+                    pid,
+                    start: mapping.start,
+                    len: mapping.len,
+                    file_offset: mapping.file_offset,
+                    path: mapping.path.clone(),
+                    build_id: mapping.build_id.as_deref().and_then(BuildId::from_hex),
+                });
+                if let Some(mapping) = mapping {
+                    self.mapping(mapping)?;
+                }
+            }
+        }
+        self.frames = frames;
+        Ok(())
+    }
+
+    /// Records the addresses of the chain for symbolization. A return address is looked up one byte
+    /// before.
+    fn note_chain(&mut self, mut kernel: bool, pid: u32) {
+        let mut first = true;
+        for at in 0..self.chain.len() {
+            match self.chain[at] {
+                CONTEXT_GUEST_KERNEL => kernel = true,
+                CONTEXT_GUEST_USER => kernel = false,
+                marker if marker >= CONTEXT_MAX => {}
+                address => {
+                    let caller = !std::mem::take(&mut first);
+                    let address = address.wrapping_sub(u64::from(caller));
+                    self.note((!kernel).then_some(pid), address);
+                }
+            }
+        }
+    }
+
+    /// Records an address for symbolization. Symbols from guest memory are looked up immediately,
+    /// because the process may end.
+    fn note(&mut self, pid: Option<u32>, address: u64) {
+        if self.names.note(pid, address)
+            && let Some(pid) = pid.filter(|_| !self.names.is_flat())
+            && let Some(function) = self.code.function(pid, address)
+        {
+            self.names.keep(function);
+        }
+    }
+
+    pub(super) fn add_losses(&mut self, lost: u64) -> Result<(), RecordError> {
+        if lost == 0 {
+            return Ok(());
+        }
+        self.lost += lost;
+        self.writer
+            .lost(self.first_id, lost, self.file_ns(self.last_ns))
+            .map_err(RecordError::Write)
+    }
+
+    pub(super) fn add_throttled(&mut self, times: u64) {
+        self.throttled += times;
+    }
+
+    pub(super) fn add_damaged(&mut self) {
+        self.damaged += 1;
+    }
+
+    /// Updates the file header if samples were written, so that they are kept if the recorder is
+    /// killed. Called after each drain: the update costs three system calls, and a later one would
+    /// lose the samples in between.
+    pub(super) fn keep(&mut self) -> Result<(), RecordError> {
+        self.writer.checkpoint().map_err(RecordError::Write)
+    }
+
+    /// Truncates the file to the last header update after a write failed with `source`.
+    pub(super) fn truncate_to_records(self, path: &Path, source: io::Error) -> RecordError {
+        let path = path.to_owned();
+        match self.writer.truncate_to_records() {
+            Ok(samples) => RecordError::Truncated {
+                path,
+                samples,
+                source,
+            },
+            Err(_) => CommandError::File { path, source }.into(),
+        }
+    }
+
+    /// Returns the size of the file, in bytes.
+    pub(super) fn bytes(&self) -> u64 {
+        self.writer.bytes()
+    }
+
+    pub(super) fn show_progress(&self, elapsed: Duration) {
+        say(&format!(
+            "\r[ perfvisor record: {} samples, {:.3} MB, {} lost, {} s ]\x1b[K",
+            self.writer.samples(),
+            self.writer.bytes() as f64 / 1e6,
+            self.lost,
+            elapsed.as_secs()
+        ));
+    }
+
+    /// Makes the names of the current file available to perf, and returns its symbols.
+    fn symbols_of_file(&mut self, args: &RecordArgs) -> Vec<SavedSymbol> {
+        if !args.as_host
+            && let Err(e) = self
+                .names
+                .store_for_perf(self.for_perf.as_ref(), &self.mapped, &mut self.writer)
+        {
+            let place = self.for_perf.as_ref().map_or(Path::new("."), |dir| dir.path());
+            log::warn!(
+                "{}: perf has no names of this recording there: {e}",
+                place.display()
+            );
+        }
+        self.names.take_saved(&self.mapped)
+    }
+
+    /// Continues in a new file if `--switch-output` requires it.
+    pub(super) fn switch_if_due(
+        &mut self,
+        args: &RecordArgs,
+        signals: &StopSignals,
+    ) -> Result<(), RecordError> {
+        let bytes = self.writer.bytes();
+        if !self
+            .switch
+            .as_ref()
+            .is_some_and(|switch| switch.is_due(bytes, signals))
+        {
+            return Ok(());
+        }
+        self.writer.checkpoint().map_err(RecordError::Write)?;
+        let symbols = self.symbols_of_file(args);
+        let completed = OutputSwitch::name_of_completed(&args.output);
+        std::fs::rename(&args.output, &completed).map_err(CommandError::file(&args.output))?;
+        let next = new_writer(&args.output, &self.head, &self.names)?;
+        let last = std::mem::replace(&mut self.writer, next);
+        let samples = last.samples();
+        last.finish(&symbols).map_err(|source| RecordError::Truncated {
+            path: completed.clone(),
+            samples,
+            source,
+        })?;
+        self.with_chain = 0;
+        // The VM reports a task and a mapping once.
+        let time_ns = self.file_ns(self.last_ns);
+        for (tid, (pid, comm)) in &self.tasks {
+            let task = TaskName {
+                time_ns,
+                pid: *pid,
+                tid: *tid,
+                comm: task_name(comm),
+            };
+            self.writer.task(&task).map_err(RecordError::Write)?;
+        }
+        for mapping in &self.mapped.mappings {
+            self.writer.mapping(mapping).map_err(RecordError::Write)?;
+        }
+        if !args.quiet {
+            say(&format!(
+                "[ perfvisor record: wrote {} ({samples} samples) ]\n",
+                completed.display()
+            ));
+        }
+        if let Some(switch) = &mut self.switch {
+            switch.add_completed(completed);
+        }
+        Ok(())
+    }
+
+    /// Completes the file. `totals` are the statistics of host kernel samples, if there were any.
+    pub(super) fn finish(
+        mut self,
+        args: &RecordArgs,
+        gone: bool,
+        totals: Option<MergeTotals>,
+    ) -> Result<(), RecordError> {
+        if let Err(source) = self.writer.checkpoint() {
+            return Err(self.truncate_to_records(&args.output, source));
+        }
+        let (samples, bytes) = (self.writer.samples(), self.writer.bytes());
+        let symbols = self.symbols_of_file(args);
+        // All samples have been written.
+        self.writer
+            .finish(&symbols)
+            .map_err(|source| RecordError::Truncated {
+                path: args.output.clone(),
+                samples,
+                source,
+            })?;
+        let name = args.output.display();
+        if !args.quiet {
+            let mb = bytes as f64 / 1e6;
+            // Other tools show the remaining samples without callers.
+            let chains = if args.call_graph == CallGraph::None {
+                String::new()
+            } else {
+                format!(", {} with call chains", self.with_chain)
+            };
+            say(&format!(
+                "[ perfvisor record: wrote {mb:.3} MB to {name} ({samples} samples{chains}) ]\n"
+            ));
+        }
+        if self.stack_bytes.is_some() {
+            let Totals {
+                stacks,
+                complete,
+                cut,
+            } = self.code.totals;
+            log::info!(
+                "{stacks} samples had a program's stack; {complete} were unwound to the outermost frame, {cut} \
+                 were longer than was copied"
+            );
+        }
+        if let (n @ 1.., ns) = self.held {
+            let us = ns as f64 / n as f64 / 1e3;
+            log::info!("the VMM took {us:.1} us for each sample that stopped the vCPU");
+        }
+        if let Some(totals) = totals {
+            log_totals(&totals);
+        }
+        if samples == 0 {
+            log::warn!(
+                "no sample was taken: the vCPUs may have been idle, paused or without a place for the event"
+            );
+        }
+        if self.cut_short > 0 {
+            log::info!(
+                "{} call chains were cut short: deeper, or longer to walk, than is allowed",
+                self.cut_short
+            );
+        }
+        if gone {
+            log::warn!("the VM ended; {name} has what it wrote until then");
+        }
+        if self.lost > 0 {
+            log::warn!(
+                "{} samples were lost; use larger rings (-m) or a lower frequency",
+                self.lost
+            );
+        }
+        if self.throttled > 0 {
+            log::warn!(
+                "sampling was throttled {} times; use a lower frequency",
+                self.throttled
+            );
+        }
+        if self.damaged > 0 {
+            log::warn!("{} records were damaged and left out", self.damaged);
+        }
+        Ok(())
+    }
+}
+
+/// Creates a file with the header and the kernel's mapping.
+fn new_writer(
+    path: &Path,
+    (meta, events): &(ProfileMetadata, Vec<EventInfo>),
+    names: &RecordedSymbols,
+) -> Result<PerfDataWriter<BufWriter<File>>, CommandError> {
+    let file = create_private(path).map_err(CommandError::create(path))?;
+    let mut writer = PerfDataWriter::new(BufWriter::new(file), meta.clone(), events.clone())
+        .map_err(CommandError::create(path))?;
+    if let Some(kernel) = names.kernel_map() {
+        writer.kernel(&kernel).map_err(CommandError::file(path))?;
+    }
+    Ok(writer)
+}
+
+/// Returns the wall-clock time that corresponds to the host's `CLOCK_MONOTONIC`; `None` before
+/// 1970.
+fn wall_clock() -> Option<WallClock> {
+    let before_ns = monotonic_ns();
+    let wall = SystemTime::now().duration_since(UNIX_EPOCH).ok()?;
+    Some(WallClock {
+        wall_ns: u64::try_from(wall.as_nanos()).ok()?,
+        clock_ns: before_ns.midpoint(monotonic_ns()),
+    })
+}
+
+/// Logs the numbers of VM samples and host kernel samples.
+fn log_totals(totals: &MergeTotals) {
+    let all = totals.light + totals.full;
+    if all == 0 {
+        return;
+    }
+    let percent = |n: u64, of: u64| 100.0 * n as f64 / of.max(1) as f64;
+    let light = percent(totals.light, all);
+    log::info!(
+        "{light:.1} % of the samples were taken by the host's kernel, the others by stopping the vCPU"
+    );
+    if totals.instead > 0 {
+        let instead = percent(totals.instead, all);
+        log::info!("{instead:.1} % stopped the vCPU because the host's kernel did not see the guest");
+    }
+    if totals.host > 0 {
+        let host = percent(totals.host, all + totals.host);
+        log::info!("{host:.1} % of the vCPU's time was the host's own or not seen");
+    }
+}
+
+/// Renames an existing file to `FILE.old`, as perf does.
+fn back_up_existing(path: &Path) -> Result<(), CommandError> {
+    if !std::fs::metadata(path).is_ok_and(|m| m.is_file() && m.len() > 0) {
+        return Ok(());
+    }
+    let mut old = path.as_os_str().to_owned();
+    old.push(".old");
+    std::fs::rename(path, &old).map_err(CommandError::file(path))
+}

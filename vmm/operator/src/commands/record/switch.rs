@@ -1,0 +1,152 @@
+//! `--switch-output`: continues a recording in a new file on a signal, at a size or after a time.
+
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use super::args::RecordArgs;
+use crate::signals::StopSignals;
+use crate::values::parse_bytes;
+
+/// Minimum size of a file, in bytes: its header and a few samples.
+const MIN_SIZE: u64 = 16 << 10;
+
+/// The event after which a recording continues in a new file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SwitchTrigger {
+    /// SIGUSR2.
+    Signal,
+    /// The file has this size, in bytes.
+    Size(u64),
+    /// The file has been written for this time.
+    Time(Duration),
+}
+
+/// Errors of parsing `--switch-output`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SwitchTriggerError {
+    #[error("must be signal, a size as in 100M (at least {}K) or a time as in 30s, 5m, 2h or 1d", MIN_SIZE >> 10)]
+    Form,
+}
+
+impl FromStr for SwitchTrigger {
+    type Err = SwitchTriggerError;
+
+    fn from_str(text: &str) -> Result<Self, SwitchTriggerError> {
+        if text == "signal" {
+            return Ok(Self::Signal);
+        }
+        // As in perf, units of time are in lower case and those of sizes in upper case.
+        let seconds = match text.chars().last() {
+            Some('s') => 1,
+            Some('m') => 60,
+            Some('h') => 3600,
+            Some('d') => 86_400,
+            _ => {
+                let bytes = text
+                    .strip_suffix('B')
+                    .map_or_else(|| parse_bytes(text), parse_bytes);
+                let bytes = bytes.ok().filter(|bytes| *bytes >= MIN_SIZE);
+                return bytes.map(Self::Size).ok_or(SwitchTriggerError::Form);
+            }
+        };
+        let number = text[..text.len() - 1].parse::<u32>().ok().filter(|n| *n > 0);
+        let time = number.map(|n| Duration::from_secs(u64::from(n) * seconds));
+        time.map(Self::Time).ok_or(SwitchTriggerError::Form)
+    }
+}
+
+/// The state of `--switch-output`.
+pub(super) struct OutputSwitch {
+    trigger: SwitchTrigger,
+    /// Start of the current file.
+    since: Instant,
+    /// Names of the completed files, the oldest first.
+    completed: VecDeque<PathBuf>,
+    /// Maximum number of completed files that are kept.
+    max_files: Option<usize>,
+}
+
+impl OutputSwitch {
+    pub(super) fn of(args: &RecordArgs) -> Option<Self> {
+        Some(Self {
+            trigger: args.switch_output?,
+            since: Instant::now(),
+            completed: VecDeque::new(),
+            max_files: args.switch_max_files,
+        })
+    }
+
+    /// Returns whether the recording is to continue in a new file. `bytes` is the size of the current
+    /// one.
+    pub(super) fn is_due(&self, bytes: u64, signals: &StopSignals) -> bool {
+        match self.trigger {
+            SwitchTrigger::Signal => signals.take_user_signal(),
+            SwitchTrigger::Size(limit) => bytes >= limit,
+            SwitchTrigger::Time(limit) => self.since.elapsed() >= limit,
+        }
+    }
+
+    /// Returns the name of a completed file: that of the output with the time in milliseconds since
+    /// 1970.
+    pub(super) fn name_of_completed(output: &Path) -> PathBuf {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let mut name = output.as_os_str().to_owned();
+        name.push(format!(".{}", now.unwrap_or_default().as_millis()));
+        name.into()
+    }
+
+    /// Notes that `completed` is complete, and removes the oldest files above the limit.
+    pub(super) fn add_completed(&mut self, completed: PathBuf) {
+        self.since = Instant::now();
+        self.completed.push_back(completed);
+        while self.max_files.is_some_and(|most| self.completed.len() > most)
+            && let Some(oldest) = self.completed.pop_front()
+        {
+            if let Err(e) = std::fs::remove_file(&oldest) {
+                log::warn!("{} cannot be removed: {e}", oldest.display());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn triggers_are_parsed_like_perf() {
+        for (text, trigger) in [
+            ("signal", SwitchTrigger::Signal),
+            ("100M", SwitchTrigger::Size(100 << 20)),
+            ("16384B", SwitchTrigger::Size(16 << 10)),
+            ("30s", SwitchTrigger::Time(Duration::from_secs(30))),
+            ("5m", SwitchTrigger::Time(Duration::from_secs(300))),
+            ("1d", SwitchTrigger::Time(Duration::from_secs(86_400))),
+        ] {
+            assert_eq!(text.parse(), Ok(trigger), "{text}");
+        }
+        for bad in ["", "0s", "s", "-1s", "15K", "x", "1.5s", "99999999999d", "é"] {
+            let parsed = bad.parse::<SwitchTrigger>();
+            assert_eq!(parsed, Err(SwitchTriggerError::Form), "{bad}");
+        }
+    }
+
+    #[test]
+    fn oldest_files_above_limit_are_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut switch = OutputSwitch {
+            trigger: SwitchTrigger::Signal,
+            since: Instant::now(),
+            completed: VecDeque::new(),
+            max_files: Some(2),
+        };
+        let files = ["a", "b", "c"].map(|name| dir.path().join(name));
+        for file in &files {
+            std::fs::write(file, "x").unwrap();
+            switch.add_completed(file.clone());
+        }
+        assert_eq!(files.map(|file| file.exists()), [false, true, true]);
+    }
+}

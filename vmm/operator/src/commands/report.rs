@@ -1,0 +1,208 @@
+//! `perfvisor report` and `script`: the samples of a recording as text or JSON.
+
+use std::io::{self, BufWriter, Write};
+
+use clap::Args;
+
+use super::files::{FileArgs, FileError, with_profile};
+use super::output::{print, written};
+use crate::exit::ExitStatus;
+use crate::values::{SortKeys, parse_percent, parse_sort};
+use guest_profile::export::call_tree::{CallGraphOptions, CallOrder};
+use guest_profile::export::filter::SampleFilter;
+use guest_profile::export::report::{ReportColumn, ReportOptions};
+use guest_profile::export::script::{ScriptField, ScriptFields, ScriptFormat, ScriptOptions};
+use guest_profile::export::symbolize::complete_chains;
+use guest_profile::export::{report as table, script as samples};
+
+/// Which samples to show.
+#[derive(Clone, Debug, Default, Args)]
+pub struct FilterArgs {
+    /// Only samples of these tasks.
+    #[arg(short, long, value_name = "LIST", value_delimiter = ',')]
+    pub comms: Vec<String>,
+    /// Only samples in these objects: paths or file names.
+    #[arg(short, long, value_name = "LIST", value_delimiter = ',')]
+    pub dsos: Vec<String>,
+    /// Only samples in these functions.
+    #[arg(short = 'S', long, value_name = "LIST", value_delimiter = ',')]
+    pub symbols: Vec<String>,
+}
+
+impl FilterArgs {
+    fn filter(&self) -> SampleFilter {
+        SampleFilter {
+            comms: self.comms.clone(),
+            objects: self.dsos.clone(),
+            symbols: self.symbols.clone(),
+        }
+    }
+}
+
+/// `perfvisor report`.
+#[derive(Clone, Debug, Args)]
+pub struct ReportArgs {
+    /// Which file.
+    #[command(flatten)]
+    pub file: FileArgs,
+    /// Columns to group by: comm, pid, vcpu, dso, sym.
+    #[arg(short, long, value_name = "KEYS", default_value = "comm,dso,sym", value_parser = parse_sort)]
+    pub sort: SortKeys,
+    /// Columns to print: overhead, sample, period and those of --sort, which they replace.
+    #[arg(short = 'F', long, value_name = "LIST", value_parser = parse_columns)]
+    pub fields: Option<ReportColumns>,
+    /// Leave out what is below this share, in percent.
+    #[arg(long, value_name = "PERCENT", default_value = "0", value_parser = parse_percent)]
+    pub percent_limit: f64,
+    /// Print the call chains below each row: callee (from the function to its callers) or caller (from the
+    /// outermost caller), and the least share of a branch in percent, as in caller,2 [default: callee,0.5]
+    #[arg(short = 'g', long, value_name = "ORDER[,PERCENT]", num_args = 0..=1, default_missing_value = "callee",
+          value_parser = parse_call_graph)]
+    pub call_graph: Option<CallGraphOptions>,
+    /// Which samples to show. The shares remain those of all samples.
+    #[command(flatten)]
+    pub filter: FilterArgs,
+}
+
+/// `perfvisor script`.
+#[derive(Clone, Debug, Args)]
+pub struct ScriptArgs {
+    /// Which file.
+    #[command(flatten)]
+    pub file: FileArgs,
+    /// Fields to print: comm, pid, tid, cpu, time, period, event, ip, sym, symoff, dso [default: all]
+    #[arg(short = 'F', long, value_name = "LIST", value_parser = parse_fields)]
+    pub fields: Option<ScriptFields>,
+    /// Print one JSON object per sample.
+    #[arg(long)]
+    pub json: bool,
+    /// Which samples to print.
+    #[command(flatten)]
+    pub filter: FilterArgs,
+}
+
+/// Errors of parsing the options.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReportValueError {
+    #[error("'{0}' is no column; known are overhead, sample, period, comm, pid, vcpu, dso and sym")]
+    Column(String),
+    #[error("'{0}' is no field; known are {known}", known = ScriptField::ALL.map(|(name, _)| name).join(", "))]
+    Field(String),
+    #[error("must be callee or caller, and a share from 0 to 100 after a comma, as in caller,2")]
+    CallGraph,
+}
+
+/// Columns of a report.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReportColumns(pub Vec<ReportColumn>);
+
+/// Parses the columns of a report, such as `overhead,sym`.
+fn parse_columns(text: &str) -> Result<ReportColumns, ReportValueError> {
+    let column = |name: &str| {
+        let found = ReportColumn::from_name(name.trim());
+        found.ok_or_else(|| ReportValueError::Column(name.to_owned()))
+    };
+    text.split(',')
+        .map(column)
+        .collect::<Result<_, _>>()
+        .map(ReportColumns)
+}
+
+/// Parses the fields of samples, such as `comm,ip,sym`.
+fn parse_fields(text: &str) -> Result<ScriptFields, ReportValueError> {
+    let field = |name: &str| {
+        let found = ScriptField::from_name(name.trim());
+        found.ok_or_else(|| ReportValueError::Field(name.to_owned()))
+    };
+    let fields: Result<_, _> = text.split(',').map(field).collect();
+    fields.map(ScriptFields::new)
+}
+
+/// Parses the options of a call graph, in any order as in perf. `graph` is perf's name of the only
+/// style.
+fn parse_call_graph(text: &str) -> Result<CallGraphOptions, ReportValueError> {
+    let mut options = CallGraphOptions::default();
+    for word in text.split(',').map(str::trim) {
+        match word {
+            "callee" => options.order = CallOrder::Callee,
+            "caller" => options.order = CallOrder::Caller,
+            "graph" => {}
+            share => {
+                options.min_percent = parse_percent(share).map_err(|_| ReportValueError::CallGraph)?;
+            }
+        }
+    }
+    Ok(options)
+}
+
+/// Prints a report of the samples.
+///
+/// # Errors
+/// Returns [`FileError`] if the recording or the symbols cannot be read.
+pub fn report(args: &ReportArgs) -> Result<ExitStatus, FileError> {
+    let mut options = ReportOptions {
+        sort: args.sort.0.clone(),
+        columns: args.fields.as_ref().map(|columns| columns.0.clone()),
+        min_percent: args.percent_limit,
+        filter: args.filter.filter(),
+        call_graph: args.call_graph,
+    };
+    if let Some(columns) = &options.columns {
+        let keys = columns.iter().filter_map(|column| match column {
+            ReportColumn::Key(key) => Some(*key),
+            _ => None,
+        });
+        options.sort = keys.collect();
+    }
+    with_profile(&args.file, |profile, symbols| {
+        let text = match options.call_graph {
+            Some(_) => table::render(&complete_chains(profile, symbols), symbols, &options),
+            None => table::render(profile, symbols, &options),
+        };
+        Ok(print(&text)?)
+    })
+}
+
+/// Prints every sample.
+///
+/// # Errors
+/// Returns [`FileError`] if the recording cannot be read.
+pub fn script(args: &ScriptArgs) -> Result<ExitStatus, FileError> {
+    let options = ScriptOptions {
+        fields: args.fields.clone().unwrap_or_default(),
+        format: if args.json {
+            ScriptFormat::Json
+        } else {
+            ScriptFormat::Text
+        },
+        filter: args.filter.filter(),
+    };
+    with_profile(&args.file, |profile, symbols| {
+        let mut out = BufWriter::new(io::stdout().lock());
+        let result = samples::write_with(profile, symbols, &options, &mut out);
+        Ok(written(result.and_then(|()| out.flush()))?)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use guest_profile::export::report::SortKey;
+
+    use super::*;
+
+    #[test]
+    fn report_options_are_parsed_like_perf() {
+        let graph = |text| parse_call_graph(text).map(|graph| (graph.order, graph.min_percent));
+        assert_eq!(graph("callee"), Ok((CallOrder::Callee, 0.5)));
+        assert_eq!(graph("graph,2,caller"), Ok((CallOrder::Caller, 2.0)));
+        assert_eq!(graph("fractal"), Err(ReportValueError::CallGraph));
+        assert_eq!(graph("caller,101"), Err(ReportValueError::CallGraph));
+        let columns = parse_columns("overhead, sym").map(|columns| columns.0);
+        let symbol = ReportColumn::Key(SortKey::Symbol);
+        assert_eq!(columns, Ok(vec![ReportColumn::Overhead, symbol]));
+        assert_eq!(parse_columns("sym,x"), Err(ReportValueError::Column("x".into())));
+        let fields = ScriptFields::new(vec![ScriptField::Ip, ScriptField::Sym]);
+        assert_eq!(parse_fields("ip,sym"), Ok(fields));
+        assert_eq!(parse_fields(""), Err(ReportValueError::Field(String::new())));
+    }
+}

@@ -1,0 +1,252 @@
+//! `perfvisor stat`: counts events on a VM's vCPUs, with the output format of `perf stat`.
+
+mod args;
+mod guest;
+mod lines;
+mod metrics;
+mod totals;
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::all::for_each_vm;
+use super::select::{ControlGroup, name_or_pid};
+use super::{CommandError, DONE, WaitResult, connect, is_reader_closed, print, wait_until};
+use crate::exit::ExitStatus;
+use crate::signals::StopSignals;
+use crate::vendor;
+pub use args::StatArgs;
+use control_api::client::Client;
+use control_api::protocol::{EventReading, Joined, Opened};
+use control_api::request;
+use lines::{final_table, interval_lines};
+use totals::{Total, totals};
+
+/// Interval of the readings that are kept in case the VM ends.
+const READ_INTERVAL: Duration = Duration::from_millis(250);
+
+/// Errors of `perfvisor stat`.
+#[derive(Debug, thiserror::Error)]
+pub enum StatError {
+    #[error(transparent)]
+    Command(#[from] CommandError),
+    #[error("--repeat needs --duration, and goes with no --interval")]
+    Repeat,
+}
+
+/// Counts events.
+///
+/// # Errors
+/// Returns [`StatError`] if the events cannot be counted.
+pub fn stat(args: &StatArgs) -> Result<ExitStatus, StatError> {
+    let args = &StatArgs {
+        events: vendor::resolve_vendor_events(&args.events).map_err(CommandError::from)?,
+        ..args.clone()
+    };
+    if args.repeat > 1 && (args.duration.is_none() || args.interval.is_some()) {
+        return Err(StatError::Repeat);
+    }
+    Ok(count(args)?)
+}
+
+fn count(args: &StatArgs) -> Result<ExitStatus, CommandError> {
+    let signals = StopSignals::block().map_err(CommandError::Signals)?;
+    let cgroup = args.cgroup.as_deref().map(ControlGroup::parse).transpose()?;
+    if args.all || cgroup.is_some() {
+        if wants_header(args) {
+            print(&format!("{:<16} {}", "# VM", header(args)))?;
+        }
+        let (signals, tables) = (signals.visible_to_all_threads(), Mutex::new(BTreeMap::new()));
+        let status = for_each_vm(|vm, client| {
+            let pid = client.info().pid;
+            if cgroup.as_ref().is_some_and(|cgroup| !cgroup.contains(pid)) {
+                return Ok(DONE);
+            }
+            let table = count_one(args, client, &signals, Some(&vm.label()))?;
+            let mut tables = tables.lock().unwrap_or_else(PoisonError::into_inner);
+            tables.insert(vm.label(), table);
+            Ok::<_, CommandError>(DONE)
+        })?;
+        let tables = tables.into_inner().unwrap_or_else(PoisonError::into_inner);
+        if let Some(cgroup) = args.cgroup.as_ref().filter(|_| tables.is_empty()) {
+            return Err(CommandError::NoVmInCgroup(cgroup.clone()));
+        }
+        print(&tables.into_values().collect::<String>())?;
+        return Ok(status);
+    }
+    let name = name_or_pid(args.name.as_deref(), args.pid);
+    let mut client = connect(name.as_deref(), args.socket.as_deref())?;
+    if args.guest_view {
+        return guest::view(&mut client, args);
+    }
+    print(&count_one(args, client, &signals, None)?)?;
+    Ok(DONE)
+}
+
+/// Returns whether intervals are printed as text.
+fn wants_header(args: &StatArgs) -> bool {
+    args.interval.is_some() && !args.json && !args.metric_only && args.field_separator.is_none()
+}
+
+/// Returns the heading of the intervals.
+fn header(args: &StatArgs) -> String {
+    let vcpu = if args.per_vcpu { " VCPU      " } else { "" };
+    format!("#           time{vcpu}             counts unit events\n")
+}
+
+/// Prefixes the lines of one of several VMs with its label.
+fn label_lines(lines: &str, label: Option<&str>, args: &StatArgs) -> String {
+    let Some(label) = label else {
+        return lines.to_owned();
+    };
+    let tag = |line: &str| match (line.strip_prefix('{'), &args.field_separator) {
+        (Some(rest), _) if args.json => format!("{{\"vm\":\"{label}\",{rest}\n"),
+        (_, Some(separator)) => format!("{label}{separator}{line}\n"),
+        _ => format!("{label:<16} {line}\n"),
+    };
+    lines.lines().map(tag).collect()
+}
+
+/// Counts on one VM and returns the final output. `label` identifies the VM among several.
+fn count_one(
+    args: &StatArgs,
+    mut client: Client,
+    signals: &StopSignals,
+    label: Option<&str>,
+) -> Result<String, CommandError> {
+    let mut runs: Vec<Vec<Total>> = Vec::new();
+    let mut elapsed = Vec::new();
+    let mut gone = false;
+    let mut unsupported = BTreeMap::new();
+    for _ in 0..args.repeat {
+        let mut opened: Vec<Opened> = client.call(request::Open {
+            events: args.events.clone(),
+            vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
+            // Hot-plugged vCPUs count from their first instruction.
+            whole: args.vcpu.is_none() && !args.per_vcpu,
+            sampling: None,
+        })?;
+        for o in &opened {
+            if let Some(why) = &o.unsupported {
+                unsupported.insert(o.name.clone(), why.clone());
+            }
+        }
+        let run = measure_once(&mut client, args, &mut opened, signals, label)?;
+        elapsed.push(run.elapsed.as_secs_f64());
+        runs.push(run.totals);
+        gone = run.gone;
+        if gone || run.woken == WaitResult::Signal {
+            break;
+        }
+        let () = client.call(request::Close)?;
+    }
+    let table = match args.interval {
+        Some(_) => String::new(),
+        None => {
+            let table = final_table(label.unwrap_or(&client.info().name), &runs, &elapsed, args);
+            let for_programs = args.json || args.field_separator.is_some();
+            label_lines(&table, label.filter(|_| for_programs), args)
+        }
+    };
+    for (name, why) in unsupported {
+        log::info!("{name} cannot be counted: {why}");
+    }
+    if gone {
+        log::warn!(
+            "the VM ended; the counts are as they were at most {} ms before",
+            READ_INTERVAL.as_millis()
+        );
+    }
+    Ok(table)
+}
+
+/// Adds the events of hot-plugged vCPUs, which have counted since the vCPU's first instruction.
+fn join(client: &mut Client, opened: &mut Vec<Opened>) -> Result<(), CommandError> {
+    let joined: Vec<Joined> = match client.call(request::Joined) {
+        Err(e) if e.is_gone() => return Ok(()),
+        joined => joined?,
+    };
+    for of_vcpu in joined {
+        match of_vcpu.refused {
+            Some(why) => log::warn!("vCPU {} came and is not counted: {why}", of_vcpu.vcpu),
+            None => opened.extend(of_vcpu.events),
+        }
+    }
+    Ok(())
+}
+
+struct StatMeasurement {
+    totals: Vec<Total>,
+    elapsed: Duration,
+    woken: WaitResult,
+    gone: bool,
+}
+
+/// Performs one measurement and prints its intervals.
+fn measure_once(
+    client: &mut Client,
+    args: &StatArgs,
+    opened: &mut Vec<Opened>,
+    signals: &StopSignals,
+    label: Option<&str>,
+) -> Result<StatMeasurement, CommandError> {
+    let () = client.call(request::Enable)?;
+    let start = Instant::now();
+    log::info!("{} counts from now on", client.info().name);
+    let end = args.duration.map(|d| start + d);
+    let mut next_interval = args.interval.map(|i| start + i);
+    let (mut last, mut before): (Vec<EventReading>, Vec<EventReading>) = Default::default();
+    let mut printed = Duration::ZERO;
+    if label.is_none() && wants_header(args) {
+        print(&header(args))?;
+    }
+    loop {
+        let look = Instant::now() + READ_INTERVAL;
+        let until = [end, next_interval]
+            .into_iter()
+            .flatten()
+            .fold(look, Instant::min);
+        let woken = wait_until(until, signals);
+        let now = Instant::now();
+        let over = woken == WaitResult::Signal || end.is_some_and(|end| now >= end) || is_reader_closed();
+        if over {
+            // Stops all events before the first one is read.
+            match client.call(request::Disable) {
+                Err(e) if !e.is_gone() => return Err(e.into()),
+                _ => {}
+            }
+        }
+        if args.per_vcpu && args.vcpu.is_none() {
+            join(client, opened)?;
+        }
+        let gone = match client.call(request::Read) {
+            Ok(readings) => {
+                last = readings;
+                false
+            }
+            Err(e) if e.is_gone() => true,
+            Err(e) => return Err(e.into()),
+        };
+        let at = now.duration_since(start);
+        if let (Some(due), Some(interval)) = (next_interval, args.interval)
+            && (now >= due || over || gone)
+        {
+            let growth = totals(&*opened, &last, &before, args.per_vcpu);
+            let lines = interval_lines(at, at.saturating_sub(printed), &growth, args);
+            print(&label_lines(&lines, label, args))?;
+            before.clone_from(&last);
+            printed = at;
+            // A late reading does not shorten the next interval.
+            next_interval = Some((due + interval).max(now));
+        }
+        if over || gone {
+            return Ok(StatMeasurement {
+                totals: totals(&*opened, &last, &[], args.per_vcpu),
+                elapsed: at,
+                woken,
+                gone,
+            });
+        }
+    }
+}

@@ -1,0 +1,308 @@
+//! The observed VMs. Each VM has a thread, so an unresponsive one delays no other.
+
+use std::cell::RefCell;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::args::TopArgs;
+use super::collect::{CollectResult, Collector};
+use super::seen::{ListedVm, ObservedState, VmScreen};
+use crate::commands::ps::{self, VmSocket};
+use crate::commands::select::name_or_pid;
+use crate::commands::{CommandError, connect};
+use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
+use perf_core::error_line;
+
+/// Interval at which new VMs are searched.
+const DISCOVERY_INTERVAL: Duration = Duration::from_secs(5);
+/// Maximum number of observed VMs.
+const MAX_VMS: usize = 512;
+
+/// An event from the thread of a VM.
+enum WatchEvent {
+    Screen(Box<VmScreen>),
+    Gone,
+    Failed(CommandError),
+}
+
+/// A VM and its thread, which ends when `forget` is dropped.
+struct WatchedVm {
+    vm: ListedVm,
+    forget: Sender<()>,
+    /// Number of the current thread, to ignore messages of a former one.
+    number: u64,
+    alive: bool,
+}
+
+/// All observed VMs.
+pub(super) struct ObservedVms {
+    args: TopArgs,
+    watched: Vec<WatchedVm>,
+    tell: Sender<(u64, WatchEvent)>,
+    told: Receiver<(u64, WatchEvent)>,
+    stop: Arc<AtomicBool>,
+    next_number: u64,
+    looked: Instant,
+}
+
+/// A change that the caller must handle.
+#[derive(Debug)]
+pub(super) enum DisplayUpdate {
+    /// The displayed data has changed.
+    Changed,
+    /// The only VM has ended.
+    Ended,
+}
+
+impl ObservedVms {
+    /// Starts observing the VM that the user named, or all VMs.
+    ///
+    /// # Errors
+    /// Returns an error if there is no VM.
+    pub(super) fn begin(args: &TopArgs) -> Result<Self, CommandError> {
+        let mut host = Self::of_nobody(args);
+        if args.all {
+            let found = ps::everywhere();
+            if found.is_empty() {
+                return Err(ClientError::Which(Vec::new()).into());
+            }
+            for vm in found {
+                host.watch_found(vm);
+            }
+        } else {
+            let name = name_or_pid(args.name.as_deref(), args.pid);
+            let client = connect(name.as_deref(), args.socket.as_deref())?;
+            let label = client.info().name.clone();
+            host.watch(label, move || Ok(client));
+        }
+        Ok(host)
+    }
+
+    fn of_nobody(args: &TopArgs) -> Self {
+        let (tell, told) = channel();
+        Self {
+            args: args.clone(),
+            watched: Vec::new(),
+            tell,
+            told,
+            stop: Arc::default(),
+            next_number: 0,
+            looked: Instant::now(),
+        }
+    }
+
+    fn watch_found(&mut self, vm: VmSocket) {
+        let label = vm.label();
+        if self.watched.len() >= MAX_VMS {
+            return;
+        }
+        self.watch(label, move || {
+            Client::connect_at(&vm.path, vm.owner, REPLY_TIMEOUT)
+        });
+    }
+
+    fn watch(&mut self, label: String, come: impl FnOnce() -> Result<Client, ClientError> + Send + 'static) {
+        let number = self.next_number;
+        self.next_number += 1;
+        let (forget, forgotten) = channel();
+        let (args, stop, tell) = (self.args.clone(), self.stop.clone(), self.tell.clone());
+        let work = move || {
+            let looks = || {
+                look(come, &args, &stop, &forgotten, |seen| {
+                    tell.send((number, WatchEvent::Screen(seen))).is_ok()
+                })
+            };
+            // The receiver may have been dropped.
+            let _ = tell.send((number, run_observer(looks)));
+        };
+        let (seen, alive) = match thread::Builder::new().name("vm".into()).spawn(work) {
+            Ok(_) => (ObservedState::Waiting, true),
+            Err(e) => (ObservedState::Failed(format!("no thread for it: {e}")), false),
+        };
+        let new = WatchedVm {
+            vm: ListedVm { label, seen },
+            forget,
+            number,
+            alive,
+        };
+        match self.watched.iter().position(|w| w.vm.label == new.vm.label) {
+            Some(there) => self.watched[there] = new,
+            None => self.watched.push(new),
+        }
+    }
+
+    /// Returns the last observed states of the VMs.
+    pub(super) fn vms(&self) -> Vec<ListedVm> {
+        self.watched.iter().map(|w| w.vm.clone()).collect()
+    }
+
+    /// Returns whether every VM has reported its first state.
+    pub(super) fn all_reported(&self) -> bool {
+        !self
+            .watched
+            .iter()
+            .any(|w| matches!(w.vm.seen, ObservedState::Waiting))
+    }
+
+    /// Discards the samples of all VMs.
+    pub(super) fn forget(&self) {
+        for watched in &self.watched {
+            // The send fails if the thread has ended.
+            let _ = watched.forget.send(());
+        }
+    }
+
+    /// Waits up to `patience` for an event.
+    ///
+    /// # Errors
+    /// Returns an error if the only VM cannot be observed.
+    pub(super) fn news(&mut self, patience: Duration) -> Result<Option<DisplayUpdate>, CommandError> {
+        let (number, came) = match self.told.recv_timeout(patience) {
+            Ok(came) => came,
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return Ok(None),
+        };
+        let only = !self.args.all;
+        let Some(watched) = self.watched.iter_mut().find(|w| w.number == number) else {
+            return Ok(None);
+        };
+        watched.vm.seen = match came {
+            WatchEvent::Screen(seen) => ObservedState::Shown(seen),
+            WatchEvent::Gone if only => return Ok(Some(DisplayUpdate::Ended)),
+            WatchEvent::Failed(e) if only => return Err(e),
+            WatchEvent::Gone => {
+                watched.alive = false;
+                ObservedState::Ended
+            }
+            WatchEvent::Failed(e) => {
+                watched.alive = false;
+                ObservedState::Failed(error_line(&e))
+            }
+        };
+        Ok(Some(DisplayUpdate::Changed))
+    }
+
+    /// Adds new VMs and removes those that have ended.
+    pub(super) fn refresh_vms(&mut self) -> bool {
+        if !self.args.all || self.looked.elapsed() < DISCOVERY_INTERVAL {
+            return false;
+        }
+        self.looked = Instant::now();
+        let found = ps::everywhere_quietly();
+        let before = self.watched.len();
+        self.watched
+            .retain(|w| w.alive || found.iter().any(|vm| vm.label() == w.vm.label));
+        let mut changed = self.watched.len() != before;
+        for vm in found {
+            let there = self.watched.iter().any(|w| w.vm.label == vm.label() && w.alive);
+            if !there {
+                self.watch_found(vm);
+                changed = true;
+            }
+        }
+        changed
+    }
+}
+
+impl Drop for ObservedVms {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+thread_local! {
+    /// Panic message of the current observer thread.
+    static PANICKED: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+/// Runs the observation `looks` of a VM and returns its result. A panic is reported as the failure
+/// of this VM; otherwise the VM would show its last state forever, and the first screen would wait
+/// for it.
+fn run_observer(looks: impl FnOnce() -> Result<(), CommandError>) -> WatchEvent {
+    PANICKED.set(Some(String::new()));
+    match panic::catch_unwind(AssertUnwindSafe(looks)) {
+        Ok(Ok(())) => WatchEvent::Gone,
+        Ok(Err(e)) => WatchEvent::Failed(e),
+        Err(_) => WatchEvent::Failed(CommandError::Panicked(PANICKED.take().unwrap_or_default())),
+    }
+}
+
+/// Installs a panic hook that stores panics of observer threads for display, without touching the
+/// terminal. Must be called after [`ratatui`] has installed its own hook, which restores the
+/// terminal.
+pub(super) fn install_observer_panic_hook() {
+    let others = panic::take_hook();
+    panic::set_hook(Box::new(move |info| {
+        let of_vm = PANICKED.with_borrow_mut(|panicked| match panicked {
+            Some(said) => {
+                let place = info.location().map(ToString::to_string).unwrap_or_default();
+                *said = format!("at {place}: {}", info.payload_as_str().unwrap_or("nothing"));
+                true
+            }
+            None => false,
+        });
+        if !of_vm {
+            others(info);
+        }
+    }));
+}
+
+/// Observes a VM periodically until it ends or the receiver of `tell` is dropped.
+fn look(
+    come: impl FnOnce() -> Result<Client, ClientError>,
+    args: &TopArgs,
+    stop: &AtomicBool,
+    forgotten: &Receiver<()>,
+    tell: impl Fn(Box<VmScreen>) -> bool,
+) -> Result<(), CommandError> {
+    let mut collector = Collector::open(come()?, args, stop)?;
+    let mut next = Instant::now() + args.delay;
+    loop {
+        match forgotten.recv_timeout(next.saturating_duration_since(Instant::now())) {
+            Ok(()) => collector.reset(),
+            Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            Err(RecvTimeoutError::Timeout) => match collector.take(Instant::now())? {
+                CollectResult::Gone => return Ok(()),
+                CollectResult::Screen(seen) => {
+                    if !tell(seen) {
+                        return Ok(());
+                    }
+                    next = Instant::now() + args.delay;
+                }
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Top {
+        #[command(flatten)]
+        args: TopArgs,
+    }
+
+    /// A panic in the thread of a VM is displayed as its failure, and does not delay other VMs.
+    #[test]
+    fn observer_panic_is_shown_in_vm_row() {
+        install_observer_panic_hook();
+        let mut host = ObservedVms::of_nobody(&Top::parse_from(["top", "--all"]).args);
+        host.watch("odd".into(), || panic!("a VM that nobody thought of"));
+        // The time limit only bounds a failing test.
+        let news = host.news(Duration::from_secs(300));
+        assert!(matches!(news, Ok(Some(DisplayUpdate::Changed))), "{news:?}");
+        match &host.vms()[0].seen {
+            ObservedState::Failed(why) => assert!(why.contains("a VM that nobody thought of"), "{why}"),
+            other => panic!("{other:?}"),
+        }
+        assert!(host.all_reported());
+        assert!(!host.watched[0].alive);
+    }
+}

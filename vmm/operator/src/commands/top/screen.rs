@@ -1,0 +1,591 @@
+//! Output of `perfvisor top` as text and on a terminal, from the same tables.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use ratatui::Frame;
+use ratatui::layout::{Constraint, Layout, Rect};
+use ratatui::style::{Color, Modifier, Style};
+use ratatui::text::{Line, Span};
+use ratatui::widgets::{Clear, Paragraph};
+
+use super::seen::{ListedVm, ObservedState, RateCell, SymbolRow, VcpuRow, VmScreen};
+use super::sheet::{CellValue, ColumnKind, RowOwner, SortableTable, TableColumn, TableRow};
+use super::ui::{ScreenAreas, TopView, UiState};
+use crate::commands::one_line;
+use control_api::events::format::{rounded, thousands};
+use control_api::protocol::GuestCounter;
+
+/// Maximum number of symbols and processes in the text output.
+const TEXT_LINES: usize = 30;
+const KEYS: &str = "q quit  h keys  Tab view  s sort  r reverse  / search  Enter open  Esc back";
+/// All keys, for the key h.
+const HELP: &[&str] = &[
+    "q, Ctrl-C           quit",
+    "h, ?                these keys; any key closes them",
+    "Tab, Shift-Tab      next or previous view",
+    "1 to 9              the view at that position of the bar",
+    "s, S                sort by the next or previous column",
+    "r                   reverse the order",
+    "/                   show only rows with a text",
+    "Enter               open the row: the functions of a VM or process",
+    "Esc                 back; in the first view, quit",
+    "z                   discard the samples so far",
+    "arrows, page keys   choose a row",
+];
+
+/// The data displayed at one moment.
+#[derive(Clone, Debug)]
+pub struct Screen {
+    /// Name of the sampled event.
+    pub event: String,
+    /// Sampling frequency per vCPU, in Hz.
+    pub frequency_hz: u64,
+    /// `true` if all VMs of the host are displayed.
+    pub all_vms: bool,
+    /// Displayed VMs.
+    pub vms: Vec<ListedVm>,
+}
+
+const fn column(title: &'static str, width: u16, kind: ColumnKind) -> TableColumn {
+    TableColumn { title, width, kind }
+}
+
+/// The sums of a process.
+#[derive(Default)]
+struct ProcessSum<'a> {
+    weight: f64,
+    samples: u64,
+    kernel: f64,
+    process: &'a str,
+    whose: RowOwner,
+    hottest: Option<(&'a SymbolRow, f64)>,
+}
+
+impl Screen {
+    /// Returns the selected VMs that have reported data.
+    fn seen<'a>(&'a self, ui: &'a UiState) -> impl Iterator<Item = (&'a str, &'a VmScreen)> {
+        let chosen = |label: &str| ui.vm.as_deref().is_none_or(|only| only == label);
+        self.vms.iter().filter_map(move |vm| match &vm.seen {
+            ObservedState::Shown(seen) if chosen(&vm.label) => Some((vm.label.as_str(), &**seen)),
+            _ => None,
+        })
+    }
+
+    fn headline(&self) -> String {
+        let ui = UiState::default();
+        let sum = |of: fn(&VmScreen) -> u64| self.seen(&ui).map(|(_, vm)| of(vm)).sum();
+        let (samples, lost): (u64, u64) = (sum(|vm| vm.samples), sum(|vm| vm.lost));
+        let taken = format!(
+            "{} samples of {} at {} Hz, {} lost",
+            thousands(samples),
+            self.event,
+            self.frequency_hz,
+            thousands(lost)
+        );
+        if self.all_vms {
+            let seen = self.seen(&ui).count();
+            return match self.vms.len() {
+                0 => "perfvisor top: no VM is running".to_owned(),
+                n => format!(
+                    "perfvisor top: {seen} of {n} VM{}; {taken}",
+                    if n == 1 { "" } else { "s" }
+                ),
+            };
+        }
+        let Some((_, VmScreen { vm, .. })) = self.seen(&ui).next() else {
+            return "perfvisor top: waiting for samples".to_owned();
+        };
+        format!(
+            "perfvisor top: VM '{}', {}, {} vCPU{}, PMU {}, up {} s; {taken}",
+            one_line(&vm.name),
+            vm.state,
+            vm.vcpus,
+            if vm.vcpus == 1 { "" } else { "s" },
+            one_line(&vm.pmu),
+            vm.uptime_ms / 1000
+        )
+    }
+
+    /// Formats all views as text, one after the other.
+    pub fn text(&self) -> String {
+        let mut out = self.headline();
+        out.push('\n');
+        let mut ui = UiState::new(self.all_vms);
+        for view in TopView::available(self.all_vms) {
+            ui.view = *view;
+            let mut sheet = self.sheet(&ui);
+            let _ = writeln!(out, "\n{}", view.title());
+            if matches!(view, TopView::Symbols | TopView::Processes) {
+                sheet.rows.truncate(TEXT_LINES);
+            }
+            sheet.write(&mut out);
+        }
+        out
+    }
+
+    /// Draws the selected view on a terminal.
+    pub fn draw(&self, frame: &mut Frame<'_>, ui: &mut UiState) {
+        let rows = [
+            Constraint::Length(1),
+            Constraint::Length(1),
+            Constraint::Min(0),
+            Constraint::Length(1),
+        ];
+        let [head, tabs, body, foot] = Layout::vertical(rows).areas(frame.area());
+        frame.render_widget(Line::from(self.headline()).style(Modifier::BOLD), head);
+        let mut drawn = ScreenAreas::default();
+        let mut spans = Vec::new();
+        let mut x = tabs.x;
+        for (i, view) in TopView::available(self.all_vms).iter().enumerate() {
+            let name = format!(" {} {} ", i + 1, view.title());
+            let width = u16::try_from(name.len()).unwrap_or(u16::MAX);
+            drawn.tabs.push(Rect::new(x, tabs.y, width, 1).intersection(tabs));
+            x = x.saturating_add(width + 1);
+            let style = match *view == ui.view {
+                true => Style::new().add_modifier(Modifier::REVERSED),
+                false => Style::new(),
+            };
+            spans.extend([Span::styled(name, style), Span::raw(" ")]);
+        }
+        frame.render_widget(Line::from(spans), tabs);
+        let mut sheet = self.sheet(ui);
+        sheet.search(&ui.search);
+        let shown = ui.shown();
+        sheet.sort(shown.sort, shown.reverse);
+        // The first line holds the column titles.
+        let titles = Rect {
+            height: body.height.min(1),
+            ..body
+        };
+        drawn.rows = Rect {
+            y: body.y + titles.height,
+            height: body.height - titles.height,
+            ..body
+        };
+        let room = usize::from(drawn.rows.height);
+        drawn.titles = sheet.places(titles);
+        let shown = ui.shown_mut();
+        shown.cursor = shown.cursor.min(sheet.rows.len().saturating_sub(1));
+        let least = (shown.cursor + 1).saturating_sub(room.max(1));
+        let most = sheet.rows.len().saturating_sub(room).max(least);
+        shown.offset = shown.offset.clamp(least, most.min(shown.cursor).max(least));
+        frame.render_widget(sheet.table(shown.offset, room, shown.cursor, shown.sort), body);
+        let found = sheet.rows.len();
+        drawn.whose = sheet.rows.into_iter().map(|row| row.whose).collect();
+        ui.drawn = drawn;
+        if ui.help {
+            let lines: Vec<Line<'_>> = HELP.iter().map(|line| Line::from(*line)).collect();
+            frame.render_widget(Clear, body);
+            frame.render_widget(Paragraph::new(lines), body);
+        }
+        let line = match self.foot(ui, found) {
+            Some(said) => Line::from(said).style(Modifier::BOLD),
+            None => Line::from(KEYS).style(Color::DarkGray),
+        };
+        frame.render_widget(line, foot);
+    }
+
+    /// Returns the footer: why the selected VM has no rows, or which rows are hidden.
+    fn foot(&self, ui: &UiState, found: usize) -> Option<String> {
+        if ui.typing {
+            return Some(format!(
+                "/{}_  ({found} found; Enter keeps, Esc takes back)",
+                ui.search
+            ));
+        }
+        let chosen = ui.drawn.whose.get(ui.shown().cursor).map(|whose| &whose.vm);
+        if let (TopView::Vms, Some(vm)) = (ui.view, self.vms.iter().find(|vm| Some(&vm.label) == chosen))
+            && let ObservedState::Failed(why) = &vm.seen
+        {
+            return Some(format!("{}: {}", one_line(&vm.label), one_line(why)));
+        }
+        let mut said = Vec::new();
+        if let Some(vm) = &ui.vm {
+            said.push(format!("VM {}", one_line(vm)));
+        }
+        if let (Some(whose), TopView::Symbols) = (&ui.process, ui.view) {
+            said.push(match whose.pid {
+                Some(pid) => format!("process {pid} of {}", one_line(&whose.vm)),
+                None => format!("no process of {}", one_line(&whose.vm)),
+            });
+        }
+        if !ui.search.is_empty() {
+            said.push(format!("'{}' ({found} found)", ui.search));
+        }
+        (!said.is_empty()).then(|| format!("only {}; Esc: back", said.join(", ")))
+    }
+
+    fn sheet(&self, ui: &UiState) -> SortableTable {
+        let (columns, rows) = match ui.view {
+            TopView::Vms => self.vm_rows(),
+            TopView::Symbols => self.symbol_rows(ui),
+            TopView::Processes => self.process_rows(ui),
+            TopView::Vcpus => self.vcpu_rows(ui),
+            TopView::Exits => self.exit_rows(ui),
+            TopView::Counters => self.counter_rows(ui),
+        };
+        let mut sheet = SortableTable { columns, rows };
+        // With several VMs, the first column is the VM.
+        if self.all_vms && !matches!(ui.view, TopView::Vms | TopView::Symbols) {
+            sheet.columns.insert(0, column("VM", 16, ColumnKind::Text));
+            for row in &mut sheet.rows {
+                row.cells.insert(0, CellValue::text(one_line(&row.whose.vm)));
+            }
+        }
+        sheet
+    }
+
+    fn vm_rows(&self) -> (Vec<TableColumn>, Vec<TableRow>) {
+        let everything = UiState::default();
+        let weight = |vm: &VmScreen| vm.symbols.iter().map(|row| row.weight).sum::<f64>();
+        let all: f64 = self.seen(&everything).map(|(_, vm)| weight(vm)).sum();
+        let row = |vm: &ListedVm| {
+            let mut cells = vec![CellValue::text(one_line(&vm.label))];
+            match &vm.seen {
+                ObservedState::Shown(seen) => {
+                    let its = weight(seen);
+                    let sum = |at| RateCell::sum(seen.vcpus.iter().map(|vcpu| cell(vcpu, at)));
+                    cells.extend([
+                        CellValue::text(seen.vm.state.to_string()),
+                        share_of(its, all),
+                        CellValue::number(seen.vm.vcpus.into(), seen.vm.vcpus.to_string()),
+                        narrow_rate(sum(0), percent),
+                        narrow_rate(sum(1), percent),
+                        narrow_rate(sum(2), whole),
+                        narrow_rate(sum(3), whole),
+                        count(seen.samples),
+                        count(seen.lost),
+                        CellValue::text(one_line(&seen.vm.pmu)),
+                    ]);
+                }
+                other => {
+                    let state = match other {
+                        ObservedState::Ended => "ended",
+                        ObservedState::Failed(_) => "failed",
+                        _ => "waiting",
+                    };
+                    cells.push(CellValue::text(state));
+                    cells.resize(11, CellValue::text("-"));
+                }
+            }
+            TableRow::of_vm(&vm.label, cells)
+        };
+        let columns = vec![
+            column("VM", 16, ColumnKind::Text),
+            column("State", 14, ColumnKind::Text),
+            column("Share", 7, ColumnKind::Count),
+            column("vCPUs", 5, ColumnKind::Count),
+            column("Busy", 7, ColumnKind::Count),
+            column("Steal", 7, ColumnKind::Count),
+            column("Cycles/s", 15, ColumnKind::Count),
+            column("KVM exits/s", 11, ColumnKind::Count),
+            column("Samples", 9, ColumnKind::Count),
+            column("Lost", 6, ColumnKind::Count),
+            column("PMU", 6, ColumnKind::Text),
+        ];
+        (columns, self.vms.iter().map(row).collect())
+    }
+
+    /// Returns the functions of the selected VM and process, or all functions.
+    fn functions<'a>(&'a self, ui: &'a UiState) -> impl Iterator<Item = (&'a str, &'a SymbolRow)> {
+        let chosen = |label: &str, row: &SymbolRow| match &ui.process {
+            Some(only) if ui.view == TopView::Symbols => only.vm == label && only.pid == row.pid,
+            _ => true,
+        };
+        let functions = |(label, vm): (&'a str, &'a VmScreen)| vm.symbols.iter().map(move |row| (label, row));
+        self.seen(ui)
+            .flat_map(functions)
+            .filter(move |(label, row)| chosen(label, row))
+    }
+
+    fn symbol_rows(&self, ui: &UiState) -> (Vec<TableColumn>, Vec<TableRow>) {
+        let mut sums: BTreeMap<(&str, &str, bool), (f64, u64)> = BTreeMap::new();
+        let mut all = 0.0;
+        for (_, row) in self.functions(ui) {
+            let sum = sums.entry((&row.symbol, &row.object, row.kernel)).or_default();
+            sum.0 += row.weight;
+            sum.1 += row.samples;
+            all += row.weight;
+        }
+        let row = |((symbol, object, kernel), (weight, samples)): ((&str, &str, bool), (f64, u64))| {
+            let style = match 100.0 * weight / all {
+                p if p >= 5.0 => Style::new().fg(Color::Red),
+                p if p >= 0.5 => Style::new().fg(Color::Green),
+                _ => Style::new(),
+            };
+            let level = if kernel { "[k]" } else { "[.]" };
+            let more = [
+                CellValue::text(object),
+                CellValue::text(format!("{level} {symbol}")),
+            ];
+            TableRow {
+                style,
+                ..sample_row(weight, all, samples, more)
+            }
+        };
+        let more = [
+            column("Object", 28, ColumnKind::Text),
+            column("Symbol", 0, ColumnKind::Text),
+        ];
+        sample_columns_and_rows(sums.into_iter().map(row), more)
+    }
+
+    fn process_rows(&self, ui: &UiState) -> (Vec<TableColumn>, Vec<TableRow>) {
+        let mut sums: BTreeMap<(&str, Option<u32>), ProcessSum<'_>> = BTreeMap::new();
+        let mut all = 0.0;
+        for (label, row) in self.functions(ui) {
+            let sum = sums.entry((label, row.pid)).or_default();
+            sum.weight += row.weight;
+            sum.samples += row.samples;
+            sum.kernel += if row.kernel { row.weight } else { 0.0 };
+            sum.process = &row.process;
+            sum.whose = RowOwner {
+                vm: label.to_owned(),
+                pid: row.pid,
+            };
+            if sum.hottest.is_none_or(|(_, most)| row.weight > most) {
+                sum.hottest = Some((row, row.weight));
+            }
+            all += row.weight;
+        }
+        let row = |sum: ProcessSum<'_>| {
+            let more = [
+                share_of(sum.kernel, sum.weight),
+                sum.whose.pid.map_or_else(
+                    || CellValue::text("-"),
+                    |pid| CellValue::number(pid.into(), pid.to_string()),
+                ),
+                CellValue::text(if sum.whose.pid.is_none() {
+                    "[unknown]"
+                } else {
+                    sum.process
+                }),
+                CellValue::text(sum.hottest.map_or("", |(row, _)| &row.symbol)),
+            ];
+            TableRow {
+                whose: sum.whose,
+                ..sample_row(sum.weight, all, sum.samples, more)
+            }
+        };
+        let more = [
+            column("In kernel", 9, ColumnKind::Count),
+            column("PID", 7, ColumnKind::Id),
+            column("Process", 16, ColumnKind::Text),
+            column("Hottest function", 0, ColumnKind::Text),
+        ];
+        sample_columns_and_rows(sums.into_values().map(row), more)
+    }
+
+    fn vcpu_rows(&self, ui: &UiState) -> (Vec<TableColumn>, Vec<TableRow>) {
+        let row = |label: &str, v: &VcpuRow| {
+            let cells = vec![
+                CellValue::number(v.vcpu.into(), v.vcpu.to_string()),
+                rate(cell(v, 0), percent),
+                rate(cell(v, 1), percent),
+                rate(cell(v, 2), whole),
+                rate(cell(v, 3), whole),
+                count(v.samples),
+            ];
+            TableRow::of_vm(label, cells)
+        };
+        let columns = vec![
+            column("vCPU", 5, ColumnKind::Id),
+            column("Busy", 15, ColumnKind::Count),
+            column("Steal", 15, ColumnKind::Count),
+            column("Cycles/s", 20, ColumnKind::Count),
+            column("KVM exits/s", 15, ColumnKind::Count),
+            column("Samples", 10, ColumnKind::Count),
+        ];
+        let rows = self
+            .seen(ui)
+            .flat_map(|(label, vm)| vm.vcpus.iter().map(move |v| row(label, v)));
+        (columns, rows.collect())
+    }
+
+    fn exit_rows(&self, ui: &UiState) -> (Vec<TableColumn>, Vec<TableRow>) {
+        let us = |ns: Option<u64>| match ns {
+            Some(ns) => CellValue::number(ns as f64, format!("{:.1}", ns as f64 / 1e3)),
+            None => CellValue::text("-"),
+        };
+        let mut rows = Vec::new();
+        for (label, vm) in self.seen(ui) {
+            let mut exits: Vec<_> = vm.exits.iter().collect();
+            // Exits with the highest time first, untimed ones last.
+            exits.sort_by(|a, b| {
+                let time = |row: &super::seen::ExitRow| row.time_share.unwrap_or(-1.0);
+                time(b)
+                    .total_cmp(&time(a))
+                    .then(b.per_second.total_cmp(&a.per_second))
+            });
+            rows.extend(exits.into_iter().map(|exit| {
+                let cells = vec![
+                    CellValue::text(if exit.kvm { "KVM" } else { "Perfvisor" }),
+                    CellValue::text(exit.what.clone()),
+                    CellValue::number(exit.per_second, format!("{:.1}", exit.per_second)),
+                    exit.time_share.map_or_else(
+                        || CellValue::text("-"),
+                        |share| CellValue::number(share, format!("{:.2}%", 100.0 * share)),
+                    ),
+                    us(exit.mean_ns),
+                    us(exit.longest_ns),
+                ];
+                TableRow::of_vm(label, cells)
+            }));
+        }
+        let columns = vec![
+            column("Of", 9, ColumnKind::Text),
+            column("Exits", 24, ColumnKind::Text),
+            column("A second", 12, ColumnKind::Count),
+            column("Time", 8, ColumnKind::Count),
+            column("Mean (us)", 10, ColumnKind::Count),
+            column("Max (us)", 10, ColumnKind::Count),
+        ];
+        (columns, rows)
+    }
+
+    fn counter_rows(&self, ui: &UiState) -> (Vec<TableColumn>, Vec<TableRow>) {
+        let mut rows = Vec::new();
+        for (label, vm) in self.seen(ui) {
+            for view in &vm.views {
+                let its = view.counters.iter().map(|c| TableRow {
+                    style: match state(c) {
+                        "on" => Style::new().add_modifier(Modifier::BOLD),
+                        _ => Style::new(),
+                    },
+                    ..TableRow::of_vm(label, counter(view.vcpu, c))
+                });
+                rows.extend(its);
+            }
+        }
+        let columns = vec![
+            column("vCPU", 5, ColumnKind::Id),
+            column("Counter", 8, ColumnKind::Text),
+            column("State", 8, ColumnKind::Text),
+            column("Event", 24, ColumnKind::Text),
+            column("Backing", 9, ColumnKind::Text),
+            column("Counted", 22, ColumnKind::Count),
+            column("Running", 8, ColumnKind::Count),
+            column("Overflows", 12, ColumnKind::Count),
+            column("PMIs asked", 12, ColumnKind::Count),
+        ];
+        (columns, rows)
+    }
+}
+
+/// Creates a row of sampled data: share of the total weight, number of samples, and further cells.
+fn sample_row(weight: f64, all: f64, samples: u64, more: impl IntoIterator<Item = CellValue>) -> TableRow {
+    let cells = [share_of(weight, all), count(samples)].into_iter().chain(more);
+    TableRow::new(cells.collect())
+}
+
+/// Returns the columns and rows of sampled data in descending order of weight. The sort is stable.
+fn sample_columns_and_rows(
+    rows: impl Iterator<Item = TableRow>,
+    more: impl IntoIterator<Item = TableColumn>,
+) -> (Vec<TableColumn>, Vec<TableRow>) {
+    let first = [
+        column("Self", 8, ColumnKind::Count),
+        column("Samples", 10, ColumnKind::Count),
+    ];
+    let mut sheet = SortableTable {
+        columns: first.into_iter().chain(more).collect(),
+        rows: rows.collect(),
+    };
+    sheet.sort(Some(0), false);
+    (sheet.columns, sheet.rows)
+}
+
+fn cell(vcpu: &VcpuRow, at: usize) -> RateCell {
+    vcpu.cells.get(at).copied().unwrap_or(RateCell::NotSupported)
+}
+
+fn percent(ns: f64) -> String {
+    format!("{:.1}%", ns / 1e7)
+}
+
+fn whole(n: f64) -> String {
+    thousands(rounded(n))
+}
+
+fn count(n: u64) -> CellValue {
+    CellValue::number(n as f64, thousands(n))
+}
+
+/// Formats a number that KVM's own vPMU may not report.
+fn count_or_unknown(n: Option<u64>) -> CellValue {
+    n.map_or_else(|| CellValue::text("unknown"), count)
+}
+
+fn share_of(part: f64, all: f64) -> CellValue {
+    match all > 0.0 {
+        true => CellValue::number(part / all, format!("{:.2}%", 100.0 * part / all)),
+        false => CellValue::text("-"),
+    }
+}
+
+fn rate(cell: RateCell, show: impl Fn(f64) -> String) -> CellValue {
+    match cell {
+        RateCell::NotSupported => CellValue::text("<not supported>"),
+        RateCell::NotCounted => CellValue::text("<not counted>"),
+        RateCell::Rate { per_second, share } if share < 0.995 => CellValue::number(
+            per_second,
+            format!("{} ({:.0}%)", show(per_second), 100.0 * share),
+        ),
+        RateCell::Rate { per_second, .. } => CellValue::number(per_second, show(per_second)),
+    }
+}
+
+/// Formats the sum over all vCPUs for a narrow column; `-` if a vCPU was not counted.
+fn narrow_rate(cell: RateCell, show: impl Fn(f64) -> String) -> CellValue {
+    match cell {
+        RateCell::NotSupported | RateCell::NotCounted => CellValue::text("-"),
+        RateCell::Rate { per_second, .. } => CellValue::number(per_second, show(per_second)),
+    }
+}
+
+fn state(c: &GuestCounter) -> &'static str {
+    match (c.enabled, c.allowed) {
+        (_, false) => "filtered",
+        (true, true) if c.counting == Some(false) => "uncounted",
+        (true, true) => "on",
+        (false, true) => "off",
+    }
+}
+
+/// Formats the row of a guest counter.
+fn counter(vcpu: u32, c: &GuestCounter) -> Vec<CellValue> {
+    let backing = c.backing.as_deref().unwrap_or("-");
+    // The value of an unbacked counter is what the guest wrote and no count.
+    let counted = match backing {
+        "none" => CellValue::text("<not supported>"),
+        "-" => CellValue::text("-"),
+        _ => count_or_unknown(c.counted),
+    };
+    let share = match (c.enabled_ns, c.running_ns) {
+        (Some(0), _) => CellValue::text("-"),
+        (Some(enabled), Some(running)) => {
+            let share = running as f64 / enabled as f64;
+            CellValue::number(share, format!("{:.1}%", 100.0 * share))
+        }
+        _ => CellValue::text("unknown"),
+    };
+    vec![
+        CellValue::number(vcpu.into(), vcpu.to_string()),
+        CellValue::text(one_line(&c.counter)),
+        CellValue::text(state(c)),
+        CellValue::text(c.event.as_deref().map_or_else(|| "-".to_owned(), one_line)),
+        CellValue::text(match c.fallback {
+            true => format!("{} (fallback)", one_line(backing)),
+            false => one_line(backing),
+        }),
+        counted,
+        share,
+        count_or_unknown(c.overflows),
+        count_or_unknown(c.pmi_requests),
+    ]
+}
+
+#[cfg(test)]
+#[path = "screen/tests.rs"]
+mod tests;

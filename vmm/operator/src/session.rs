@@ -1,0 +1,427 @@
+//! Sessions with a running VM, for profilers: counting and sampling without a command line.
+//!
+//! A session owns a connection to the VM's control socket and the events that it opened there. The
+//! VM closes them when the session is dropped or its process ends. The guest is not disturbed
+//! except by samples, each of which stops its vCPU for some microseconds.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
+use control_api::protocol::{KernelInfo, KernelState, Opened, RingInfo, Sampling};
+use control_api::request;
+use guest_profile::export::{
+    EventInfo, EventRate, FileMapping, NO_PID, Profile, ProfileMetadata, Sample, SavedSymbol, TaskName,
+    frames,
+};
+use guest_profile::sample::SampleData;
+use kernel_images::build_id::BuildId;
+use kernel_images::symbols::KernelSymbols;
+use perf_core::record::{Record, RecordFormat, Sample as RingSample};
+use perf_core::ring::{ReadError, RingReader};
+use perf_core::{ReadFormat, SampleType, error_line};
+
+use crate::kernel_map::kernel_map;
+use crate::vendor::{self, EventNameError};
+
+/// Size of the ring of each vCPU, in pages.
+const RING_PAGES: u32 = 256;
+/// Maximum number of records read from a ring per call, because a vCPU may sample as fast as the
+/// loop reads.
+const MAX_RECORDS: usize = 100_000;
+/// Time limit for the VM to find the guest kernel.
+const KERNEL_PATIENCE: Duration = Duration::from_secs(60);
+/// Polling interval of that search.
+const KERNEL_POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// Errors of a session.
+#[derive(Debug, thiserror::Error)]
+pub enum SessionError {
+    /// The VM cannot be reached, refused a request, or has ended.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    /// The event list is invalid or contains an unknown name.
+    #[error(transparent)]
+    Events(#[from] EventNameError),
+    /// The VM cannot sample an event.
+    #[error("'{event}' cannot be sampled here: {why}")]
+    NotSampled {
+        /// Name of the event.
+        event: String,
+        /// Reason that the VM gave.
+        why: String,
+    },
+    /// The ring of a vCPU cannot be mapped.
+    #[error("the ring of vCPU {vcpu}")]
+    Ring {
+        /// vCPU number.
+        vcpu: u32,
+        /// Error of mapping the ring.
+        #[source]
+        source: ReadError,
+    },
+}
+
+/// Connects to the VM of this user with the given name, or without a name to the only VM.
+///
+/// # Errors
+/// Returns a [`ClientError`] if no such VM exists, the choice is ambiguous, or the handshake fails.
+pub fn connect(name: Option<&str>) -> Result<Client, ClientError> {
+    Client::connect(name)
+}
+
+/// Connects to the VM whose control socket is at `socket`.
+///
+/// # Errors
+/// Returns a [`ClientError`] if the connection or the handshake fails.
+pub fn connect_at(socket: &Path) -> Result<Client, ClientError> {
+    Client::connect_at(socket, None, REPLY_TIMEOUT)
+}
+
+/// Count of one event on all vCPUs of a VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Count {
+    /// Name of the event, as in the list.
+    pub event: String,
+    /// Count since the start of the session, scaled to the whole time; `None` if the event was not
+    /// counted.
+    pub value: Option<u64>,
+    /// Time enabled, in nanoseconds, summed over the vCPUs.
+    pub enabled_ns: u64,
+    /// Time of that in which the event was counted, in nanoseconds.
+    pub running_ns: u64,
+    /// Reason why the VM cannot count the event, if it cannot.
+    pub unsupported: Option<String>,
+}
+
+/// Events that are counted on all vCPUs of a VM, including those plugged in later.
+#[derive(Debug)]
+pub struct CountingSession {
+    client: Client,
+    opened: Vec<Opened>,
+}
+
+impl CountingSession {
+    /// Starts to count `events`, a list in perf's syntax such as `cycles,instructions:u`.
+    ///
+    /// # Errors
+    /// Returns [`SessionError::Events`] if the list is invalid, and [`SessionError::Client`] if the
+    /// VM refuses it.
+    pub fn start(mut client: Client, events: &str) -> Result<Self, SessionError> {
+        let opened = client.call(request::Open {
+            events: vendor::resolve_vendor_events(events)?,
+            vcpus: None,
+            whole: true,
+            sampling: None,
+        })?;
+        let () = client.call(request::Enable)?;
+        Ok(Self { client, opened })
+    }
+
+    /// Returns the counts since the start, in the order of the list.
+    ///
+    /// # Errors
+    /// Returns [`SessionError::Client`] if the VM has ended or does not reply.
+    pub fn read(&mut self) -> Result<Vec<Count>, SessionError> {
+        let readings = self.client.call(request::Read)?;
+        let count = |opened: &Opened| {
+            let reading = readings.iter().find(|r| Some(r.handle) == opened.handle);
+            Count {
+                event: opened.name.clone(),
+                value: reading.and_then(|r| r.estimate),
+                enabled_ns: reading.map_or(0, |r| r.enabled_ns),
+                running_ns: reading.map_or(0, |r| r.running_ns),
+                unsupported: opened.unsupported.clone(),
+            }
+        };
+        Ok(self.opened.iter().map(count).collect())
+    }
+}
+
+/// Events that are sampled on all vCPUs of a VM, with the guest's call chains.
+///
+/// The samples accumulate in memory. A profiler that runs indefinitely finishes the session at
+/// intervals and starts another.
+pub struct SamplingSession {
+    client: Client,
+    rate: EventRate,
+    rings: Vec<(RingReader, RingInfo)>,
+    /// Event IDs of the profile by position in the event list.
+    listed: HashMap<u32, u64>,
+    /// Event IDs of the profile by stream ID, which differs between vCPUs.
+    ids: HashMap<u64, u64>,
+    /// Names of the sampled tasks by thread ID.
+    tasks: HashMap<u32, String>,
+    kernel: Option<KernelSymbols>,
+    build_id: Option<BuildId>,
+    /// `true` if the kernel's symbols also cover user addresses.
+    flat: bool,
+    profile: Profile,
+}
+
+impl SamplingSession {
+    /// Starts to sample `events`, a list in perf's syntax such as `cycles`. Waits until the VM has
+    /// found the guest's kernel, so that the first samples have call chains; this takes at most a
+    /// minute.
+    ///
+    /// # Errors
+    /// Returns [`SessionError::Events`] if the list is invalid, [`SessionError::NotSampled`] if the
+    /// VM cannot sample an event, and [`SessionError::Client`] or [`SessionError::Ring`] if the VM
+    /// refuses a request or its ring cannot be mapped.
+    pub fn start(mut client: Client, events: &str, rate: EventRate) -> Result<Self, SessionError> {
+        let (number, frequency) = match rate {
+            EventRate::FrequencyHz(hz) => (hz, true),
+            EventRate::Period(period) => (period, false),
+        };
+        let opened = client.call(request::Open {
+            events: vendor::resolve_vendor_events(events)?,
+            vcpus: None,
+            whole: false,
+            sampling: Some(Sampling {
+                rate: number,
+                frequency,
+                callchain: true,
+                chain_every: 1,
+                stack_bytes: 0,
+            }),
+        })?;
+        if let Some((event, why)) = opened.iter().find_map(|o| Some((o, o.unsupported.as_ref()?))) {
+            return Err(SessionError::NotSampled {
+                event: event.name.clone(),
+                why: why.clone(),
+            });
+        }
+        wait_for_kernel(&mut client)?;
+        let (symbols, text) = client.symbols()?;
+        let meta = ProfileMetadata {
+            hostname: client.info().name.clone(),
+            os_release: symbols.release.unwrap_or_default(),
+            vcpus: client.info().max_vcpus,
+            command: std::env::args().collect(),
+            ..ProfileMetadata::default()
+        };
+        let mut session = Self {
+            client,
+            rate,
+            rings: Vec::new(),
+            listed: HashMap::new(),
+            ids: HashMap::new(),
+            tasks: HashMap::new(),
+            // The VM may have no symbols.
+            kernel: KernelSymbols::parse_text(&text).ok(),
+            build_id: symbols.build_id.as_deref().and_then(BuildId::from_hex),
+            flat: symbols.flat,
+            profile: Profile::new(meta, Vec::new()),
+        };
+        session.add(&opened)?;
+        let () = session.client.call(request::Enable)?;
+        Ok(session)
+    }
+
+    /// Receives the samples taken since the last call and returns their number. Adds the vCPUs that
+    /// were plugged in. Call this several times a second: samples are lost when a ring is full.
+    ///
+    /// # Errors
+    /// Returns [`SessionError::Client`] if the VM has ended or does not reply. The samples taken
+    /// before are in the profile.
+    pub fn receive(&mut self) -> Result<usize, SessionError> {
+        let before = self.profile.len();
+        self.drain();
+        for joined in self.client.call(request::Joined)? {
+            if let Some(why) = &joined.refused {
+                log::warn!("vCPU {} came and is not sampled: {why}", joined.vcpu);
+                continue;
+            }
+            // The ring of a former vCPU with the same number was drained above.
+            self.rings.retain(|(_, info)| info.vcpu != joined.vcpu);
+            self.add(&joined.events)?;
+        }
+        Ok(self.profile.len() - before)
+    }
+
+    /// Returns the samples received so far.
+    pub fn profile(&self) -> &Profile {
+        &self.profile
+    }
+
+    /// Stops sampling, receives the last samples, and returns the profile with the kernel's symbols
+    /// that its samples need. Succeeds if the VM has ended meanwhile.
+    ///
+    /// # Errors
+    /// Returns [`SessionError::Client`] if the VM does not reply.
+    pub fn finish(mut self) -> Result<Profile, SessionError> {
+        match self.client.call(request::Disable) {
+            Err(e) if !e.is_gone() => return Err(e.into()),
+            _ => {}
+        }
+        self.drain();
+        if let Ok(losses) = self.client.call(request::RingLosses) {
+            self.profile.lost += losses.iter().map(|loss| loss.lost).sum::<u64>();
+        }
+        if let Some(kernel) = &self.kernel {
+            self.profile.kernel = kernel_map(kernel, self.build_id);
+            self.profile.symbols = symbols_of(&self.profile, kernel, self.flat);
+        }
+        Ok(self.profile)
+    }
+
+    /// Adds opened events and maps the rings of their vCPUs.
+    fn add(&mut self, opened: &[Opened]) -> Result<(), SessionError> {
+        for o in opened {
+            let id = *self.listed.entry(o.index).or_insert(o.id);
+            self.ids.insert(o.id, id);
+            if self.profile.event(id).is_none() {
+                self.profile.events.push(EventInfo {
+                    name: o.name.clone(),
+                    type_: o.kind,
+                    config: o.config,
+                    rate: self.rate,
+                    id,
+                });
+            }
+        }
+        let mut vcpus: Vec<u32> = opened.iter().filter_map(|o| o.vcpu).collect();
+        vcpus.sort_unstable();
+        vcpus.dedup();
+        for vcpu in vcpus {
+            let call = request::Ring {
+                vcpu,
+                pages: RING_PAGES,
+            };
+            let (info, memfd): (RingInfo, File) = self.client.call_with_file(call)?;
+            let reader =
+                RingReader::map(memfd.as_fd()).map_err(|source| SessionError::Ring { vcpu, source })?;
+            self.rings.push((reader, info));
+        }
+        Ok(())
+    }
+
+    /// Moves the samples of all rings into the profile.
+    fn drain(&mut self) {
+        let mut rings = std::mem::take(&mut self.rings);
+        for (reader, info) in &mut rings {
+            let format = RecordFormat {
+                sample_type: SampleType::from_bits_truncate(info.sample_type),
+                read_format: ReadFormat::empty(),
+                ..RecordFormat::default()
+            };
+            let clock_offset_ns = info.clock_offset_ns.unwrap_or(0);
+            for _ in 0..MAX_RECORDS {
+                let record = match reader.next_record() {
+                    Ok(Some(raw)) => Record::decode(raw, format),
+                    Ok(None) => break,
+                    Err(e) => {
+                        log::debug!("the ring of vCPU {}: {}", info.vcpu, error_line(&e));
+                        break;
+                    }
+                };
+                match record {
+                    Ok(Record::Sample(sample)) => self.push(&sample, clock_offset_ns),
+                    Ok(Record::Lost(lost)) => self.profile.lost += lost.lost,
+                    Ok(_) => {}
+                    Err(e) => log::debug!("a record of vCPU {}: {}", info.vcpu, error_line(&e)),
+                }
+            }
+        }
+        self.rings = rings;
+    }
+
+    /// Adds a sample, and the names and mappings that came with it.
+    fn push(&mut self, sample: &RingSample<'_>, clock_offset_ns: u64) {
+        let raw = SampleData::decode(sample.raw).unwrap_or_default();
+        let time_ns = sample.time_ns.saturating_add(clock_offset_ns);
+        let (pid, tid) = raw.task.map_or((NO_PID, NO_PID), |(pid, tid, _)| (pid, tid));
+        if let Some((.., comm)) = raw.task {
+            let comm = task_name(&comm);
+            if self.tasks.get(&tid) != Some(&comm) {
+                self.tasks.insert(tid, comm.clone());
+                self.profile.tasks.push(TaskName {
+                    time_ns,
+                    pid,
+                    tid,
+                    comm,
+                });
+            }
+        }
+        for mapping in SampleData::mappings(sample.raw) {
+            self.profile.mappings.push(FileMapping {
+                time_ns,
+                pid,
+                start: mapping.start,
+                len: mapping.len,
+                file_offset: mapping.file_offset,
+                path: mapping.path.to_owned(),
+                build_id: SampleData::build_id(sample.raw, mapping.start),
+            });
+        }
+        let chain: Vec<u64> = sample.callchain.iter().collect();
+        self.profile.push(&Sample {
+            time_ns,
+            vcpu: sample.cpu,
+            pid,
+            tid,
+            cpl: raw.cpl,
+            ip: sample.ip,
+            cr3: raw.cr3,
+            period: sample.period,
+            event_id: self.ids.get(&sample.stream_id).copied().unwrap_or(0),
+            ends: raw.ends,
+            chain: &chain,
+        });
+    }
+}
+
+/// Waits until the VM has found the guest's kernel or given up.
+fn wait_for_kernel(client: &mut Client) -> Result<(), ClientError> {
+    let until = Instant::now() + KERNEL_PATIENCE;
+    loop {
+        let info: KernelInfo = client.call(request::Kernel)?;
+        if info.state != KernelState::Looking || Instant::now() >= until {
+            return Ok(());
+        }
+        std::thread::sleep(KERNEL_POLL_INTERVAL);
+    }
+}
+
+/// Returns the symbols of the kernel that the samples of a profile refer to. If the guest has one
+/// address space (`flat`), they cover all addresses.
+fn symbols_of(profile: &Profile, kernel: &KernelSymbols, flat: bool) -> Vec<SavedSymbol> {
+    let mut found = BTreeMap::new();
+    for sample in profile.samples() {
+        for frame in frames(&sample).filter(|frame| flat || frame.kernel) {
+            let address = frame.instruction();
+            let symbol = if flat {
+                kernel.resolve_flat(address)
+            } else {
+                kernel.resolve(address)
+            };
+            if let Some((symbol, _)) = symbol {
+                let pid = (!frame.kernel).then_some(NO_PID);
+                found.entry((pid, symbol.address)).or_insert_with(|| SavedSymbol {
+                    start: symbol.address,
+                    end: kernel.end_of(symbol.address),
+                    name: symbol.name.to_owned(),
+                    pid,
+                });
+            }
+        }
+    }
+    found.into_values().collect()
+}
+
+/// Returns a printable task name. The guest controls its contents.
+pub(crate) fn task_name(comm: &[u8; 16]) -> String {
+    comm.iter()
+        .take_while(|&&b| b != 0)
+        .map(|&b| {
+            if b == b' ' || b.is_ascii_graphic() {
+                b as char
+            } else {
+                '?'
+            }
+        })
+        .collect()
+}

@@ -1,0 +1,15 @@
+//! Processes of the host.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+
+use test_support::skip::skipped;
+
+/// Returns `true` if the test runs as root. Otherwise skips it.
+pub fn is_root() -> bool {
+    let own = fs::metadata("/proc/self").is_ok_and(|meta| meta.uid() == 0);
+    if !own {
+        skipped("only root has a jail without a user namespace", false);
+    }
+    own
+}

@@ -1,0 +1,256 @@
+//! Drops the privileges of the process before its guest runs. The process keeps its open
+//! descriptors and no capability. The broker of perf events keeps only `CAP_PERFMON`.
+//!
+//! Capabilities are per thread (capabilities(7)). The main thread drops its own before it starts
+//! the threads of vCPUs, devices and servers, which inherit the rest. Threads that already exist
+//! call [`drop_thread_capabilities`] themselves.
+
+use std::fs;
+use std::io;
+
+use diagnostics::error_line;
+use rustix::process::{
+    DumpableBehavior, Resource, Rlimit, dumpable_behavior, getrlimit, set_dumpable_behavior, setrlimit,
+};
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set,
+    remove_capability_from_bounding_set, set_capabilities, set_no_new_privs,
+};
+
+/// File with the number of the last capability of the kernel (capabilities(7), since Linux 3.2).
+const LAST_CAPABILITY: &str = "/proc/sys/kernel/cap_last_cap";
+/// Assumed last capability if the file is missing: that of Linux 5.9.
+const USUAL_LAST_CAPABILITY: u32 = CapabilitySet::CHECKPOINT_RESTORE.bits().trailing_zeros();
+
+/// Error of dropping privileges.
+#[derive(Debug, thiserror::Error)]
+#[error("{0} failed")]
+pub struct PrivilegeError(&'static str, #[source] io::Error);
+
+/// Drops all capabilities of this thread and of the threads that it starts later. Executed programs
+/// cannot gain privileges (`no_new_privs`). Other processes of the user can neither read the memory
+/// of this process, which includes the guest's, nor attach a debugger (`PR_SET_DUMPABLE`). If
+/// `CAP_IPC_LOCK` exempted ring memory from `RLIMIT_MEMLOCK`, the limit is raised so that this
+/// remains so.
+///
+/// # Errors
+/// Returns a [`PrivilegeError`] if a system call fails.
+pub fn drop_privileges() -> Result<(), PrivilegeError> {
+    let failed = |what| move |e: rustix::io::Errno| PrivilegeError(what, e.into());
+    let has = capabilities(None).map_err(failed("capget"))?;
+    if has
+        .effective
+        .contains(CapabilitySet::IPC_LOCK | CapabilitySet::SYS_RESOURCE)
+    {
+        let all = Rlimit {
+            current: None,
+            maximum: None,
+        };
+        // Executed programs account their own locked memory, and perf-core bounds the memory of
+        // operators' rings.
+        setrlimit(Resource::Memlock, all).map_err(failed("setrlimit(RLIMIT_MEMLOCK)"))?;
+    }
+    set_no_new_privs(true).map_err(failed("prctl(PR_SET_NO_NEW_PRIVS)"))?;
+    keep(CapabilitySet::empty()).map_err(failed("capset"))?;
+    set_dumpable_behavior(DumpableBehavior::NotDumpable).map_err(failed("prctl(PR_SET_DUMPABLE)"))
+}
+
+/// Disables core dumps of this process and its child processes.
+///
+/// The limit is one byte. A core file needs at least one page, and with a limit of one byte the
+/// kernel also skips a piped `core_pattern`, which it would run with a limit of 0 (Linux,
+/// `fs/coredump.c`). The limit persists across `execve(2)`. A failure is logged.
+pub fn forbid_core_dumps() {
+    // Raising a hard limit of 0 would need a capability.
+    let bytes = getrlimit(Resource::Core).maximum.map_or(1, |most| most.min(1));
+    let limit = Rlimit {
+        current: Some(bytes),
+        maximum: Some(bytes),
+    };
+    let limited = setrlimit(Resource::Core, limit);
+    if let Err(e) = limited.and_then(|()| set_dumpable_behavior(DumpableBehavior::NotDumpable)) {
+        log::warn!(
+            "a crash may leave a core dump: {}",
+            error_line(&io::Error::from(e))
+        );
+    }
+}
+
+/// Drops all capabilities of this thread. A failure is logged as a warning.
+pub fn drop_thread_capabilities() {
+    if let Err(e) = keep(CapabilitySet::empty()) {
+        log::warn!(
+            "a thread keeps its capabilities: {}",
+            error_line(&io::Error::from(e))
+        );
+    }
+}
+
+/// Drops all privileges of this single-threaded process, which must not open perf events. Returns
+/// whether this succeeded.
+pub fn drop_all_privileges() -> bool {
+    drop_privileges_except(CapabilitySet::empty())
+}
+
+/// [`drop_all_privileges`] for a process that opens perf events: keeps `CAP_PERFMON` if the process has it.
+pub fn drop_privileges_except_perfmon() -> bool {
+    drop_privileges_except(CapabilitySet::PERFMON)
+}
+
+fn drop_privileges_except(kept: CapabilitySet) -> bool {
+    set_no_new_privs(true).is_ok()
+        && keep(kept).is_ok()
+        && set_dumpable_behavior(DumpableBehavior::NotDumpable).is_ok()
+}
+
+/// Runs `run` in a thread with no capability except `CAP_PERFMON`, the privileges of the process
+/// that opens events for a running VM. If the thread cannot be created, runs it in the current one.
+pub fn with_perfmon_capability<T: Send>(run: impl Fn() -> T + Sync) -> T {
+    let limited = std::thread::scope(|scope| {
+        let thread = scope.spawn(|| keep(CapabilitySet::PERFMON).is_ok().then(&run));
+        thread.join().ok().flatten()
+    });
+    limited.unwrap_or_else(run)
+}
+
+/// Runs `run` while this single-threaded process is not dumpable, as during a guest's run, so that
+/// other processes of its user cannot access it.
+pub fn while_not_dumpable<T>(run: impl FnOnce() -> T) -> T {
+    let before = dumpable_behavior();
+    let hidden = set_dumpable_behavior(DumpableBehavior::NotDumpable);
+    let result = run();
+    if let (Ok(before @ DumpableBehavior::Dumpable), Ok(())) = (before, hidden) {
+        let _ = set_dumpable_behavior(before);
+    }
+    result
+}
+
+/// Returns the result of `is_denied` in a thread of this process without capabilities, or `true` if
+/// the thread panics.
+pub fn is_denied_without_capabilities(is_denied: impl FnOnce() -> bool + Send) -> bool {
+    std::thread::scope(|scope| {
+        let tried = scope.spawn(|| keep(CapabilitySet::empty()).is_ok() && is_denied());
+        tried.join().unwrap_or(true)
+    })
+}
+
+/// Keeps the capabilities in `set` that this thread has, for itself and the threads it starts.
+fn keep(set: CapabilitySet) -> rustix::io::Result<()> {
+    let has = capabilities(None)?;
+    if has.effective.contains(CapabilitySet::SETPCAP) {
+        for capability in 0..=last_capability() {
+            remove_capability_from_bounding_set(CapabilitySet::from_bits_retain(1 << capability))?;
+        }
+    }
+    // Linux before 4.3 has no ambient capabilities.
+    let _ = clear_ambient_capability_set();
+    set_capabilities(
+        None,
+        CapabilitySets {
+            effective: has.effective & set,
+            permitted: has.permitted & set,
+            inheritable: CapabilitySet::empty(),
+        },
+    )
+}
+
+fn last_capability() -> u32 {
+    let told = fs::read_to_string(LAST_CAPABILITY)
+        .ok()
+        .and_then(|text| text.trim().parse().ok());
+    told.filter(|last| *last < u64::BITS)
+        .unwrap_or(USUAL_LAST_CAPABILITY)
+}
+
+/// Raises the descriptor limit of this process to its hard limit and returns it. Returns `None` if
+/// there is no limit.
+pub fn raise_descriptor_limit() -> Option<u64> {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    match setrlimit(Resource::Nofile, raised) {
+        Ok(()) => limit.maximum,
+        // Linux refuses a limit above fs.nr_open even for privileged processes.
+        Err(_) => limit.current,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::thread::no_new_privs;
+
+    use super::*;
+
+    /// Runs `run` in a separate thread, so that the test's other threads keep their capabilities.
+    fn in_a_thread<T: Send>(run: impl FnOnce() -> T + Send) -> T {
+        std::thread::scope(|scope| scope.spawn(run).join().unwrap())
+    }
+
+    #[test]
+    fn thread_keeps_only_permitted_capabilities() {
+        let before = capabilities(None).unwrap();
+        let (kept, child) = in_a_thread(|| {
+            keep(CapabilitySet::PERFMON).unwrap();
+            let child = in_a_thread(|| capabilities(None).unwrap());
+            (capabilities(None).unwrap(), child)
+        });
+        assert_eq!(kept.effective, before.effective & CapabilitySet::PERFMON);
+        assert_eq!(kept.permitted, before.permitted & CapabilitySet::PERFMON);
+        assert_eq!(kept.inheritable, CapabilitySet::empty());
+        assert_eq!(child, kept, "threads inherit it");
+        assert_eq!(capabilities(None).unwrap(), before, "this one has its own");
+    }
+
+    /// Environment variable of a child process that drops privileges irrevocably.
+    const GIVES_UP: &str = "PERFVISOR_TEST_GIVES_UP";
+
+    #[test]
+    fn unprivileged_process_is_not_dumpable() {
+        if std::env::var_os(GIVES_UP).is_some() {
+            drop_privileges().unwrap();
+            assert_eq!(dumpable_behavior().unwrap(), DumpableBehavior::NotDumpable);
+            assert!(no_new_privs().unwrap());
+            assert_eq!(capabilities(None).unwrap().permitted, CapabilitySet::empty());
+            return drop_privileges().unwrap();
+        }
+        let name = "privileges::tests::unprivileged_process_is_not_dumpable";
+        let own = std::env::current_exe().unwrap();
+        let child = std::process::Command::new(own)
+            .args(["--exact", name])
+            .env(GIVES_UP, "")
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&child.stdout);
+        assert!(child.status.success() && said.contains("1 passed"), "{said}");
+    }
+
+    #[test]
+    fn dropped_privileges_cannot_be_regained() {
+        in_a_thread(|| {
+            let all = capabilities(None).unwrap();
+            drop_thread_capabilities();
+            assert_eq!(capabilities(None).unwrap().permitted, CapabilitySet::empty());
+            if !all.permitted.is_empty() {
+                set_capabilities(None, all).unwrap_err();
+            }
+        });
+    }
+
+    #[test]
+    fn probing_keeps_thread_capabilities() {
+        let before = capabilities(None).unwrap();
+        assert!(is_denied_without_capabilities(|| true));
+        with_perfmon_capability(|| ());
+        assert_eq!(capabilities(None).unwrap(), before);
+    }
+
+    #[test]
+    fn descriptor_limit_is_raised_to_hard_limit() {
+        let raised = raise_descriptor_limit();
+        let limit = getrlimit(Resource::Nofile);
+        assert_eq!(limit.current, raised);
+        assert_eq!(raise_descriptor_limit(), raised, "once is enough");
+    }
+}

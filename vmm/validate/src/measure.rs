@@ -1,0 +1,162 @@
+//! Repeated measurements and their common verdict.
+//!
+//! Other load on the host disturbs measurements that depend on time. Such a row is measured a fixed
+//! number of times, whatever the results are, and all measurements are judged together.
+
+use crate::child::ChildError;
+use crate::judge::Verdict;
+use crate::report::ReportRow;
+
+/// Number of measurements of a time-dependent row.
+pub const MEASUREMENTS: u32 = 3;
+
+/// Measures a single row. See [`measure_rows`].
+pub(crate) fn measure_row(
+    mut measure: impl FnMut() -> Result<ReportRow, ChildError>,
+) -> Result<ReportRow, ChildError> {
+    measure_rows(|| Ok(vec![measure()?])).map(|mut rows| rows.swap_remove(0))
+}
+
+/// Measures the rows of one measurement, [`MEASUREMENTS`] times if one of them depends on time, and
+/// judges each row by all of its measurements.
+///
+/// A failure that is independent of time is final. Otherwise the verdict of most measurements decides;
+/// without a majority, the row is too busy to tell. The median is shown with the spread.
+pub(crate) fn measure_rows(
+    mut measure: impl FnMut() -> Result<Vec<ReportRow>, ChildError>,
+) -> Result<Vec<ReportRow>, ChildError> {
+    let mut all = vec![measure()?];
+    let depends_on_time = |row: &ReportRow| row.of_time && row.verdict != Verdict::NotSupported;
+    if all[0].iter().any(depends_on_time) {
+        for _ in 1..MEASUREMENTS {
+            all.push(measure()?);
+        }
+    }
+    // A measurement that was not possible has fewer rows, one of which gives the reason.
+    let fewest = all.iter().map(Vec::len).min().unwrap_or_default();
+    if all.iter().any(|rows| rows.len() > fewest) {
+        all.retain(|rows| rows.len() == fewest);
+        return Ok(all.swap_remove(0));
+    }
+    let row = |at: usize| combine(all.iter().map(|rows| rows[at].clone()).collect());
+    Ok((0..fewest).map(row).collect())
+}
+
+/// Returns the median of the measurements of a row with their common verdict and spread.
+fn combine(mut rows: Vec<ReportRow>) -> ReportRow {
+    let measurements = u32::try_from(rows.len()).unwrap_or(u32::MAX);
+    let is_final = |row: &ReportRow| row.verdict == Verdict::Fail && !row.of_time;
+    if let Some(at) = rows.iter().position(is_final) {
+        return ReportRow {
+            measurements,
+            ..rows.swap_remove(at)
+        };
+    }
+    let most = |verdict| 2 * rows.iter().filter(|row| row.verdict == verdict).count() > rows.len();
+    let (verdict, off) = if most(Verdict::Pass) {
+        (Verdict::Pass, None)
+    } else if most(Verdict::TooBusy) || !most(Verdict::Fail) {
+        (Verdict::TooBusy, Some("the measurements do not agree"))
+    } else {
+        (Verdict::Fail, Some("most measurements are off"))
+    };
+    let order = |row: &ReportRow| row.ratio.unwrap_or_else(|| row.guest.unwrap_or(0) as f64);
+    rows.sort_by(|a, b| order(a).total_cmp(&order(b)));
+    let ends = rows.first().zip(rows.last()).filter(|_| measurements > 1);
+    let spread = ends.and_then(|(low, high)| Some([low.ratio?, high.ratio?]));
+    let median = rows.swap_remove(rows.len() / 2);
+    if median.verdict == Verdict::NotSupported {
+        return median;
+    }
+    ReportRow {
+        measurements,
+        spread,
+        verdict,
+        reason: off.map(|off| median.reason.clone().unwrap_or_else(|| off.into())),
+        ..median
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::CheckKind;
+    use Verdict::{Fail, Pass, TooBusy};
+
+    fn row(of_time: bool, verdict: Verdict, ratio: f64) -> ReportRow {
+        ReportRow {
+            of_time,
+            verdict,
+            ratio: Some(ratio),
+            reason: (verdict == Fail).then(|| format!("off by {ratio}")),
+            ..ReportRow::new(CheckKind::Sampling, "cycles", "clock", "x")
+        }
+    }
+
+    /// Measures the rows of each element in turn. Fails if they are too few or too many.
+    fn measured(measurements: &[Vec<ReportRow>]) -> Vec<ReportRow> {
+        let mut left = measurements.iter();
+        let rows = measure_rows(|| Ok(left.next().expect("measured too often").clone())).unwrap();
+        assert_eq!(left.len(), 0, "measured too rarely");
+        rows
+    }
+
+    /// The number of measurements does not depend on their results.
+    #[test]
+    fn all_measurements_are_taken_and_judged() {
+        let of_time = |verdicts: [(Verdict, f64); 3]| {
+            let rows = verdicts.map(|(verdict, ratio)| vec![row(true, verdict, ratio)]);
+            let row = measured(&rows).remove(0);
+            assert_eq!(row.measurements, 3);
+            (row.verdict, row.ratio.unwrap(), row.spread.unwrap(), row.reason)
+        };
+        assert_eq!(
+            of_time([(Pass, 1.01), (Pass, 1.0), (Pass, 0.99)]),
+            (Pass, 1.0, [0.99, 1.01], None)
+        );
+        assert_eq!(
+            of_time([(Fail, 0.9), (Pass, 1.01), (Pass, 1.0)]),
+            (Pass, 1.0, [0.9, 1.01], None)
+        );
+        let off = |ratio| Some(format!("off by {ratio}"));
+        assert_eq!(
+            of_time([(Pass, 1.0), (Fail, 0.8), (Fail, 0.9)]),
+            (Fail, 0.9, [0.8, 1.0], off(0.9))
+        );
+        // The median is right, but the spread exceeds the tolerance on both sides.
+        let (verdict, _, spread, reason) = of_time([(Fail, 0.8), (Pass, 1.0), (Fail, 1.2)]);
+        assert_eq!((verdict, spread), (Fail, [0.8, 1.2]));
+        assert_eq!(reason.as_deref(), Some("most measurements are off"));
+        // Neither has a majority.
+        let (verdict, ..) = of_time([(Fail, 0.8), (Pass, 1.0), (TooBusy, 1.2)]);
+        assert_eq!(verdict, TooBusy);
+    }
+
+    /// Known counts are measured once, unless another row of the measurement depends on time, and one
+    /// failure is final.
+    #[test]
+    fn failure_independent_of_time_is_final() {
+        for verdict in [Pass, Fail] {
+            let known = &measured(&[vec![row(false, verdict, 1.0)]])[0];
+            assert_eq!(
+                (known.verdict, known.measurements, known.spread),
+                (verdict, 1, None)
+            );
+        }
+        let both = |time, known| vec![row(true, time, 1.0), row(false, known, 1.0)];
+        let rows = measured(&[both(Pass, Pass), both(Fail, Fail), both(Pass, Pass)]);
+        assert_eq!((rows[0].verdict, rows[1].verdict), (Pass, Fail));
+        let rows = measured(&[both(Pass, Fail), both(Pass, Pass), both(Pass, Pass)]);
+        assert_eq!((rows[0].verdict, rows[1].verdict), (Pass, Fail));
+    }
+
+    #[test]
+    fn measurement_without_its_rows_gives_the_reason() {
+        let whole = || vec![row(true, Pass, 1.0), row(true, Pass, 1.0)];
+        let refused = row(false, Fail, 2.0);
+        let rows = measured(&[whole(), vec![refused], whole()]);
+        assert_eq!((rows.len(), rows[0].reason.as_deref()), (1, Some("off by 2")));
+        let unsupported = row(true, Pass, 1.0).unsupported("no PMU");
+        assert_eq!(measured(&[vec![unsupported]])[0].verdict, Verdict::NotSupported);
+    }
+}

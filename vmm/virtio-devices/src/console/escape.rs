@@ -1,0 +1,69 @@
+//! Escape sequences by which a person at a terminal leaves a guest's console.
+
+/// Ctrl-A, the prefix of commands to the VMM.
+const ESCAPE: u8 = 0x01;
+
+/// Meaning of a byte from the keyboard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KeyAction {
+    /// Input for the guest.
+    Guest(u8),
+    /// The key sequence Ctrl-A x, which ends the VM.
+    Quit,
+    /// The key sequence Ctrl-A h, which lists the keys.
+    Help,
+    /// Part of an escape sequence.
+    Nothing,
+}
+
+/// Parser of escape sequences: Ctrl-A x ends the VM, Ctrl-A Ctrl-A sends one Ctrl-A, and Ctrl-A h
+/// lists the sequences.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct EscapeParser {
+    pending: bool,
+}
+
+impl EscapeParser {
+    /// Processes the next byte from the terminal.
+    pub fn feed(&mut self, byte: u8) -> KeyAction {
+        if !std::mem::take(&mut self.pending) {
+            if byte == ESCAPE {
+                self.pending = true;
+                return KeyAction::Nothing;
+            }
+            return KeyAction::Guest(byte);
+        }
+        match byte {
+            b'x' | b'X' => KeyAction::Quit,
+            b'h' | b'H' | b'?' => KeyAction::Help,
+            ESCAPE => KeyAction::Guest(ESCAPE),
+            _ => KeyAction::Nothing,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn keys(bytes: &[u8]) -> Vec<KeyAction> {
+        let mut escape = EscapeParser::default();
+        bytes
+            .iter()
+            .map(|b| escape.feed(*b))
+            .filter(|k| *k != KeyAction::Nothing)
+            .collect()
+    }
+
+    #[test]
+    fn escape_parser_handles_only_control_a() {
+        assert_eq!(
+            keys(b"a\x03\x04"),
+            [KeyAction::Guest(b'a'), KeyAction::Guest(3), KeyAction::Guest(4)]
+        );
+        assert_eq!(keys(b"\x01x"), [KeyAction::Quit]);
+        assert_eq!(keys(b"\x01\x01x"), [KeyAction::Guest(1), KeyAction::Guest(b'x')]);
+        assert_eq!(keys(b"\x01qz"), [KeyAction::Guest(b'z')]);
+        assert_eq!(keys(b"\x01hz"), [KeyAction::Help, KeyAction::Guest(b'z')]);
+    }
+}

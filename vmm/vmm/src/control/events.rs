@@ -1,0 +1,200 @@
+//! Translation of an operator's event specification (`-e`) to a perf-core event.
+
+use control_api::events::list::{EventKind, EventSpec, SoftwareEvent};
+use perf_core::pmu::clock::ClockPmu;
+use perf_core::{Attr, EventType};
+use vpmu::ParavirtualEvent;
+
+use crate::pmu::VmPmu;
+
+/// Perf-core description of an operator's event.
+#[derive(Clone, Debug)]
+pub(super) struct OperatorEvent {
+    /// Event attributes, initially disabled.
+    pub(super) attr: Attr,
+    /// Name of the backing.
+    pub(super) backing: &'static str,
+    /// Counts are in nanoseconds.
+    pub(super) nanoseconds: bool,
+    /// Counts are estimates even without multiplexing.
+    pub(super) estimate: bool,
+}
+
+/// Reason why an operator's event cannot be counted.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum OperatorEventError {
+    /// Modifier `h` without `G`.
+    #[error("events count the guest; for the host's side use perf on the VMM's threads")]
+    HostOnly,
+    /// Modifiers `p` and `P`.
+    #[error("there is no precise sampling of a guest")]
+    Precise,
+    /// The event requires a hardware PMU, which this host lacks.
+    #[error("this host has no hardware PMU")]
+    NoPmu,
+    /// The host's PMU does not support the event, and no other backing counts it.
+    #[error("this host's PMU does not count '{0}'")]
+    NotOnHost(String),
+    /// KVM has no statistic of this name.
+    #[error("this host's KVM keeps no statistic '{0}'")]
+    NoStatistic(String),
+    /// The host has no source for the paravirtual event.
+    #[error("this host cannot count '{0}' for an operator")]
+    NoParavirtual(String),
+}
+
+/// Translates `spec` to an event that can be counted on this host.
+///
+/// # Errors
+/// Returns [`OperatorEventError`] with the reason.
+pub(super) fn operator_event(pmu: &VmPmu, spec: &EventSpec) -> Result<OperatorEvent, OperatorEventError> {
+    let m = &spec.modifiers;
+    if m.host && !m.guest {
+        return Err(OperatorEventError::HostOnly);
+    }
+    if m.precise > 0 || m.precise_max {
+        return Err(OperatorEventError::Precise);
+    }
+    let (ty, config, config1, config2, backing, nanoseconds) = match &spec.kind {
+        EventKind::Hardware(event) => {
+            let way = pmu.generic_source(*event as u64).ok_or_else(|| {
+                if pmu.has_hardware() {
+                    OperatorEventError::NotOnHost(spec.name.clone())
+                } else {
+                    OperatorEventError::NoPmu
+                }
+            })?;
+            (way.ty, way.config, 0, 0, way.backing.name(), false)
+        }
+        EventKind::Cache(config) if pmu.has_hardware() => {
+            (EventType::HW_CACHE, *config, 0, 0, "hardware", false)
+        }
+        EventKind::Raw {
+            config,
+            config1,
+            config2,
+        } if pmu.has_hardware() => (EventType::RAW, *config, *config1, *config2, "hardware", false),
+        EventKind::Cache(_) | EventKind::Raw { .. } => {
+            return Err(OperatorEventError::NoPmu);
+        }
+        EventKind::Software(event) => {
+            let time = matches!(event, SoftwareEvent::CpuClock | SoftwareEvent::TaskClock);
+            (EventType::SOFTWARE, *event as u64, 0, 0, "software", time)
+        }
+        EventKind::Kvm(name) => {
+            let config = pmu
+                .statistic(name)
+                .ok_or_else(|| OperatorEventError::NoStatistic(name.clone()))?;
+            (EventType::KVM, config, 0, 0, "kvm-stat", false)
+        }
+        EventKind::Paravirtual(name) => {
+            let event = ParavirtualEvent::ALL.into_iter().find(|e| e.name() == *name);
+            let way = event.and_then(|event| pmu.paravirtual_source(event));
+            let way = way.ok_or_else(|| OperatorEventError::NoParavirtual((*name).to_owned()))?;
+            let backing = match way.ty {
+                EventType::FED => "vmm",
+                _ => way.backing.name(),
+            };
+            (way.ty, way.config, 0, 0, backing, name.ends_with("-ns"))
+        }
+    };
+    let attr = Attr {
+        ty,
+        config,
+        config1,
+        config2,
+        disabled: true,
+        pinned: m.pinned,
+        exclusive: m.exclusive,
+        exclude_user: m.exclude_user(),
+        exclude_kernel: m.exclude_kernel(),
+        exclude_idle: m.exclude_idle,
+        // Software events of the host (page faults, context switches) occur on the host; all
+        // other events count the guest.
+        exclude_host: ty != EventType::SOFTWARE,
+        ..Attr::default()
+    };
+    Ok(OperatorEvent {
+        estimate: ClockPmu::is_estimate(&attr),
+        attr,
+        backing,
+        nanoseconds,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use control_api::events::list;
+
+    use super::*;
+    use crate::testing::pmu;
+
+    fn event(vm: &VmPmu, text: &str) -> Result<OperatorEvent, OperatorEventError> {
+        let groups = list::parse(text).unwrap_or_else(|e| panic!("{text}: {e}"));
+        operator_event(vm, &groups[0].events[0])
+    }
+
+    /// An operator can count everything that the host supports, independent of the guest's PMU, and
+    /// receives the name of the backing.
+    #[test]
+    fn operator_events_without_pmu_use_clock_and_software() {
+        let vm = pmu(None, false);
+        for (text, backing, nanoseconds) in [
+            ("cycles", "clock", false),
+            ("ref-cycles", "clock", false),
+            ("task-clock", "software", true),
+            ("page-faults", "software", false),
+            ("io-exits", "vmm", false),
+            ("steal-ns", "software", true),
+        ] {
+            let event = event(&vm, text).unwrap_or_else(|e| panic!("{text}: {e}"));
+            assert_eq!(
+                (event.backing, event.nanoseconds),
+                (backing, nanoseconds),
+                "{text}"
+            );
+            assert!(event.attr.disabled && !event.estimate, "{text}");
+        }
+        for (text, why) in [
+            ("instructions", OperatorEventError::NoPmu),
+            ("stalled-cycles-frontend", OperatorEventError::NoPmu),
+            ("r1a8", OperatorEventError::NoPmu),
+            ("L1-dcache-load-misses", OperatorEventError::NoPmu),
+            ("kvm:exits", OperatorEventError::NoStatistic("exits".into())),
+            ("vm-exits", OperatorEventError::NoParavirtual("vm-exits".into())),
+        ] {
+            assert_eq!(event(&vm, text).unwrap_err(), why, "{text}");
+        }
+    }
+
+    #[test]
+    fn operator_event_not_on_host_is_named() {
+        let vm = pmu(Some(&["cycles", "instructions"]), false);
+        for (text, ty, config) in [
+            ("cycles", EventType::HARDWARE, 0),
+            ("instructions", EventType::HARDWARE, 1),
+            ("r1a8", EventType::RAW, 0x1A8),
+            ("L1-dcache-load-misses", EventType::HW_CACHE, 0x1_0000),
+        ] {
+            let event = event(&vm, text).unwrap_or_else(|e| panic!("{text}: {e}"));
+            assert_eq!((event.attr.ty, event.attr.config), (ty, config), "{text}");
+            assert_eq!(event.backing, "hardware");
+        }
+        assert_eq!(
+            event(&vm, "branch-misses").unwrap_err(),
+            OperatorEventError::NotOnHost("branch-misses".into())
+        );
+    }
+
+    /// An event of the guest never counts the host.
+    #[test]
+    fn modifiers_select_levels_and_exclude_host() {
+        let vm = pmu(None, false);
+        let user = event(&vm, "cycles:uD").unwrap();
+        assert!(user.attr.exclude_kernel && !user.attr.exclude_user && user.attr.exclude_host);
+        assert!(user.attr.pinned && user.estimate, "the clock does not see levels");
+        assert!(!event(&vm, "page-faults").unwrap().attr.exclude_host);
+        assert_eq!(event(&vm, "cycles:H").unwrap_err(), OperatorEventError::HostOnly);
+        assert_eq!(event(&vm, "cycles:pp").unwrap_err(), OperatorEventError::Precise);
+    }
+}

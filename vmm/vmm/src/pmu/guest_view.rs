@@ -1,0 +1,20 @@
+//! The guest's PMU on one vCPU, as the guest programmed it.
+
+use vpmu::CounterView;
+
+/// The guest's PMU on one vCPU. Values are `None` where KVM's own vPMU does not report them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VcpuPmuView {
+    /// vCPU number.
+    pub vcpu: u32,
+    /// Number of PMIs delivered.
+    pub pmis: Option<u64>,
+    /// Time in which at least one enabled counter was not counted, in nanoseconds.
+    pub uncounted_ns: Option<u64>,
+    /// Number of times a counter lost its slot on the host, or was enabled and found none.
+    pub places_lost: Option<u64>,
+    /// Counters.
+    pub counters: Vec<CounterView>,
+    /// KVM's own vPMU counts, so only the registers' values in `counters` are meaningful.
+    pub counted_by_kvm: bool,
+}
