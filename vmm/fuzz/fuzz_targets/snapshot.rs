@@ -18,6 +18,6 @@ fuzz_target!(|data: &[u8]| {
         let again = encode(&machine).expect("it fits");
         assert_eq!(decode(&again).expect("it is valid"), machine);
         let _ = vmm::vm::restore::event_filter(&machine.filter);
-        let _ = vmm::rdpmc::sites::from_saved(&machine.kernel.rdpmc_sites);
+        let _ = guest_patching::sites::from_saved(&machine.kernel.rdpmc_sites);
     }
 });

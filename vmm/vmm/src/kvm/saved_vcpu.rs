@@ -241,6 +241,10 @@ mod tests {
     use kvm_bindings::{kvm_mp_state, kvm_regs, kvm_vcpu_events};
 
     use super::*;
+    use crate::kvm::call;
+
+    /// Vector of the local APIC's timer in tests.
+    const TIMER_VECTOR: u8 = 0x41;
 
     fn vcpu() -> Option<(Kvm, VmFd, VcpuFd)> {
         let Ok(kvm) = Kvm::new() else {
@@ -380,6 +384,131 @@ mod tests {
             layout.restore(&saved, &second).unwrap();
             assert_eq!(second.get_mp_state().unwrap().mp_state, mp_state);
         }
+    }
+
+    /// Reading the multiprocessing state may accept an INIT or SIPI, which changes other state.
+    #[test]
+    fn mp_state_is_read_first_and_events_last() {
+        let Some((kvm, vm, first)) = vcpu() else { return };
+        let layout = VcpuStateLayout::of(&kvm, &vm).unwrap();
+        call::log::start();
+        layout.save(0, &first).unwrap();
+        let calls = call::log::finish();
+        assert_eq!(calls.first(), Some(&"KVM_GET_MP_STATE"));
+        assert_eq!(calls.last(), Some(&"KVM_GET_VCPU_EVENTS"));
+    }
+
+    /// KVM ignores a pending NMI and a SIPI vector without their flags, so the flags are saved as KVM
+    /// reports them.
+    #[test]
+    fn a_sipi_vector_needs_its_flag() {
+        let Some((kvm, vm, first)) = vcpu() else { return };
+        let layout = VcpuStateLayout::of(&kvm, &vm).unwrap();
+        first.nmi().unwrap();
+        let reported = first.get_vcpu_events().unwrap();
+        let saved = layout.save(0, &first).unwrap();
+        let (_, _vm, second) = vcpu().unwrap();
+        layout.restore(&saved, &second).unwrap();
+        let again: kvm_vcpu_events = from_bytes(&saved.events).unwrap();
+        assert_eq!(
+            (again.flags, again.sipi_vector),
+            (reported.flags, reported.sipi_vector)
+        );
+        let restored = second.get_vcpu_events().unwrap();
+        assert_eq!(restored.nmi, reported.nmi);
+        assert!(restored.nmi.pending + restored.nmi.injected > 0);
+    }
+
+    /// Announces the TSC-deadline mode to a vCPU with this host's CPUID.
+    fn announce_deadlines(kvm: &Kvm, vcpu: &VcpuFd) {
+        let mut cpuid = kvm
+            .get_supported_cpuid(kvm_bindings::KVM_MAX_CPUID_ENTRIES)
+            .unwrap();
+        for leaf in cpuid.as_mut_slice().iter_mut().filter(|leaf| leaf.function == 1) {
+            leaf.ecx |= 1 << 24;
+        }
+        vcpu.set_cpuid2(&cpuid).unwrap();
+    }
+
+    /// Enables the local APIC with its timer in TSC-deadline mode.
+    fn select_deadlines(vcpu: &VcpuFd) {
+        let mut lapic = vcpu.get_lapic().unwrap();
+        let mut set = |at: usize, value: u32| {
+            let bytes = value.to_le_bytes().map(|byte| byte as std::ffi::c_char);
+            lapic.regs[at..at + 4].copy_from_slice(&bytes);
+        };
+        set(0xf0, 0x1ff);
+        set(0x320, 0x4_0000 | u32::from(TIMER_VECTOR));
+        vcpu.set_lapic(&lapic).unwrap();
+    }
+
+    fn deadline(vcpu: &VcpuFd) -> u64 {
+        let read = read_entries(vcpu, std::iter::once(TSC_DEADLINE)).unwrap();
+        read.first().map_or(0, |msr| msr.data)
+    }
+
+    fn set_deadline(vcpu: &VcpuFd, data: u64) {
+        let entry = kvm_msr_entry {
+            index: TSC_DEADLINE,
+            data,
+            ..Default::default()
+        };
+        assert_eq!(vcpu.set_msrs(&msrs_of(&[entry]).unwrap()).unwrap(), 1);
+    }
+
+    /// Returns `true` if KVM has the TSC-deadline mode. Prints a message otherwise.
+    fn has_deadlines(vm: &VmFd) -> bool {
+        if !vm.has_tsc_deadline() {
+            eprintln!("SKIP: this KVM has no TSC-deadline mode");
+        }
+        vm.has_tsc_deadline()
+    }
+
+    #[test]
+    fn a_deadline_written_before_cpuid_and_lvtt_is_accepted_and_lost() {
+        let Some((kvm, vm, first)) = vcpu() else { return };
+        if !has_deadlines(&vm) {
+            return;
+        }
+        let layout = VcpuStateLayout::of(&kvm, &vm).unwrap();
+        let tsc = read_entries(&first, std::iter::once(TSC)).unwrap()[0].data;
+        let later = tsc + (1 << 40);
+        set_deadline(&first, later);
+        assert_eq!(deadline(&first), 0, "lost");
+        announce_deadlines(&kvm, &first);
+        select_deadlines(&first);
+        set_deadline(&first, later);
+        assert_eq!(deadline(&first), later);
+        let saved = layout.save(0, &first).unwrap();
+        let (_, _vm, second) = vcpu().unwrap();
+        announce_deadlines(&kvm, &second);
+        layout.restore(&saved, &second).unwrap();
+        assert_eq!(deadline(&second), later);
+    }
+
+    /// A timer that fires while no thread runs the vCPU is either still armed, so KVM fires it again,
+    /// or its interrupt is requested in the local APIC.
+    #[test]
+    fn a_timer_that_fired_while_paused_still_rings() {
+        let Some((kvm, vm, first)) = vcpu() else { return };
+        if !has_deadlines(&vm) {
+            return;
+        }
+        let layout = VcpuStateLayout::of(&kvm, &vm).unwrap();
+        announce_deadlines(&kvm, &first);
+        select_deadlines(&first);
+        let tsc = read_entries(&first, std::iter::once(TSC)).unwrap()[0].data;
+        // A millisecond or less on any host.
+        set_deadline(&first, tsc + 500_000);
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        let saved = layout.save(0, &first).unwrap();
+        let (_, _vm, second) = vcpu().unwrap();
+        announce_deadlines(&kvm, &second);
+        layout.restore(&saved, &second).unwrap();
+        let lapic = second.get_lapic().unwrap();
+        let at = 0x200 + usize::from(TIMER_VECTOR / 32) * 16 + usize::from(TIMER_VECTOR % 32 / 8);
+        let is_requested = lapic.regs[at] as u8 >> (TIMER_VECTOR % 8) & 1 != 0;
+        assert!(deadline(&second) != 0 || is_requested);
     }
 
     #[test]

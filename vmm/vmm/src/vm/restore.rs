@@ -283,3 +283,100 @@ pub fn event_filter(saved: &SavedFilter) -> Result<EventFilter, RestoreError> {
         events: events.collect(),
     })?)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::io;
+    use std::os::unix::fs::FileExt as _;
+    use std::time::Duration;
+
+    use perf_core::pmu::host::HostProbe;
+
+    use super::*;
+    use crate::kvm::{call, host};
+    use crate::testing;
+    use crate::vm::save::Snapshot;
+    use crate::vm::{PendingKvmSetup, Vm, VmParts};
+
+    /// Guest code `hlt; jmp` to the start.
+    const HALT: [u8; 3] = [0xF4, 0xEB, 0xFD];
+
+    /// Takes a snapshot of a VM with two vCPUs and restores it. Returns the names of KVM's calls after
+    /// the last vCPU got its CPUID, or `None` without KVM.
+    fn calls_of_restore() -> Option<Vec<&'static str>> {
+        let source = testing::vm(&HALT, |_| ())?;
+        let mut snapshot = Snapshot::begin(source.snapshots(), BTreeMap::new()).unwrap();
+        while !snapshot.advance().unwrap() {
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        let memory = tempfile::tempfile().unwrap();
+        memory.set_len(snapshot.memory_bytes()).unwrap();
+        let mut next = 0;
+        while next < snapshot.memory_bytes() {
+            let piece = snapshot.read_memory(next).unwrap();
+            memory.write_all_at(&piece.data, next).unwrap();
+            next = piece.next;
+        }
+        let state = Box::new(snapshot::decode(&snapshot.state().unwrap()).unwrap());
+        drop((snapshot, source));
+        let kvm = host::open().unwrap();
+        let parts = VmParts {
+            begun: PendingKvmSetup::now(),
+            kvm: &kvm,
+            config: &testing::config(&HALT),
+            devices: Vec::new(),
+            probe: &HostProbe::run(),
+            console: Box::new(io::sink()),
+        };
+        call::log::start();
+        Vm::restore(parts, RestoredMachine { state, memory }).unwrap();
+        let mut calls = call::log::finish();
+        let cpuid = calls.iter().rposition(|call| *call == "KVM_SET_CPUID2");
+        Some(calls.split_off(cpuid.unwrap()))
+    }
+
+    /// Returns the position of the first and of the last call of a name.
+    fn positions(calls: &[&str], name: &str) -> (usize, usize) {
+        let first = calls.iter().position(|call| *call == name);
+        let last = calls.iter().rposition(|call| *call == name);
+        first.zip(last).unwrap_or_else(|| panic!("no {name}: {calls:?}"))
+    }
+
+    #[test]
+    fn lapic_comes_after_sregs_and_cpuid() {
+        const ORDER: [&str; 6] = [
+            "KVM_SET_SREGS",
+            "KVM_SET_REGS",
+            "KVM_SET_LAPIC",
+            "KVM_SET_MSRS",
+            "KVM_SET_MP_STATE",
+            "KVM_SET_VCPU_EVENTS",
+        ];
+        let Some(calls) = calls_of_restore() else { return };
+        let first = positions(&calls, "KVM_SET_SREGS").0;
+        let mut made: Vec<&str> = calls[first..].to_vec();
+        made.retain(|call| ORDER.contains(call));
+        made.dedup();
+        assert_eq!(made, [ORDER, ORDER].concat());
+    }
+
+    #[test]
+    fn ioapic_follows_lapics() {
+        let Some(calls) = calls_of_restore() else { return };
+        let lapics = positions(&calls, "KVM_SET_LAPIC").1;
+        assert!(positions(&calls, "KVM_SET_IRQCHIP").0 > lapics, "{calls:?}");
+    }
+
+    #[test]
+    fn kvmclock_is_set_once_and_guests_are_told() {
+        let Some(calls) = calls_of_restore() else { return };
+        let (first, last) = positions(&calls, "KVM_SET_CLOCK");
+        assert_eq!(first, last);
+        let told = calls
+            .iter()
+            .skip(last)
+            .filter(|call| **call == "KVM_KVMCLOCK_CTRL");
+        assert_eq!(told.count(), 2, "{calls:?}");
+    }
+}
