@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt as _;
 use crate::state::SavedMemory;
 
 /// Size of a piece of the memory file with a checksum of its own, in bytes.
-pub const CHUNK_BYTES: u64 = 8 << 20;
+pub const CHUNK_BYTES: u64 = 2 << 20;
 /// Number of bytes read at once.
 const READ_BYTES: usize = 1 << 20;
 

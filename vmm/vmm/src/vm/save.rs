@@ -36,7 +36,7 @@ use crate::vcpu::saved::SaveVcpuError;
 
 /// Maximum number of bytes that one [`Snapshot::read_memory`] examines. Each call delays the main
 /// loop.
-const MAX_SCANNED_BYTES: u64 = 64 << 20;
+const MAX_SCANNED_BYTES: u64 = 16 << 20;
 /// A page of zeros, which the memory file does not contain.
 static ZERO_PAGE: [u8; 4096] = [0; 4096];
 
@@ -125,6 +125,8 @@ pub struct Snapshot {
     machine: Box<SavedMachine>,
     /// Offset of the next memory piece in bytes.
     next: u64,
+    /// Checksum of a whole chunk of zeros, which is computed once.
+    zeros_crc: Option<u32>,
 }
 
 impl Snapshot {
@@ -180,6 +182,7 @@ impl Snapshot {
             phase: Phase::Settling,
             machine: Box::new(machine),
             next: 0,
+            zeros_crc: None,
         })
     }
 
@@ -264,7 +267,12 @@ impl Snapshot {
                 // The next request returns this chunk.
                 break;
             }
-            self.machine.memory.crcs.push(checksum(&data));
+            let crc = if is_zero && count as u64 == CHUNK_BYTES {
+                *self.zeros_crc.get_or_insert_with(|| checksum(&data))
+            } else {
+                checksum(&data)
+            };
+            self.machine.memory.crcs.push(crc);
             at += count as u64;
             if !is_zero {
                 self.next = at;
