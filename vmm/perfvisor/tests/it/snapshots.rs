@@ -197,6 +197,27 @@ fn unusable_snapshots_are_refused() {
     assert!(refused(&dir, &[]).contains("it is not a regular file"));
 }
 
+/// The first restored VM locks the disk. A restore without the disk is refused too.
+#[test]
+fn second_restore_with_the_same_disk_is_refused() {
+    let files = tempfile::tempdir().unwrap();
+    guest_images::bare_metal::write_all(files.path()).unwrap();
+    let path = |name| files.path().join(name).to_str().unwrap().to_owned();
+    let (kernel, disk) = (path("selftest.elf"), path("disk"));
+    fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
+    let Some(mut vm) = spinning(&["--kernel", &kernel, "--disk", &disk]) else {
+        return;
+    };
+    let dir = take(&vm, &["--stop"]);
+    assert_eq!(vm.wait(), Some(0));
+    let first = restore(&dir, &["--disk", &disk]);
+    let runs = || state_of(&first, "two").starts_with("two: running");
+    eventually("it runs", runs);
+    assert!(refused(&dir, &["--disk", &disk]).contains("is in use by"));
+    assert!(refused(&dir, &[]).contains("2 virtio devices, this machine has 1"));
+    assert!(runs());
+}
+
 /// Parts of a VM that a snapshot cannot include are refused by name, and the VM goes on.
 #[test]
 fn unsupported_parts_are_named() {
