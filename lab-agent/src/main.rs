@@ -24,7 +24,7 @@ use lab_agent::cpu_time::{WATCH_PERIOD, cpu_ticks_of_group};
 use lab_agent::heartbeat;
 use lab_agent::ordered::{self, OrderedOutput, OutputStream};
 use lab_agent::terminal;
-use lab_agent::wire::{Ended, Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start, StreamMode};
+use lab_agent::wire::{Frame, FrameKind, MAX_PAYLOAD_BYTES, NewFile, ProcessExit, StartRequest, StreamMode};
 use lab_agent::wire::{read_frame, write_frame};
 
 /// The way to the runner, shared by all threads.
@@ -32,17 +32,17 @@ use lab_agent::wire::{read_frame, write_frame};
 struct Runner(Arc<Mutex<File>>);
 
 impl Runner {
-    fn send(&self, kind: Kind, id: u32, payload: &[u8]) -> io::Result<()> {
+    fn send(&self, kind: FrameKind, id: u32, payload: &[u8]) -> io::Result<()> {
         let mut port = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         write_frame(&mut *port, kind, id, payload)
     }
 
-    fn send_json(&self, kind: Kind, id: u32, value: &impl serde::Serialize) -> io::Result<()> {
+    fn send_json(&self, kind: FrameKind, id: u32, value: &impl serde::Serialize) -> io::Result<()> {
         self.send(kind, id, &serde_json::to_vec(value)?)
     }
 
     fn send_failure(&self, id: u32, what: &str, error: &io::Error) -> io::Result<()> {
-        self.send(Kind::Failed, id, format!("{what}: {error}").as_bytes())
+        self.send(FrameKind::Failed, id, format!("{what}: {error}").as_bytes())
     }
 }
 
@@ -70,7 +70,7 @@ fn serve(path: &str) -> io::Result<()> {
     let runner = Runner(Arc::new(Mutex::new(input.try_clone()?)));
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let _in_use = InUse::keep();
-    runner.send(Kind::Hello, 0, release.trim().as_bytes())?;
+    runner.send(FrameKind::Hello, 0, release.trim().as_bytes())?;
     let mut processes = HashMap::new();
     let mut files = HashMap::new();
     while let Some(frame) = read_frame(&mut input)? {
@@ -191,8 +191,8 @@ fn handle(
 ) -> io::Result<()> {
     let Frame { kind, id, payload } = frame;
     match kind {
-        Kind::Start => {
-            let start: Start = serde_json::from_slice(&payload)?;
+        FrameKind::Start => {
+            let start: StartRequest = serde_json::from_slice(&payload)?;
             match spawn(&start) {
                 Ok((child, stdin, output)) => {
                     let pid = i32::try_from(child.id()).unwrap_or(0);
@@ -204,7 +204,7 @@ fn handle(
                 Err(error) => runner.send_failure(id, &start.argv.join(" "), &error)?,
             }
         }
-        Kind::Stdin => {
+        FrameKind::Stdin => {
             if let Some(process) = processes.get_mut(&id) {
                 let gone = match &mut process.stdin {
                     Some(stdin) if !payload.is_empty() => stdin.write(&payload).is_err(),
@@ -216,18 +216,18 @@ fn handle(
                 }
             }
         }
-        Kind::Signal => {
+        FrameKind::Signal => {
             if let (Some(process), Ok(number)) = (processes.get(&id), payload.try_into()) {
                 signal(process.pid, i32::from_le_bytes(number));
             }
         }
-        Kind::Resize => {
+        FrameKind::Resize => {
             let terminal = processes.get(&id).and_then(|process| process.stdin.as_ref());
             if let Some(Input::Terminal(terminal)) = terminal {
                 terminal::set_window_size(terminal, serde_json::from_slice(&payload)?);
             }
         }
-        Kind::Create => {
+        FrameKind::Create => {
             let new: NewFile = serde_json::from_slice(&payload)?;
             match create(&new) {
                 Ok(file) => {
@@ -236,7 +236,7 @@ fn handle(
                 Err(error) => runner.send_failure(id, &new.path, &error)?,
             }
         }
-        Kind::Data => {
+        FrameKind::Data => {
             if let Some(mut file) = files.remove(&id) {
                 match file.write_all(&payload) {
                     Ok(()) => {
@@ -246,18 +246,23 @@ fn handle(
                 }
             }
         }
-        Kind::Done => {
+        FrameKind::Done => {
             // Absent when creating or writing failed, which was reported then.
             if files.remove(&id).is_some() {
-                runner.send(Kind::Done, id, &[])?;
+                runner.send(FrameKind::Done, id, &[])?;
             }
         }
-        Kind::Fetch => {
+        FrameKind::Fetch => {
             let path = String::from_utf8_lossy(&payload).into_owned();
             let runner = runner.clone();
             thread::spawn(move || fetch(&path, id, &runner));
         }
-        Kind::Hello | Kind::Stdout | Kind::Stderr | Kind::Exit | Kind::Failed | Kind::Used => {
+        FrameKind::Hello
+        | FrameKind::Stdout
+        | FrameKind::Stderr
+        | FrameKind::Exit
+        | FrameKind::Failed
+        | FrameKind::Used => {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidData,
                 format!("{kind:?} is not for the agent"),
@@ -268,7 +273,7 @@ fn handle(
 }
 
 /// Starts a process, with both ways to it.
-fn spawn(start: &Start) -> io::Result<(Child, Input, OutputSource)> {
+fn spawn(start: &StartRequest) -> io::Result<(Child, Input, OutputSource)> {
     let (program, arguments) = start
         .argv
         .split_first()
@@ -319,47 +324,47 @@ fn watch(mut child: Child, output: OutputSource, id: u32, runner: &Runner) {
         OutputSource::Pipes(stdout, stderr) => {
             let errors = {
                 let runner = runner.clone();
-                thread::spawn(move || forward(stderr, Kind::Stderr, id, &runner))
+                thread::spawn(move || forward(stderr, FrameKind::Stderr, id, &runner))
             };
-            forward(stdout, Kind::Stdout, id, runner);
+            forward(stdout, FrameKind::Stdout, id, runner);
             let _ = errors.join();
         }
         OutputSource::Ordered(mut output) => {
             // Fails when the runner has hung up.
             let _ = output.forward(|stream, bytes| match stream {
-                OutputStream::Stdout => runner.send(Kind::Stdout, id, bytes),
-                OutputStream::Stderr => runner.send(Kind::Stderr, id, bytes),
+                OutputStream::Stdout => runner.send(FrameKind::Stdout, id, bytes),
+                OutputStream::Stderr => runner.send(FrameKind::Stderr, id, bytes),
             });
         }
-        OutputSource::Terminal(terminal) => forward(terminal, Kind::Stdout, id, runner),
+        OutputSource::Terminal(terminal) => forward(terminal, FrameKind::Stdout, id, runner),
     }
     drop(ended);
     let _ = watch.join();
     let ended = match child.wait() {
-        Ok(status) => Ended {
+        Ok(status) => ProcessExit {
             code: status.code(),
             signal: status.signal(),
         },
-        Err(_) => Ended {
+        Err(_) => ProcessExit {
             code: None,
             signal: None,
         },
     };
     // The runner may have hung up; then the main loop ends the agent.
-    let _ = runner.send_json(Kind::Exit, id, &ended);
+    let _ = runner.send_json(FrameKind::Exit, id, &ended);
 }
 
 /// Tells again and again how much CPU time a process group has used, until the other end of `ended` is gone.
 fn tell_what_is_used(group: i32, id: u32, runner: &Runner, ended: &mpsc::Receiver<()>) {
     while ended.recv_timeout(WATCH_PERIOD) == Err(mpsc::RecvTimeoutError::Timeout) {
         let ticks = cpu_ticks_of_group(group);
-        if runner.send(Kind::Used, id, &ticks.to_le_bytes()).is_err() {
+        if runner.send(FrameKind::Used, id, &ticks.to_le_bytes()).is_err() {
             return;
         }
     }
 }
 
-fn forward(mut pipe: impl Read, kind: Kind, id: u32, runner: &Runner) {
+fn forward(mut pipe: impl Read, kind: FrameKind, id: u32, runner: &Runner) {
     let mut buffer = vec![0; MAX_PAYLOAD_BYTES];
     loop {
         match pipe.read(&mut buffer) {
@@ -400,9 +405,9 @@ fn fetch(path: &str, id: u32, runner: &Runner) {
         loop {
             let length = file.read(&mut buffer)?;
             if length == 0 {
-                return runner.send(Kind::Done, id, &[]);
+                return runner.send(FrameKind::Done, id, &[]);
             }
-            runner.send(Kind::Data, id, &buffer[..length])?;
+            runner.send(FrameKind::Data, id, &buffer[..length])?;
         }
     })();
     if let Err(error) = result {

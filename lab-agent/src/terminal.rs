@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_has_no_window_size() {
+    fn pipe_has_no_window_size() {
         let (reader, _writer) = io::pipe().unwrap();
         assert_eq!(window_size(&reader), None);
     }

@@ -16,10 +16,10 @@ const HEADER_BYTES: usize = 9;
 /// What a frame means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Kind {
+pub enum FrameKind {
     /// Agent: it is up. The payload says which kernel.
     Hello = 1,
-    /// Runner: start a process. Payload: [`Start`] as JSON.
+    /// Runner: start a process. Payload: [`StartRequest`] as JSON.
     Start = 2,
     /// Runner: bytes for a process's standard input; none closes it.
     Stdin = 3,
@@ -29,7 +29,7 @@ pub enum Kind {
     Stdout = 5,
     /// Agent: bytes from a process's standard error.
     Stderr = 6,
-    /// Agent: a process has ended. Payload: [`Ended`] as JSON.
+    /// Agent: a process has ended. Payload: [`ProcessExit`] as JSON.
     Exit = 7,
     /// Runner: create a file. Payload: [`NewFile`] as JSON.
     Create = 8,
@@ -48,9 +48,9 @@ pub enum Kind {
     Resize = 14,
 }
 
-impl Kind {
+impl FrameKind {
     fn from_byte(byte: u8) -> Option<Self> {
-        use Kind::*;
+        use FrameKind::*;
         [
             Hello, Start, Stdin, Signal, Stdout, Stderr, Exit, Create, Data, Done, Fetch, Failed, Used,
             Resize,
@@ -64,7 +64,7 @@ impl Kind {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
     /// What it means.
-    pub kind: Kind,
+    pub kind: FrameKind,
     /// The process or transfer it belongs to.
     pub id: u32,
     /// Depends on the kind.
@@ -73,7 +73,7 @@ pub struct Frame {
 
 /// A process to start.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Start {
+pub struct StartRequest {
     /// Program and arguments.
     pub argv: Vec<String>,
     /// Variables added to the environment.
@@ -107,7 +107,7 @@ pub struct WindowSize {
 
 /// How a process ended: one of the two is set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ended {
+pub struct ProcessExit {
     /// Exit status.
     pub code: Option<i32>,
     /// Signal that killed it.
@@ -128,7 +128,7 @@ pub struct NewFile {
 ///
 /// # Errors
 /// When the other side is gone, or the payload is longer than [`MAX_PAYLOAD_BYTES`].
-pub fn write_frame(out: &mut impl Write, kind: Kind, id: u32, payload: &[u8]) -> io::Result<()> {
+pub fn write_frame(out: &mut impl Write, kind: FrameKind, id: u32, payload: &[u8]) -> io::Result<()> {
     if payload.len() > MAX_PAYLOAD_BYTES {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "frame too long"));
     }
@@ -158,7 +158,7 @@ pub fn read_frame(input: &mut impl Read) -> io::Result<Option<Frame>> {
     input.read_exact(&mut header[1..])?;
     let invalid = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
     let kind =
-        Kind::from_byte(header[0]).ok_or_else(|| invalid(format!("no frame kind {:#x}", header[0])))?;
+        FrameKind::from_byte(header[0]).ok_or_else(|| invalid(format!("no frame kind {:#x}", header[0])))?;
     let id = u32::from_le_bytes([header[1], header[2], header[3], header[4]]);
     let length = u32::from_le_bytes([header[5], header[6], header[7], header[8]]) as usize;
     if length > MAX_PAYLOAD_BYTES {
@@ -178,14 +178,14 @@ mod tests {
     #[test]
     fn frame_round_trips() {
         let mut bytes = Vec::new();
-        write_frame(&mut bytes, Kind::Stdout, 7, b"hello").unwrap();
-        write_frame(&mut bytes, Kind::Stdin, 8, b"").unwrap();
+        write_frame(&mut bytes, FrameKind::Stdout, 7, b"hello").unwrap();
+        write_frame(&mut bytes, FrameKind::Stdin, 8, b"").unwrap();
         let mut input = &bytes[..];
         let first = read_frame(&mut input).unwrap().unwrap();
         assert_eq!(
             first,
             Frame {
-                kind: Kind::Stdout,
+                kind: FrameKind::Stdout,
                 id: 7,
                 payload: b"hello".to_vec()
             }
@@ -194,7 +194,7 @@ mod tests {
         assert_eq!(
             second,
             Frame {
-                kind: Kind::Stdin,
+                kind: FrameKind::Stdin,
                 id: 8,
                 payload: vec![]
             }
@@ -221,12 +221,12 @@ mod tests {
             columns: 132,
         };
         for streams in [StreamMode::Pipes, StreamMode::Ordered, StreamMode::Terminal(size)] {
-            let start = Start {
+            let start = StartRequest {
                 argv: vec!["sh".into(), "-c".into(), "echo \"a b\"".into()],
                 env: vec![("TERM".into(), "xterm".into())],
                 streams,
             };
-            let read: Start = serde_json::from_slice(&serde_json::to_vec(&start).unwrap()).unwrap();
+            let read: StartRequest = serde_json::from_slice(&serde_json::to_vec(&start).unwrap()).unwrap();
             assert_eq!(
                 (read.argv, read.env, read.streams),
                 (start.argv, start.env, streams)
@@ -237,13 +237,13 @@ mod tests {
     #[test]
     fn garbage_and_truncation_are_errors_and_allocate_nothing_large() {
         assert!(read_frame(&mut &[0xEE; 64][..]).is_err());
-        let mut long = vec![Kind::Data as u8, 0, 0, 0, 0];
+        let mut long = vec![FrameKind::Data as u8, 0, 0, 0, 0];
         long.extend(u32::MAX.to_le_bytes());
         assert!(read_frame(&mut &long[..]).is_err());
         let mut bytes = Vec::new();
-        write_frame(&mut bytes, Kind::Data, 1, b"12345").unwrap();
+        write_frame(&mut bytes, FrameKind::Data, 1, b"12345").unwrap();
         bytes.pop();
         assert!(read_frame(&mut &bytes[..]).is_err());
-        assert!(write_frame(&mut Vec::new(), Kind::Data, 1, &[0; MAX_PAYLOAD_BYTES + 1]).is_err());
+        assert!(write_frame(&mut Vec::new(), FrameKind::Data, 1, &[0; MAX_PAYLOAD_BYTES + 1]).is_err());
     }
 }

@@ -20,17 +20,17 @@ use test_support::figures::{self, Figure, Target as Goal};
 use test_support::steps;
 
 struct Setup {
-    core: Core,
+    core: PerfCore,
     vcpu: Arc<VcpuContext>,
     session: Session,
 }
 
 fn setup(slots: usize, clock: Option<Arc<dyn Clock>>) -> Setup {
-    let mut config = CoreConfig::default();
+    let mut config = PerfCoreConfig::default();
     if let Some(clock) = clock {
         config.clock = clock;
     }
-    let core = Core::new(config);
+    let core = PerfCore::new(config);
     core.register(Arc::new(NoopPmu { slots }));
     let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
     vcpu.sched_in();

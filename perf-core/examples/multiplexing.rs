@@ -23,13 +23,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             std::process::exit(2);
         }
     };
-    let core = Core::new(CoreConfig {
-        clock: Arc::new(OwnTime),
+    let core = PerfCore::new(PerfCoreConfig {
+        clock: Arc::new(ThreadTimeClock),
         mux,
         tick_hz: 1000,
-        ..CoreConfig::default()
+        ..PerfCoreConfig::default()
     });
-    core.register(Arc::new(FewCounters {
+    core.register(Arc::new(LimitedPmu {
         host: HostPmu::software(None),
         slots: 2,
     }));

@@ -7,7 +7,7 @@
 //!
 //! # Glossary
 //!
-//! - **event**: a countable occurrence, opened with [`Core::open`] and accessed through its
+//! - **event**: a countable occurrence, opened with [`PerfCore::open`] and accessed through its
 //!   [`Handle`].
 //! - **vCPU context**, **VM context**: the set of events of one vCPU, or of the whole machine.
 //! - **group**: a leader and its siblings, scheduled on the PMU together or not at all.
@@ -176,8 +176,8 @@ pub mod time;
 pub use diagnostics::{error_line, guest_log};
 
 pub use crate::api::{
-    ConfigError, ContextPin, ControlScope, CoreBuilder, GroupReading, GuestMapping, Handle, Knob, KnobError,
-    LockedContext, OpenFlags, OpenTarget, Reading, Session, VcpuReading,
+    ConfigError, ContextPin, ControlScope, GroupReading, GuestMapping, Handle, Knob, KnobError,
+    LockedContext, OpenFlags, OpenTarget, PerfCoreBuilder, Reading, Session, VcpuReading,
 };
 pub use crate::attr::{Attr, EventType, ReadFormat, SampleType};
 pub use crate::context::ContextStats;
@@ -190,6 +190,6 @@ pub use crate::pmu::{Pmu, PmuEvent, VcpuId};
 pub use crate::record::CpuMode;
 pub use crate::sample::OverflowReport;
 pub use crate::schedule::{SharePolicy, UnknownSharePolicy};
-pub use crate::service::config::{CoreConfig, Role};
-pub use crate::service::core::{Core, VcpuContext};
+pub use crate::service::config::{PerfCoreConfig, Role};
+pub use crate::service::core::{PerfCore, VcpuContext};
 pub use crate::service::error::{ControlError, MapError, OpenError};

@@ -6,7 +6,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::names::{Vendor, printable};
+use crate::model_name::{Vendor, printable};
 
 /// Event select: 8 bits on Intel, 12 bits on AMD (EVNTSEL bits 35:32 and 7:0).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

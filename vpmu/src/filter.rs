@@ -13,7 +13,7 @@ use crate::events::{
     decode_fixed, paravirtual_select,
 };
 use crate::index::MAX_FIXED;
-use crate::names::Vendor;
+use crate::model_name::Vendor;
 
 /// Maximum number of filter entries.
 pub const MAX_ENTRIES: usize = 4096;
@@ -590,7 +590,7 @@ mod tests {
     }
 
     #[test]
-    fn the_number_of_entries_is_limited() {
+    fn number_of_entries_is_limited() {
         let entry = FilterEntrySpec {
             select: 1,
             umask: None,

@@ -15,7 +15,7 @@ use crate::events::{
     ParavirtualEvent,
 };
 use crate::fed;
-use crate::names::Vendor;
+use crate::model_name::Vendor;
 
 /// `PERF_COUNT_SW_*` numbers of the host software events that back paravirtual events.
 mod software {

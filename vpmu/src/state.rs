@@ -14,7 +14,7 @@ use crate::counter_events::{CounterEvents, CounterTimes, EnableOutcome, EventLos
 use crate::events::{Backing, EventRequest};
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 use crate::model::PmuModel;
-use crate::names::{CounterNumbers, Generation, Vendor};
+use crate::model_name::{CounterNumbers, PmuGeneration, Vendor};
 use crate::registers;
 use crate::vendor::{Register, Registers, WriteEffect};
 use crate::vpmu::{Counter, DuePmi, RestoredPmi, Vpmu};
@@ -385,12 +385,12 @@ const fn vendor_byte(vendor: Vendor) -> u8 {
 )]
 fn write_model(body: &mut Vec<u8>, model: &PmuModel) {
     let (kind, version) = match model.generation() {
-        Generation::Off(vendor) => (0, vendor_byte(vendor)),
-        Generation::Intel(version) if model.has_transactions() => (5, version),
-        Generation::Intel(version) => (1, version),
-        Generation::AmdK7 => (2, 0),
-        Generation::AmdCore => (3, 0),
-        Generation::AmdV2 => (4, 0),
+        PmuGeneration::Off(vendor) => (0, vendor_byte(vendor)),
+        PmuGeneration::Intel(version) if model.has_transactions() => (5, version),
+        PmuGeneration::Intel(version) => (1, version),
+        PmuGeneration::AmdK7 => (2, 0),
+        PmuGeneration::AmdCore => (3, 0),
+        PmuGeneration::AmdV2 => (4, 0),
     };
     body.extend([
         kind,
@@ -405,12 +405,12 @@ fn read_model(reader: &mut Reader<'_>) -> Result<PmuModel, StateError> {
     const BAD: StateError = StateError::Impossible("there is no such model");
     let (kind, version) = (reader.u8()?, reader.u8()?);
     let generation = match (kind, version) {
-        (0, 1) => Generation::Off(Vendor::Intel),
-        (0, 2) => Generation::Off(Vendor::Amd),
-        (1 | 5, 1..=5) => Generation::Intel(version),
-        (2, 0) => Generation::AmdK7,
-        (3, 0) => Generation::AmdCore,
-        (4, 0) => Generation::AmdV2,
+        (0, 1) => PmuGeneration::Off(Vendor::Intel),
+        (0, 2) => PmuGeneration::Off(Vendor::Amd),
+        (1 | 5, 1..=5) => PmuGeneration::Intel(version),
+        (2, 0) => PmuGeneration::AmdK7,
+        (3, 0) => PmuGeneration::AmdCore,
+        (4, 0) => PmuGeneration::AmdV2,
         _ => return Err(BAD),
     };
     let general = u32::from(reader.u8()?);
@@ -516,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn the_checksum_is_the_usual_one() {
+    fn checksum_is_the_usual_one() {
         assert_eq!(crc32(b"123456789"), 0xCBF4_3926);
     }
 

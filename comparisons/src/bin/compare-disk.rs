@@ -12,13 +12,13 @@ use std::time::{Duration, Instant};
 use clap::{Parser, value_parser};
 use comparisons::{Failure, exit_code, qemu, spread, write_figures};
 use integration::artefacts::target_dir;
-use integration::beside::{PC_FIRMWARE, qemu_files};
 use integration::debian::{CMDLINE, Debian, says};
 use integration::footprint::{footprint, tracked};
 use integration::lab::LabOptions;
 use integration::limit::Limit;
-use integration::place::TestHost;
 use integration::process::Command;
+use integration::qemu_comparison::{PC_FIRMWARE, qemu_files};
+use integration::test_host::TestHost;
 use serde_json::json;
 
 const LIMIT: Limit = Limit {

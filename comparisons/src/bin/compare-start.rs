@@ -9,14 +9,14 @@ use std::time::Instant;
 
 use clap::{Parser, value_parser};
 use comparisons::{Failure, exit_code, lab, qemu, spread, write_figures};
-use integration::beside::{MICROVM_FIRMWARE, PC_FIRMWARE, qemu_files};
 use integration::debian::says;
 use integration::footprint::{footprint, tracked};
 use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
 use integration::limit::Limit;
-use integration::place::TestHost;
 use integration::process::Command;
+use integration::qemu_comparison::{MICROVM_FIRMWARE, PC_FIRMWARE, qemu_files};
+use integration::test_host::TestHost;
 use serde_json::json;
 
 const GUEST_MIB: u32 = 256;

@@ -17,7 +17,7 @@ use integration::artefacts;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
 use integration::limit::Limit;
-use integration::place::{TestHost, TestHostError};
+use integration::test_host::{TestHost, TestHostError};
 use serde_json::{Value, json};
 
 /// For a machine that does other things too: an exit of the inner guest costs half a millisecond and more.
@@ -450,7 +450,7 @@ fn measure(options: &Options, place: &TestHost) -> Result<GuestRun, TestHostErro
 }
 
 fn script_archive(script: &str) -> std::io::Result<Vec<u8>> {
-    let mut archive = guest_images::cpio::Archive::new(Vec::new());
+    let mut archive = guest_images::cpio::CpioArchive::new(Vec::new());
     archive.file("scripts/compare", 0o644, script.as_bytes())?;
     archive.finish()
 }
@@ -528,7 +528,7 @@ mod tests {
 
     /// A figure that was not measured is `None`, not zero.
     #[test]
-    fn a_missing_line_gives_no_figures() {
+    fn missing_line_gives_no_figures() {
         for word in [
             "@@phase end",
             "@@result counted",

@@ -7,8 +7,8 @@ use std::path::Path;
 use integration::artefacts;
 use integration::limit::Limit;
 use integration::measure::skipped;
-use integration::place::{KvmKind, probe_kvm};
 use integration::process::{Command, Output, Process};
+use integration::test_host::{KvmKind, probe_kvm};
 
 use crate::refusal::check_refusal;
 

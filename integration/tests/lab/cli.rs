@@ -3,8 +3,8 @@
 
 use integration::lease::LeaseAccess;
 use integration::limit::Limit;
-use integration::place::TestHost;
 use integration::process::Command;
+use integration::test_host::TestHost;
 
 use crate::refusal::check_refusal;
 

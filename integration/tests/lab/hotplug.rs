@@ -10,8 +10,8 @@ use std::collections::BTreeMap;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
 use integration::parse::parse_stat_csv;
-use integration::place::TestHost;
 use integration::process::{Command, Output, Process};
+use integration::test_host::TestHost;
 
 const LIMIT: Limit = Limit::GENEROUS;
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
-use integration::place::{KvmKind, TestHost, probe_kvm};
+use integration::test_host::{KvmKind, TestHost, probe_kvm};
 
 /// Two events overflow at different rates (both count the same on the clock backing, so their
 /// periods differ) during `$WORK`, in addition to the watchdog's event.

@@ -7,8 +7,8 @@ use integration::guest::LinuxGuest;
 use integration::limit::Limit;
 use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
-use integration::place::TestHost;
 use integration::process::{Command, Process};
+use integration::test_host::TestHost;
 
 const LIMIT: Limit = Limit::GENEROUS;
 /// Maximum time without output from a guest that makes progress.

@@ -4,7 +4,7 @@
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
 use integration::parse::{judge_detail, parse_stat_csv, pmu_driver_lines};
-use integration::place::TestHost;
+use integration::test_host::TestHost;
 
 use crate::shared_guests::{self, GuestPart};
 

@@ -4,8 +4,8 @@
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
-use integration::place::TestHost;
 use integration::process::{Command, Process};
+use integration::test_host::TestHost;
 
 const LIMIT: Limit = Limit::GENEROUS;
 /// Prefix of perfvisor's message about the backend that moves frames.

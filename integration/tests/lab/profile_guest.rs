@@ -9,8 +9,8 @@ use integration::lab::LabOptions;
 use integration::lease::{LeaseAccess, TestHostLease};
 use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
-use integration::place::TestHost;
 use integration::process::{Command, Process};
+use integration::test_host::TestHost;
 use linux_perf_data::{PerfFileReader, PerfFileRecord};
 
 use crate::common::{LIMIT, loaded, perfvisor, run};

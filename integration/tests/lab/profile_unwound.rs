@@ -5,8 +5,8 @@
 use integration::artefacts;
 use integration::guest::LinuxGuest;
 use integration::measure::skipped;
-use integration::place::TestHost;
 use integration::process::Command;
+use integration::test_host::TestHost;
 
 use crate::common::{loaded, perfvisor, run};
 

@@ -9,8 +9,8 @@ use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
 use integration::limit::Limit;
 use integration::measure::skipped;
-use integration::place::TestHost;
 use integration::process::Command;
+use integration::test_host::TestHost;
 
 const LIMIT: Limit = Limit::GENEROUS;
 

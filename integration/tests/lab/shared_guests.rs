@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
-use integration::place::TestHost;
+use integration::test_host::TestHost;
 
 use crate::{devices, exact, models, nested, user_rdpmc};
 

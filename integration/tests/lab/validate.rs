@@ -4,8 +4,8 @@
 use integration::lease::{LeaseAccess, TestHostLease};
 use integration::limit::Limit;
 use integration::measure::skipped;
-use integration::place::{KvmKind, TestHost, probe_kvm};
 use integration::process::{Command, Output};
+use integration::test_host::{KvmKind, TestHost, probe_kvm};
 use serde_json::Value;
 
 /// Limits for `validate`, which prints nothing until it is done.
@@ -154,12 +154,12 @@ fn print_results(pmu: &str, report: &Value) {
 }
 
 #[test]
-fn nothing_fails_here_with_an_intel_pmu() {
+fn intel_validation_passes_on_this_host() {
     validate_passes_here("intel");
 }
 
 #[test]
-fn nothing_fails_here_with_an_amd_pmu() {
+fn amd_validation_passes_on_this_host() {
     validate_passes_here("amd");
 }
 
@@ -249,12 +249,12 @@ fn a_linux_guest_counts_right(pmu: &str) {
 
 #[test]
 #[ignore = "two minutes each, on a machine that does nothing else: make validate-lab"]
-fn a_linux_guest_counts_right_with_an_intel_pmu() {
+fn linux_guest_counts_right_with_an_intel_pmu() {
     a_linux_guest_counts_right("intel");
 }
 
 #[test]
 #[ignore = "two minutes each, on a machine that does nothing else: make validate-lab"]
-fn a_linux_guest_counts_right_with_an_amd_pmu() {
+fn linux_guest_counts_right_with_an_amd_pmu() {
     a_linux_guest_counts_right("amd");
 }

@@ -6,8 +6,8 @@
 use integration::artefacts;
 use integration::guest::LinuxGuest;
 use integration::limit::Limit;
-use integration::place::TestHost;
 use integration::process::{Command, Output};
+use integration::test_host::TestHost;
 
 const LIMIT: Limit = Limit::GENEROUS;
 

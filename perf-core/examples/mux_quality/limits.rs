@@ -76,7 +76,7 @@ struct Segment {
 
 /// Mean errors over the events of a trace, with one turn per tick.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct IdeaErrors {
+pub struct PolicyErrors {
     /// Round robin, linear scaling.
     pub rotate: f64,
     /// A different order in each rotation, linear scaling.
@@ -85,7 +85,7 @@ pub struct IdeaErrors {
     pub together: f64,
 }
 
-impl IdeaErrors {
+impl PolicyErrors {
     /// Adds `other` with a weight.
     pub fn add(&mut self, other: &Self, weight: f64) {
         self.rotate += weight * other.rotate;
@@ -95,11 +95,11 @@ impl IdeaErrors {
 }
 
 /// Measures both ideas on `trace`.
-pub fn ideas(trace: &Trace, seed: u64) -> IdeaErrors {
+pub fn ideas(trace: &Trace, seed: u64) -> PolicyErrors {
     let mut rng = Rng::with_seed(seed);
     let regular = segments(trace, &mut rng, false);
     let shuffled = segments(trace, &mut rng, true);
-    IdeaErrors {
+    PolicyErrors {
         rotate: error(trace, &regular, |e| scaled(&regular.1, e)),
         shuffled: error(trace, &shuffled, |e| scaled(&shuffled.1, e)),
         together: error(trace, &regular, |e| with_others(&regular.1, e)),

@@ -8,7 +8,7 @@ use crate::model::failure::EventFailure;
 use crate::model::state::EventState;
 use crate::service::config::User;
 use crate::service::core::CoreInner;
-use crate::service::opened::EventRef;
+use crate::service::open_events::EventRef;
 
 /// A handle of an open event. Dropping it closes the event and its children. The siblings of a
 /// closed leader become leaders of their own groups.

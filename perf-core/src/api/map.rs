@@ -8,10 +8,10 @@ use crate::api::handle::Handle;
 use crate::model::output::Output;
 use crate::notify::PollState;
 use crate::ring::{PAGE_SIZE, Ring, RingMode};
-use crate::service::core::Core;
+use crate::service::core::PerfCore;
 use crate::service::error::{ControlError, MapError};
 
-impl Core {
+impl PerfCore {
     /// Returns the number of ring memory pages currently charged to user `uid`.
     #[must_use]
     pub fn ring_pages(&self, uid: u32) -> u64 {

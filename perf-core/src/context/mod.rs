@@ -7,7 +7,7 @@
 
 mod cell;
 mod lists;
-mod look;
+mod lost_slots;
 mod members;
 mod overflow;
 mod pass;
@@ -34,8 +34,8 @@ use crate::model::times::ContextClock;
 use crate::model::totals::Totals;
 use crate::pmu::{CounterMask, PmuError};
 use crate::record::ReadEntry;
+use crate::schedule::counter_assignments::CounterRequest;
 use crate::schedule::group::{Group, GroupQueue};
-use crate::schedule::seats::CounterRequest;
 use crate::schedule::{ClassQueue, MuxConfig, SharePolicy, SlotPool, SlotPools};
 
 /// Statistics of a context.

@@ -55,7 +55,7 @@ use protocol::{Claim, Protocol, RingGeometry, SharedWords};
 
 pub use mapping::PAGE_SIZE;
 pub use page::{ControlPageBusy, ControlPageWriter, PageCounter};
-pub use reader::{RawRecord, ReadError, RecordBatch, RingReader};
+pub use reader::{RawRecord, RecordBatch, RingReadError, RingReader};
 pub use wake::PollState;
 pub(crate) use wake::borrowed;
 

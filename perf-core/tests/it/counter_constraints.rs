@@ -9,7 +9,7 @@ use proptest::prelude::*;
 
 /// A core on a simulated host, with one scheduled-in vCPU.
 struct SimulatedCore {
-    core: Core,
+    core: PerfCore,
     pmu: SimPmu,
     vcpu: Arc<VcpuContext>,
     session: Session,
@@ -17,7 +17,7 @@ struct SimulatedCore {
 
 impl SimulatedCore {
     fn new(config: SimConfig) -> Self {
-        let core = Core::new(CoreConfig::default());
+        let core = PerfCore::new(PerfCoreConfig::default());
         let pmu = SimPmu::new(config);
         core.register(Arc::new(pmu.clone()));
         let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();

@@ -39,21 +39,21 @@ fn compare(traces: impl Iterator<Item = Trace>, grid_ns: u64, seeds: usize, tole
 }
 
 #[test]
-fn a_third_of_the_error_and_never_worse() {
+fn third_of_the_error_and_never_worse() {
     compare(traces::all().into_iter(), 1, SEEDS.len(), 0.0);
 }
 
 /// The same with a timer that fires on whole milliseconds only: rounding makes turns irregular,
 /// which costs up to half a percent of a count.
 #[test]
-fn a_coarse_timer_is_enough() {
+fn coarse_timer_is_enough() {
     compare(traces::all().into_iter(), 1_000_000, SEEDS.len(), 0.005);
 }
 
 /// The same on random traces. A rhythm that rotation happens to sample evenly may be slightly
 /// worse.
 #[test]
-fn a_third_of_the_error_on_random_traces() {
+fn third_of_the_error_on_random_traces() {
     compare(family::HOLD_OUT.step_by(2).map(family::trace), 1, 4, 0.003);
 }
 

@@ -38,11 +38,11 @@ pub mod counts;
 pub mod events;
 pub mod nearest;
 pub mod peer;
-pub mod place;
 pub mod protocol;
 mod reading;
 pub mod request;
 mod schema;
 pub mod snapshot;
+pub mod socket_dir;
 
 pub use schema::schema;

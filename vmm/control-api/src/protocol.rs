@@ -70,7 +70,7 @@ pub enum Call {
         /// Contents of the filter, as in a file for `--pmu-filter`.
         toml: String,
     },
-    /// Opens events, disabled. Reply: a list of [`Opened`].
+    /// Opens events, disabled. Reply: a list of [`OpenedEvent`].
     Open {
         /// A list in perf's syntax.
         events: String,
@@ -84,7 +84,7 @@ pub enum Call {
         whole: bool,
         /// Sampling parameters; counting only if omitted.
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        sampling: Option<Sampling>,
+        sampling: Option<SamplingParams>,
     },
     /// Enables all events of this connection.
     Enable,
@@ -92,7 +92,7 @@ pub enum Call {
     Disable,
     /// Lists the events that were opened on vCPUs plugged in since the previous call, for event
     /// lists opened without `vcpus`. The events are enabled if those of the connection are. Reply:
-    /// a list of [`Joined`].
+    /// a list of [`PluggedVcpuEvents`].
     Joined,
     /// Reads all events of this connection. Reply: a list of [`EventReading`].
     Read,
@@ -106,7 +106,7 @@ pub enum Call {
         /// Data pages, a power of two.
         pages: u32,
     },
-    /// The host kernel's own ring of an event that has one ([`Opened::ring`]): the guest's instruction
+    /// The host kernel's own ring of an event that has one ([`OpenedEvent::ring`]): the guest's instruction
     /// pointers, taken without leaving the guest. Reply: [`HostRingInfo`], and the perf event's
     /// descriptor with it, which the client maps.
     HostRing {
@@ -130,7 +130,7 @@ pub enum Call {
     /// Starts the search for the guest's kernel in its memory, unless done before. Reply:
     /// [`KernelInfo`]; repeat the call while the search runs.
     Kernel,
-    /// The guest kernel's symbols. Reply: [`SymbolsInfo`], and a memfd with them as text like
+    /// The guest kernel's symbols. Reply: [`KernelSymbolsReply`], and a memfd with them as text like
     /// `/proc/kallsyms`.
     Symbols,
     /// The code that a process of the guest has mapped, as the guest's kernel tells. Reply: [`ProcessCode`].
@@ -148,7 +148,7 @@ pub enum Call {
         /// How many bytes, at most [`MAX_PROCESS_MEMORY`].
         bytes: u32,
     },
-    /// Requests a snapshot of the guest's PMU programming from each vCPU. Reply: [`Generation`].
+    /// Requests a snapshot of the guest's PMU programming from each vCPU. Reply: [`SnapshotId`].
     GuestView,
     /// Returns the snapshot of the guest's PMU programming. Reply: [`GuestViews`].
     GuestViewResult {
@@ -188,7 +188,7 @@ pub enum Call {
 
 /// Sampling parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Sampling {
+pub struct SamplingParams {
     /// Events for a sample, or samples a second.
     pub rate: u64,
     /// `rate` is a frequency in Hz.
@@ -196,7 +196,7 @@ pub struct Sampling {
     /// With the guest's call chain.
     pub callchain: bool,
     /// Number of samples per full sample. For the others, the vCPU is not stopped and the host's
-    /// kernel samples the instruction pointer, if possible ([`Opened::ring`]). 1 (the default)
+    /// kernel samples the instruction pointer, if possible ([`OpenedEvent::ring`]). 1 (the default)
     /// makes every sample a full one.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub chain_every: u32,
@@ -404,11 +404,11 @@ pub struct VcpuRefusal {
 
 /// Events on a vCPU that was plugged in.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Joined {
+pub struct PluggedVcpuEvents {
     /// The vCPU.
     pub vcpu: u32,
     /// Its events.
-    pub events: Vec<Opened>,
+    pub events: Vec<OpenedEvent>,
     /// Why the events could not be opened; the vCPU runs, but is not counted for this connection.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub refused: Option<String>,
@@ -416,7 +416,7 @@ pub struct Joined {
 
 /// An event that was opened, or could not be.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Opened {
+pub struct OpenedEvent {
     /// Its number on this connection; `None` when it cannot be counted here.
     pub handle: Option<u32>,
     /// Why the event is unsupported.
@@ -442,7 +442,7 @@ pub struct Opened {
     /// `perf_event_attr.config`.
     pub config: u64,
     /// `true` if the host's kernel samples the event too ([`Call::HostRing`]). The event itself
-    /// then takes only every [`Sampling::chain_every`]-th sample.
+    /// then takes only every [`SamplingParams::chain_every`]-th sample.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub ring: bool,
     /// Why the host's kernel does not sample the event, if that was requested.
@@ -570,7 +570,7 @@ pub struct RingLoss {
 
 /// The guest kernel's symbols. The text comes as a memfd with the reply.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct SymbolsInfo {
+pub struct KernelSymbolsReply {
     /// Bytes of text.
     pub bytes: u64,
     /// `true` if user space and kernel share one address space, so the guest has no user space of
@@ -628,7 +628,7 @@ pub struct ProcessMemory {
 
 /// Identification of a snapshot of the guest's PMU programming.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Generation {
+pub struct SnapshotId {
     /// Ascending number of the snapshot.
     pub generation: u64,
 }

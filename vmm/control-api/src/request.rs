@@ -9,8 +9,8 @@ use serde::de::DeserializeOwned;
 
 use crate::counts::VcpuCounts;
 use crate::protocol::{
-    self, Call, EventReading, Generation, GuestViews, HostRingInfo, KernelInfo, Opened, RingInfo, RingLoss,
-    Sampling, SymbolsInfo, VmInfo,
+    self, Call, EventReading, GuestViews, HostRingInfo, KernelInfo, KernelSymbolsReply, OpenedEvent,
+    RingInfo, RingLoss, SamplingParams, SnapshotId, VmInfo,
 };
 use crate::snapshot::{self, SnapshotPiece, SnapshotProgress};
 
@@ -105,7 +105,7 @@ requests! {
         /// Contents of the filter, as in a file for `--pmu-filter`.
         toml: String,
     } => ();
-    /// Opens events in disabled state. Reply: a list of [`Opened`].
+    /// Opens events in disabled state. Reply: a list of [`OpenedEvent`].
     Open {
         /// Event list in perf's syntax.
         events: String,
@@ -116,16 +116,16 @@ requests! {
         /// `vcpus` and `sampling`.
         whole: bool,
         /// Sampling parameters; counting only if omitted.
-        sampling: Option<Sampling>,
-    } => Vec<Opened>;
+        sampling: Option<SamplingParams>,
+    } => Vec<OpenedEvent>;
     /// Enables all events of this connection.
     Enable => ();
     /// Disables all events of this connection.
     Disable => ();
     /// Lists the events that were opened on vCPUs plugged in since the previous call, for event
     /// lists opened without `vcpus`. The events are enabled if those of the connection are. Reply:
-    /// a list of [`protocol::Joined`].
-    Joined => Vec<protocol::Joined>;
+    /// a list of [`protocol::PluggedVcpuEvents`].
+    Joined => Vec<protocol::PluggedVcpuEvents>;
     /// Reads all events of this connection. Reply: a list of [`EventReading`].
     Read => Vec<EventReading>;
     /// Closes all events of this connection.
@@ -138,7 +138,7 @@ requests! {
         /// Number of data pages, a power of two.
         pages: u32,
     } => RingInfo;
-    /// Requests the host kernel's ring of an event that has one ([`Opened::ring`]), with
+    /// Requests the host kernel's ring of an event that has one ([`OpenedEvent::ring`]), with
     /// instruction pointers of the guest sampled without an exit. Reply: [`HostRingInfo`] and the
     /// perf event's descriptor, which the client maps.
     HostRing {
@@ -162,9 +162,9 @@ requests! {
     /// Starts the search for the guest's kernel in its memory, unless done before. Reply:
     /// [`KernelInfo`]; repeat the call while the search runs.
     Kernel => KernelInfo;
-    /// Requests the guest kernel's symbols. Reply: [`SymbolsInfo`] and a memfd with text in the
+    /// Requests the guest kernel's symbols. Reply: [`KernelSymbolsReply`] and a memfd with text in the
     /// format of `/proc/kallsyms`.
-    Symbols => SymbolsInfo;
+    Symbols => KernelSymbolsReply;
     /// Lists the executable mappings of a guest process. Reply: [`protocol::ProcessCode`].
     ProcessCode {
         /// Process ID in the guest's initial PID namespace.
@@ -180,8 +180,8 @@ requests! {
         /// Number of bytes, at most [`protocol::MAX_PROCESS_MEMORY`].
         bytes: u32,
     } => protocol::ProcessMemory;
-    /// Requests a snapshot of the guest's PMU programming from each vCPU. Reply: [`Generation`].
-    GuestView => Generation;
+    /// Requests a snapshot of the guest's PMU programming from each vCPU. Reply: [`SnapshotId`].
+    GuestView => SnapshotId;
     /// Returns the snapshot of the guest's PMU programming. Reply: [`GuestViews`].
     GuestViewResult {
         /// Generation of the snapshot.

@@ -16,7 +16,7 @@ const HEADER: usize = 5;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum FrameKind {
-    /// Host: the request, a [`crate::request::Request`] as JSON. Sent once, as the first frame.
+    /// Host: the request, a [`crate::request::AgentRequest`] as JSON. Sent once, as the first frame.
     Request = 1,
     /// Agent: the request has been accepted.
     Accepted = 2,
@@ -34,7 +34,7 @@ pub enum FrameKind {
     Signal = 8,
     /// Host: the new terminal size (rows and columns, 2 bytes each).
     Resize = 9,
-    /// Agent: the command has exited, a [`crate::request::Exit`] as JSON.
+    /// Agent: the command has exited, a [`crate::request::CommandExit`] as JSON.
     Exit = 10,
     /// Sender: the next entry of a tree, a [`crate::entry::TreeEntry`].
     TreeEntry = 11,

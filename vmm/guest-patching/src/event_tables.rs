@@ -534,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cache_event_has_the_config_that_perf_passes() {
+    fn cache_event_has_the_config_that_perf_passes() {
         let data = bytes(&cache(0xC2));
         let table = &find(&[segment(&data)])[0];
         let event = |at| table.event(at);

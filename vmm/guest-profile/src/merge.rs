@@ -82,7 +82,7 @@ pub struct SampleTask {
 
 /// Sample counts of a merged profile, shown to the user.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Totals {
+pub struct SampleTotals {
     /// Number of light samples in the profile.
     pub light: u64,
     /// Number of full samples in the profile.
@@ -152,7 +152,7 @@ pub struct SampleMerger {
     /// Unseen share above which full mode starts, and the share that caused the last switch.
     limit: f64,
     share: f64,
-    totals: Totals,
+    totals: SampleTotals,
 }
 
 impl SampleMerger {
@@ -178,12 +178,12 @@ impl SampleMerger {
             ever_seen: false,
             limit: UNSEEN_LIMIT,
             share: 0.0,
-            totals: Totals::default(),
+            totals: SampleTotals::default(),
         }
     }
 
     /// Returns the sample counts so far.
-    pub fn totals(&self) -> Totals {
+    pub fn totals(&self) -> SampleTotals {
         self.totals
     }
 

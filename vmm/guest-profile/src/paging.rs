@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_crosses_pages_and_stops_at_the_top_of_the_address_space() {
+    fn read_crosses_pages_and_stops_at_the_top_of_the_address_space() {
         let mut g = TestGuest::new(1 << 16, false);
         g.map(0x1000, 0x6000, 1);
         g.map(0x2000, 0x5000, 1);

@@ -11,14 +11,14 @@
 //! Both processes run the same program, so the messages have no version. The reader is still
 //! treated as hostile, because a guest may have compromised it.
 
-mod asker;
-mod found;
+mod found_kernel;
 mod reader;
+mod requester;
 mod wire;
 
-pub use asker::{SearchError, ask};
-pub use found::{FoundKernel, UnreadPart};
+pub use found_kernel::{FoundKernel, UnreadPart};
 pub use reader::serve;
+pub use requester::{SearchError, ask};
 
 #[cfg(test)]
 mod tests;

@@ -3,7 +3,7 @@
 /// Error returned when a kernel image cannot be read. Each message is one line and names the file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum ImageError {
+pub enum KernelImageError {
     /// The file has none of the supported formats.
     #[error(
         "{name} is not a kernel: {found}; accepted are an x86-64 ELF vmlinux, a bzImage, a multiboot v1 image and an \
@@ -159,8 +159,8 @@ pub enum Lz4BlockError {
     },
 }
 
-impl ImageError {
-    /// Creates an [`ImageError::Malformed`] for an invalid header field.
+impl KernelImageError {
+    /// Creates an [`KernelImageError::Malformed`] for an invalid header field.
     pub fn malformed(name: &str, damage: ImageDamage) -> Self {
         Self::Malformed {
             name: name.into(),
@@ -168,7 +168,7 @@ impl ImageError {
         }
     }
 
-    /// Creates an [`ImageError::Truncated`] for `data` that ends before the end of `part` at
+    /// Creates an [`KernelImageError::Truncated`] for `data` that ends before the end of `part` at
     /// `need_bytes`.
     pub fn truncated(name: &str, part: &str, need_bytes: u64, data: &[u8]) -> Self {
         Self::Truncated {

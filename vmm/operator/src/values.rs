@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use guest_profile::export::pprof::Label;
+use guest_profile::export::pprof::SampleLabel;
 use guest_profile::export::report::SortKey;
 
 /// Minimum interval of `stat -I`, in milliseconds.
@@ -155,18 +155,20 @@ pub fn parse_sort(text: &str) -> Result<SortKeys, ValueError> {
 
 /// Labels of a profile's samples.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Labels(pub Vec<Label>);
+pub struct ProfileLabels(pub Vec<SampleLabel>);
 
 /// Parses the labels of a profile's samples, such as `task,event`.
-pub fn parse_labels(text: &str) -> Result<Labels, ValueError> {
+pub fn parse_labels(text: &str) -> Result<ProfileLabels, ValueError> {
     let label = |name: &str| {
-        let found = Label::ALL.into_iter().find(|label| label.name() == name.trim());
+        let found = SampleLabel::ALL
+            .into_iter()
+            .find(|label| label.name() == name.trim());
         found.ok_or_else(|| ValueError::Label(name.to_owned()))
     };
-    let named: Vec<Label> = text.split(',').map(label).collect::<Result<_, _>>()?;
+    let named: Vec<SampleLabel> = text.split(',').map(label).collect::<Result<_, _>>()?;
     // Removes duplicates.
-    Ok(Labels(
-        Label::ALL
+    Ok(ProfileLabels(
+        SampleLabel::ALL
             .into_iter()
             .filter(|label| named.contains(label))
             .collect(),

@@ -14,7 +14,7 @@ pub mod cpu;
 mod parse;
 mod perf;
 
-use control_api::events::list::{self, ListError};
+use control_api::events::list::{self, EventListError};
 use control_api::nearest::did_you_mean;
 
 use cpu::CpuName;
@@ -25,7 +25,7 @@ pub use perf::{PerfError, events_of};
 #[derive(Debug, thiserror::Error)]
 pub enum EventNameError {
     #[error(transparent)]
-    List(#[from] ListError),
+    List(#[from] EventListError),
     #[error("unknown event '{event}'; the vendor's events by name are not known here")]
     Unasked {
         event: String,
@@ -64,7 +64,7 @@ fn with_tables(
 ) -> Result<String, EventNameError> {
     let error = match list::parse(events) {
         Ok(_) => return Ok(events.to_owned()),
-        Err(error @ ListError::Unknown(_)) => error,
+        Err(error @ EventListError::Unknown(_)) => error,
         Err(error) => return Err(error.into()),
     };
     let Some(first) = names(events).find(|(_, name)| may_be_vendor_event(name)) else {

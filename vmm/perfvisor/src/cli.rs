@@ -26,9 +26,9 @@ use vpmu::{BackingPolicy, CounterNumbers, PmuModelName};
 use crate::commands::generate::{EXAMPLES, GenerateArgs};
 use crate::commands::validate::ValidateArgs;
 use crate::values::{
-    ObserversAt, SecurityProfile, integer_in_range, parse_builtin, parse_gdb, parse_memory, parse_on_off,
-    parse_pmi_limit, parse_ring_memory, parse_sample_limit, parse_share, parse_stop_timeout, parse_turn,
-    parse_width,
+    ObserverSocketArg, SecurityProfile, integer_in_range, parse_builtin, parse_gdb, parse_memory,
+    parse_on_off, parse_pmi_limit, parse_ring_memory, parse_sample_limit, parse_share, parse_stop_timeout,
+    parse_turn, parse_width,
 };
 use operator::commands::annotate::AnnotateArgs;
 use operator::commands::convert::ConvertArgs;
@@ -55,7 +55,7 @@ use vmm::gdb::config::GdbConfig;
 use vmm::kvm::signature::CpuSignature;
 use vmm::memory::HugePages;
 use vmm::numbers::VcpuNumbers;
-use vmm::turns::MuxChoice;
+use vmm::timers::MuxChoice;
 use vmm::vcpu::affinity::Pinning;
 use vmm::vcpu::control::ResetPolicy;
 use vmm::vm::HaltPolling;
@@ -80,15 +80,15 @@ Example: perfvisor run --kernel vmlinux --initrd initrd --cpus 2 --memory 1G --n
 pub struct Cli {
     /// What every command takes.
     #[command(flatten)]
-    pub global: Global,
+    pub global: GlobalOptions,
     /// What to do.
     #[command(subcommand)]
-    pub command: Command,
+    pub command: CliCommand,
 }
 
 /// Options of every command.
 #[derive(Clone, Debug, Args)]
-pub struct Global {
+pub struct GlobalOptions {
     /// More messages: -v info, -vv debug, -vvv trace.
     #[arg(short, long, action = clap::ArgAction::Count, global = true)]
     pub verbose: u8,
@@ -99,7 +99,7 @@ pub struct Global {
 
 /// The commands.
 #[derive(Clone, Debug, Subcommand)]
-pub enum Command {
+pub enum CliCommand {
     /// Run a guest: a Linux kernel, a multiboot kernel, or the built-in one.
     Run(Box<RunArgs>),
     /// Say what this host can do.
@@ -242,7 +242,7 @@ pub struct RunArgs {
     pub kernel: Option<PathBuf>,
     /// Another built-in guest instead, by its name.
     #[arg(long, value_name = "NAME", hide = true, conflicts_with = "kernel", value_parser = parse_builtin)]
-    pub builtin: Option<&'static guest_images::bare_metal::Guest>,
+    pub builtin: Option<&'static guest_images::bare_metal::BareMetalGuest>,
     /// How the kernel is entered: auto (what its file asks for; Linux by its own protocol), or pvh (the PVH
     /// entry point of an ELF kernel, Linux too).
     #[arg(
@@ -446,7 +446,7 @@ pub struct RunArgs {
     /// Let others look on, at a Unix socket: who may write its file may count the VM's events (perfvisor stat
     /// --socket PATH), and change nothing.
     #[arg(long, value_name = "PATH[,mode=MODE]", help_heading = "Operation")]
-    pub observers: Option<ObserversAt>,
+    pub observers: Option<ObserverSocketArg>,
     /// Sockets between the guest and programs of this host, for exec and cp too: the guest's address, and the
     /// Unix socket to connect to [default: cid=3, and NAME.vsock beside the control socket]
     #[arg(long, value_name = "cid=N[,socket=PATH]", num_args = 0..=1, default_missing_value = "cid=3", help_heading = "Consoles and devices")]
@@ -470,7 +470,7 @@ pub struct RunArgs {
     /// What happens when a thread of the VM asks the host's kernel for what it has no use for: on (the VM
     /// ends), log (the kernel's log gets it), off (nothing is watched).
     #[arg(long, value_name = "MODE", default_value = "on", help_heading = "Isolation")]
-    pub seccomp: sandbox::Mode,
+    pub seccomp: sandbox::SeccompMode,
     /// Let the running VM open no file of the host but those it has a use for (by landlock, where the kernel
     /// has it): on or off.
     #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off, help_heading = "Isolation")]
@@ -522,7 +522,7 @@ fn parse_run(args: &[OsString]) -> Option<Cli> {
     if first != Some("run") || words.any(of_a_file) {
         return None;
     }
-    let command = Global::augment_args(clap::Command::new("perfvisor").disable_help_subcommand(true))
+    let command = GlobalOptions::augment_args(clap::Command::new("perfvisor").disable_help_subcommand(true))
         .subcommand(RunArgs::augment_args(clap::Command::new("run")));
     let command = with_negative_numbers(perf_options::add_accepted_options(command));
     let matches = command.try_get_matches_from(args).ok()?;
@@ -556,7 +556,7 @@ fn parse_any(args: Vec<OsString>) -> Result<Cli, CliExit> {
     let matches = command.clone().try_get_matches_from(args).map_err(explained)?;
     let mut cli = Cli::from_arg_matches(&matches).map_err(explained)?;
     restore::keep_machine_options(&mut cli, &matches);
-    if let Command::Run(run) = &cli.command
+    if let CliCommand::Run(run) = &cli.command
         && run.dump_config
         && let Some((_, given)) = matches.subcommand()
     {

@@ -242,7 +242,7 @@ mod tests {
 
     fn run(args: &[&str]) -> Result<RunArgs, CliExit> {
         match cli::parse(["perfvisor", "run"].iter().chain(args))?.command {
-            cli::Command::Run(run) => Ok(*run),
+            cli::CliCommand::Run(run) => Ok(*run),
             other => unreachable!("run was asked for, not {other:?}"),
         }
     }

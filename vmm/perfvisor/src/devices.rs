@@ -7,11 +7,11 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use control_api::place;
+use control_api::socket_dir;
 use sandbox::SocketBroker;
 use virtio_devices::device::VirtioDevice;
 use virtio_devices::disk::BlockDevice;
-use virtio_devices::disk::image::ImageError;
+use virtio_devices::disk::image::DiskImageError;
 use virtio_devices::net::NetDevice;
 use virtio_devices::net::config::{MacAddress, NetConfig, VhostMode};
 use virtio_devices::net::tap::{Tap, TapError, mtu};
@@ -30,7 +30,7 @@ use perf_core::error_line;
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
     #[error("--disk")]
-    Disk(#[source] ImageError),
+    Disk(#[source] DiskImageError),
     #[error("--net")]
     Tap(#[source] TapError),
     #[error("--net tap={0}: its MTU cannot be read")]
@@ -55,7 +55,7 @@ pub enum DeviceError {
     #[error("--share-dir: tag={0} is there twice: give each directory a tag of its own")]
     TagTwice(String),
     #[error("--share-dir")]
-    Place(#[from] place::SocketError),
+    Place(#[from] socket_dir::SocketError),
     #[error("--share-dir: this program's own path")]
     OwnPath(#[source] io::Error),
     #[error("--share-dir: the log")]
@@ -167,7 +167,7 @@ fn share(
         words: vec![program.into_os_string(), "keep-share".into(), "--".into()],
         log: log.map(File::try_clone).transpose().map_err(DeviceError::Log)?,
     };
-    place::make_directory(&place::directory())?;
+    socket_dir::make_directory(&socket_dir::directory())?;
     let socket = share_socket(vm, name);
     log::info!("{name}: tag {tag}");
     Ok(FsDevice::new(
@@ -188,12 +188,12 @@ fn sockets(config: &VsockConfig, vm: &str) -> Result<VsockDevice, VsockError> {
 
 /// Returns the path of the virtiofsd socket of shared directory `name`.
 fn share_socket(vm: &str, name: &str) -> PathBuf {
-    place::directory().join(format!("{vm}.{name}"))
+    socket_dir::directory().join(format!("{vm}.{name}"))
 }
 
 /// Returns the path of the vsock device's socket.
 fn vsock_socket(config: &VsockConfig, vm: &str) -> PathBuf {
-    let beside = || place::vsock_path(&place::directory(), vm);
+    let beside = || socket_dir::vsock_path(&socket_dir::directory(), vm);
     config.socket.clone().unwrap_or_else(beside)
 }
 
@@ -229,13 +229,13 @@ fn network(config: &NetConfig, index: usize, vm: &str) -> Result<NetDevice, Devi
 
 #[cfg(test)]
 mod tests {
-    use crate::cli::{self, Command};
+    use crate::cli::{self, CliCommand};
 
     use super::*;
 
     fn checked(words: &str) -> Result<(), String> {
         let words = ["perfvisor", "run"].into_iter().chain(words.split(' '));
-        let Ok(Command::Run(args)) = cli::parse(words).map(|cli| cli.command) else {
+        let Ok(CliCommand::Run(args)) = cli::parse(words).map(|cli| cli.command) else {
             panic!("no arguments of run");
         };
         check(&args, "vm").map_err(|e| error_line(&e))

@@ -26,19 +26,19 @@ use consoles::{Consoles, Subscriber};
 use ending::PanicDetector;
 pub use error::RunError;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
-use inherited::Inherited;
+use inherited::InheritedDescriptors;
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
 use sandbox::{PerfEventAccess, ProcessConfinement, SocketBroker, TerminationActions, ThreadKind};
 use virtio_devices::device::VirtioDevice;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vpmu::BackingPolicy;
-use vpmu::backing::MAX_EVENTS_PER_COUNTER;
+use vpmu::perf_core_events::MAX_EVENTS_PER_COUNTER;
 
 use crate::background::{self, DaemonStartup};
 use crate::cli::RunArgs;
 use crate::devices::{self};
-use crate::stopping::Stopping;
-use control_api::place::{self, Socket, SocketError};
+use crate::stop_handler::StopHandler;
+use control_api::socket_dir::{self, Socket, SocketError};
 use guest_patching::rdpmc::RdpmcMode;
 use operator::exit::ExitStatus;
 use operator::input;
@@ -53,7 +53,7 @@ use vmm::kvm::host::{self};
 use vmm::pmu::event_opener::VmEventOpener;
 use vmm::pmu::kernel_reader::KernelReader;
 use vmm::pmu::{PmuConfig, VmPmu, overflow_signal};
-use vmm::turns::{RotationTimer, TickTimer};
+use vmm::timers::{RotationTimer, TickTimer};
 use vmm::vcpu::control::{ResetPolicy, RunControl, StopReason};
 use vmm::vcpu::registry::VcpuRegistry;
 use vmm::vcpu::{kick, stats};
@@ -122,7 +122,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     // Child processes of a daemon must not hold the streams of its starter, which may wait for
     // their end.
     let log = log_file.or(starting.as_ref().map(DaemonStartup::null));
-    let inherited = Inherited::mark();
+    let inherited = InheritedDescriptors::mark();
     inherited::clear_environment();
     jail::join_cgroup(args)?;
     jail::become_user(args)?;
@@ -210,7 +210,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
         .child_ended()
         .map_err(RunError::start("dup failed"))?;
     servers.push(Arc::new(Mutex::new(ChildReaper::new(child_ended))));
-    let stopping = Stopping::new(stop_signals, args.stop_timeout, control, bus, manager.clone())
+    let stopping = StopHandler::new(stop_signals, args.stop_timeout, control, bus, manager.clone())
         .map_err(RunError::start("timerfd_create failed"))?;
     if let Some(starting) = starting {
         starting.runs().map_err(RunError::Daemon)?;
@@ -399,7 +399,7 @@ fn warn_if_few_descriptors(limit: Option<u64>, config: &VmConfig, probe: &HostPr
 /// Returns the VM's name and opens its control socket. A VM without a user-supplied name may run
 /// without a control socket.
 fn control_socket(name: Option<&str>) -> Result<(String, Option<Socket>), SocketError> {
-    let dir = place::directory();
+    let dir = socket_dir::directory();
     match name {
         Some(name) => {
             let socket = Socket::bind(&dir, name)?;
@@ -508,7 +508,7 @@ fn exit_status(control: &RunControl) -> ExitStatus {
 fn serve(
     running: &RunningVm,
     restarter: Option<Restarter>,
-    stopping: Stopping,
+    stopping: StopHandler,
     consoles: &Consoles,
     resized: EventFd,
     servers: Vec<Subscriber>,
@@ -555,7 +555,7 @@ struct Housekeeping {
     control: Arc<RunControl>,
     pmu: Arc<VmPmu>,
     quit: EventFd,
-    stopping: Stopping,
+    stopping: StopHandler,
     ticks: TickTimer,
     turns: RotationTimer,
     registry: Arc<VcpuRegistry>,

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use guest_images::bare_metal::{GUESTS, Guest};
+use guest_images::bare_metal::{BareMetalGuest, GUESTS};
 use operator::values::parse_number;
 pub use operator::values::{integer_in_range, parse_bytes};
 use perf_core::SharePolicy;
@@ -52,7 +52,7 @@ impl FromStr for SecurityProfile {
 
 /// The socket for observers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ObserversAt {
+pub struct ObserverSocketArg {
     /// Path of the socket.
     pub path: PathBuf,
     /// Permissions of the socket's file.
@@ -97,7 +97,7 @@ fn permissions(text: &str) -> Option<u32> {
     (mode & !0o777 == 0 && mode & 0o600 == 0o600).then_some(mode)
 }
 
-impl FromStr for ObserversAt {
+impl FromStr for ObserverSocketArg {
     type Err = SocketPathError;
 
     fn from_str(text: &str) -> Result<Self, SocketPathError> {
@@ -153,7 +153,7 @@ pub enum ValueError {
 }
 
 /// Parses the name of a built-in guest.
-pub fn parse_builtin(text: &str) -> Result<&'static Guest, ValueError> {
+pub fn parse_builtin(text: &str) -> Result<&'static BareMetalGuest, ValueError> {
     let guest = GUESTS.iter().find(|guest| guest.name == text);
     guest.ok_or(ValueError::Builtin)
 }
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tolerance_is_a_percentage() {
+    fn tolerance_is_a_percentage() {
         assert_eq!(parse_tolerance("0.5"), Ok(0.5));
         for bad in ["", "-1", "51", "x", "NaN", "inf"] {
             assert!(parse_tolerance(bad).is_err(), "{bad}");

@@ -15,8 +15,8 @@ use super::guest::{OpenOperatorEvents, OperatorEvents, OperatorResults};
 use super::judge::Expectation;
 use super::procfs::ThreadFacts;
 use super::report::{ReportRows, ReportSummary};
-use crate::host::Stop;
-use crate::host::{Host, LinuxFiles, Options};
+use crate::host::StopCallback;
+use crate::host::{HostProperties, LinuxFiles, ValidateOptions};
 use crate::judge::whole;
 use control_api::protocol::VcpuView;
 
@@ -46,9 +46,9 @@ fn perf_stat_of(arguments: &str, command: &str) -> String {
 
 /// Parameters of the measurements with the Linux guest.
 pub(super) struct Linux<'a> {
-    pub options: &'a Options,
-    pub host: &'a Host,
-    pub signals: &'a Stop,
+    pub options: &'a ValidateOptions,
+    pub host: &'a HostProperties,
+    pub signals: &'a StopCallback,
     pub files: &'a LinuxFiles,
 }
 

@@ -43,6 +43,6 @@ pub mod numbers;
 pub mod pmu;
 #[cfg(test)]
 mod testing;
-pub mod turns;
+pub mod timers;
 pub mod vcpu;
 pub mod vm;

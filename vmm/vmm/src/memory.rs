@@ -449,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_above_the_hole_continues_at_four_gib() {
+    fn guest_above_the_hole_continues_at_four_gib() {
         // The layout is pure arithmetic and independent of the host's memory.
         assert_eq!(ram_end(MMIO_HOLE_START), MMIO_HOLE_START);
         assert_eq!(ram_end(MMIO_HOLE_START + 4096), MMIO_HOLE_END + 4096);

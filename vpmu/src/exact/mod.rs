@@ -54,7 +54,7 @@ use perf_core::pmu::fed::FedCounts;
 
 use crate::events::ArchEvent;
 use crate::fed;
-use crate::names::Vendor;
+use crate::model_name::Vendor;
 
 pub use cpu::{CodeSize, CpuState, GateFormat, GuestMemory, InstructionClass, gate_in_table};
 pub use run::{MAX_RUN_BYTES, MAX_RUN_INSTRUCTIONS, StraightRun};

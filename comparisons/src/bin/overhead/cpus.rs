@@ -2,7 +2,7 @@
 
 use std::process::{Command, Stdio};
 
-use crate::guest::Guest;
+use crate::guest::MeasuredGuest;
 
 /// Goes before other programs, with all that is started from here.
 pub(crate) fn go_first() {
@@ -32,7 +32,7 @@ fn allowed_cpus() -> Option<Vec<u32>> {
 }
 
 /// Keeps the vCPU on one CPU, and everything else on the others, where there are others.
-pub(crate) fn pin(guest: &Guest) {
+pub(crate) fn pin(guest: &MeasuredGuest) {
     let (tid, own) = (guest.tid.to_string(), std::process::id().to_string());
     let cpus = allowed_cpus().unwrap_or_default();
     let [first, others @ ..] = &cpus[..] else { return };
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_list_of_cpus_is_read_as_the_kernel_prints_it() {
+    fn list_of_cpus_is_read_as_the_kernel_prints_it() {
         assert_eq!(cpu_list("0-2,5\n"), Some(vec![0, 1, 2, 5]));
         assert_eq!(cpu_list("\t1-2"), Some(vec![1, 2]));
         assert_eq!(cpu_list("3"), Some(vec![3]));

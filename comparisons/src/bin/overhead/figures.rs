@@ -74,7 +74,7 @@ impl Ratio {
 
 /// What one way costs: by the time in which the guest is not run, and by the work it does.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
-pub(crate) struct Cost {
+pub(crate) struct MethodCost {
     pub(crate) not_run: Slowdown,
     pub(crate) work: Slowdown,
 }
@@ -85,7 +85,7 @@ mod tests {
 
     /// Noise over noise is no figure.
     #[test]
-    fn a_ratio_is_given_only_over_a_slowdown_that_there_is() {
+    fn ratio_needs_a_clear_slowdown() {
         let clear: Vec<f64> = (0..12).map(|i| 4.0 + f64::from(i % 3) * 0.1).collect();
         let noise: Vec<f64> = (0..12).map(|i| f64::from(i % 5) - 1.9).collect();
         let pairs = |x: &[f64], y: &[f64]| x.iter().copied().zip(y.iter().copied()).collect::<Vec<_>>();
@@ -99,7 +99,7 @@ mod tests {
     /// The machine is twice as slow for every third pair; one in ten is far off, or has a second that is less
     /// than nothing.
     #[test]
-    fn what_both_share_is_not_in_their_ratio() {
+    fn ratio_is_insensitive_to_common_noise() {
         let pairs: Vec<(f64, f64)> = (0..90)
             .map(|i| {
                 let mood = if i % 3 == 0 { 2.0 } else { 1.0 };

@@ -16,7 +16,7 @@ const FEWEST_LINES: usize = 3;
 
 /// Why there is no guest to measure.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum GuestError {
+pub(crate) enum MeasuredGuestError {
     #[error("no directory for it")]
     Directory(#[source] io::Error),
     #[error("{}", .0.display())]
@@ -31,14 +31,14 @@ pub(crate) enum GuestError {
 
 /// How the guest fares, by its own account.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Pace {
+pub(crate) struct GuestPace {
     /// Share of its time in which it was run.
     run: f64,
     /// Readings of the TSC per millisecond.
     work: f64,
 }
 
-impl Pace {
+impl GuestPace {
     /// A line of the guest's: parts in a million of its time in which it was not run, and readings.
     fn parse(line: &str) -> Option<Self> {
         let mut words = line.split_whitespace().map(|word| word.parse::<u32>().ok());
@@ -65,7 +65,7 @@ impl Pace {
     }
 }
 
-pub(crate) struct Guest {
+pub(crate) struct MeasuredGuest {
     perfvisor: PathBuf,
     pub(crate) child: Child,
     pub(crate) name: String,
@@ -73,22 +73,22 @@ pub(crate) struct Guest {
     /// The thread of its vCPU.
     pub(crate) tid: i32,
     /// What the guest told since this was emptied.
-    told: Arc<Mutex<Vec<Pace>>>,
+    told: Arc<Mutex<Vec<GuestPace>>>,
     /// It will not tell more.
     console_ended: Arc<AtomicBool>,
 }
 
-impl Drop for Guest {
+impl Drop for MeasuredGuest {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-impl Guest {
+impl MeasuredGuest {
     /// One that runs, its console read by a thread of its own.
-    pub(crate) fn start(perfvisor: &Path) -> Result<Self, GuestError> {
-        let runtime = tempfile::tempdir().map_err(GuestError::Directory)?;
+    pub(crate) fn start(perfvisor: &Path) -> Result<Self, MeasuredGuestError> {
+        let runtime = tempfile::tempdir().map_err(MeasuredGuestError::Directory)?;
         let name = "overhead".to_owned();
         let mut child = Command::new(perfvisor)
             .args(["run", "--name", &name, "--memory", "32M", "--cmdline", "gaps"])
@@ -97,7 +97,7 @@ impl Guest {
             .stdout(Stdio::piped())
             .stderr(Stdio::inherit())
             .spawn()
-            .map_err(|source| GuestError::Program(perfvisor.to_owned(), source))?;
+            .map_err(|source| MeasuredGuestError::Program(perfvisor.to_owned(), source))?;
         let console = child.stdout.take();
         let mut guest = Self {
             perfvisor: perfvisor.to_owned(),
@@ -108,21 +108,21 @@ impl Guest {
             told: Arc::default(),
             console_ended: Arc::default(),
         };
-        let mut console = BufReader::new(console.ok_or(GuestError::Silent)?);
+        let mut console = BufReader::new(console.ok_or(MeasuredGuestError::Silent)?);
         loop {
             let mut line = String::new();
             match console.read_line(&mut line) {
                 Ok(n) if n > 0 && line.trim() == "gaps" => break,
                 Ok(n) if n > 0 => {}
-                _ => return Err(GuestError::Silent),
+                _ => return Err(MeasuredGuestError::Silent),
             }
         }
-        guest.tid = vcpu_thread(guest.child.id()).ok_or(GuestError::NoThread)?;
+        guest.tid = vcpu_thread(guest.child.id()).ok_or(MeasuredGuestError::NoThread)?;
         let (told, ended) = (guest.told.clone(), guest.console_ended.clone());
         std::thread::spawn(move || {
             for line in console.lines().map_while(Result::ok) {
                 let mut told = told.lock().unwrap_or_else(PoisonError::into_inner);
-                told.extend(Pace::parse(&line));
+                told.extend(GuestPace::parse(&line));
             }
             ended.store(true, Ordering::Relaxed);
         });
@@ -137,22 +137,22 @@ impl Guest {
     }
 
     /// How it fares once what was switched just now has passed.
-    pub(crate) fn paced(&self) -> Result<Option<Pace>, GuestError> {
+    pub(crate) fn paced(&self) -> Result<Option<GuestPace>, MeasuredGuestError> {
         if self.console_ended.load(Ordering::Relaxed) {
-            return Err(GuestError::Ended);
+            return Err(MeasuredGuestError::Ended);
         }
         std::thread::sleep(SETTLES);
         Ok(self.pace())
     }
 
     /// How it fares in a window that begins now. `None`: it told too little.
-    fn pace(&self) -> Option<Pace> {
+    fn pace(&self) -> Option<GuestPace> {
         self.told.lock().unwrap_or_else(PoisonError::into_inner).clear();
         std::thread::sleep(WINDOW);
         let told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
         // The first line is about time before the window, too.
         let inside = told.get(1..).filter(|inside| inside.len() >= FEWEST_LINES)?;
-        Pace::mean(inside)
+        GuestPace::mean(inside)
     }
 }
 
@@ -169,14 +169,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_slowdown_is_told_by_the_time_not_run_and_by_the_work() {
-        let without = Pace::parse("1000 40000").unwrap();
-        let with = Pace::parse("50950 37975").unwrap();
+    fn slowdown_follows_run_time_and_work() {
+        let without = GuestPace::parse("1000 40000").unwrap();
+        let with = GuestPace::parse("50950 37975").unwrap();
         let [not_run, work] = with.slowdown(without);
         assert!((not_run - 5.263).abs() < 0.001, "{not_run}");
         assert!((work - 5.332).abs() < 0.001, "{work}");
         for line in ["", "7", "x 5", "1000000 5", "5 0", "-1 5"] {
-            assert_eq!(Pace::parse(line), None, "{line}");
+            assert_eq!(GuestPace::parse(line), None, "{line}");
         }
     }
 }

@@ -23,7 +23,7 @@ mod guest;
 mod options;
 mod report;
 mod sampling;
-mod way;
+mod sampling_method;
 
 use std::process::ExitCode;
 
@@ -31,19 +31,19 @@ use clap::Parser;
 use integration::artefacts::describe;
 
 use crate::cpus::{go_first, pin};
-use crate::guest::{Guest, GuestError, Pace};
+use crate::guest::{GuestPace, MeasuredGuest, MeasuredGuestError};
 use crate::options::Options;
-use crate::report::{Cycle, ReportError, report};
-use crate::sampling::{Sampling, SamplingError};
-use crate::way::Way;
+use crate::report::{ReportError, RoundSlowdowns, report};
+use crate::sampling::{ActiveSampling, SamplingError};
+use crate::sampling_method::SamplingMethod;
 
 /// Why there are no figures.
 #[derive(Debug, thiserror::Error)]
 enum OverheadError {
     #[error(transparent)]
-    Guest(#[from] GuestError),
+    Guest(#[from] MeasuredGuestError),
     #[error("{}", .0.name())]
-    Way(Way, #[source] SamplingError),
+    Way(SamplingMethod, #[source] SamplingError),
     #[error("the guest told too little")]
     TooLittle,
     #[error(transparent)]
@@ -63,7 +63,7 @@ fn main() -> ExitCode {
 
 fn measure(options: &Options) -> Result<bool, OverheadError> {
     go_first();
-    let guest = Guest::start(&options.perfvisor)?;
+    let guest = MeasuredGuest::start(&options.perfvisor)?;
     pin(&guest);
     let mut cycles = Vec::new();
     for round in 0..options.rounds {
@@ -73,19 +73,19 @@ fn measure(options: &Options) -> Result<bool, OverheadError> {
         ways.rotate_left(round as usize % n);
         let mut ready = Vec::new();
         for way in ways {
-            let sampling = Sampling::prepare(way, &guest, options.hz).map_err(of(way))?;
+            let sampling = ActiveSampling::prepare(way, &guest, options.hz).map_err(of(way))?;
             ready.push((way, sampling));
         }
         let mut before = guest.paced()?;
         for _ in 0..options.cycles {
-            let mut cycle = Cycle::new();
+            let mut cycle = RoundSlowdowns::new();
             for (way, sampling) in &mut ready {
                 sampling.switch(true).map_err(of(*way))?;
                 let with = guest.paced()?;
                 sampling.switch(false).map_err(of(*way))?;
                 let after = guest.paced()?;
                 if let (Some(before), Some(with), Some(after)) = (before, with, after)
-                    && let Some(without) = Pace::mean(&[before, after])
+                    && let Some(without) = GuestPace::mean(&[before, after])
                 {
                     cycle.insert(way.letter(), with.slowdown(without));
                 }
@@ -104,6 +104,6 @@ fn measure(options: &Options) -> Result<bool, OverheadError> {
 }
 
 /// What went wrong with `way`.
-fn of(way: Way) -> impl Fn(SamplingError) -> OverheadError {
+fn of(way: SamplingMethod) -> impl Fn(SamplingError) -> OverheadError {
     move |error| OverheadError::Way(way, error)
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Parser;
 
-use crate::way::Ways;
+use crate::sampling_method::SamplingMethods;
 
 /// Compares what ways of sampling cost a guest. Wants root, for perf on another process.
 #[derive(Parser)]
@@ -15,7 +15,7 @@ pub(crate) struct Options {
     pub(crate) perfvisor: PathBuf,
     /// What is compared
     #[arg(long, value_name = "LETTERS", default_value = "bcde")]
-    pub(crate) ways: Ways,
+    pub(crate) ways: SamplingMethods,
     #[arg(long, value_name = "N", default_value_t = 24,
         value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) rounds: u32,

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
 
-use crate::figures::{Cost, Ratio, Slowdown};
+use crate::figures::{MethodCost, Ratio, Slowdown};
 use crate::guest::WINDOW;
 use crate::options::Options;
-use crate::way::Way;
+use crate::sampling_method::SamplingMethod;
 
 /// What the project promises of d against c, and of e against b.
 const MOST_D_TO_C: f64 = 1.2;
@@ -20,11 +20,11 @@ pub(crate) struct ReportError(PathBuf, #[source] io::Error);
 
 /// By how much each way, by its letter, slowed the guest down when its turn came, in percent: by the time not
 /// run, and by the work done.
-pub(crate) type Cycle = BTreeMap<char, [f64; 2]>;
+pub(crate) type RoundSlowdowns = BTreeMap<char, [f64; 2]>;
 
 /// Prints the figures and writes them where they are wanted, too. Returns whether what the project promises
 /// is met.
-pub(crate) fn report(options: &Options, cycles: &[Cycle]) -> Result<bool, ReportError> {
+pub(crate) fn report(options: &Options, cycles: &[RoundSlowdowns]) -> Result<bool, ReportError> {
     println!(
         "Slowdown of a CPL3 loop sampled at {} Hz, {} ms with sampling against {} ms before and after; {} rounds of {} turns of each:\n",
         options.hz,
@@ -37,21 +37,21 @@ pub(crate) fn report(options: &Options, cycles: &[Cycle]) -> Result<bool, Report
         "{:<46} {:>9} {:>20} {:>9}   by work done",
         "", "median", "quartiles", "error +-"
     );
-    let by = |way: Way, which: usize| {
+    let by = |way: SamplingMethod, which: usize| {
         let slowdowns = cycles
             .iter()
             .filter_map(|cycle| Some(cycle.get(&way.letter())?[which]));
         Slowdown::of(&mut slowdowns.collect::<Vec<_>>())
     };
-    let cost = |&way: &Way| {
-        let cost = Cost {
+    let cost = |&way: &SamplingMethod| {
+        let cost = MethodCost {
             not_run: by(way, 0),
             work: by(way, 1),
         };
         (way, cost)
     };
-    let costs: Vec<(Way, Cost)> = options.ways.0.iter().map(cost).collect();
-    for (way, Cost { not_run: s, work }) in &costs {
+    let costs: Vec<(SamplingMethod, MethodCost)> = options.ways.0.iter().map(cost).collect();
+    for (way, MethodCost { not_run: s, work }) in &costs {
         let quartiles = format!("{:.2} to {:.2} %", s.lower_quartile, s.upper_quartile);
         println!(
             "{:<46} {:>7.2} % {quartiles:>20} {:>9.2}   {:>6.2} +-{:.2} %",
@@ -62,9 +62,13 @@ pub(crate) fn report(options: &Options, cycles: &[Cycle]) -> Result<bool, Report
             work.standard_error
         );
     }
-    let [d_to_c, e_to_b] = [(Way::EveryChain, Way::Signal), (Way::Default, Way::Perf)].map(|(x, y)| {
+    let [d_to_c, e_to_b] = [
+        (SamplingMethod::EveryChain, SamplingMethod::Signal),
+        (SamplingMethod::Default, SamplingMethod::Perf),
+    ]
+    .map(|(x, y)| {
         let asked = [x, y].iter().all(|way| options.ways.0.contains(way));
-        let both = |cycle: &Cycle| Some((cycle.get(&x.letter())?[0], cycle.get(&y.letter())?[0]));
+        let both = |cycle: &RoundSlowdowns| Some((cycle.get(&x.letter())?[0], cycle.get(&y.letter())?[0]));
         asked.then(|| Ratio::of(&cycles.iter().filter_map(both).collect::<Vec<_>>()))
     });
     let told = |ratio: Option<Option<Ratio>>| match ratio {

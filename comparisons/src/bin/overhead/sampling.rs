@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use perf_core::pmu::PmuError;
 use perf_core::pmu::host::{GuestSampleRing, GuestSampler};
 
-use crate::guest::Guest;
-use crate::way::Way;
+use crate::guest::MeasuredGuest;
+use crate::sampling_method::SamplingMethod;
 
 /// How long a program may take to begin, or to do what it is told.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -43,14 +43,14 @@ pub(crate) enum SamplingError {
 }
 
 /// A way of sampling, to be switched on and off.
-pub(crate) enum Sampling {
+pub(crate) enum ActiveSampling {
     Event(GuestSampler),
     Drained(GuestSampler, Arc<AtomicBool>),
-    Process(Controlled),
+    Process(ControlledRecord),
 }
 
 /// A `record` that follows words through a pipe.
-pub(crate) struct Controlled {
+pub(crate) struct ControlledRecord {
     child: Child,
     ctl: File,
     answers: mpsc::Receiver<()>,
@@ -58,13 +58,17 @@ pub(crate) struct Controlled {
     end: File,
 }
 
-impl Sampling {
+impl ActiveSampling {
     /// Ready, and off.
-    pub(crate) fn prepare(way: Way, guest: &Guest, hz: u64) -> Result<Self, SamplingError> {
+    pub(crate) fn prepare(
+        way: SamplingMethod,
+        guest: &MeasuredGuest,
+        hz: u64,
+    ) -> Result<Self, SamplingError> {
         let clock = || GuestSampler::clock(guest.tid, 1_000_000_000 / hz);
         let hz = hz.to_string();
         match way {
-            Way::Perf if has_perf() => {
+            SamplingMethod::Perf if has_perf() => {
                 let mut perf = Command::new("perf");
                 perf.args([
                     "record",
@@ -79,7 +83,7 @@ impl Sampling {
                 Self::process(perf, way, guest)
             }
             // The same event, read in the same way.
-            Way::Perf => {
+            SamplingMethod::Perf => {
                 let sampler = clock()?;
                 let fd = sampler
                     .as_fd()
@@ -96,7 +100,7 @@ impl Sampling {
                 });
                 Ok(Self::Drained(sampler, stop))
             }
-            Way::Signal => {
+            SamplingMethod::Signal => {
                 let sampler = clock()?;
                 // What the VMM takes for "look at your run state".
                 sampler
@@ -104,10 +108,10 @@ impl Sampling {
                     .map_err(SamplingError::Signal)?;
                 Ok(Self::Event(sampler))
             }
-            Way::EveryChain | Way::Default => {
+            SamplingMethod::EveryChain | SamplingMethod::Default => {
                 let mut record = guest.command();
                 record.args(["record", &guest.name, "-q", "-F", &hz]);
-                if way == Way::EveryChain {
+                if way == SamplingMethod::EveryChain {
                     record.args(["--chain-every", "1"]);
                 }
                 Self::process(record, way, guest)
@@ -116,7 +120,11 @@ impl Sampling {
     }
 
     /// `command` is a `record` of perf's or ours, which know the same options for this.
-    fn process(mut command: Command, way: Way, guest: &Guest) -> Result<Self, SamplingError> {
+    fn process(
+        mut command: Command,
+        way: SamplingMethod,
+        guest: &MeasuredGuest,
+    ) -> Result<Self, SamplingError> {
         let directory = guest.runtime.path();
         let file = |what: &str| directory.join(format!("{what}-{}", way.letter()));
         let (ctl, ack) = (file("ctl"), file("ack"));
@@ -156,7 +164,7 @@ impl Sampling {
             .stderr(Stdio::null())
             .spawn()
             .map_err(SamplingError::Program)?;
-        let mut record = Controlled {
+        let mut record = ControlledRecord {
             child,
             ctl,
             answers,
@@ -194,7 +202,7 @@ impl Sampling {
     }
 }
 
-impl Controlled {
+impl ControlledRecord {
     /// Makes it do something, and waits until it is done.
     fn say(&mut self, word: &'static str) -> Result<(), SamplingError> {
         writeln!(self.ctl, "{word}").map_err(SamplingError::Pipe)?;
@@ -212,7 +220,7 @@ impl Controlled {
     }
 }
 
-impl Drop for Controlled {
+impl Drop for ControlledRecord {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

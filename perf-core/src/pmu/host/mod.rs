@@ -52,7 +52,7 @@ use group::KernelGroup;
 pub use guest_ring::{DrainStats, GuestSample, GuestSampleRing, GuestSampler, SampleOrigin};
 use late::LateOverflowPoll;
 use open_params::{GroupMembership, OpenParams, missing_cpu_error};
-pub use opener::{DirectOpener, EventOpener, HostTarget, OpenRequest, OverflowSignal, set_event_opener};
+pub use opener::{EventOpener, HostTarget, OpenRequest, OverflowSignal, SyscallOpener, set_event_opener};
 pub use probe::{
     GenericEvent, HostProbe, cache_event_opens, counting_is_denied, counting_is_denied_to, ignore_sigio,
 };

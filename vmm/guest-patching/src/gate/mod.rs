@@ -15,7 +15,7 @@
 //! that occurs at least 1 ms after the last check (doubling to 64 ms), and after 1,024 writes.
 
 mod frame;
-mod planted;
+mod handler_trap;
 #[cfg(test)]
 mod tests;
 
@@ -29,9 +29,9 @@ use crate::linear_memory::LinearMemory;
 use crate::registers::VcpuState;
 use frame::FaultFrame;
 pub use frame::{RFLAGS_TF, rdpmc_length};
+use handler_trap::HandlerInstruction;
+pub use handler_trap::{GpHandlerTrap, TrapState};
 use kernel_images::packed::PackedSymbols;
-use planted::HandlerInstruction;
-pub use planted::{GpHandlerTrap, TrapState};
 
 /// Vector of #GP (SDM vol. 3 §6.15).
 const GENERAL_PROTECTION: u8 = 13;

@@ -9,7 +9,7 @@ use super::{DONE, connect, one_line, print};
 use crate::exit::ExitStatus;
 use control_api::client::ClientError;
 use control_api::nearest::did_you_mean;
-use control_api::protocol::{CodeInfo, SymbolsInfo};
+use control_api::protocol::{CodeInfo, KernelSymbolsReply};
 use control_api::request;
 use guest_profile::export::annotate::{SampledFunction, annotate as lines_of, functions, render};
 use guest_profile::export::{ChainFrame, Profile};
@@ -239,7 +239,7 @@ fn read_code_from_vm(
     };
     let mut client = connect(Some(name), None).map_err(vm)?;
     if let Some(recorded) = profile.kernel.as_ref().and_then(|kernel| kernel.build_id) {
-        let (info, _): (SymbolsInfo, _) = client.call_with_file(request::Symbols).map_err(vm)?;
+        let (info, _): (KernelSymbolsReply, _) = client.call_with_file(request::Symbols).map_err(vm)?;
         let place = format!("--vm {name}");
         check_build_id(&place, info.build_id, recorded)?;
     }

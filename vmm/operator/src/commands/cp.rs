@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use clap::Args;
-use control_api::place;
-use guest_agent::entry::{TreeEntry, What};
+use control_api::socket_dir;
+use guest_agent::entry::{EntryType, TreeEntry};
 use guest_agent::receive::{CopyProgress, ReceiveError, TreeReceiver};
 use guest_agent::request::AgentOperation;
 use guest_agent::send::{SendError, send_stream, send_tree};
@@ -70,8 +70,8 @@ enum CopyEndpoint<'a> {
 /// Parses a source or destination. `NAME:PATH` is in a guest; `./NAME:PATH` is a file of the host.
 fn side(text: &str) -> Result<CopyEndpoint<'_>, CpError> {
     match text.split_once(':') {
-        Some((name, "")) if place::check_name(name).is_ok() => Err(CpError::NoPath(text.to_owned())),
-        Some((name, path)) if place::check_name(name).is_ok() => Ok(CopyEndpoint::Guest(name, path)),
+        Some((name, "")) if socket_dir::check_name(name).is_ok() => Err(CpError::NoPath(text.to_owned())),
+        Some((name, path)) if socket_dir::check_name(name).is_ok() => Ok(CopyEndpoint::Guest(name, path)),
         _ => Ok(CopyEndpoint::Here(Path::new(text))),
     }
 }
@@ -243,7 +243,7 @@ fn print_file(frame: &Frame, source: &str) -> Result<CopyProgress, CpError> {
             .map_err(ReceiveError::from)?
             .what
         {
-            What::File => Ok(CopyProgress::More),
+            EntryType::File => Ok(CopyProgress::More),
             _ => Err(CpError::NoFile(source.to_owned())),
         },
         FrameKind::Data => {

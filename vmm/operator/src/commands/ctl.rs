@@ -9,7 +9,7 @@ use clap::{Args, Subcommand};
 
 use super::ps::vcpu_count_text;
 use super::snapshot::{self, SnapshotCommandError};
-use super::{CommandError, DONE, OutputError, connect, print};
+use super::{DONE, OperatorCommandError, OutputError, connect, print};
 use crate::exit::ExitStatus;
 use crate::input;
 use crate::values::{integer_in_range, parse_seconds};
@@ -43,12 +43,12 @@ pub struct CtlArgs {
     pub socket: Option<PathBuf>,
     /// What to do.
     #[command(subcommand)]
-    pub action: Action,
+    pub action: CtlAction,
 }
 
 /// What can be done to a VM.
 #[derive(Clone, Debug, Subcommand)]
-pub enum Action {
+pub enum CtlAction {
     /// Take all vCPUs out of the guest.
     Pause,
     /// Let them go on.
@@ -99,7 +99,7 @@ pub enum Action {
 #[derive(Debug, thiserror::Error)]
 pub enum CtlError {
     #[error(transparent)]
-    Command(#[from] CommandError),
+    Command(#[from] OperatorCommandError),
     #[error("invalid value '{value}' for share")]
     Share {
         value: String,
@@ -156,14 +156,14 @@ impl From<OutputError> for CtlError {
 pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
     // Invalid arguments are detected before the VM is contacted.
     let (call, done) = match &args.action {
-        Action::Pause => (Call::Pause, "paused"),
-        Action::Resume => (Call::Resume, "running"),
-        Action::Stop => (Call::Stop, "stopped"),
-        Action::Powerdown => (Call::Powerdown, "power button pressed"),
-        Action::Status { .. } => (Call::Status, ""),
-        Action::Vcpus { count, .. } => (Call::Vcpus { count: *count }, ""),
-        Action::Snapshot { .. } => (Call::Snapshot, ""),
-        Action::Share { policy } => {
+        CtlAction::Pause => (Call::Pause, "paused"),
+        CtlAction::Resume => (Call::Resume, "running"),
+        CtlAction::Stop => (Call::Stop, "stopped"),
+        CtlAction::Powerdown => (Call::Powerdown, "power button pressed"),
+        CtlAction::Status { .. } => (Call::Status, ""),
+        CtlAction::Vcpus { count, .. } => (Call::Vcpus { count: *count }, ""),
+        CtlAction::Snapshot { .. } => (Call::Snapshot, ""),
+        CtlAction::Share { policy } => {
             let parsed: Result<SharePolicy, _> = policy.parse();
             let value = policy.clone();
             let parsed = parsed.map_err(|source| CtlError::Share { value, source })?;
@@ -175,13 +175,13 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
             };
             (Call::Share { policy }, done)
         }
-        Action::Filter { file } => {
+        CtlAction::Filter { file } => {
             let toml = filter_text(file)?;
             (Call::Filter { toml }, "event filter changed")
         }
     };
     let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
-    if let Action::Snapshot { dir, stop } = &args.action {
+    if let CtlAction::Snapshot { dir, stop } = &args.action {
         let saved = snapshot::take(&mut client, dir, *stop)?;
         if *stop {
             wait_for_end(&mut client)?;
@@ -195,9 +195,9 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
         return Ok(DONE);
     }
     match args.action {
-        Action::Pause => pause(&mut client)?,
-        Action::Stop => stop(&mut client)?,
-        Action::Status { json } => {
+        CtlAction::Pause => pause(&mut client)?,
+        CtlAction::Stop => stop(&mut client)?,
+        CtlAction::Status { json } => {
             let info: VmInfo = client.call(request::Status)?;
             if json {
                 let text = serde_json::to_string(&info).map_err(OutputError::from)?;
@@ -208,16 +208,16 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
             print(&settings_text(&info))?;
             return Ok(DONE);
         }
-        Action::Vcpus { count, wait } => {
+        CtlAction::Vcpus { count, wait } => {
             vcpus(&mut client, count, wait)?;
             let info: VmInfo = client.call(request::Status)?;
             return print_status(&info);
         }
-        Action::Snapshot { .. }
-        | Action::Resume
-        | Action::Powerdown
-        | Action::Share { .. }
-        | Action::Filter { .. } => {
+        CtlAction::Snapshot { .. }
+        | CtlAction::Resume
+        | CtlAction::Powerdown
+        | CtlAction::Share { .. }
+        | CtlAction::Filter { .. } => {
             client.call(call)?;
         }
     }
@@ -230,7 +230,7 @@ fn filter_text(path: &Path) -> Result<String, CtlError> {
     // The file is read once and with a limit, because it may be a pipe or endless.
     input::open(path)
         .and_then(|file| file.take(MAX_FILTER + 1).read_to_string(&mut text))
-        .map_err(CommandError::file(path))?;
+        .map_err(OperatorCommandError::file(path))?;
     if text.len() as u64 > MAX_FILTER {
         return Err(CtlError::FilterTooLarge(path.to_owned()));
     }

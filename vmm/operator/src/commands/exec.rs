@@ -12,14 +12,14 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use guest_agent::request::{AgentOperation, Exec, Exit, Terminal};
+use guest_agent::request::{AgentOperation, CommandExit, ExecRequest, Terminal};
 use guest_agent::wire::{FrameKind, INPUT_WINDOW, write_frame};
 use perf_core::error_line;
 use ratatui::crossterm::terminal;
 use virtio_devices::console::escape::{EscapeParser, KeyAction};
 
 use super::guest::{AgentAddress, GuestError};
-use super::{CommandError, NAP, say};
+use super::{NAP, OperatorCommandError, say};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::values::parse_seconds;
@@ -89,7 +89,7 @@ fn parse_variable(text: &str) -> Result<(String, String), VariableError> {
 #[derive(Debug, thiserror::Error)]
 pub enum ExecError {
     #[error(transparent)]
-    Command(#[from] CommandError),
+    Command(#[from] OperatorCommandError),
     #[error(transparent)]
     Guest(#[from] GuestError),
     #[error("the terminal cannot be made raw")]
@@ -161,14 +161,14 @@ pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecError> {
     if let (true, Ok(term)) = (args.terminal, std::env::var("TERM")) {
         env.insert(0, ("TERM".to_owned(), term));
     }
-    let stream = way.request_job(AgentOperation::Exec(Exec {
+    let stream = way.request_job(AgentOperation::Exec(ExecRequest {
         argv: args.command.clone(),
         env,
         cwd: args.directory.clone(),
         terminal: args.terminal.then(size),
     }))?;
     // Until the command runs, the signals end this program.
-    let signals = StopSignals::block().map_err(CommandError::Signals)?;
+    let signals = StopSignals::block().map_err(OperatorCommandError::Signals)?;
     let raw = if args.terminal {
         RawModeGuard::enter().map_err(ExecError::Terminal)?
     } else {
@@ -264,7 +264,7 @@ fn serve(
                 Ok(())
             }
             FrameKind::Exit => {
-                return match serde_json::from_slice::<Exit>(&frame.payload) {
+                return match serde_json::from_slice::<CommandExit>(&frame.payload) {
                     Ok(exit) => Ok(ExitStatus::Command(exit.code())),
                     Err(_) => Err(way.refused(&frame).into()),
                 };

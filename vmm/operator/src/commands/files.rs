@@ -10,7 +10,7 @@ use clap::Args;
 use super::output::{DONE, OutputError, say, written};
 use crate::exit::ExitStatus;
 use crate::input;
-use crate::values::{Labels, parse_labels, parse_percent};
+use crate::values::{ProfileLabels, parse_labels, parse_percent};
 use guest_profile::disk::{DiskBytes, DiskError, GuestDisk};
 use guest_profile::export::symbolize::{Symbolizer, complete_chains};
 use guest_profile::export::{Profile, folded, pprof, reader};
@@ -19,7 +19,7 @@ use kernel_images::image::KernelImage;
 use kernel_images::symbols::KernelSymbols;
 use perf_core::error_line;
 use virtio_devices::disk::config::DiskConfig;
-use virtio_devices::disk::image::ImageError;
+use virtio_devices::disk::image::DiskImageError;
 use virtio_devices::disk::view::DiskView;
 
 /// Maximum size of a kernel image with symbols, in bytes.
@@ -94,7 +94,7 @@ pub struct PprofArgs {
     pub output: PathBuf,
     /// Labels of the samples: task, event, vcpu, pid. Samples of a stack that differ in nothing else are one.
     #[arg(long, value_name = "LIST", default_value = "task,event,vcpu,pid", value_parser = parse_labels)]
-    pub labels: Labels,
+    pub labels: ProfileLabels,
 }
 
 /// Errors of loading symbols from files.
@@ -103,7 +103,7 @@ pub enum SymbolsError {
     #[error("--guestmount {}: it is no directory", .0.display())]
     NoDirectory(PathBuf),
     #[error("--guest-disk")]
-    DiskImage(#[source] ImageError),
+    DiskImage(#[source] DiskImageError),
     #[error("--guest-disk {}", path.display())]
     Disk {
         path: PathBuf,
@@ -125,7 +125,7 @@ pub enum SymbolsError {
         source: kernel_images::symbols::KallsymsTextError,
     },
     #[error(transparent)]
-    Kernel(#[from] kernel_images::ImageError),
+    Kernel(#[from] kernel_images::KernelImageError),
     #[error("{}: it has no symbols", .0.display())]
     Stripped(PathBuf),
 }
@@ -137,7 +137,7 @@ pub enum FileError {
     Recording {
         path: PathBuf,
         #[source]
-        source: reader::ReadError,
+        source: reader::ProfileReadError,
     },
     #[error(transparent)]
     Symbols(#[from] SymbolsError),

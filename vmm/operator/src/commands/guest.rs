@@ -6,9 +6,9 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use control_api::client::ClientError;
-use control_api::place;
+use control_api::socket_dir;
 use guest_agent::PORT;
-use guest_agent::request::{AgentOperation, Request, VERSION};
+use guest_agent::request::{AgentOperation, AgentRequest, VERSION};
 use guest_agent::wire::{Frame, FrameKind, WireError, read_frame, write_frame};
 
 use super::{NAP, connect};
@@ -111,7 +111,7 @@ impl AgentAddress {
             }
         };
         let version = VERSION;
-        let request = serde_json::to_vec(&Request { version, job }).map_err(|_| GuestError::TooLong)?;
+        let request = serde_json::to_vec(&AgentRequest { version, job }).map_err(|_| GuestError::TooLong)?;
         write_frame(&mut &stream, FrameKind::Request, &request).map_err(|error| match error.kind() {
             io::ErrorKind::InvalidInput => GuestError::TooLong,
             _ => self.wire(error.into()),
@@ -136,7 +136,7 @@ impl AgentAddress {
             None => {
                 // The error lists the running VMs if this VM does not exist.
                 let name = connect(Some(&self.name), None)?.info().name.clone();
-                place::vsock_path(&place::directory_of(&name), &name)
+                socket_dir::vsock_path(&socket_dir::directory_of(&name), &name)
             }
         };
         let connected = UnixStream::connect(&path).and_then(|stream| {
@@ -219,7 +219,7 @@ mod tests {
     use std::os::unix::net::UnixListener;
     use std::path::Path;
 
-    use guest_agent::request::Exec;
+    use guest_agent::request::ExecRequest;
 
     use super::*;
 
@@ -232,7 +232,7 @@ mod tests {
     }
 
     fn job() -> AgentOperation {
-        AgentOperation::Exec(Exec {
+        AgentOperation::Exec(ExecRequest {
             argv: vec!["true".into()],
             env: vec![],
             cwd: None,

@@ -7,13 +7,13 @@ use std::fmt::Write as _;
 use clap::Args;
 
 use super::countable::CountableEvents;
-use super::{CommandError, DONE, connect, print};
+use super::{DONE, OperatorCommandError, connect, print};
 use crate::exit::ExitStatus;
 use crate::vendor::cpu::CpuName;
 use crate::vendor::{self, EventSelector, PerfError, VendorEvent};
 use control_api::events::names;
 use control_api::nearest::did_you_mean;
-use control_api::protocol::Opened;
+use control_api::protocol::OpenedEvent;
 use control_api::request;
 use perf_core::error_line;
 
@@ -57,7 +57,7 @@ const KINDS: [(&str, &str); 7] = [
 #[derive(Debug, thiserror::Error)]
 pub enum ListError {
     #[error(transparent)]
-    Command(#[from] CommandError),
+    Command(#[from] OperatorCommandError),
     #[error("no event has '{0}' in its name{1}; perfvisor list shows all")]
     Nothing(String, String),
     #[error("no event that is known here has '{0}' in its name, and the vendor's are not known")]
@@ -138,7 +138,7 @@ pub fn list<E: Error>(
     if let Some(error) = unknown.filter(|_| words.is_empty()) {
         log::warn!("no events of the vendor's by name: {}", error_line(&error));
     }
-    print(&out).map_err(CommandError::from)?;
+    print(&out).map_err(OperatorCommandError::from)?;
     Ok(DONE)
 }
 
@@ -229,15 +229,15 @@ fn counted(
             .iter()
             .map(|(name, select, _)| format!("cpu/{},name={name}/", select.terms()))
             .collect();
-        let mut client = connect(Some(vm), None).map_err(CommandError::from)?;
-        let opened: Vec<Opened> = client
+        let mut client = connect(Some(vm), None).map_err(OperatorCommandError::from)?;
+        let opened: Vec<OpenedEvent> = client
             .call(request::Open {
                 events: list.join(","),
                 vcpus: None,
                 whole: true,
                 sampling: None,
             })
-            .map_err(CommandError::from)?;
+            .map_err(OperatorCommandError::from)?;
         for (event, opened) in some.into_iter().zip(opened) {
             match opened.unsupported {
                 None => can.push(event),

@@ -29,8 +29,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
-use control_api::protocol::Opened;
-use perf_core::ring::ReadError;
+use control_api::protocol::OpenedEvent;
+use perf_core::ring::RingReadError;
 
 use crate::signals::StopSignals;
 use crate::vendor::EventNameError;
@@ -39,7 +39,7 @@ pub(crate) use output::{create_private, is_reader_closed, written};
 
 /// Errors common to several operator commands.
 #[derive(Debug, thiserror::Error)]
-pub enum CommandError {
+pub enum OperatorCommandError {
     #[error(transparent)]
     Client(#[from] ClientError),
     #[error(transparent)]
@@ -68,7 +68,7 @@ pub enum CommandError {
     Ring {
         vcpu: u32,
         #[source]
-        source: ReadError,
+        source: RingReadError,
     },
     #[error("interrupted before the first sample")]
     Interrupted,
@@ -80,7 +80,7 @@ pub enum CommandError {
     Panicked(String),
 }
 
-impl CommandError {
+impl OperatorCommandError {
     /// Returns a `map_err` function for creating the file at `path`.
     pub fn create(path: &std::path::Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Create {
@@ -111,10 +111,10 @@ fn connect(name: Option<&str>, socket: Option<&Path>) -> Result<Client, ClientEr
 }
 
 /// Checks that all events of a list support sampling.
-fn check_sampling_support(opened: &[Opened]) -> Result<(), CommandError> {
+fn check_sampling_support(opened: &[OpenedEvent]) -> Result<(), OperatorCommandError> {
     match opened.iter().find_map(|o| Some((o, o.unsupported.as_ref()?))) {
         None => Ok(()),
-        Some((event, why)) => Err(CommandError::NotSampled {
+        Some((event, why)) => Err(OperatorCommandError::NotSampled {
             event: event.name.clone(),
             why: why.clone(),
         }),

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use sandbox::paths;
 
-use super::access::Origin;
+use super::access::RequestOrigin;
 
 /// Maximum length of a Unix socket path, in bytes (unix(7): `sun_path` has 108 with the NUL).
 const MAX_PATH: usize = 107;
@@ -151,13 +151,13 @@ impl ClientStream {
     ///
     /// # Errors
     /// Returns an error if the client has disconnected.
-    pub fn origin(&self) -> io::Result<Origin> {
+    pub fn origin(&self) -> io::Result<RequestOrigin> {
         Ok(match self {
-            Self::Tcp(stream) => Origin::Tcp {
+            Self::Tcp(stream) => RequestOrigin::Tcp {
                 peer: stream.peer_addr()?,
                 local: stream.local_addr()?,
             },
-            Self::Unix(_) => Origin::Unix,
+            Self::Unix(_) => RequestOrigin::Unix,
         })
     }
 

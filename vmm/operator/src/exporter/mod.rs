@@ -17,13 +17,13 @@
 //! and holds no capability.
 
 mod access;
+mod back_off;
 mod directory;
 mod http;
 mod listen;
 mod profile;
 mod server;
 mod snapshot;
-mod standing;
 mod vms;
 
 use std::io;
@@ -43,7 +43,7 @@ use crate::vendor::{self, EventNameError};
 use access::{AccessError, AccessRules};
 use listen::{ExporterListener, ListenAddress};
 use server::Exporter;
-use vms::Vms;
+use vms::HostVms;
 
 /// Default of `--events`. None of these events occupies a counter of the host PMU.
 const DEFAULT_EVENTS: &str =
@@ -169,7 +169,7 @@ pub fn exporter(args: &ExporterArgs) -> Result<ExitStatus, ExporterError> {
         );
     }
     log::info!("serving at {address}");
-    let vms = Vms::new(events, args.vms.clone(), owners);
+    let vms = HostVms::new(events, args.vms.clone(), owners);
     let exporter = Arc::new(Exporter::new(vms, access, address.to_string()));
     while signals.take().is_none() {
         let wait = Timespec {

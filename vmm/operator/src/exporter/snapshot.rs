@@ -9,13 +9,13 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 
 use control_api::counts::{ContextCounts, VcpuCounts};
-use control_api::protocol::{EventReading, Opened, VcpuView, VmInfo, VmState};
+use control_api::protocol::{EventReading, OpenedEvent, VcpuView, VmInfo, VmState};
 
 /// Event from which the steal metric is computed.
 const STEAL_EVENT: &str = "steal-ns";
 
 /// Operator events and their readings.
-pub type EventReadings = Vec<(Opened, EventReading)>;
+pub type EventReadings = Vec<(OpenedEvent, EventReading)>;
 /// Steal time of each vCPU, in nanoseconds, for the vCPUs that report it.
 pub type StealTimes = Vec<(u32, u64)>;
 
@@ -44,7 +44,7 @@ pub fn with_steal(events: &str) -> String {
 
 /// Removes duplicate events, which would produce duplicate series. Returns the operator events that
 /// cannot be counted, with the reasons.
-pub fn remove_duplicates(opened: &mut Vec<Opened>) -> Vec<(String, String)> {
+pub fn remove_duplicates(opened: &mut Vec<OpenedEvent>) -> Vec<(String, String)> {
     let mut seen = HashSet::new();
     opened.retain(|o| seen.insert((o.index > 0, o.vcpu, o.name.clone())));
     let told = opened.iter().filter(|o| o.index > 0);
@@ -56,7 +56,7 @@ pub fn remove_duplicates(opened: &mut Vec<Opened>) -> Vec<(String, String)> {
 ///
 /// Returns the operator's events, with one series per vCPU or one for an event of the VM, and the
 /// steal time of each vCPU in nanoseconds.
-pub fn by_vcpu(opened: &[Opened], readings: &[EventReading]) -> (EventReadings, StealTimes) {
+pub fn by_vcpu(opened: &[OpenedEvent], readings: &[EventReading]) -> (EventReadings, StealTimes) {
     let (mut events, mut steal_ns) = (Vec::new(), Vec::new());
     for event in opened {
         let Some(reading) = readings.iter().find(|r| Some(r.handle) == event.handle) else {
@@ -69,7 +69,7 @@ pub fn by_vcpu(opened: &[Opened], readings: &[EventReading]) -> (EventReadings, 
         let parts = reading.vcpus.iter().filter_map(|part| {
             let vcpu = Some(part.vcpu);
             Some((
-                Opened {
+                OpenedEvent {
                     vcpu,
                     ..event.clone()
                 },
@@ -107,16 +107,16 @@ pub fn seconds() -> Unit {
 }
 
 /// Names and values of labels.
-pub type Labels = Vec<(&'static str, String)>;
+pub type MetricLabels = Vec<(&'static str, String)>;
 
 /// The series of a metric family.
 #[derive(Debug)]
 enum MetricSeries {
-    Counts(Vec<(Labels, u64)>),
+    Counts(Vec<(MetricLabels, u64)>),
     /// Counters in nanoseconds, exported in seconds.
-    Seconds(Vec<(Labels, u64)>),
-    Gauges(Vec<(Labels, f64)>),
-    Infos(Vec<Labels>),
+    Seconds(Vec<(MetricLabels, u64)>),
+    Gauges(Vec<(MetricLabels, f64)>),
+    Infos(Vec<MetricLabels>),
 }
 
 #[derive(Debug)]
@@ -139,12 +139,12 @@ pub struct MetricFamilies {
 
 impl MetricFamilies {
     /// Adds counters.
-    pub fn counts(&mut self, name: &'static str, help: &'static str, series: Vec<(Labels, u64)>) {
+    pub fn counts(&mut self, name: &'static str, help: &'static str, series: Vec<(MetricLabels, u64)>) {
         self.add(name, help, None, MetricSeries::Counts(series));
     }
 
     /// Adds counters in nanoseconds, exported in seconds.
-    pub fn seconds(&mut self, name: &'static str, help: &'static str, series: Vec<(Labels, u64)>) {
+    pub fn seconds(&mut self, name: &'static str, help: &'static str, series: Vec<(MetricLabels, u64)>) {
         self.add(name, help, Some(Unit::Seconds), MetricSeries::Seconds(series));
     }
 
@@ -154,14 +154,14 @@ impl MetricFamilies {
         name: &'static str,
         help: &'static str,
         unit: Option<Unit>,
-        series: Vec<(Labels, f64)>,
+        series: Vec<(MetricLabels, f64)>,
     ) {
         self.add(name, help, unit, MetricSeries::Gauges(series));
     }
 
     fn add(&mut self, name: &'static str, help: &'static str, unit: Option<Unit>, mut series: MetricSeries) {
         let vm = self.vm.as_ref();
-        let label = |labels: &mut Labels| labels.splice(..0, vm.map(|vm| ("vm", vm.clone()))).count();
+        let label = |labels: &mut MetricLabels| labels.splice(..0, vm.map(|vm| ("vm", vm.clone()))).count();
         let empty = match &mut series {
             MetricSeries::Counts(list) | MetricSeries::Seconds(list) => {
                 list.iter_mut().for_each(|(labels, _)| _ = label(labels));
@@ -209,7 +209,7 @@ impl MetricFamilies {
 /// Encodes a series. A series without labels has no braces.
 fn labelled(
     out: &mut MetricEncoder<'_>,
-    labels: &Labels,
+    labels: &MetricLabels,
     encode: impl FnOnce(&mut MetricEncoder<'_>) -> fmt::Result,
 ) -> fmt::Result {
     if labels.is_empty() {
@@ -282,14 +282,14 @@ impl Snapshot {
 
     fn encode_vm(&self, out: &mut MetricFamilies) {
         let vm = &self.vm;
-        let info: Labels = vec![
+        let info: MetricLabels = vec![
             ("version", vm.version.clone()),
             ("pmu", vm.pmu.clone()),
             ("guest", vm.guest.clone()),
         ];
         let infos = MetricSeries::Infos(vec![info]);
         out.add("vm", "The VM and what runs in it.", None, infos);
-        let one = |value| vec![(Labels::new(), value)];
+        let one = |value| vec![(MetricLabels::new(), value)];
         out.gauges(
             "vm_uptime",
             "Time since the VM was started.",
@@ -309,7 +309,7 @@ impl Snapshot {
     }
 
     /// Returns one series per vCPU.
-    fn each(&self, of: impl Fn(&VcpuCounts) -> u64) -> Vec<(Labels, u64)> {
+    fn each(&self, of: impl Fn(&VcpuCounts) -> u64) -> Vec<(MetricLabels, u64)> {
         let series = |vcpu: &VcpuCounts| (vec![vcpu_label(vcpu.vcpu)], of(vcpu));
         self.vcpus.iter().map(series).collect()
     }
@@ -376,7 +376,7 @@ impl Snapshot {
             vcpu_uncounted.extend(view.uncounted_ns.map(|ns| (vec![vcpu_label(view.vcpu)], ns)));
             places_lost.extend(view.places_lost.map(|n| (vec![vcpu_label(view.vcpu)], n)));
             for c in &view.counters {
-                let place: Labels = vec![vcpu_label(view.vcpu), ("counter", c.counter.clone())];
+                let place: MetricLabels = vec![vcpu_label(view.vcpu), ("counter", c.counter.clone())];
                 let is_on = c.enabled && c.allowed;
                 on.push((place.clone(), if is_on { 1.0 } else { 0.0 }));
                 overflows.extend(c.overflows.map(|n| (place.clone(), n)));
@@ -434,7 +434,7 @@ impl Snapshot {
         let (mut counts, mut times) = (vec![], vec![]);
         let (mut enabled, mut running, mut shares) = (vec![], vec![], vec![]);
         for (event, reading) in &self.events {
-            let mut labels: Labels = event.vcpu.map(vcpu_label).into_iter().collect();
+            let mut labels: MetricLabels = event.vcpu.map(vcpu_label).into_iter().collect();
             labels.push(("event", event.name.clone()));
             labels.push(("backing", event.backing.clone()));
             if event.estimate {
@@ -471,7 +471,7 @@ impl Snapshot {
             .iter()
             .filter_map(|v| Some((v.vcpu, v.context?)))
             .collect();
-        let each = |of: fn(&ContextCounts) -> u64| -> Vec<(Labels, u64)> {
+        let each = |of: fn(&ContextCounts) -> u64| -> Vec<(MetricLabels, u64)> {
             contexts
                 .iter()
                 .map(|(i, c)| (vec![vcpu_label(i)], of(c)))

@@ -7,7 +7,7 @@ use super::*;
 fn run(args: &[&str]) -> Result<RunArgs, CliExit> {
     let all = ["perfvisor", "run"].iter().chain(args);
     match parse(all)?.command {
-        Command::Run(run) => Ok(*run),
+        CliCommand::Run(run) => Ok(*run),
         other => unreachable!("run was asked for, not {other:?}"),
     }
 }
@@ -105,7 +105,7 @@ fn valid_values_are_parsed() {
     assert_eq!((args.cpus.present(), args.memory), (64, 16 << 20));
     let cpus = run(&["--cpus", "2,max=8"]).unwrap().cpus;
     assert_eq!((cpus.present(), cpus.max()), (2, 8));
-    assert_eq!(args.pmu, PmuModelName::Generation(vpmu::Generation::Intel(4)));
+    assert_eq!(args.pmu, PmuModelName::Generation(vpmu::PmuGeneration::Intel(4)));
     assert_eq!(
         args.pmu_counters,
         Some(CounterNumbers {
@@ -233,7 +233,7 @@ fn help_shows_defaults() {
     };
     // Line breaks must not matter.
     let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
-    let defaults = perf_core::CoreConfig::default();
+    let defaults = perf_core::PerfCoreConfig::default();
     for default in [
         format!("0 is no limit [default: {}]", vpmu::DEFAULT_PMI_LIMIT),
         format!(

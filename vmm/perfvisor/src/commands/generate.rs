@@ -9,7 +9,7 @@ use clap_complete::Shell;
 use clap_mangen::Man;
 
 use super::vm_completions::with_vm_names;
-use operator::commands::{CommandError, DONE, print};
+use operator::commands::{DONE, OperatorCommandError, print};
 use operator::exit::ExitStatus;
 
 /// `perfvisor generate`.
@@ -27,14 +27,14 @@ pub struct GenerateArgs {
 /// Writes the pages or completions of `command`.
 ///
 /// # Errors
-/// Returns [`CommandError`] if a file cannot be written.
-pub fn generate(args: &GenerateArgs, command: clap::Command) -> Result<ExitStatus, CommandError> {
+/// Returns [`OperatorCommandError`] if a file cannot be written.
+pub fn generate(args: &GenerateArgs, command: clap::Command) -> Result<ExitStatus, OperatorCommandError> {
     if let Some(directory) = &args.man {
         let mut command = command.disable_help_subcommand(true);
         command.build();
         std::fs::create_dir_all(directory)
             .and_then(|()| write_manual(&command, directory))
-            .map_err(CommandError::file(directory))?;
+            .map_err(OperatorCommandError::file(directory))?;
     } else if let Some(shell) = args.completions {
         print(&completions(shell, command))?;
     }

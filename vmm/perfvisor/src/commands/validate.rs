@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use clap::Args;
 use perf_core::pmu::host::HostProbe;
-use vpmu::{ArchEvent, BackingPolicy, Generation, HostPmu, ModelError, PmuModel, PmuModelName};
+use vpmu::{ArchEvent, BackingPolicy, HostPmuProperties, ModelError, PmuGeneration, PmuModel, PmuModelName};
 
 use crate::values::{ValidatedBacking, parse_tolerance, parse_validated};
 use ::validate::child::ChildError;
-use ::validate::report::{ReportRow, ReportText};
-use ::validate::{Host, KvmSummary, LinuxFiles, Options, Stop};
+use ::validate::report::{ReportText, ValidationRow};
+use ::validate::{HostProperties, KvmSummary, LinuxFiles, StopCallback, ValidateOptions};
 use guest_patching::rdpmc::RdpmcMode;
 use operator::commands::{OutputError, print};
 use operator::exit::ExitStatus;
@@ -19,8 +19,8 @@ use operator::input;
 use operator::signals::StopSignals;
 use perf_core::error_line;
 use vmm::kvm::host::HostError;
-use vmm::kvm::own_pmu::{KvmPmuOffer, KvmVpmuModelError};
 use vmm::kvm::stepping;
+use vmm::kvm::vpmu_probe::{KvmPmuOffer, KvmVpmuModelError};
 use vmm::kvm::{cpuid, host};
 use vmm::pmu::backing::{self, BackingError};
 use vmm::pmu::fit::{self, fit};
@@ -62,17 +62,17 @@ pub struct ValidateArgs {
 
 /// Errors of the PMU model to validate.
 #[derive(Debug, thiserror::Error)]
-pub enum PmuError {
+pub enum PmuOptionError {
     #[error(transparent)]
     PmuModel(#[from] ModelError),
     #[error("there is nothing to validate without a PMU; choose intel or amd")]
     Off,
 }
 
-fn parse_pmu(text: &str) -> Result<String, PmuError> {
+fn parse_pmu(text: &str) -> Result<String, PmuOptionError> {
     let model = PmuModel::resolve(text.parse()?, None, None, &mut cpuid::read_host)?;
     match model.generation() {
-        Generation::Off(_) => Err(PmuError::Off),
+        PmuGeneration::Off(_) => Err(PmuOptionError::Off),
         _ => Ok(text.to_owned()),
     }
 }
@@ -117,7 +117,7 @@ pub enum ValidateError {
 /// Returns [`ValidateError`] if the input is invalid or a guest cannot be measured.
 pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
     let signals = StopSignals::block().map_err(ValidateError::Signals)?;
-    let stop: Stop = Arc::new(move || signals.take().is_some());
+    let stop: StopCallback = Arc::new(move || signals.take().is_some());
     for file in [&args.kernel, &args.initrd].into_iter().flatten() {
         input::can_be_read(file).map_err(|source| ValidateError::File {
             path: file.clone(),
@@ -131,7 +131,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
     };
     let (host, runs_linux) = probe_host(&args.pmu, own_pmu.as_ref())?;
     let (linux, linux_skipped) = linux_guest(args, runs_linux)?;
-    let options = Options {
+    let options = ValidateOptions {
         pmu: args.pmu.clone(),
         tolerance_percent: args.tolerance,
         linux,
@@ -141,7 +141,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
     let mut text = ReportText::default();
     let mut printed = Ok(());
     // Rows are printed as soon as they are measured, because a complete run takes minutes.
-    let mut on_row = |row: &ReportRow| {
+    let mut on_row = |row: &ValidationRow| {
         if !args.json && printed.is_ok() {
             printed = print(&text.row(row));
         }
@@ -166,7 +166,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
 }
 
 /// Probes the host, and returns whether it can run Linux guests.
-fn probe_host(pmu: &str, own: Option<&KvmPmuOffer>) -> Result<(Host, bool), ValidateError> {
+fn probe_host(pmu: &str, own: Option<&KvmPmuOffer>) -> Result<(HostProperties, bool), ValidateError> {
     let kvm = host::open()?;
     let facts = host::facts(&kvm)?;
     let tsc_hz = host::tsc_hz(&kvm)?;
@@ -177,10 +177,10 @@ fn probe_host(pmu: &str, own: Option<&KvmPmuOffer>) -> Result<(Host, bool), Vali
             .err()
             .map(|e| error_line(&e))
     };
-    let vendor = HostPmu::vendor(&mut cpuid::read_host);
+    let vendor = HostPmuProperties::vendor(&mut cpuid::read_host);
     let hardware = backing::backability(BackingPolicy::Hardware, &probe, vendor, vendor);
     let model = guest_pmu(pmu, own, &probe).unwrap_or_else(|| pmu.to_owned());
-    let host = Host {
+    let host = HostProperties {
         kvm: KvmSummary {
             facts: serde_json::to_value(facts).map_err(OutputError::from)?,
             flavour: facts.flavour.to_string(),

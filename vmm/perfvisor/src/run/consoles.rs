@@ -47,7 +47,7 @@ impl Consoles {
     ///
     /// # Errors
     /// Returns [`ConsolesError`] if a console cannot be opened.
-    pub fn open(args: &RunArgs) -> Result<(Self, Option<virtio::Console>), ConsolesError> {
+    pub fn open(args: &RunArgs) -> Result<(Self, Option<virtio::VirtioConsole>), ConsolesError> {
         if let Some(target) = &args.virtio_console
             && *target == args.console
         {
@@ -67,7 +67,7 @@ impl Consoles {
         };
         let console = Console::open(target).map_err(ConsolesError::Virtio)?;
         print_location(target, &console, "virtio console");
-        let device = virtio::Console::new(console.impatient_writer(), console.window_size())
+        let device = virtio::VirtioConsole::new(console.impatient_writer(), console.window_size())
             .map_err(ConsolesError::Device)?;
         let virtio = Some((console, device.port().clone()));
         Ok((Self { serial, virtio }, Some(device)))

@@ -12,11 +12,11 @@ use super::consoles::ConsolesError;
 use super::restore::RestoreFileError;
 use crate::background::DaemonError;
 use crate::devices::DeviceError;
-use control_api::place::SocketError;
+use control_api::socket_dir::SocketError;
 use sandbox::privileges::PrivilegeError;
 use vmm::gdb::server::GdbError;
 use vmm::kvm::host::HostError;
-use vmm::kvm::own_pmu::KvmVpmuModelError;
+use vmm::kvm::vpmu_probe::KvmVpmuModelError;
 use vmm::pmu::backing::BackingError;
 use vmm::vm::VmError;
 use vmm::vm::restore::RestoreError;
@@ -77,7 +77,7 @@ pub enum RunError {
     #[error("the VM's process cannot give up its rights")]
     Privileges(#[from] PrivilegeError),
     #[error("--seccomp {0}")]
-    Sandbox(sandbox::Mode, #[source] SandboxError),
+    Sandbox(sandbox::SeccompMode, #[source] SandboxError),
     #[error(transparent)]
     Restore(#[from] RestoreFileError),
     #[error("--restore")]

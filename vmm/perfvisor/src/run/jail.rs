@@ -13,7 +13,7 @@ use vmm::vm::VmConfig;
 
 use super::RunError;
 use super::files::{self, PROC};
-use super::inherited::Inherited;
+use super::inherited::InheritedDescriptors;
 use crate::background::{self, ServiceManager};
 use crate::cli::RunArgs;
 
@@ -150,7 +150,11 @@ fn set_limit(resource: Resource, word: &'static str, limit: u64) -> Result<(), R
 ///
 /// # Errors
 /// Returns [`RunError::Jail`] if the jail cannot be completed.
-pub(super) fn close(jail: Option<Jail>, args: &RunArgs, inherited: Inherited) -> Result<(), RunError> {
+pub(super) fn close(
+    jail: Option<Jail>,
+    args: &RunArgs,
+    inherited: InheritedDescriptors,
+) -> Result<(), RunError> {
     let Some(jail) = jail else { return Ok(()) };
     let allowed_files = files::allowed_files(args);
     let mut inside = JailContents {

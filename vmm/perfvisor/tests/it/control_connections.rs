@@ -8,7 +8,7 @@ use crate::common::operator::{TestVm, value_of};
 use crate::common::test_lock;
 use crate::common::vm::{PROGRAM, eventually, has_kvm};
 use control_api::client::Client;
-use control_api::protocol::Opened;
+use control_api::protocol::OpenedEvent;
 use control_api::request;
 
 /// Maximum number of connections of a VM.
@@ -51,7 +51,7 @@ fn first_client_counts_every_vcpu() {
         std::thread::yield_now();
     };
     let mut client = Client::over(stream).unwrap();
-    let opened: Result<Vec<Opened>, _> = client.call(request::Open {
+    let opened: Result<Vec<OpenedEvent>, _> = client.call(request::Open {
         events: "cycles".into(),
         vcpus: None,
         whole: false,

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::common::machine::Machine;
+use crate::common::console_vm::ConsoleVm;
 use crate::common::process::is_root;
 use crate::common::unprivileged::{NOBODY, UnprivilegedUser};
 use crate::common::vm::{PROGRAM, SpinningVm, eventually, has_kvm, said};
@@ -161,7 +161,7 @@ fn jailed_vm_restarts_in_place() {
     let user = format!("uid={NOBODY}");
     for jail in [&["--jail"][..], &["--jail", &user]] {
         let args = ["--on-reset", "restart", "--cmdline", "reset=cf9", "--cpus", "2"];
-        let Some(mut vm) = Machine::start(&[&args, jail].concat()) else {
+        let Some(mut vm) = ConsoleVm::start(&[&args, jail].concat()) else {
             return;
         };
         for _ in 0..5 {

@@ -6,11 +6,11 @@ use std::os::unix::fs::MetadataExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::common::machine::Machine;
+use crate::common::console_vm::ConsoleVm;
 use crate::common::unprivileged::UnprivilegedUser;
 use crate::common::vm::{PROGRAM, SpinningVm, children, eventually};
 use control_api::client::Client;
-use control_api::protocol::{EventReading, KernelState, Opened};
+use control_api::protocol::{EventReading, KernelState, OpenedEvent};
 use control_api::request;
 use test_support::skip::skipped;
 
@@ -112,7 +112,7 @@ fn killed_perf_broker_is_reported_once() {
     };
     let sockets = vm.runtime.path().join("perfvisor");
     let mut client = Client::connect_in(&sockets, Some("brokerless")).unwrap();
-    let open = |client: &mut Client| -> Result<Vec<Opened>, _> {
+    let open = |client: &mut Client| -> Result<Vec<OpenedEvent>, _> {
         client.call(request::Open {
             events: "page-faults".into(),
             vcpus: None,
@@ -219,7 +219,7 @@ fn killed_reader_supervisor_is_reported_once() {
     let dir = tempfile::tempdir().unwrap();
     let kernel = dir.path().join("kernel");
     fs::write(&kernel, &HALTS[1..]).unwrap();
-    let Some(vm) = Machine::start(&["--kernel", kernel.to_str().unwrap()]) else {
+    let Some(vm) = ConsoleVm::start(&["--kernel", kernel.to_str().unwrap()]) else {
         return;
     };
     let sockets = vm.runtime.path().join("perfvisor");

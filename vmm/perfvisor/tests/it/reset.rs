@@ -2,15 +2,15 @@
 
 use std::io::BufRead;
 
-use crate::common::machine::Machine;
+use crate::common::console_vm::ConsoleVm;
 use crate::common::vm::eventually;
 
 /// Message of the guest for a machine in its initial state.
 const NEW: &str = "boot cpus=2 memory=0 selector=0 pm=0";
 
-fn booting(way: &str, args: &[&str]) -> Option<Machine> {
+fn booting(way: &str, args: &[&str]) -> Option<ConsoleVm> {
     let cmdline = format!("reset={way}");
-    Machine::start(&[&["--cmdline", &cmdline, "--cpus", "2"], args].concat())
+    ConsoleVm::start(&[&["--cmdline", &cmdline, "--cpus", "2"], args].concat())
 }
 
 #[test]
@@ -125,7 +125,7 @@ fn reset_removes_hot_plugged_vcpus() {
         "--on-reset",
         "restart",
     ];
-    let Some(mut vm) = Machine::start(&args) else {
+    let Some(mut vm) = ConsoleVm::start(&args) else {
         return;
     };
     for _ in 0..3 {
@@ -139,7 +139,7 @@ fn reset_removes_hot_plugged_vcpus() {
     assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
 }
 
-fn vcpus(vm: &Machine) -> u64 {
+fn vcpus(vm: &ConsoleVm) -> u64 {
     let text = vm.ps(&["--json"]);
     let value: serde_json::Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
     value["vcpus"].as_u64().unwrap()

@@ -76,7 +76,7 @@ impl Filters {
 }
 
 /// Evaluates a list directly, without compilation.
-fn is_on(list: &[Allowed], call: u32, arguments: [u64; 6]) -> bool {
+fn is_on(list: &[AllowedSyscall], call: u32, arguments: [u64; 6]) -> bool {
     let holds = |check: &ArgumentCheck| {
         let of = |at: u8| arguments[usize::from(at)] & 0xffff_ffff;
         match *check {

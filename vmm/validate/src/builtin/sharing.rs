@@ -9,7 +9,7 @@ use crate::child::ChildError;
 use crate::guest::{MeasurementJob, MeasuringGuest, OperatorEvents};
 use crate::judge::{Evidence, Expectation, Tolerance, whole};
 use crate::measure::measure_row;
-use crate::report::{CheckKind, ReportRow, ReportRows};
+use crate::report::{CheckKind, ReportRows, ValidationRow};
 use control_api::request;
 
 /// CPU time of a multiplexing interval and of a contended measurement, in ms. A measurement
@@ -123,7 +123,7 @@ impl Builtin<'_> {
         backing: &'static str,
         select: u64,
         n: u64,
-    ) -> Result<ReportRow, ChildError> {
+    ) -> Result<ValidationRow, ChildError> {
         let counters = usize::from(u8::try_from(guest.hello.gp.min(8)).unwrap_or(8));
         let mut turns = MultiplexedEvents::new(counters, counters + EXTRA);
         for turn in 0..TURNS {
@@ -136,7 +136,7 @@ impl Builtin<'_> {
             let outcome = guest.measure(&job, None)?;
             let Some(cpu) = outcome.cpus.first() else {
                 return Ok(
-                    ReportRow::new(CheckKind::Multiplexing, "cycles", backing, "turns")
+                    ValidationRow::new(CheckKind::Multiplexing, "cycles", backing, "turns")
                         .failed("the guest did not count it"),
                 );
             };
@@ -144,7 +144,7 @@ impl Builtin<'_> {
             turns.take(u64::try_from(length_ns).unwrap_or(u64::MAX), &cpu.c);
         }
         let name = format!("{} events, {counters} counters, worst", counters + EXTRA);
-        let row = ReportRow::new(CheckKind::Multiplexing, "cycles", backing, name);
+        let row = ValidationRow::new(CheckKind::Multiplexing, "cycles", backing, name);
         let Some(worst) = turns.worst(self.options.tolerance_percent) else {
             return Ok(row.failed("no event had two turns"));
         };
@@ -193,8 +193,8 @@ impl Builtin<'_> {
         select: u64,
         n: u64,
         policy: &str,
-    ) -> Result<ReportRow, ChildError> {
-        let row = ReportRow::new(
+    ) -> Result<ValidationRow, ChildError> {
+        let row = ValidationRow::new(
             CheckKind::Contention,
             "cycles",
             backing,
@@ -248,7 +248,7 @@ impl Builtin<'_> {
 }
 
 /// Marks a row as undecided if its tolerance is too wide for a verdict.
-fn undecided_if_wide(row: ReportRow, slack: u64, expected: u64) -> ReportRow {
+fn undecided_if_wide(row: ValidationRow, slack: u64, expected: u64) -> ValidationRow {
     let limit = u128::from(expected) * u128::from(MAX_SLACK_PERCENT) / 100;
     if u128::from(slack) <= limit {
         return row;
@@ -283,7 +283,7 @@ mod tests {
                     tolerance: Tolerance::PercentAnd(0.0, slack),
                 }),
             };
-            let row = ReportRow::new(CheckKind::Multiplexing, "cycles", "clock", "turns");
+            let row = ValidationRow::new(CheckKind::Multiplexing, "cycles", "clock", "turns");
             undecided_if_wide(row.judged(&seen, "time"), slack, 1000)
         };
         assert_eq!(row(500).verdict, Verdict::Pass);

@@ -39,14 +39,14 @@ const QUEUE_SIZES: [u16; 2] = [64, 64];
 type OutputSink = Arc<Mutex<Box<dyn Write + Send>>>;
 
 /// A virtio console device.
-pub struct Console {
+pub struct VirtioConsole {
     output: OutputSink,
     port: Arc<ConsolePort>,
     has_size: bool,
     worker: Option<DeviceWorker>,
 }
 
-impl Console {
+impl VirtioConsole {
     /// Creates a console that writes guest output to `output`. `size` is the size of the terminal
     /// window, if there is one.
     ///
@@ -69,7 +69,7 @@ impl Console {
     }
 }
 
-impl VirtioDevice for Console {
+impl VirtioDevice for VirtioConsole {
     fn id(&self) -> u32 {
         VIRTIO_ID_CONSOLE
     }

@@ -10,14 +10,14 @@ use vm_memory::GuestMemoryMmap;
 use super::config::{DiskConfig, DiskFormat};
 use super::open::{DiskOpenError, FileLock, LockedFile, SECTOR_BYTES, block_bytes, open};
 use super::qcow2::{Qcow2, Qcow2Error, claims};
-use super::raw::{GuestSegment, Raw};
+use super::raw::{GuestSegment, RawImage};
 
 /// Default logical block size, in bytes.
 const SMALL_BLOCK: u32 = 512;
 
 /// The reason why an image cannot be used as a disk.
 #[derive(Debug, Error)]
-pub enum ImageError {
+pub enum DiskImageError {
     /// The file cannot be opened.
     #[error(transparent)]
     Open(#[from] DiskOpenError),
@@ -70,7 +70,7 @@ pub struct DiskImage {
 /// Storage of the disk, specific to the format.
 #[derive(Debug)]
 enum ImageStore {
-    Raw(Raw),
+    Raw(RawImage),
     Qcow2(Box<Qcow2>),
 }
 
@@ -79,17 +79,17 @@ impl DiskImage {
     /// writing.
     ///
     /// # Errors
-    /// Returns an [`ImageError`], in which case the file is unchanged.
-    pub fn open(config: &DiskConfig) -> Result<Self, ImageError> {
+    /// Returns an [`DiskImageError`], in which case the file is unchanged.
+    pub fn open(config: &DiskConfig) -> Result<Self, DiskImageError> {
         let path = &config.path;
         let LockedFile { file, bytes, lock } = open(path, config.read_only)?;
-        let below = block_bytes(&file).map_err(|error| ImageError::BlockDevice(path.clone(), error))?;
+        let below = block_bytes(&file).map_err(|error| DiskImageError::BlockDevice(path.clone(), error))?;
         let (store, bytes) = match config.format {
             DiskFormat::Raw => {
                 let qcow2 = claims::has_qcow2_magic(&file);
                 if bytes == 0 || !bytes.is_multiple_of(SECTOR_BYTES) || off_t::try_from(bytes).is_err() {
                     let path = path.clone();
-                    return Err(ImageError::Size { path, bytes, qcow2 });
+                    return Err(DiskImageError::Size { path, bytes, qcow2 });
                 }
                 if qcow2 {
                     let path = path.display();
@@ -98,7 +98,7 @@ impl DiskImage {
                          does not say what it is"
                     );
                 }
-                (ImageStore::Raw(Raw::new(file)), bytes)
+                (ImageStore::Raw(RawImage::new(file)), bytes)
             }
             DiskFormat::Qcow2 => {
                 let qcow2 = Qcow2::open(path, (file, bytes), config.read_only, &config.backing)?;
@@ -109,7 +109,7 @@ impl DiskImage {
         let block = config.block_bytes.or(below).unwrap_or(SMALL_BLOCK);
         if !bytes.is_multiple_of(block.into()) {
             let path = path.clone();
-            return Err(ImageError::Blocks { path, bytes, block });
+            return Err(DiskImageError::Blocks { path, bytes, block });
         }
         Ok(Self {
             store,
@@ -241,7 +241,7 @@ mod tests {
         file
     }
 
-    fn open(path: impl AsRef<Path>, read_only: bool) -> Result<DiskImage, ImageError> {
+    fn open(path: impl AsRef<Path>, read_only: bool) -> Result<DiskImage, DiskImageError> {
         DiskImage::open(&DiskConfig {
             read_only,
             ..DiskConfig::raw(path.as_ref())

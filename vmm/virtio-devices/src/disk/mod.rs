@@ -41,7 +41,7 @@ use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::epoll::EventSet;
 
 use self::config::{DiskConfig, MAX_SERIAL};
-use self::image::{DiskImage, ImageError};
+use self::image::{DiskImage, DiskImageError};
 use self::open::SECTOR_BYTES;
 use self::request::{
     DiskBackend, MAX_RANGE_SECTORS, MAX_RANGES, MAX_SEGMENT_BYTES, MAX_SEGMENTS, RequestFailure,
@@ -78,8 +78,8 @@ impl BlockDevice {
     /// Opens and locks the image of `config` as disk `name`.
     ///
     /// # Errors
-    /// Returns an [`ImageError`] if the image cannot be used.
-    pub fn open(name: String, config: &DiskConfig) -> Result<Self, ImageError> {
+    /// Returns an [`DiskImageError`] if the image cannot be used.
+    pub fn open(name: String, config: &DiskConfig) -> Result<Self, DiskImageError> {
         let image = DiskImage::open(config)?;
         let mut serial = [0; MAX_SERIAL];
         let text = config.serial.as_ref().unwrap_or(&name).as_bytes();

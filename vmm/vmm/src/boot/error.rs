@@ -12,7 +12,7 @@ use thiserror::Error;
 pub enum BootError {
     /// The file is not a kernel, or is damaged.
     #[error(transparent)]
-    Image(#[from] kernel_images::ImageError),
+    Image(#[from] kernel_images::KernelImageError),
     /// Replacing an RDPMC instruction of the kernel failed.
     #[error(transparent)]
     Rdpmc(#[from] guest_patching::rdpmc::RdpmcPatchError),

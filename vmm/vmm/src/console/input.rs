@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_regular_file_and_dev_null_work_as_input() {
+    fn regular_file_and_dev_null_work_as_input() {
         let mut file = tempfile::tempfile().unwrap();
         let text: Vec<u8> = (0..10_000u32).map(|i| b'A' + (i % 26) as u8).collect();
         file.write_all(&text).unwrap();

@@ -7,7 +7,7 @@
 
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
 use kvm_ioctls::Kvm;
-use vpmu::{CountableEvents, CpuidRegs, HostPmu, PmuModel, Vendor};
+use vpmu::{CountableEvents, CpuidRegs, HostPmuProperties, PmuModel, Vendor};
 
 use super::signature::CpuSignature;
 
@@ -146,7 +146,7 @@ pub fn supported(kvm: &Kvm) -> Result<CpuId, CpuidError> {
 pub fn for_vcpu(supported: &CpuId, guest: GuestCpuidConfig<'_>, id: u8) -> Result<CpuId, CpuidError> {
     let mut entries: Vec<kvm_cpuid_entry2> = supported.as_slice().to_vec();
     let vendor = guest.pmu.vendor();
-    let foreign = HostPmu::vendor(&mut read_host) != vendor;
+    let foreign = HostPmuProperties::vendor(&mut read_host) != vendor;
     if foreign {
         set_identity(&mut entries, vendor);
         hide_hypercalls(&mut entries);
@@ -425,14 +425,14 @@ mod tests {
     use super::*;
 
     fn host_model() -> PmuModel {
-        match HostPmu::vendor(&mut read_host) {
+        match HostPmuProperties::vendor(&mut read_host) {
             Vendor::Intel => PmuModel::INTEL,
             Vendor::Amd => PmuModel::AMD,
         }
     }
 
     fn other_model() -> PmuModel {
-        match HostPmu::vendor(&mut read_host) {
+        match HostPmuProperties::vendor(&mut read_host) {
             Vendor::Intel => PmuModel::AMD,
             Vendor::Amd => PmuModel::INTEL,
         }

@@ -3,8 +3,8 @@
 
 use crate::kvm::cpuid::read_host;
 use crate::kvm::host::Kvm;
-use crate::kvm::own_pmu::{self, KvmPmuOffer, KvmVpmuUnavailable};
 use crate::kvm::stepping::Stepping;
+use crate::kvm::vpmu_probe::{self, KvmPmuOffer, KvmVpmuUnavailable};
 use guest_patching::rdpmc::RdpmcMode;
 use perf_core::pmu::host::HostProbe;
 use vpmu::{ArchEvent, BackingPolicy, CountableEvents, EventSources, ParavirtualEvent, Vendor};
@@ -59,7 +59,7 @@ pub fn check_own(
     if pmi_limit.is_some() {
         return Err(BackingError::OwnPmis);
     }
-    let own = own_pmu::probe(kvm, probe).map_err(BackingError::NoOwn)?;
+    let own = vpmu_probe::probe(kvm, probe).map_err(BackingError::NoOwn)?;
     if own.mediated {
         log::warn!(
             "--backing kvm: the vPMU is mediated: the host's hardware events cannot count this guest (cycles by the clock and software events can)"

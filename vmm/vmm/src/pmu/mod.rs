@@ -30,7 +30,7 @@ use perf_core::pmu::fed::{FedCounts, FedPmu};
 use perf_core::pmu::host::{HostPmu, HostProbe};
 use perf_core::pmu::kvm::{KvmPmu, StatsFile};
 use perf_core::pmu::sched::SchedPmu;
-use perf_core::{Core, OverflowReport, VcpuContext, error_line};
+use perf_core::{OverflowReport, PerfCore, VcpuContext, error_line};
 use smallvec::SmallVec;
 use vpmu::exact::{RetiredCounts, StepOutcome};
 use vpmu::filter::FilterAction;
@@ -73,7 +73,7 @@ pub struct VmPmu {
     config: PmuConfig,
     /// Events that may currently be counted.
     filter: ArcSwap<EventFilter>,
-    core: Core,
+    core: PerfCore,
     clock: Arc<ClockPmu>,
     fed: Arc<FedPmu>,
     kvm: Arc<KvmPmu>,
@@ -99,7 +99,7 @@ impl VmPmu {
         interprets_kernel: bool,
         guest: GuestSamplingContext,
     ) -> Self {
-        let core = Core::new(config.core_config());
+        let core = PerfCore::new(config.core_config());
         let signal = Some(overflow_signal());
         if probe.hardware_pmu {
             core.register(Arc::new(HostPmu::hardware(signal, probe)));
@@ -114,7 +114,7 @@ impl VmPmu {
         core.register(kvm.clone());
         let hardware = probe
             .hardware_pmu
-            .then(|| vpmu::HostPmu::vendor(&mut cpuid::read_host));
+            .then(|| vpmu::HostPmuProperties::vendor(&mut cpuid::read_host));
         Self {
             filter: ArcSwap::new(config.filter.clone()),
             config,
@@ -210,7 +210,7 @@ impl VmPmu {
     }
 
     /// Returns the perf core.
-    pub fn core(&self) -> &Core {
+    pub fn core(&self) -> &PerfCore {
         &self.core
     }
 

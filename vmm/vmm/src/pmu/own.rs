@@ -13,9 +13,9 @@ use vpmu::{
 
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::event_filter::{KvmEventFilter, KvmEventFilterError};
-use crate::kvm::own_pmu::KvmPmuOffer;
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::kvm::vm_fd::VmFd;
+use crate::kvm::vpmu_probe::KvmPmuOffer;
 
 /// KVM's own vPMU of a VM.
 #[derive(Debug)]

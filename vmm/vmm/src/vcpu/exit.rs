@@ -18,10 +18,10 @@ use super::running::{ExitAction, ExitCompletion, LoopAction, Running};
 use super::stats::VcpuStats;
 use super::step::{self, Stepper};
 use crate::devices::{Bus, BusOutcome};
-use crate::kvm::armed::Exit;
-use crate::kvm::armed::ReadMsrExit;
-use crate::kvm::armed::VcpuExit;
-use crate::kvm::armed::WriteMsrExit;
+use crate::kvm::armed_vcpu::Exit;
+use crate::kvm::armed_vcpu::ReadMsrExit;
+use crate::kvm::armed_vcpu::VcpuExit;
+use crate::kvm::armed_vcpu::WriteMsrExit;
 use crate::pmu::VcpuPmu;
 use guest_patching::finder::TRAP_PORT;
 

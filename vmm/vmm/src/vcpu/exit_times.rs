@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::kick;
-use crate::kvm::armed::VcpuExit;
+use crate::kvm::armed_vcpu::VcpuExit;
 use crate::kvm::call::KvmIoctlError;
 use guest_patching::finder::TRAP_PORT;
 

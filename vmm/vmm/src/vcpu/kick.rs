@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use libc::{c_int, c_void, siginfo_t};
 use vmm_sys_util::signal::{create_sigset, register_signal_handler};
 
-use crate::kvm::armed::request_exit_of_current_vcpu;
+use crate::kvm::armed_vcpu::request_exit_of_current_vcpu;
 use crate::kvm::signal_mask;
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::pmu::overflow_signal;

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use kvm_bindings::{Msrs, kvm_lapic_state, kvm_msi, kvm_msr_entry};
 use snapshot::state::SavedPmi;
 
-use crate::kvm::armed::ArmedVcpu;
+use crate::kvm::armed_vcpu::ArmedVcpu;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::kvm::vm_fd::VmFd;

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use vpmu::{BackingPolicy, CountableEvents};
 
 use crate::boot::{BootProtocol, KernelSource};
-use crate::kvm::own_pmu::KvmPmuOffer;
 use crate::kvm::signature::CpuSignature;
+use crate::kvm::vpmu_probe::KvmPmuOffer;
 use crate::memory::MemoryBackingConfig;
 use crate::numbers::VcpuNumbers;
 use crate::pmu::PmuConfig;

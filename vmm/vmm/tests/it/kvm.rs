@@ -11,7 +11,7 @@ use kvm_bindings::{Msrs, kvm_mp_state, kvm_msi, kvm_msr_entry, kvm_regs, kvm_seg
 use proptest::prelude::*;
 use test_support::skip;
 use vm_memory::{Bytes, GuestAddress};
-use vmm::kvm::armed::{ArmedVcpu, SyncReg, VcpuExit};
+use vmm::kvm::armed_vcpu::{ArmedVcpu, SyncReg, VcpuExit};
 use vmm::kvm::memslot::MemorySlots;
 use vmm::kvm::vm_fd::VmFd;
 use vmm::kvm::{cpuid, host, msr_filter};

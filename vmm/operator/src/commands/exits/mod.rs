@@ -14,15 +14,15 @@ use std::time::{Duration, Instant};
 use clap::Args;
 
 use super::select::name_or_pid;
-use super::{CommandError, DONE, WaitResult, connect, is_reader_closed, print, wait_until};
+use super::{DONE, OperatorCommandError, WaitResult, connect, is_reader_closed, print, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::values::parse_seconds;
 use control_api::client::{Client, ClientError};
-use control_api::protocol::{EventReading, Opened, VcpuExits};
+use control_api::protocol::{EventReading, OpenedEvent, VcpuExits};
 use control_api::request;
 use perf_core::error_line;
-use sums::{ExitMaxima, ExitReading, ExitTotals, Statistic};
+use sums::{ExitMaxima, ExitReading, ExitTotals, KvmStatistic};
 use trace::{ExitTrace, TraceError};
 
 /// Interval of the readings that are kept in case the VM ends.
@@ -85,9 +85,9 @@ pub struct ExitsArgs {
 /// Displays the exits of a VM.
 ///
 /// # Errors
-/// Returns [`CommandError`] if the VM cannot be observed.
-pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, CommandError> {
-    let signals = StopSignals::block().map_err(CommandError::Signals)?;
+/// Returns [`OperatorCommandError`] if the VM cannot be observed.
+pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, OperatorCommandError> {
+    let signals = StopSignals::block().map_err(OperatorCommandError::Signals)?;
     let name = name_or_pid(args.name.as_deref(), args.pid);
     let mut client = connect(name.as_deref(), args.socket.as_deref())?;
     let mut watch = ExitObserver::begin(&mut client)?;
@@ -172,7 +172,7 @@ fn show(
     at: Duration,
     length: Duration,
     part: OutputSection,
-) -> Result<(), CommandError> {
+) -> Result<(), OperatorCommandError> {
     let exits = if args.per_vcpu {
         exits.clone()
     } else {
@@ -192,7 +192,7 @@ fn show(
 
 /// An observation of a VM's exits.
 pub(super) struct ExitObserver {
-    statistics: Vec<Opened>,
+    statistics: Vec<OpenedEvent>,
     /// Reason why KVM's statistics are unavailable.
     no_statistics: Option<String>,
 }
@@ -202,7 +202,7 @@ impl ExitObserver {
     ///
     /// # Errors
     /// Returns an error if the VM does not answer.
-    pub(super) fn begin(client: &mut Client) -> Result<Self, CommandError> {
+    pub(super) fn begin(client: &mut Client) -> Result<Self, OperatorCommandError> {
         let list = STATISTICS.map(|name| format!("kvm:{name}"));
         let opened = client.call(request::Open {
             events: list.join(","),
@@ -247,9 +247,9 @@ impl ExitObserver {
         client: &mut Client,
     ) -> Result<ExitReading, ClientError> {
         let ours = client.call(request::Exits)?;
-        let of = |name: &Opened| {
+        let of = |name: &OpenedEvent| {
             let reading = readings.iter().find(|r| Some(r.handle) == name.handle)?;
-            Some(Statistic::of(&name.name, reading))
+            Some(KvmStatistic::of(&name.name, reading))
         };
         Ok(ExitReading {
             ours,

@@ -11,7 +11,7 @@ use super::error::RecordError;
 use super::remote::ControlPipes;
 use super::switch::SwitchTrigger;
 use crate::values::{VcpuList, integer_in_range, parse_bytes, parse_output, parse_seconds, parse_vcpus};
-use control_api::protocol::Sampling;
+use control_api::protocol::SamplingParams;
 use guest_profile::export::build_id_dir::BuildIdDir;
 use perf_core::attr::STACK_USER_MAX;
 
@@ -193,13 +193,13 @@ impl RecordArgs {
         })
     }
 
-    pub(super) fn sampling(&self) -> Sampling {
+    pub(super) fn sampling(&self) -> SamplingParams {
         let rate = self.period.or(self.frequency).unwrap_or(DEFAULT_FREQUENCY_HZ);
         let by_default = match self.period {
             Some(_) => DEFAULT_CHAIN_EVERY,
             None => u32::try_from(rate / DEFAULT_CHAINS_HZ).unwrap_or(u32::MAX).max(1),
         };
-        Sampling {
+        SamplingParams {
             rate,
             frequency: self.period.is_none(),
             callchain: self.call_graph != CallGraph::None,

@@ -5,14 +5,14 @@ use std::path::PathBuf;
 
 use control_api::client::ClientError;
 
-use super::super::CommandError;
+use super::super::OperatorCommandError;
 use super::remote::RemoteError;
 
 /// Errors of `perfvisor record`.
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
     #[error(transparent)]
-    Command(#[from] CommandError),
+    Command(#[from] OperatorCommandError),
     #[error(transparent)]
     Remote(#[from] RemoteError),
     #[error("--delay -1 waits for a word, so it needs --control; or give a delay in milliseconds")]

@@ -7,7 +7,7 @@ use std::path::Path;
 use super::args::RecordArgs;
 use super::code::FoundFunction;
 use super::unnamed::UnnamedCode;
-use crate::commands::{CommandError, create_private, files, one_line};
+use crate::commands::{OperatorCommandError, create_private, files, one_line};
 use crate::kernel_map::{kernel_map, reference_symbol};
 use control_api::client::Client;
 use guest_profile::export::build_id_dir::BuildIdDir;
@@ -42,12 +42,12 @@ pub(super) struct RecordedSymbols {
 }
 
 impl RecordedSymbols {
-    pub(super) fn of(client: &mut Client, args: &RecordArgs) -> Result<Self, CommandError> {
+    pub(super) fn of(client: &mut Client, args: &RecordArgs) -> Result<Self, OperatorCommandError> {
         let (info, text) = client.symbols()?;
         if let Some(path) = &args.save_kallsyms {
             create_private(path)
                 .and_then(|mut file| file.write_all(&text))
-                .map_err(CommandError::file(path))?;
+                .map_err(OperatorCommandError::file(path))?;
         }
         let args = &args.symbols;
         // The VM may have no symbols.

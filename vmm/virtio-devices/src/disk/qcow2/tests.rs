@@ -11,7 +11,7 @@ use vm_memory::GuestAddress;
 
 use super::*;
 use crate::disk::config::DiskConfig;
-use crate::disk::image::{DiskImage, ImageError};
+use crate::disk::image::{DiskImage, DiskImageError};
 use crate::disk::view::DiskView;
 use crate::serve::testing::{BUFFERS, memory};
 
@@ -654,7 +654,7 @@ fn one_writer_or_many_readers() {
     let _readers = [(); 2].map(|()| open_image(dir, "a.qcow2,ro"));
     assert!(matches!(
         DiskImage::open(&config(dir, "a.qcow2")),
-        Err(ImageError::Open(DiskOpenError::Locked { .. }))
+        Err(DiskImageError::Open(DiskOpenError::Locked { .. }))
     ));
 }
 

@@ -557,7 +557,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_socket_at_a_path_has_its_permissions_and_replaces_only_a_dead_one() {
+    fn socket_at_a_path_has_its_permissions_and_replaces_only_a_dead_one() {
         let tmp = tempfile::tempdir().unwrap();
         let path = tmp.path().join("look");
         let socket = Socket::bind_at(&path, 0o660).unwrap();
@@ -574,7 +574,7 @@ mod tests {
     }
 
     #[test]
-    fn the_directory_follows_the_environment() {
+    fn directory_follows_the_environment() {
         assert_eq!(
             directory_for(Some("/run/user/7".into()), 7),
             Path::new("/run/user/7/perfvisor")

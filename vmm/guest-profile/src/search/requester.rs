@@ -8,7 +8,7 @@ use kernel_images::build_id::BuildId;
 use kernel_images::orc::{ENTRY_SIZE, OrcError, OrcTable};
 use kernel_images::packed::PackedText;
 
-use super::found::{FoundKernel, UnreadPart};
+use super::found_kernel::{FoundKernel, UnreadPart};
 use super::reader::{MAX_ENTRIES, MAX_SYMBOL_BYTES};
 use super::wire::{self, KernelSummary, MemoryRequest, PIECE, SearchRequest};
 use crate::locate::KernelAnchors;

@@ -33,7 +33,7 @@ impl fmt::Display for Vendor {
 
 /// PMU generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Generation {
+pub enum PmuGeneration {
     /// No PMU. Only registers that read as 0 on every processor of the vendor remain.
     Off(Vendor),
     /// Intel architectural performance monitoring, version 1 to 5.
@@ -47,7 +47,7 @@ pub enum Generation {
     AmdV2,
 }
 
-impl Generation {
+impl PmuGeneration {
     /// Returns the vendor of this generation.
     pub const fn vendor(self) -> Vendor {
         match self {
@@ -59,7 +59,7 @@ impl Generation {
 }
 
 /// Formats the generation as a `--pmu` argument.
-impl fmt::Display for Generation {
+impl fmt::Display for PmuGeneration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Off(_) => f.write_str("off"),
@@ -81,7 +81,7 @@ pub enum PmuModelName {
     /// No PMU.
     Off,
     /// Specific generation.
-    Generation(Generation),
+    Generation(PmuGeneration),
 }
 
 impl FromStr for PmuModelName {
@@ -92,14 +92,14 @@ impl FromStr for PmuModelName {
             "auto" => Self::Auto,
             "host" => Self::Host,
             "off" => Self::Off,
-            "intel" | "intel-v2" => Self::Generation(Generation::Intel(2)),
-            "intel-v1" => Self::Generation(Generation::Intel(1)),
-            "intel-v3" => Self::Generation(Generation::Intel(3)),
-            "intel-v4" => Self::Generation(Generation::Intel(4)),
-            "intel-v5" => Self::Generation(Generation::Intel(5)),
-            "amd-k7" => Self::Generation(Generation::AmdK7),
-            "amd" => Self::Generation(Generation::AmdCore),
-            "amd-v2" => Self::Generation(Generation::AmdV2),
+            "intel" | "intel-v2" => Self::Generation(PmuGeneration::Intel(2)),
+            "intel-v1" => Self::Generation(PmuGeneration::Intel(1)),
+            "intel-v3" => Self::Generation(PmuGeneration::Intel(3)),
+            "intel-v4" => Self::Generation(PmuGeneration::Intel(4)),
+            "intel-v5" => Self::Generation(PmuGeneration::Intel(5)),
+            "amd-k7" => Self::Generation(PmuGeneration::AmdK7),
+            "amd" => Self::Generation(PmuGeneration::AmdCore),
+            "amd-v2" => Self::Generation(PmuGeneration::AmdV2),
             _ => return Err(ModelError::UnknownModel(printable(name))),
         })
     }
@@ -169,7 +169,7 @@ pub enum ModelError {
         /// Requested number.
         given: u32,
         /// Requested model.
-        generation: Generation,
+        generation: PmuGeneration,
         /// Limit of the model.
         limit: &'static str,
         /// Suggested remedy.
@@ -181,7 +181,7 @@ pub enum ModelError {
         /// Requested number.
         given: u32,
         /// Requested model.
-        generation: Generation,
+        generation: PmuGeneration,
         /// Limit of the model.
         limit: &'static str,
         /// Suggested remedy.
@@ -193,7 +193,7 @@ pub enum ModelError {
         /// Requested width in bits.
         given: u32,
         /// Requested model.
-        generation: Generation,
+        generation: PmuGeneration,
         /// Limit of the model.
         limit: &'static str,
     },

@@ -18,8 +18,8 @@ use serde::Serialize;
 use vpmu::cpuid::LEAF_ARCH_PERFMON;
 use vpmu::registers::IA32_PERF_CAPABILITIES;
 use vpmu::{
-    CountableEvents, CounterNumbers, CpuidRegs, Generation, HostPmu, ModelError, PmuModel, PmuModelName,
-    Vendor,
+    CountableEvents, CounterNumbers, CpuidRegs, HostPmuProperties, ModelError, PmuGeneration, PmuModel,
+    PmuModelName, Vendor,
 };
 
 use super::call::KvmIoctlError;
@@ -65,7 +65,7 @@ pub enum KvmVpmuModelError {
     )]
     Vendor {
         /// Requested generation.
-        asked: Generation,
+        asked: PmuGeneration,
         /// Vendor of the host CPU.
         host: Vendor,
     },
@@ -75,9 +75,9 @@ pub enum KvmVpmuModelError {
     )]
     Generation {
         /// Requested generation.
-        asked: Generation,
+        asked: PmuGeneration,
         /// Latest generation that KVM provides.
-        offered: Generation,
+        offered: PmuGeneration,
     },
     /// More counters than KVM provides.
     #[error(
@@ -119,17 +119,17 @@ pub struct KvmPmuOffer {
     pub filter: bool,
     /// The PMU that KVM's CPUID leaves enumerate.
     #[serde(serialize_with = "in_words")]
-    pub pmu: HostPmu,
+    pub pmu: HostPmuProperties,
     /// Architectural events that the vPMU counts (Intel only).
     #[serde(skip)]
     pub events: CountableEvents,
 }
 
-fn in_words<S: serde::Serializer>(pmu: &HostPmu, to: S) -> Result<S::Ok, S::Error> {
+fn in_words<S: serde::Serializer>(pmu: &HostPmuProperties, to: S) -> Result<S::Ok, S::Error> {
     to.serialize_str(&words(pmu))
 }
 
-fn words(pmu: &HostPmu) -> String {
+fn words(pmu: &HostPmuProperties) -> String {
     let fixed = match pmu.fixed_bitmap.count_ones() {
         0 => String::new(),
         fixed => format!("+{fixed}"),
@@ -214,9 +214,9 @@ fn table(entries: &CpuId) -> impl Fn(u32, u32) -> CpuidRegs {
     }
 }
 
-fn in_cpuid(supported: &CpuId) -> Option<HostPmu> {
+fn in_cpuid(supported: &CpuId) -> Option<HostPmuProperties> {
     let read = table(supported);
-    HostPmu::read(&mut |leaf, subleaf| read(leaf, subleaf))
+    HostPmuProperties::read(&mut |leaf, subleaf| read(leaf, subleaf))
 }
 
 impl KvmPmuOffer {
@@ -233,8 +233,8 @@ impl KvmPmuOffer {
     ) -> Result<PmuModel, KvmVpmuModelError> {
         let offered = &self.pmu;
         let (generation, default, bits) = match (offered.generation, name) {
-            (Generation::Intel(version), PmuModelName::Auto) => (
-                Generation::Intel(version.min(2)),
+            (PmuGeneration::Intel(version), PmuModelName::Auto) => (
+                PmuGeneration::Intel(version.min(2)),
                 CounterNumbers {
                     general: offered.general.min(4),
                     fixed: Some(offered.fixed_bitmap.trailing_ones().min(3)).filter(|_| version >= 2),
@@ -243,16 +243,16 @@ impl KvmPmuOffer {
             ),
             (generation, PmuModelName::Auto | PmuModelName::Host) => {
                 let generation = match (generation, name) {
-                    (Generation::AmdV2, PmuModelName::Auto) => Generation::AmdCore,
+                    (PmuGeneration::AmdV2, PmuModelName::Auto) => PmuGeneration::AmdCore,
                     _ => generation,
                 };
-                let intel = matches!(generation, Generation::Intel(_));
+                let intel = matches!(generation, PmuGeneration::Intel(_));
                 (
                     generation,
                     CounterNumbers {
                         general: match generation {
-                            Generation::Intel(_) => offered.general.min(8),
-                            Generation::AmdCore => 6,
+                            PmuGeneration::Intel(_) => offered.general.min(8),
+                            PmuGeneration::AmdCore => 6,
                             _ => offered.general,
                         },
                         fixed: intel.then_some(offered.fixed_bitmap.trailing_ones().min(4)),
@@ -292,10 +292,10 @@ impl KvmPmuOffer {
             });
         }
         let rank = |generation| match generation {
-            Generation::Off(_) | Generation::AmdK7 => 0,
-            Generation::Intel(version) => version,
-            Generation::AmdCore => 1,
-            Generation::AmdV2 => 2,
+            PmuGeneration::Off(_) | PmuGeneration::AmdK7 => 0,
+            PmuGeneration::Intel(version) => version,
+            PmuGeneration::AmdCore => 1,
+            PmuGeneration::AmdV2 => 2,
         };
         if rank(asked) > rank(host) {
             return Err(KvmVpmuModelError::Generation { asked, offered: host });
@@ -332,7 +332,7 @@ impl KvmPmuOffer {
 /// # Errors
 /// Returns the error of KVM.
 pub fn set_capabilities(kvm: &Kvm, vcpu: &VcpuFd, model: &PmuModel) -> Result<(), KvmIoctlError> {
-    if !matches!(model.generation(), Generation::Intel(2..)) {
+    if !matches!(model.generation(), PmuGeneration::Intel(2..)) {
         return Ok(());
     }
     let entry = kvm_msr_entry {
@@ -360,12 +360,12 @@ pub fn set_capabilities(kvm: &Kvm, vcpu: &VcpuFd, model: &PmuModel) -> Result<()
 mod tests {
     use super::*;
 
-    fn offers(generation: Generation, general: u32, fixed: u32, width: u32) -> KvmPmuOffer {
+    fn offers(generation: PmuGeneration, general: u32, fixed: u32, width: u32) -> KvmPmuOffer {
         KvmPmuOffer {
             mediated: false,
             masked_filter: true,
             filter: true,
-            pmu: HostPmu {
+            pmu: HostPmuProperties {
                 generation,
                 general,
                 fixed_bitmap: (1 << fixed) - 1,
@@ -408,12 +408,12 @@ mod tests {
 
     #[test]
     fn auto_model_is_limited_by_kvm_vpmu() {
-        let intel = offers(Generation::Intel(2), 8, 3, 48);
+        let intel = offers(PmuGeneration::Intel(2), 8, 3, 48);
         assert_eq!(
             asked(&intel, "auto", None, None).unwrap(),
             PmuModel::INTEL.to_string()
         );
-        let small = offers(Generation::Intel(2), 2, 3, 40);
+        let small = offers(PmuGeneration::Intel(2), 2, 3, 40);
         assert_eq!(
             asked(&small, "auto", None, None).unwrap(),
             "intel-v2 with 2+3 counters of 40 bits"
@@ -423,18 +423,18 @@ mod tests {
             "intel-v2 with 8+3 counters of 48 bits"
         );
         for amd in [
-            offers(Generation::AmdCore, 6, 0, 48),
-            offers(Generation::AmdV2, 6, 0, 48),
+            offers(PmuGeneration::AmdCore, 6, 0, 48),
+            offers(PmuGeneration::AmdV2, 6, 0, 48),
         ] {
             assert_eq!(
                 asked(&amd, "auto", None, None).unwrap(),
                 PmuModel::AMD.to_string()
             );
         }
-        let k7 = offers(Generation::AmdK7, 4, 0, 48);
+        let k7 = offers(PmuGeneration::AmdK7, 4, 0, 48);
         assert!(asked(&k7, "auto", None, None).unwrap().starts_with("amd-k7"));
         // Version 1 has no fixed counters.
-        let first = offers(Generation::Intel(1), 4, 0, 40);
+        let first = offers(PmuGeneration::Intel(1), 4, 0, 40);
         assert!(asked(&first, "auto", None, None).unwrap().starts_with("intel-v1"));
         assert_eq!(
             asked(&intel, "auto", Some("2"), None).unwrap(),
@@ -444,8 +444,8 @@ mod tests {
 
     #[test]
     fn unsupported_kvm_vpmu_model_is_rejected() {
-        let intel = offers(Generation::Intel(2), 4, 3, 48);
-        let amd = offers(Generation::AmdCore, 6, 0, 48);
+        let intel = offers(PmuGeneration::Intel(2), 4, 3, 48);
+        let amd = offers(PmuGeneration::AmdCore, 6, 0, 48);
         for (own, name, counters, width, words) in [
             (
                 &amd,
@@ -460,7 +460,7 @@ mod tests {
             (&intel, "intel", Some("4+4"), None, &["4 fixed", "has 3"]),
             (&amd, "amd-v2", None, None, &["at most amd ", "amd-v2"]),
             (
-                &offers(Generation::Intel(2), 4, 3, 40),
+                &offers(PmuGeneration::Intel(2), 4, 3, 40),
                 "intel",
                 None,
                 None,
@@ -498,7 +498,10 @@ mod tests {
         };
         let intel = CpuId::from_entries(&[name(Vendor::Intel), leaf(0xA, 0x0730_0802, 0x7a, 0, 3 | 48 << 5)])
             .unwrap();
-        assert_eq!(in_cpuid(&intel), Some(offers(Generation::Intel(2), 8, 3, 48).pmu));
+        assert_eq!(
+            in_cpuid(&intel),
+            Some(offers(PmuGeneration::Intel(2), 8, 3, 48).pmu)
+        );
         // Without a vPMU, CPUID leaf 0AH is zero.
         let none = CpuId::from_entries(&[name(Vendor::Intel), leaf(0xA, 0, 0, 0, 0)]).unwrap();
         assert_eq!(in_cpuid(&none), None);
@@ -509,6 +512,6 @@ mod tests {
             leaf(0x8000_0022, 1, 6, 0, 0),
         ])
         .unwrap();
-        assert_eq!(in_cpuid(&amd), Some(offers(Generation::AmdV2, 6, 0, 48).pmu));
+        assert_eq!(in_cpuid(&amd), Some(offers(PmuGeneration::AmdV2, 6, 0, 48).pmu));
     }
 }

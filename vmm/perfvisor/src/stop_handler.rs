@@ -16,7 +16,7 @@ use crate::background::ServiceManager;
 use operator::signals::StopSignals;
 
 /// Stop signals, and the time limit for the guest's shutdown.
-pub struct Stopping {
+pub struct StopHandler {
     signals: StopSignals,
     timer: TimerFd,
     timeout: Duration,
@@ -27,7 +27,7 @@ pub struct Stopping {
     manager: Arc<ServiceManager>,
 }
 
-impl Stopping {
+impl StopHandler {
     /// Creates the handler for a VM whose guest has `timeout` to power off.
     ///
     /// # Errors

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostProbe;
-use perf_core::{Core, TickWork, error_line};
+use perf_core::{PerfCore, TickWork, error_line};
 use vmm_sys_util::timerfd::TimerFd;
 
 use crate::kvm::host::Kvm;
@@ -109,7 +109,7 @@ impl TickTimer {
 
     /// Handles an expiration: runs perf-core's tick and adjusts the interval. If this thread is
     /// late, the timer has expired several times.
-    pub fn handle_expiration(&mut self, core: &Core) {
+    pub fn handle_expiration(&mut self, core: &PerfCore) {
         let expirations = self.timer.wait().unwrap_or(1);
         // A tick may remove the need for ticks by unthrottling events.
         let before = core.tick_need();
@@ -126,7 +126,7 @@ impl TickTimer {
     /// Shortens the interval if ticks are needed now. Call this after events may have been opened
     /// or enabled. Never lengthens the interval; otherwise a client that opens and closes events
     /// continuously could suppress ticks.
-    pub fn shorten_interval(&mut self, core: &Core) {
+    pub fn shorten_interval(&mut self, core: &PerfCore) {
         if self.pace > TICK_INTERVAL {
             self.keep(self.pace_for(core.tick_need()).min(self.pace));
         }
@@ -181,7 +181,7 @@ impl RotationTimer {
 
     /// Arms the timer if events are multiplexed and it is not armed. Call this after each tick,
     /// because the set of multiplexed events changes.
-    pub fn follow(&mut self, core: &Core) {
+    pub fn follow(&mut self, core: &PerfCore) {
         if self.policy == MuxPolicy::Rotate || self.armed {
             return;
         }
@@ -195,7 +195,7 @@ impl RotationTimer {
 
     /// Handles an expiration: rotates the events that are due and re-arms the timer while events
     /// are multiplexed.
-    pub fn handle_expiration(&mut self, core: &Core) {
+    pub fn handle_expiration(&mut self, core: &PerfCore) {
         let _ = self.timer.wait();
         self.armed = false;
         core.rotate();
@@ -218,7 +218,7 @@ mod tests {
     use perf_core::pmu::sim::SimPmu;
     use perf_core::time::ManualClock;
     use perf_core::{
-        ControlScope, CoreConfig, CpuMode, Handle, OpenFlags, OpenTarget, Role, SampleRegs, Session,
+        ControlScope, CpuMode, Handle, OpenFlags, OpenTarget, PerfCoreConfig, Role, SampleRegs, Session,
         VcpuContext,
     };
 
@@ -238,16 +238,16 @@ mod tests {
     }
 
     struct ContendedCore {
-        core: Core,
+        core: PerfCore,
         handles: Vec<Handle>,
         _kept: (Session, Arc<VcpuContext>),
     }
 
     /// A perf core with four events for two slots.
     fn contended(mux: MuxPolicy) -> ContendedCore {
-        let core = Core::new(CoreConfig {
+        let core = PerfCore::new(PerfCoreConfig {
             mux,
-            ..CoreConfig::default()
+            ..PerfCoreConfig::default()
         });
         core.register(Arc::new(SimPmu::with_slots(2)));
         let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
@@ -314,9 +314,9 @@ mod tests {
     #[test]
     fn fixed_period_sampling_ticks_rarely_until_throttled() {
         let pmu = Arc::new(SimPmu::with_slots(2));
-        let core = Core::new(CoreConfig {
+        let core = PerfCore::new(PerfCoreConfig {
             sample_rate_hz: 1000,
-            ..CoreConfig::default()
+            ..PerfCoreConfig::default()
         });
         core.register(pmu.clone());
         let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
@@ -353,10 +353,10 @@ mod tests {
     #[test]
     fn missed_ticks_count_towards_elapsed_time() {
         let pmu = Arc::new(SimPmu::with_slots(1));
-        let core = Core::new(CoreConfig {
+        let core = PerfCore::new(PerfCoreConfig {
             // The clock stands still, so only ticks adjust the period.
             clock: Arc::new(ManualClock::default()),
-            ..CoreConfig::default()
+            ..PerfCoreConfig::default()
         });
         core.register(pmu.clone());
         let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
