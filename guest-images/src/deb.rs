@@ -25,10 +25,10 @@ pub enum DebError {
         source: io::Error,
     },
     /// The configured sources do not offer the package.
-    #[error("the configured apt sources offer no {0} (try: sudo apt-get update)")]
+    #[error("package {0} not found in the configured apt sources; run `sudo apt-get update`")]
     NotOffered(String),
     /// The machine's release has no backports, or apt is configured for another release.
-    #[error("no backports: {0}")]
+    #[error("backports unavailable: {0}")]
     NoBackports(String),
     /// apt-get or dpkg-deb failed.
     #[error("{command} failed: {message}")]

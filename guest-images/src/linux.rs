@@ -107,10 +107,10 @@ pub enum BuildError {
     #[error("package {0} holds no boot/vmlinuz-*: not a kernel image package")]
     NoKernel(String),
     /// Archive without a kernel of the requested kind.
-    #[error("the configured apt sources offer no {0} (try: sudo apt-get update)")]
+    #[error("package {0} not found in the configured apt sources; run `sudo apt-get update`")]
     NoneOffered(&'static str),
     /// Missing or failing C compiler.
-    #[error("cannot build the guest's test program: {0} (try: sudo apt-get install gcc libc6-dev)")]
+    #[error("cannot build the guest's test program: {0}; run `sudo apt-get install gcc libc6-dev`")]
     Compiler(String),
     /// Failure to read or write a file.
     #[error("{path}")]

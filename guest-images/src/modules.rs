@@ -26,7 +26,7 @@ pub enum ModuleError {
     #[error(transparent)]
     Unpack(#[from] KernelImageError),
     /// A module that exists neither as a file nor built into the kernel.
-    #[error("the kernel package has no module {0}")]
+    #[error("module {0} not found in the kernel package")]
     NotFound(String),
     /// A module file that is not a valid ELF object.
     #[error("{path}: not a readable module: {message}")]

@@ -65,13 +65,13 @@ const PLUGIN_FLAGS: [&str; 7] = [
 #[derive(Debug, thiserror::Error)]
 pub enum QemuError {
     /// No QEMU is installed.
-    #[error("no {PROGRAM}: install it with \"make setup\"")]
+    #[error("{PROGRAM} not found; install it with `make setup`")]
     Missing,
     /// The file that the environment variable names is not QEMU.
-    #[error("{OVERRIDE}={0}: not a QEMU that runs")]
+    #[error("{OVERRIDE}={0}: not a working QEMU")]
     Named(PathBuf),
     /// The backports provide no QEMU that runs on this machine.
-    #[error("{OVERRIDE}={BACKPORTS}: no QEMU to run")]
+    #[error("{OVERRIDE}={BACKPORTS}: QEMU not found")]
     Fetch(#[from] FetchError),
     /// The plugin could not be built.
     #[error("cannot build QEMU's plugin")]
@@ -94,7 +94,7 @@ pub enum FetchError {
         source: std::io::Error,
     },
     /// Program that does not start.
-    #[error("{0} does not start; a library may be missing (try: ldd {0})")]
+    #[error("{0} does not start; check for missing libraries with `ldd {0}`")]
     DoesNotStart(PathBuf),
 }
 

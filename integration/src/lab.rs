@@ -479,20 +479,20 @@ fn is_emulator_bug(log: &Path) -> bool {
     has(log, "Oops: int3") && has(&log.with_extension("qemu"), "executes a breakpoint that is gone")
 }
 
-/// Why no handshake was received from the agent of a lab.
+/// Reason why no handshake was received from the agent of a lab.
 #[derive(Debug, thiserror::Error)]
 enum HandshakeFailure {
     #[error(transparent)]
     Os(#[from] io::Error),
-    #[error("QEMU ended at once ({0})")]
+    #[error("QEMU exited immediately ({0})")]
     Ended(String),
     #[error("QEMU did not connect")]
     NotConnected,
-    #[error("it ended before its agent greeted")]
+    #[error("the lab host exited before its agent connected")]
     HungUp,
-    #[error("{0:?} instead of a greeting")]
+    #[error("unexpected first frame {0:?}")]
     Other(FrameKind),
-    #[error("no greeting from its agent: {0}")]
+    #[error("no handshake from the agent: {0}")]
     NoGreeting(#[source] io::Error),
 }
 

@@ -41,7 +41,7 @@ done
 rm -rf /run/perfvisor /tmp/* || exit 1
 ";
 
-/// Why a test host cannot be leased.
+/// Reason why a test host cannot be leased.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum LeaseError {
     /// The pool rejected the request.

@@ -28,7 +28,7 @@ const LONGEST_FIRST: [&str; 8] = [
     "nested", "exact", "kexec", "devices", "lab", "kernels", "models", "hotplug",
 ];
 
-/// How a request shares the pool with others.
+/// Whether a request can share a lab with other requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LeaseAccess {
     /// Runs concurrently with other requests, up to the pool's limit.
@@ -46,11 +46,11 @@ pub(crate) struct LabNeed {
     pub(crate) memory_mib: u64,
 }
 
-/// Why a request was rejected.
+/// Reason why a request was rejected.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum PoolError {
     /// The thread already holds a grant. Two such threads could deadlock.
-    #[error("this thread holds a place already; drop it before another one is requested")]
+    #[error("this thread already holds a lease; drop it before requesting another one")]
     AlreadyHeld,
     /// The environment variable is invalid.
     #[error("{LIMIT_VARIABLE}={0}: must be a number from 1")]

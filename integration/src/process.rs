@@ -13,7 +13,7 @@ use lab_agent::wire::ProcessExit;
 
 use crate::limit::{ExceededLimit, Limit};
 
-/// Why a process could not be run to its end.
+/// Reason why a process could not be run to its end.
 #[derive(Debug, thiserror::Error)]
 pub enum ProcessError {
     /// The process could not be started.
@@ -37,7 +37,7 @@ pub enum ProcessError {
         tail: String,
     },
     /// The lab ended while the process was running.
-    #[error("{command}: the lab host is gone: {message}")]
+    #[error("{command}: the lab host has exited: {message}")]
     LabGone {
         /// Command line of the process.
         command: String,

@@ -27,7 +27,7 @@ use lab_agent::terminal;
 use lab_agent::wire::{Frame, FrameKind, MAX_PAYLOAD_BYTES, NewFile, ProcessExit, StartRequest, StreamMode};
 use lab_agent::wire::{read_frame, write_frame};
 
-/// The way to the runner, shared by all threads.
+/// Connection to the runner, shared by all threads.
 #[derive(Clone)]
 struct Runner(Arc<Mutex<File>>);
 
@@ -66,7 +66,7 @@ fn main() -> ExitCode {
 
 fn serve(path: &str) -> io::Result<()> {
     let mut input = OpenOptions::new().read(true).write(true).open(path)?;
-    // A port can be opened only once; the copy shares the opening.
+    // A port can be opened only once, so the file is duplicated.
     let runner = Runner(Arc::new(Mutex::new(input.try_clone()?)));
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let _in_use = InUse::keep();
@@ -79,30 +79,31 @@ fn serve(path: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Software events that VMs and perf use, by number (`perf_sw_ids`): clocks, page faults, context switches,
-/// migrations.
+/// Software events that VMs and perf use, by number (`perf_sw_ids`): clocks, page faults, context
+/// switches, migrations.
 const SOFTWARE_EVENTS: std::ops::RangeInclusive<u64> = 0..=6;
 
-/// Virtual machines with a vCPU each, and perf events, that do nothing for as long as the lab runs.
+/// Idle virtual machines with one vCPU each, and perf events, that exist for as long as the lab
+/// runs.
 ///
-/// The kernel patches its own code, its scheduler's among it, when the first VM, the first vCPU without a
-/// local APIC in the kernel, with one that is switched off, or the first event comes, and when the last one
-/// goes. QEMU before 8.1 may then need all its translations afresh (docs/guide/lab.md). With these there is
-/// neither a first nor a last.
+/// The kernel patches its own code, including the scheduler, when the first VM, the first vCPU
+/// without an in-kernel local APIC or with a disabled one, or the first event is created, and when
+/// the last one is destroyed. QEMU before 8.1 may then discard all its translations
+/// (docs/guide/lab.md). These objects prevent both.
 struct InUse {
-    /// None of them ever runs.
+    /// VMs whose vCPUs never run.
     _vms: Vec<(VmFd, VcpuFd)>,
     _events: Vec<OwnedFd>,
 }
 
 impl InUse {
-    /// What there is of them: the lab works without, most of the time.
+    /// Creates as many of the objects as possible. The lab usually works without them.
     fn keep() -> Self {
         let _events = SOFTWARE_EVENTS
             .filter_map(|config| software_event(config).ok())
             .collect();
         let vms = [vm_without_apic(), vm_with_apic_off()].into_iter();
-        // A kernel without KVM is the tests' to find.
+        // Tests detect a kernel without KVM.
         let _vms = vms.filter_map(Result::ok).collect();
         Self { _vms, _events }
     }
@@ -126,16 +127,16 @@ fn software_event(config: u64) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// A vCPU without a local APIC in the kernel (`kvm_has_noapic_vcpu`).
+/// Creates a vCPU without an in-kernel local APIC (`kvm_has_noapic_vcpu`).
 fn vm_without_apic() -> Result<(VmFd, VcpuFd), kvm_ioctls::Error> {
     let vm = Kvm::new()?.create_vm()?;
     let vcpu = vm.create_vcpu(0)?;
     Ok((vm, vcpu))
 }
 
-/// A vCPU whose local APIC is off in both ways: by its spurious-vector register, as after any reset
-/// (`apic_sw_disabled`), and by IA32_APIC_BASE (`apic_hw_disabled`; SDM volume 3A, "Enabling or Disabling the
-/// Local APIC").
+/// Creates a vCPU whose local APIC is disabled both by its spurious-vector register, as after a
+/// reset (`apic_sw_disabled`), and by IA32_APIC_BASE (`apic_hw_disabled`; SDM volume 3A, "Enabling
+/// or Disabling the Local APIC").
 fn vm_with_apic_off() -> Result<(VmFd, VcpuFd), kvm_ioctls::Error> {
     const APIC_GLOBAL_ENABLE: u64 = 1 << 11;
     let vm = Kvm::new()?.create_vm()?;
@@ -147,7 +148,7 @@ fn vm_with_apic_off() -> Result<(VmFd, VcpuFd), kvm_ioctls::Error> {
     Ok((vm, vcpu))
 }
 
-/// A process the runner may still write to or signal.
+/// A process to which the runner can still write or send signals.
 struct Running {
     pid: i32,
     stdin: Option<Input>,
@@ -167,7 +168,7 @@ impl Input {
         }
     }
 
-    /// Ends the input. On a terminal the user would type Ctrl-D, at the start of a line.
+    /// Closes the input. On a terminal this sends Ctrl-D at the start of a line.
     fn close(self) {
         const END_OF_TRANSMISSION: &[u8] = &[4];
         if let Self::Terminal(mut terminal) = self {
@@ -176,7 +177,7 @@ impl Input {
     }
 }
 
-/// Where the output of a process comes from.
+/// Source of the output of a process.
 enum OutputSource {
     Pipes(ChildStdout, ChildStderr),
     Ordered(OrderedOutput),
@@ -210,7 +211,8 @@ fn handle(
                     Some(stdin) if !payload.is_empty() => stdin.write(&payload).is_err(),
                     _ => true,
                 };
-                // An empty payload closes it; a process that is gone cannot read any more.
+                // An empty payload closes the input; a process that has exited cannot read any
+                // more.
                 if gone && let Some(stdin) = process.stdin.take() {
                     stdin.close();
                 }
@@ -247,7 +249,7 @@ fn handle(
             }
         }
         FrameKind::Done => {
-            // Absent when creating or writing failed, which was reported then.
+            // Absent if creating or writing failed, which was reported at that time.
             if files.remove(&id).is_some() {
                 runner.send(FrameKind::Done, id, &[])?;
             }
@@ -272,7 +274,7 @@ fn handle(
     Ok(())
 }
 
-/// Starts a process, with both ways to it.
+/// Starts a process. Returns it with its input and output.
 fn spawn(start: &StartRequest) -> io::Result<(Child, Input, OutputSource)> {
     let (program, arguments) = start
         .argv
@@ -281,13 +283,13 @@ fn spawn(start: &StartRequest) -> io::Result<(Child, Input, OutputSource)> {
     let mut command = Command::new(program);
     command.args(arguments).envs(start.env.iter().cloned());
     if let StreamMode::Terminal(size) = start.streams {
-        // The terminal makes it the leader of a session, and with that of a process group.
+        // The terminal makes the process the leader of a session and of a process group.
         let terminal = terminal::attach(&mut command, size)?;
         let child = command.spawn()?;
         let output = OutputSource::Terminal(terminal.try_clone()?);
         return Ok((child, Input::Terminal(terminal), output));
     }
-    // A group of its own, so that a signal reaches its children too.
+    // A separate process group, so that signals also reach the children.
     command.stdin(Stdio::piped()).process_group(0);
     let ordered = match start.streams {
         StreamMode::Ordered => {
@@ -313,12 +315,12 @@ fn spawn(start: &StartRequest) -> io::Result<(Child, Input, OutputSource)> {
     Ok((child, Input::Pipe(stdin), output))
 }
 
-/// Forwards what a process prints, then how it ended.
+/// Forwards the output of a process, then its exit status.
 fn watch(mut child: Child, output: OutputSource, id: u32, runner: &Runner) {
     let (ended, watching) = mpsc::channel();
     let watch = {
         let (runner, group) = (runner.clone(), i32::try_from(child.id()).unwrap_or(0));
-        thread::spawn(move || tell_what_is_used(group, id, &runner, &watching))
+        thread::spawn(move || report_cpu_time(group, id, &runner, &watching))
     };
     match output {
         OutputSource::Pipes(stdout, stderr) => {
@@ -354,8 +356,8 @@ fn watch(mut child: Child, output: OutputSource, id: u32, runner: &Runner) {
     let _ = runner.send_json(FrameKind::Exit, id, &ended);
 }
 
-/// Tells again and again how much CPU time a process group has used, until the other end of `ended` is gone.
-fn tell_what_is_used(group: i32, id: u32, runner: &Runner, ended: &mpsc::Receiver<()>) {
+/// Periodically reports the CPU time of a process group until the sender of `ended` is dropped.
+fn report_cpu_time(group: i32, id: u32, runner: &Runner, ended: &mpsc::Receiver<()>) {
     while ended.recv_timeout(WATCH_PERIOD) == Err(mpsc::RecvTimeoutError::Timeout) {
         let ticks = cpu_ticks_of_group(group);
         if runner.send(FrameKind::Used, id, &ticks.to_le_bytes()).is_err() {
@@ -396,7 +398,7 @@ fn create(new: &NewFile) -> io::Result<File> {
 
 fn fetch(path: &str, id: u32, runner: &Runner) {
     let result = (|| {
-        // The open of a FIFO would wait for a writer, and a device need not end.
+        // Opening a FIFO would wait for a writer, and reading a device may not end.
         if !fs::metadata(path)?.is_file() {
             return Err(io::Error::other("not a regular file"));
         }

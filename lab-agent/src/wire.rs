@@ -1,45 +1,46 @@
-//! What the test runner and the lab's agent say to each other over the serial port.
+//! Protocol between the test runner and the lab's agent over the serial port.
 //!
-//! A frame is a kind, the id of the process or file transfer it belongs to, a length, and that
-//! many bytes. The side that starts something chooses its id.
+//! A frame consists of a kind, the ID of its process or file transfer, a length, and that many
+//! bytes. The side that starts a process or transfer chooses its ID.
 
 use std::io::{self, Read, Write};
 
 use serde::{Deserialize, Serialize};
 
-/// Longest payload of a frame, in bytes. Longer data is sent in pieces.
+/// Maximum payload of a frame, in bytes. Longer data is sent in pieces.
 pub const MAX_PAYLOAD_BYTES: usize = 64 << 10;
 
-/// Bytes before the payload: kind, id, length.
+/// Size of the header in bytes: kind, ID, length.
 const HEADER_BYTES: usize = 9;
 
-/// What a frame means.
+/// Kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum FrameKind {
-    /// Agent: it is up. The payload says which kernel.
+    /// Agent: greeting. Payload: the release of the kernel.
     Hello = 1,
     /// Runner: start a process. Payload: [`StartRequest`] as JSON.
     Start = 2,
-    /// Runner: bytes for a process's standard input; none closes it.
+    /// Runner: standard input of a process. An empty payload closes it.
     Stdin = 3,
     /// Runner: send a signal to the process group. Payload: its number, 4 bytes little-endian.
     Signal = 4,
-    /// Agent: bytes from a process's standard output.
+    /// Agent: standard output of a process.
     Stdout = 5,
-    /// Agent: bytes from a process's standard error.
+    /// Agent: standard error of a process.
     Stderr = 6,
-    /// Agent: a process has ended. Payload: [`ProcessExit`] as JSON.
+    /// Agent: a process has exited. Payload: [`ProcessExit`] as JSON.
     Exit = 7,
     /// Runner: create a file. Payload: [`NewFile`] as JSON.
     Create = 8,
     /// Either: bytes of a file.
     Data = 9,
-    /// Either: the file is complete. From the agent also the answer to `Create`'s last piece.
+    /// Either: the file is complete. The agent also acknowledges the last piece of `Create` with
+    /// this.
     Done = 10,
     /// Runner: send a file. Payload: its path.
     Fetch = 11,
-    /// Agent: that did not work. Payload: why, as text.
+    /// Agent: the operation failed. Payload: the reason as text.
     Failed = 12,
     /// Agent: CPU time that a process and its children have used so far, in clock ticks, 8 bytes
     /// little-endian.
@@ -60,14 +61,14 @@ impl FrameKind {
     }
 }
 
-/// One message.
+/// A frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
-    /// What it means.
+    /// Kind of the frame.
     pub kind: FrameKind,
-    /// The process or transfer it belongs to.
+    /// ID of the process or transfer.
     pub id: u32,
-    /// Depends on the kind.
+    /// Payload; its format depends on the kind.
     pub payload: Vec<u8>,
 }
 
@@ -78,11 +79,11 @@ pub struct StartRequest {
     pub argv: Vec<String>,
     /// Variables added to the environment.
     pub env: Vec<(String, String)>,
-    /// How its standard streams are connected.
+    /// Connection of the standard streams.
     pub streams: StreamMode,
 }
 
-/// How the standard streams of a process in the lab are connected to the runner.
+/// Connection of the standard streams of a process in the lab to the runner.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StreamMode {
     /// Pipes of the usual size. The order between standard output and standard error is
@@ -105,7 +106,7 @@ pub struct WindowSize {
     pub columns: u16,
 }
 
-/// How a process ended: one of the two is set.
+/// Exit of a process; exactly one field is set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessExit {
     /// Exit status.
@@ -117,17 +118,18 @@ pub struct ProcessExit {
 /// A file to create.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct NewFile {
-    /// Where; missing directories are created.
+    /// Path of the file. Missing directories are created.
     pub path: String,
     /// Permission bits.
     pub mode: u32,
 }
 
-/// Writes one frame in a single write, so that frames of several threads do not mix when each
-/// holds the writer's lock.
+/// Writes one frame in a single write, so that frames of several threads do not mix if each holds
+/// the writer's lock.
 ///
 /// # Errors
-/// When the other side is gone, or the payload is longer than [`MAX_PAYLOAD_BYTES`].
+/// Returns an error if the peer has closed the connection or the payload is longer than
+/// [`MAX_PAYLOAD_BYTES`].
 pub fn write_frame(out: &mut impl Write, kind: FrameKind, id: u32, payload: &[u8]) -> io::Result<()> {
     if payload.len() > MAX_PAYLOAD_BYTES {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "frame too long"));
@@ -143,7 +145,7 @@ pub fn write_frame(out: &mut impl Write, kind: FrameKind, id: u32, payload: &[u8
 /// Reads one frame, or `None` at the end of the stream.
 ///
 /// # Errors
-/// When the stream fails, ends inside a frame, or carries something that is no frame.
+/// Returns an error if the stream fails, ends inside a frame, or contains an invalid frame.
 pub fn read_frame(input: &mut impl Read) -> io::Result<Option<Frame>> {
     let mut header = [0; HEADER_BYTES];
     let first = loop {

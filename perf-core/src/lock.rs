@@ -1,9 +1,9 @@
 //! Mutexes with a lock order.
 //!
-//! A thread acquires locks only in the order of their [`LockRank`], which prevents deadlocks. Builds
-//! with debug assertions check the order on every blocking acquisition and panic with the names of
-//! both ranks on a violation, so every test of this crate and of its users also tests the lock
-//! order. Release builds do not check.
+//! A thread acquires locks only in the order of their [`LockRank`], which prevents deadlocks.
+//! Builds with debug assertions check the order on every blocking acquisition and panic with the
+//! names of both ranks on a violation, so every test of this crate and of its users also tests the
+//! lock order. Release builds do not check.
 //!
 //! Rings are lock-free; see [`crate::ring`].
 

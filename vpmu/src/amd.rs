@@ -170,8 +170,8 @@ impl VendorOps for Amd {
         (request.user || request.kernel).then_some(request)
     }
 
-    /// Returns whether exactly one of the host-only and guest-only bits is set. Both together select
-    /// no restriction.
+    /// Returns whether exactly one of the host-only and guest-only bits is set. Both together
+    /// select no restriction.
     fn depends_on_svme(&self, selector: u64) -> bool {
         !matches!(selector & (GUEST_ONLY | HOST_ONLY), 0 | 0x300_0000_0000)
     }

@@ -344,7 +344,7 @@ fn check_numbers(generation: PmuGeneration, general: u32, fixed: u32) -> Result<
         PmuGeneration::Intel(_) => (
             (2..=8).contains(&general),
             "2 to 8",
-            "ask for a number in that range",
+            "choose a number in this range",
         ),
         PmuGeneration::AmdK7 => (
             general == 4,
@@ -356,12 +356,12 @@ fn check_numbers(generation: PmuGeneration, general: u32, fixed: u32) -> Result<
         PmuGeneration::AmdCore => (
             general == 4 || general == 6,
             "4 (without the core extension) or 6",
-            "choose --pmu amd-v2, whose CPUID can tell any number from 4 to 15",
+            "choose --pmu amd-v2, whose CPUID can report any number from 4 to 15",
         ),
         PmuGeneration::AmdV2 => (
             (4..=MAX_GENERAL as u32).contains(&general),
             "4 to 15",
-            "ask for a number in that range",
+            "choose a number in this range",
         ),
     };
     if !may_have {
@@ -377,17 +377,17 @@ fn check_numbers(generation: PmuGeneration, general: u32, fixed: u32) -> Result<
         PmuGeneration::Intel(2..) => (
             fixed <= MAX_FIXED as u32,
             "0 to 4",
-            "ask for a number in that range, or leave it out for 3",
+            "choose a number in this range, or omit it for 3",
         ),
         PmuGeneration::Intel(_) => (
             fixed == 0,
             "none",
-            "fixed counters exist from --pmu intel-v2; leave the +FIXED part out",
+            "fixed counters exist from --pmu intel-v2; omit +FIXED",
         ),
         _ => (
             fixed == 0,
             "none",
-            "fixed counters exist on Intel models only; leave the +FIXED part out",
+            "fixed counters exist on Intel models only; omit +FIXED",
         ),
     };
     if !may_have {
@@ -474,67 +474,67 @@ mod tests {
                 "intel-v9",
                 None,
                 None,
-                "unknown PMU model \"intel-v9\": choose auto, host, off, intel, intel-v1 to intel-v5, amd, amd-k7 or amd-v2",
+                "unknown PMU model \"intel-v9\"; must be auto, host, off, intel, intel-v1 to intel-v5, amd, amd-k7 or amd-v2",
             ),
             (
                 "intel",
                 Some("four"),
                 None,
-                "cannot read the counter numbers \"four\": give GP or GP+FIXED as decimal numbers, for example 4 or 4+3",
+                "invalid counter numbers \"four\"; must be GP or GP+FIXED, for example 4 or 4+3",
             ),
             (
                 "intel",
                 Some("9"),
                 None,
-                "9 general-purpose counters: intel-v2 can have 2 to 8; ask for a number in that range",
+                "9 general-purpose counters: intel-v2 supports 2 to 8; choose a number in this range",
             ),
             (
                 "intel-v4",
                 Some("1+3"),
                 None,
-                "1 general-purpose counters: intel-v4 can have 2 to 8; ask for a number in that range",
+                "1 general-purpose counters: intel-v4 supports 2 to 8; choose a number in this range",
             ),
             (
                 "amd",
                 Some("5"),
                 None,
-                "5 general-purpose counters: amd can have 4 (without the core extension) or 6; choose --pmu amd-v2, whose CPUID can tell any number from 4 to 15",
+                "5 general-purpose counters: amd supports 4 (without the core extension) or 6; choose --pmu amd-v2, whose CPUID can report any number from 4 to 15",
             ),
             (
                 "intel-v1",
                 Some("4+3"),
                 None,
-                "3 fixed counters: intel-v1 can have none; fixed counters exist from --pmu intel-v2; leave the +FIXED part out",
+                "3 fixed counters: intel-v1 supports none; fixed counters exist from --pmu intel-v2; omit +FIXED",
             ),
             (
                 "intel-v3",
                 Some("4+5"),
                 None,
-                "5 fixed counters: intel-v3 can have 0 to 4; ask for a number in that range, or leave it out for 3",
+                "5 fixed counters: intel-v3 supports 0 to 4; choose a number in this range, or omit it for 3",
             ),
             (
                 "amd",
                 None,
                 Some(40),
-                "a counter width of 40 bits: amd can have 48 only; leave --pmu-width out for 48",
+                "a counter width of 40 bits: amd supports 48 only; omit --pmu-width for 48",
             ),
             (
                 "intel",
                 None,
                 Some(64),
-                "a counter width of 64 bits: intel-v2 can have 32 to 48; leave --pmu-width out for 48",
+                "a counter width of 64 bits: intel-v2 supports 32 to 48; omit --pmu-width for 48",
             ),
             (
                 "off",
                 Some("4"),
                 None,
-                "--pmu off takes no counter numbers and no width: choose a model by name, for example --pmu intel-v2",
+                "--pmu off does not support --pmu-counters and --pmu-width; choose a model by name, for example --pmu intel-v2",
             ),
             (
                 "host",
                 None,
                 None,
-                "--pmu host: this host's CPUID shows no PMU to copy; choose a model by name, for example --pmu intel",
+                "--pmu host: no PMU found in this host's CPUID; choose a model by name, for example --pmu intel",
             ),
         ] {
             assert_eq!(build(name, counters, width).unwrap_err().to_string(), message);

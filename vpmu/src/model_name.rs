@@ -155,16 +155,15 @@ pub(crate) fn printable(text: &str) -> String {
 pub enum ModelError {
     /// Unknown `--pmu` value.
     #[error(
-        "unknown PMU model \"{0}\": choose auto, host, off, intel, intel-v1 to intel-v5, amd, amd-k7 or amd-v2"
+        "unknown PMU model \"{0}\"; must be auto, host, off, intel, intel-v1 to intel-v5, amd, \
+        amd-k7 or amd-v2"
     )]
     UnknownModel(String),
     /// Malformed `--pmu-counters` value.
-    #[error(
-        "cannot read the counter numbers \"{0}\": give GP or GP+FIXED as decimal numbers, for example 4 or 4+3"
-    )]
+    #[error("invalid counter numbers \"{0}\"; must be GP or GP+FIXED, for example 4 or 4+3")]
     CounterNumbers(String),
     /// Number of general-purpose counters outside the model's limits.
-    #[error("{given} general-purpose counters: {generation} can have {limit}; {remedy}")]
+    #[error("{given} general-purpose counters: {generation} supports {limit}; {remedy}")]
     General {
         /// Requested number.
         given: u32,
@@ -176,7 +175,7 @@ pub enum ModelError {
         remedy: &'static str,
     },
     /// Too many fixed counters.
-    #[error("{given} fixed counters: {generation} can have {limit}; {remedy}")]
+    #[error("{given} fixed counters: {generation} supports {limit}; {remedy}")]
     Fixed {
         /// Requested number.
         given: u32,
@@ -188,7 +187,7 @@ pub enum ModelError {
         remedy: &'static str,
     },
     /// Counter width that the model does not support.
-    #[error("a counter width of {given} bits: {generation} can have {limit}; leave --pmu-width out for 48")]
+    #[error("a counter width of {given} bits: {generation} supports {limit}; omit --pmu-width for 48")]
     Width {
         /// Requested width in bits.
         given: u32,
@@ -199,12 +198,11 @@ pub enum ModelError {
     },
     /// Counter numbers or a width given together with `--pmu host`, `off` or `auto`.
     #[error(
-        "--pmu {0} takes no counter numbers and no width: choose a model by name, for example --pmu intel-v2"
+        "--pmu {0} does not support --pmu-counters and --pmu-width; choose a model by name, for \
+        example --pmu intel-v2"
     )]
     NotAdjustable(&'static str),
     /// `--pmu host` on a host whose CPUID reports no PMU.
-    #[error(
-        "--pmu host: this host's CPUID shows no PMU to copy; choose a model by name, for example --pmu intel"
-    )]
+    #[error("--pmu host: no PMU found in this host's CPUID; choose a model by name, for example --pmu intel")]
     HostHasNone,
 }

@@ -41,12 +41,10 @@ const fn layout_version(vendor: Vendor) -> u16 {
 #[non_exhaustive]
 pub enum StateError {
     /// Missing magic.
-    #[error("this is no saved PMU state: it does not begin with PVPM")]
+    #[error("not a saved PMU state: it does not start with PVPM")]
     Magic,
     /// Truncated data or trailing bytes.
-    #[error(
-        "the saved PMU state has {have} bytes where {need} belong: it was cut off or joined with something else"
-    )]
+    #[error("the saved PMU state has {have} bytes; must be {need}; it is truncated or has extra data")]
     Length {
         /// Actual length, in bytes.
         have: usize,
@@ -58,7 +56,8 @@ pub enum StateError {
     Checksum,
     /// Unsupported layout version.
     #[error(
-        "the saved PMU state has layout version {have}, this program reads up to {known}: restore it with a newer one"
+        "unsupported layout version {have} of the saved PMU state; must be at most {known}; \
+        restore it with a newer program"
     )]
     Version {
         /// Layout version of the saved state.
@@ -68,7 +67,8 @@ pub enum StateError {
     },
     /// Saved state of a different model.
     #[error(
-        "the saved state is of a PMU {saved}, this one is {here}: start the VM with the same --pmu options"
+        "the saved state is for a PMU {saved}, but this one is {here}; start the VM with the same \
+        --pmu options"
     )]
     OtherModel {
         /// Saved model.
@@ -77,7 +77,7 @@ pub enum StateError {
         here: PmuModel,
     },
     /// Field value that is impossible for a PMU.
-    #[error("the saved PMU state is not one a PMU can be in: {0}")]
+    #[error("invalid saved PMU state: {0}")]
     Impossible(&'static str),
 }
 
@@ -676,7 +676,7 @@ mod tests {
             .to_string();
         assert_eq!(
             error,
-            "the saved state is of a PMU intel-v2 with 4+3 counters of 48 bits, this one is amd with 6 counters of 48 bits: start the VM with the same --pmu options"
+            "the saved state is for a PMU intel-v2 with 4+3 counters of 48 bits, but this one is amd with 6 counters of 48 bits; start the VM with the same --pmu options"
         );
     }
 }

@@ -22,7 +22,7 @@ pub struct PerfStat {
     pub counts: Vec<StatCount>,
 }
 
-/// Why a count is missing from a `perf stat` output.
+/// Reason why a count is missing from a `perf stat` output.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PerfStatError {
     /// The event is not listed.
@@ -164,17 +164,17 @@ fn parse_csv_line(line: &str) -> Option<StatCount> {
     })
 }
 
-/// Why the output of `perf stat -d` is rejected.
+/// Reason why the output of `perf stat -d` is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DetailError {
     /// A line contains a count of 0.
-    #[error("nobody counted this: {0}")]
+    #[error("not counted: {0}")]
     Uncounted(String),
     /// A required event is missing.
-    #[error("perf stat -d shows no {0}")]
+    #[error("perf stat -d does not show {0}")]
     Missing(String),
     /// There are fewer hardware events than a plain `perf stat -d` has on any vendor.
-    #[error("perf stat -d shows {0} hardware events only")]
+    #[error("perf stat -d shows only {0} hardware events")]
     Few(usize),
 }
 

@@ -22,8 +22,9 @@ const ROUNDS: u32 = 2;
 /// the guest.
 const PERIOD: u64 = 20_000_000;
 
-/// Linux leaves a new CPU offline until the administrator or a udev rule brings it online. `begun`
-/// waits until the host observes, which it signals by plugging in a vCPU.
+/// Linux leaves a new CPU offline until the administrator or a udev rule brings it online. The
+/// function `begun` of the script waits until the host has started to observe; the host signals
+/// this by plugging in a vCPU.
 const SCRIPT: &str = r#"
 onliner() {
     while true; do

@@ -19,7 +19,8 @@ section record sh -c 'perf record -q -o /tmp/perf.data -e cycles/period=40000000
 section nmis grep -E "NMI|PMI" /proc/interrupts
 "#;
 
-/// perf's own test of CPUID-based values, including the TSC frequency (`#system_tsc_freq`).
+/// Script of a test in perf's own test suite: values derived from CPUID, including the TSC
+/// frequency (`#system_tsc_freq`).
 const FREQUENCY: &str = r#"
 section expressions perf test "Simple expression parser"
 "#;

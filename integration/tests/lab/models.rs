@@ -83,7 +83,7 @@ impl ExpectedPmu {
             let counted = value.parse::<u64>().is_ok_and(|count| count > 0);
             assert!(
                 counted || value == "<not supported>",
-                "nobody counted this: {line}\n{run}"
+                "not counted: {line}\n{run}"
             );
             assert!(
                 !(counted && line.contains("ref-cycles") && self.pmu == "intel-v1"),

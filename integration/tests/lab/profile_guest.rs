@@ -291,7 +291,7 @@ fn metrics_are_sensible(place: &TestHost) {
     let asked = sum("perfvisor_guest_counter_pmi_requests_total", "");
     assert!(
         sum("perfvisor_vcpu_pmis_total", "") <= asked + 1.0,
-        "{asked} asked for"
+        "{asked} requested"
     );
 }
 

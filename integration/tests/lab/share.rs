@@ -117,8 +117,8 @@ fn shared_directory_is_visible_on_both_sides() {
         Some("from the host"),
         "{run}"
     );
-    assert!(run.vmm_log.contains("the back end has ended"), "{run}");
-    assert!(run.vmm_log.contains("another back end is there"), "{run}");
+    assert!(run.vmm_log.contains("the back end has exited"), "{run}");
+    assert!(run.vmm_log.contains("connected to a new back end"), "{run}");
     // No process remains after the VM has exited.
     let left = shell(
         &place,

@@ -258,7 +258,7 @@ fn vmm_warns_about_non_counting_user_rdpmc() {
     let faults = run.section("faults").trim() == "true";
     let said = run
         .vmm_log
-        .contains("programs of the guest that use RDPMC read counters that do not count");
+        .contains("programs in the guest that use RDPMC read counters that do not count");
     assert_eq!(said, !faults, "{run}");
     assert_eq!(run.section("announced").trim() == "1", faults, "{run}");
     assert_eq!(field(run, "answered", "reads=") > 0, faults, "{run}");

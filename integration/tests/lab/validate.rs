@@ -189,7 +189,7 @@ fn bad_input_is_one_line() {
     for (arguments, word) in [
         (&["--pmu", "off"][..], "intel or amd"),
         (&["--pmu", "vax"], "vax"),
-        (&["--tolerance", "lots"], "0 to 50"),
+        (&["--tolerance", "lots"], "between 0 and 50"),
         (&["--kernel", "k"], "--initrd"),
         (
             &["--kernel", "/no/kernel", "--initrd", "/no/initrd"],

@@ -217,7 +217,7 @@ fn through_a_core() {
     }
 }
 
-/// Compares the policies at the same number of turns.
+/// Compares the policies at the same number of intervals.
 fn at_equal_turns() {
     println!(
         "\nat equal turns: the least error there can be, over that of linear scaling; slices are a quarter of a period"
@@ -262,7 +262,7 @@ fn print_ideas(name: &str, ideas: &limits::PolicyErrors) {
     );
 }
 
-/// Measures the cost of longer turns, for hosts with expensive kicks.
+/// Measures the cost of longer intervals, for hosts with expensive kicks.
 fn by_length() {
     println!("\nadaptive by the first length of its turns, interpolating, mean error");
     println!(

@@ -234,7 +234,7 @@ pub fn run_core(trace: &Trace, policy: MuxPolicy, turn_ns: u64, seed: u64) -> (V
     let mut now = start;
     while now < trace.length_ns {
         let due = core.next_turn_ns().unwrap_or(u64::MAX).max(now + 1);
-        // Under rotation every tick is a turn.
+        // Under rotation every tick is an interval.
         let due = match policy {
             MuxPolicy::Rotate if now == start => now + 1,
             MuxPolicy::Rotate => now + turn_ns,

@@ -18,7 +18,7 @@ const KB_MAX: u64 = u64::MAX >> 11;
 
 /// A setting that is out of range.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{setting} of {value} is out of range: it takes {least} to {most}")]
+#[error("{setting}: {value} is out of range; must be between {least} and {most}")]
 pub struct ConfigError {
     /// Name of the [`PerfCoreConfig`] field.
     pub setting: &'static str,
@@ -73,9 +73,9 @@ impl PerfCore {
     #[cfg_attr(not(feature = "sim"), doc = "```ignore")]
     /// use std::sync::Arc;
     /// use perf_core::pmu::sim::SimPmu;
-    /// use perf_core::{Core, SharePolicy};
+    /// use perf_core::{PerfCore, SharePolicy};
     ///
-    /// let core = Core::builder()
+    /// let core = PerfCore::builder()
     ///     .share(SharePolicy::OperatorFirst)
     ///     .tick_hz(1000)
     ///     .sample_rate_hz(50_000)
@@ -83,7 +83,7 @@ impl PerfCore {
     ///     .build()?;
     /// assert_eq!(core.share(), SharePolicy::OperatorFirst);
     ///
-    /// let error = Core::builder().tick_hz(0).build().unwrap_err();
+    /// let error = PerfCore::builder().tick_hz(0).build().unwrap_err();
     /// assert_eq!(error.to_string(), "tick_hz of 0 is out of range: it takes 1 to 1000000");
     /// # Ok::<(), perf_core::ConfigError>(())
     /// ```

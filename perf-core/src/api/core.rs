@@ -38,13 +38,14 @@ impl PerfCore {
     /// unthrottles events, and checks periodically that running events still count.
     ///
     /// The VM timer calls this method [`crate::PerfCoreConfig::tick_hz`] times per second while
-    /// [`PerfCore::needs_tick`] returns `true`. Locks one context at a time and takes no other lock.
+    /// [`PerfCore::needs_tick`] returns `true`. Locks one context at a time and takes no other
+    /// lock.
     pub fn tick(&self) {
         self.tick_after(1);
     }
 
-    /// Performs [`PerfCore::tick`] for a timer that has expired `expirations` times since the last call
-    /// because its thread was late.
+    /// Performs [`PerfCore::tick`] for a timer that has expired `expirations` times since the last
+    /// call because its thread was late.
     ///
     /// Groups rotate once. Frequencies are adjusted by the elapsed time, because treating the
     /// overflows of several ticks as those of one tick would make the period too long.
@@ -73,8 +74,8 @@ impl PerfCore {
         self.tick_need() != TickWork::None
     }
 
-    /// Returns the work of [`PerfCore::tick`], for timers that expire less often when there is little
-    /// work.
+    /// Returns the work of [`PerfCore::tick`], for timers that expire less often when there is
+    /// little work.
     #[must_use]
     pub fn tick_need(&self) -> TickWork {
         // Each lock is released before the next one is acquired.
@@ -84,9 +85,9 @@ impl PerfCore {
         needs.max().unwrap_or_default().max(vm)
     }
 
-    /// Returns the time of [`crate::PerfCoreConfig::clock`] at which [`PerfCore::rotate`] is due, if groups
-    /// share slots. Under [`crate::mux::MuxPolicy::Adaptive`] the intervals are irregular; under
-    /// rotation this is the time of the next tick.
+    /// Returns the time of [`crate::PerfCoreConfig::clock`] at which [`PerfCore::rotate`] is due,
+    /// if groups share slots. Under [`crate::mux::MuxPolicy::Adaptive`] the intervals are
+    /// irregular; under rotation this is the time of the next tick.
     #[must_use]
     pub fn next_turn_ns(&self) -> Option<u64> {
         let vcpus = self.inner.vcpus.load();
@@ -98,7 +99,8 @@ impl PerfCore {
         first.into_iter().chain(vm).min()
     }
 
-    /// Performs the rotation part of [`PerfCore::tick`], for timers that follow [`PerfCore::next_turn_ns`].
+    /// Performs the rotation part of [`PerfCore::tick`], for timers that follow
+    /// [`PerfCore::next_turn_ns`].
     pub fn rotate(&self) {
         for vcpu in self.inner.vcpus.load().iter() {
             let cell = vcpu.cell.load();

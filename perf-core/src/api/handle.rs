@@ -87,8 +87,8 @@ impl Handle {
         &self.inner.event.shared.attr
     }
 
-    /// Returns the state of the event, or [`EventState::Off`] after it was closed. An enabled family is
-    /// inactive itself, although its children may be active.
+    /// Returns the state of the event, or [`EventState::Off`] after it was closed. An enabled
+    /// family is inactive itself, although its children may be active.
     #[must_use]
     pub fn state(&self) -> EventState {
         let event = &self.inner.event;

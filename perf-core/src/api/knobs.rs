@@ -22,7 +22,7 @@ pub enum Knob {
 
 /// An invalid value of a knob (`EINVAL`).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{text:?} is no value for this setting: it takes {expected}")]
+#[error("invalid value {text:?}: must be {expected}")]
 pub struct KnobError {
     /// Rejected text.
     pub text: String,

@@ -24,7 +24,7 @@ impl PerfCore {
     /// # use perf_core::{pmu::sim::SimPmu, *};
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let pmu = SimPmu::with_slots(4);
-    /// # let core = Core::builder().driver(Arc::new(pmu.clone())).build()?;
+    /// # let core = PerfCore::builder().driver(Arc::new(pmu.clone())).build()?;
     /// # core.add_vcpu(VcpuId(0), 1)?.sched_in();
     /// # let session = core.session(0, Role::Admin);
     /// // Counts the next boot, and nothing of what runs until then.

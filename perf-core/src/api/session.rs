@@ -61,9 +61,9 @@ impl Drop for Session {
 }
 
 impl PerfCore {
-    /// Checks whether `session` may sample with the settings of `attr`. [`PerfCore::open`] performs the
-    /// same check first. Use this method for samples that the host kernel takes without an event of
-    /// the core.
+    /// Checks whether `session` may sample with the settings of `attr`. [`PerfCore::open`] performs
+    /// the same check first. Use this method for samples that the host kernel takes without an
+    /// event of the core.
     ///
     /// # Errors
     ///

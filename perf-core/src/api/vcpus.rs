@@ -85,8 +85,8 @@ impl PerfCore {
     /// Its events count that thread between [`VcpuContext::sched_in`] and
     /// [`VcpuContext::sched_out`].
     ///
-    /// The context gets the first free number from [`PerfCore::FIRST_THREAD`] on, which is used as the
-    /// target of events and in samples. Remove the context like a vCPU.
+    /// The context gets the first free number from [`PerfCore::FIRST_THREAD`] on, which is used as
+    /// the target of events and in samples. Remove the context like a vCPU.
     ///
     /// # Errors
     ///
@@ -105,10 +105,10 @@ impl PerfCore {
     /// Adds a context for host CPU `cpu`. Its events count all code on that CPU, if the driver
     /// supports it (`host`).
     ///
-    /// The context number is [`PerfCore::FIRST_CPU`] plus `cpu`; remove the context like a vCPU. The
-    /// context is scheduled in from the beginning, so its time is the clock's time. VM-wide events
-    /// do not count on it. Its samples contain the CPU number, and -1 as process and thread ID,
-    /// which are unknown.
+    /// The context number is [`PerfCore::FIRST_CPU`] plus `cpu`; remove the context like a vCPU.
+    /// The context is scheduled in from the beginning, so its time is the clock's time. VM-wide
+    /// events do not count on it. Its samples contain the CPU number, and -1 as process and thread
+    /// ID, which are unknown.
     ///
     /// Opening an event on it requires the admin role if paranoid is above 0. The host kernel
     /// requires `CAP_PERFMON`, or a `kernel.perf_event_paranoid` of 0 or less. The overflow signal
@@ -119,7 +119,7 @@ impl PerfCore {
     /// # use std::sync::Arc;
     /// # use perf_core::{pmu::host::HostPmu, *};
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// let core = Core::builder().driver(Arc::new(HostPmu::software(None))).build()?;
+    /// let core = PerfCore::builder().driver(Arc::new(HostPmu::software(None))).build()?;
     /// let cpu = core.add_cpu(0)?;
     /// let session = core.session(0, Role::Admin);
     /// // PERF_COUNT_SW_CONTEXT_SWITCHES

@@ -102,7 +102,7 @@ pub(crate) struct Context {
     /// Number of times that an event entered the error state. Read without the lock. The value
     /// belongs to the vCPU and moves with it when contexts are swapped.
     pub errors: Arc<AtomicU64>,
-    /// Time at which the drivers were last asked whether active events still count.
+    /// Time at which active events were last checked for the loss of their counters.
     pub looked_ns: u64,
     pub samples: u64,
     pub lost_samples: u64,

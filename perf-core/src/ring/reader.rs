@@ -148,8 +148,8 @@ impl RingReader {
     ///
     /// # Errors
     ///
-    /// Returns [`RingReadError::NotARing`] if the file descriptor is not a memfd of a ring's size, or
-    /// if its size is not sealed so that it could shrink under the mapping. Returns
+    /// Returns [`RingReadError::NotARing`] if the file descriptor is not a memfd of a ring's size,
+    /// or if its size is not sealed so that it could shrink under the mapping. Returns
     /// [`RingReadError::Os`] if it cannot be mapped.
     pub fn map(fd: BorrowedFd<'_>) -> Result<Self, RingReadError> {
         let seals = mapping::seals(fd).map_err(|_| RingReadError::NotARing {
@@ -312,8 +312,8 @@ impl RingReader {
     ///
     /// # Errors
     ///
-    /// Returns [`RingReadError::Corrupt`] or [`RingReadError::Overrun`]. Both skip to the head, so that
-    /// reading may continue.
+    /// Returns [`RingReadError::Corrupt`] or [`RingReadError::Overrun`]. Both skip to the head, so
+    /// that reading may continue.
     #[inline]
     #[expect(
         clippy::cast_possible_truncation,

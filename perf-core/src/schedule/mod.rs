@@ -2,9 +2,10 @@
 //! of active groups.
 //!
 //! The planner walks the queues in the order of the share policy and stops at the first group that
-//! does not fit, so its cost depends on the number of slots rather than of groups. [`seats`]
-//! assigns events to counters and thereby determines whether a group fits. [`crate::context`] then
-//! applies the difference between the plan and the active groups to the drivers.
+//! does not fit, so its cost depends on the number of slots rather than of groups.
+//! [`counter_assignments`] assigns events to counters and thereby determines whether a group fits.
+//! [`crate::context`] then applies the difference between the plan and the active groups to the
+//! drivers.
 
 pub(crate) mod counter_assignments;
 pub(crate) mod group;

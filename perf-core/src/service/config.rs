@@ -80,7 +80,7 @@ impl PerfCoreConfig {
 
 impl std::fmt::Debug for PerfCoreConfig {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("CoreConfig")
+        f.debug_struct("PerfCoreConfig")
             .field("share", &self.share)
             .field("tick_hz", &self.tick_hz)
             .field("paranoid", &self.paranoid)

@@ -86,7 +86,7 @@ impl HardwareNeeds {
 
 impl std::fmt::Debug for PerfCore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Core")
+        f.debug_struct("PerfCore")
             .field("vcpus", &self.inner.vcpus.load().len())
             .finish_non_exhaustive()
     }
@@ -96,11 +96,12 @@ impl PerfCore {
     /// Lowest number of a context created by [`PerfCore::add_thread`]. vCPUs have lower numbers.
     pub const FIRST_THREAD: VcpuId = VcpuId(1 << 31);
 
-    /// Number of the context that [`PerfCore::add_cpu`] creates for CPU 0. Other CPUs follow in order.
+    /// Number of the context that [`PerfCore::add_cpu`] creates for CPU 0. Other CPUs follow in
+    /// order.
     pub const FIRST_CPU: VcpuId = VcpuId(3 << 30);
 
-    /// Creates a core without drivers and vCPUs. Does not validate `config`; use [`PerfCore::builder`]
-    /// for validation.
+    /// Creates a core without drivers and vCPUs. Does not validate `config`; use
+    /// [`PerfCore::builder`] for validation.
     #[must_use]
     pub fn new(config: PerfCoreConfig) -> Self {
         let vm = Arc::new(ContextCell::new(

@@ -601,7 +601,7 @@ fn core_multiplexes_and_kernel_does_not() {
                 t.core.rotate();
             }
         });
-        // Every event needs several turns, which may take long on a slow machine.
+        // Every event needs several intervals, which may take long on a slow machine.
         let end = thread_cpu_ns() + PATIENCE_NS;
         while !opened().iter().all(|&fd| has_counted(fd)) && thread_cpu_ns() < end {
             burn(20 * MS);

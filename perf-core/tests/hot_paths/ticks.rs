@@ -110,7 +110,7 @@ fn tick_instructions_are_independent_of_group_count() {
                 v.tick();
             }
         };
-        // The first turn of a group is cheaper because no slice ends.
+        // The first interval of a group is cheaper because no slice ends.
         ticks(n as u64 + 10);
         steps::instructions(|| ticks(16))
     };

@@ -138,8 +138,8 @@ fn open_without_suitable_counter_reports_counter_count() {
 }
 
 /// Flexible groups of different types wait for each other's counters no longer than necessary: an
-/// event of a fixed-function counter is always on beside many multiplexed events of general-purpose
-/// counters.
+/// event of a fixed-function counter is always active together with many multiplexed events of
+/// general-purpose counters.
 #[test]
 fn event_with_dedicated_counter_is_never_multiplexed() {
     use perf_core::pmu::sim::SimHost;

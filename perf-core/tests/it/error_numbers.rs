@@ -233,7 +233,7 @@ fn errors_describe_the_problem() {
         .unwrap_err();
     assert_eq!(
         error.to_string(),
-        "2 events of the group need a slot of a kind of which the PMU has 1"
+        "2 events of the group need counters of a kind of which the PMU has 1"
     );
 }
 

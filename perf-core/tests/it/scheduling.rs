@@ -362,7 +362,7 @@ fn partially_fitting_group_is_off_as_a_whole() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// P8: each of several equal groups is on for its exact share of turns.
+    /// P8: each of several equal groups is on for its exact share of intervals.
     #[test]
     fn p8_each_of_equal_groups_has_its_share(slots in 1usize..6, n in 1usize..12, rounds in 20u64..60, turn in 1u64..10_000) {
         let m = TestCore::new(slots);
@@ -382,7 +382,7 @@ proptest! {
         }
     }
 
-    /// P10: after as many turns as there are groups, the same groups are on.
+    /// P10: after as many intervals as there are groups, the same groups are on.
     #[test]
     fn p10_full_rotation_restores_active_groups(slots in 1usize..6, more in 1usize..8, start in 0usize..20) {
         let n = slots + more;
@@ -425,7 +425,7 @@ fn estimate_follows_rate_and_reports_exactness() {
         assert_eq!(r.time_enabled_ns, 4000);
         let e = event.estimate().unwrap().unwrap();
         let (ours, linear) = (e.value.abs_diff(truth), r.estimate().unwrap().abs_diff(truth));
-        // With one slot a slice is one turn long and has no inner readings, so a rhythm in step
+        // With one slot a slice is one interval long and has no inner readings, so a rhythm in step
         // could stay hidden.
         assert_eq!((e.exact, e.standard_error, e.bound), (false, None, None));
         assert!(ours <= linear.max(truth / 50), "{ours} {linear} of {truth}");
@@ -476,7 +476,7 @@ fn adaptive_turns_are_short_probe_steady_rates_and_starve_no_group() {
     }
 }
 
-/// A group that does not fit beside the pinned events would stay first in the queue forever.
+/// A group that does not fit together with the pinned events would stay first in the queue forever.
 #[test]
 fn unschedulable_groups_do_not_block_others() {
     let m = TestCore::new(2);

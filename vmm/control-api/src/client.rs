@@ -36,7 +36,7 @@ const MAX_FILES: usize = 8;
 /// Maximum size of the symbols accepted, in bytes.
 const MAX_SYMBOLS: u64 = 512 << 20;
 
-/// Why a request to a VM failed.
+/// Reason why a request to a VM failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// The VM name is invalid, or the socket directory cannot be read.
@@ -69,13 +69,13 @@ pub enum ClientError {
     #[error("the VM's control socket")]
     Io(#[from] io::Error),
     /// The VM's process is stopped.
-    #[error("the VM is not responding: its process {0} is stopped; kill -CONT {0} lets it go on")]
+    #[error("the VM does not respond: its process {0} is stopped; resume it with `kill -CONT {0}`")]
     Stopped(u32),
     /// The VM did not reply within this time.
-    #[error("the VM is not responding: it has said nothing for {} s", .0.as_secs_f64())]
+    #[error("the VM does not respond: no reply for {} s", .0.as_secs_f64())]
     Silent(Duration),
     /// The reply is malformed.
-    #[error("the VM's reply is not understood ({0}); use the Perfvisor that runs it")]
+    #[error("cannot parse the VM's reply ({0}); use the same version of Perfvisor as the VM")]
     Reply(&'static str),
 }
 
@@ -688,7 +688,7 @@ mod tests {
             "{error:?}, not one that is gone"
         );
         assert!(asked.elapsed() >= 2 * SILENCE_CHECK);
-        assert!(error.to_string().contains("not responding"), "{error}");
+        assert!(error.to_string().contains("does not respond"), "{error}");
     }
 
     /// A VM that trickles bytes does not extend the timeout.
@@ -755,7 +755,7 @@ mod tests {
         let refused = |name: Option<&str>| Client::connect_in(&dir, name).unwrap_err().to_string();
         assert_eq!(refused(None), "no VM is running; start one with perfvisor run");
         assert_eq!(refused(Some("a")), "no VM named 'a' is running; no VM is");
-        assert!(refused(Some("../a")).contains("is no name for a VM"));
+        assert!(refused(Some("../a")).contains("invalid VM name"));
 
         let serve = |name: &'static str| {
             let socket = Socket::bind(&dir, name).unwrap();

@@ -9,7 +9,7 @@
 //! | [`snapshot`] | replies of the requests that take a snapshot |
 //! | [`client`] | the client |
 //! | [`counts`] | counters of a VM's run loops, for metrics |
-//! | [`place`] | socket directories and the VMs found in them |
+//! | [`socket_dir`] | socket directories and the VMs found in them |
 //! | [`peer`] | peer credentials and sealed memory files |
 //! | [`events`] | event lists in perf's syntax, and perf's number formats |
 //!

@@ -75,29 +75,29 @@ macro_rules! requests {
 requests! {
     /// The first request of a connection. Reply: [`VmInfo`].
     Hello {
-        /// The version the client speaks.
+        /// Protocol version of the client.
         protocol: u32,
     } => VmInfo;
-    /// Reply: [`VmInfo`].
+    /// Requests the state of the VM. Reply: [`VmInfo`].
     Status => VmInfo;
-    /// Takes all vCPUs out of the guest; [`VmInfo::parked`] is the number of parked vCPUs.
+    /// Pauses all vCPUs. [`VmInfo::parked`] is the number of parked vCPUs.
     Pause => VmInfo;
     /// Resumes all vCPUs.
     Resume => VmInfo;
-    /// Ends the VM.
+    /// Terminates the VM.
     Stop => VmInfo;
     /// Presses the ACPI power button; refused if the guest does not handle it.
     Powerdown => VmInfo;
     /// Starts to change the number of vCPUs: missing vCPUs are plugged in, and the guest is asked
-    /// to give up those with the highest numbers. Reply: [`protocol::VcpuPlug`]; poll the progress
+    /// to eject those with the highest numbers. Reply: [`protocol::VcpuPlug`]; poll the progress
     /// with [`VcpuPlug`].
     Vcpus {
         /// Requested number of vCPUs, up to the VM's maximum.
         count: u32,
     } => protocol::VcpuPlug;
-    /// Progress of vCPU hot-plug. Reply: [`protocol::VcpuPlug`].
+    /// Requests the progress of vCPU hot-plug. Reply: [`protocol::VcpuPlug`].
     VcpuPlug => protocol::VcpuPlug;
-    /// Withdraws the request to give up vCPUs that the guest has not ejected yet. Reply:
+    /// Withdraws the request to eject vCPUs that the guest has not ejected yet. Reply:
     /// [`protocol::VcpuPlug`].
     VcpusWithdraw => protocol::VcpuPlug;
     /// Replaces the filter of the events that the guest may count.
@@ -153,17 +153,17 @@ requests! {
         /// Number of samples per full sample; 1 for every sample.
         every: u32,
     } => ();
-    /// Number of records lost in full rings and not yet reported there. Reply: a list of
-    /// [`RingLoss`].
+    /// Requests the number of records lost in full rings and not yet reported there. Reply: a list
+    /// of [`RingLoss`].
     RingLosses => Vec<RingLoss>;
-    /// Counters of each vCPU's run loop since the VM was started, including unplugged vCPUs. Reply:
-    /// a list of [`VcpuCounts`].
+    /// Requests the statistics of each vCPU's run loop since the start of the VM, including
+    /// unplugged vCPUs. Reply: a list of [`VcpuCounts`].
     Counts => Vec<VcpuCounts>;
     /// Starts the search for the guest's kernel in its memory, unless done before. Reply:
     /// [`KernelInfo`]; repeat the call while the search runs.
     Kernel => KernelInfo;
-    /// Requests the guest kernel's symbols. Reply: [`KernelSymbolsReply`] and a memfd with text in the
-    /// format of `/proc/kallsyms`.
+    /// Requests the guest kernel's symbols. Reply: [`KernelSymbolsReply`] and a memfd with text in
+    /// the format of `/proc/kallsyms`.
     Symbols => KernelSymbolsReply;
     /// Lists the executable mappings of a guest process. Reply: [`protocol::ProcessCode`].
     ProcessCode {
@@ -204,8 +204,8 @@ requests! {
         /// Ends the VM.
         stop: bool,
     } => ();
-    /// Exits of the vCPUs to user space by reason, since the first such call of this connection.
-    /// Reply: a list of [`protocol::VcpuExits`].
+    /// Requests the exits of the vCPUs to user space by reason, since the first such call of this
+    /// connection. Reply: a list of [`protocol::VcpuExits`].
     Exits => Vec<protocol::VcpuExits>;
     /// Reads code from guest memory through the page tables at CR3. Reply: [`protocol::CodeInfo`].
     Code {

@@ -139,9 +139,9 @@ impl HostConnection {
 enum StartError {
     #[error("no command")]
     Empty,
-    #[error("{0}: no such command in the guest")]
+    #[error("{0}: command not found in the guest")]
     NoCommand(String),
-    #[error("{0}: no such directory in the guest")]
+    #[error("{0}: directory not found in the guest")]
     NoDirectory(String),
     #[error("{program}")]
     System {

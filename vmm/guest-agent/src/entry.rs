@@ -41,10 +41,10 @@ pub struct TreeEntry {
 #[derive(Debug, thiserror::Error)]
 pub enum EntryError {
     /// The entry is too short or has an unknown type.
-    #[error("the other side sends what is no part of a tree")]
+    #[error("protocol error: the peer sent an invalid tree entry")]
     Malformed,
     /// The path is not below the root of the tree.
-    #[error("the other side sends {:?}, which is not below what is copied", .0)]
+    #[error("protocol error: the peer sent {:?}, which is outside the copied tree", .0)]
     Outside(PathBuf),
 }
 

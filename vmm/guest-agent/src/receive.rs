@@ -36,13 +36,13 @@ pub enum ReceiveError {
         source: io::Error,
     },
     /// The target path has no file name.
-    #[error("{}: give the copy a name", .0.display())]
+    #[error("{}: no file name; name the copy", .0.display())]
     NoName(PathBuf),
     /// The sender sent an invalid entry.
     #[error(transparent)]
     TreeEntry(#[from] EntryError),
     /// The sender sent frames in an invalid order.
-    #[error("the other side sends a frame that does not belong there")]
+    #[error("protocol error: the peer sent an unexpected frame")]
     Order,
     /// The sender aborted the copy.
     #[error("{0}")]

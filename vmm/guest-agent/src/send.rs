@@ -27,7 +27,7 @@ pub enum SendError {
     #[error("{}: neither a file nor a directory", .0.display())]
     Special(PathBuf),
     /// The connection failed.
-    #[error("the connection broke")]
+    #[error("the connection was lost")]
     Connection(#[source] io::Error),
 }
 

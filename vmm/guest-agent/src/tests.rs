@@ -94,7 +94,7 @@ fn stdout_stderr_and_status_are_separate() {
 #[test]
 fn unrunnable_command_is_reported() {
     for (argv, why) in [
-        (&["/no/such/program"][..], "no such command"),
+        (&["/no/such/program"][..], "command not found"),
         (&["/etc/passwd"], "/etc/passwd"),
         (&[], "no command"),
     ] {

@@ -307,7 +307,7 @@ fn is_unchanged_in_memory(memory: &GuestMemoryMmap, tables: &[EventTable], table
     };
     guest_log!(
         Warn,
-        "what looks like a table of the kernel's events at {:#x} {why}: it is left alone",
+        "the likely event table of the kernel at {:#x} {why}; it is not changed",
         table.virt
     );
     false

@@ -128,7 +128,7 @@ impl std::fmt::Debug for Unwinder {
 /// The result of unwinding one stack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UnwindResult {
-    /// Why unwinding ended.
+    /// Reason why unwinding ended.
     pub end: UnwindStop,
     /// `true` if at least one frame was found by its frame pointer instead of a table.
     pub guessed: bool,

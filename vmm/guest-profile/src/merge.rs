@@ -13,9 +13,10 @@
 //! - A light sample has no task. It is assigned the task of the full sample of the same vCPU that
 //!   is nearest in time. A user address is never assigned to a kernel thread but to the nearest
 //!   sample of a user task.
-//! - If the light samples do not show the guest ([`SampleOrigin::HostKernel`]), the VM is asked to take
-//!   every sample, and only full ones are used until the guest is visible again. The same applies
-//!   if KVM's own work is so large that a few full samples would represent most of the count.
+//! - If the light samples do not show the guest ([`SampleOrigin::HostKernel`]), the VM is asked to
+//!   take every sample, and only full ones are used until the guest is visible again. The same
+//!   applies if KVM's own work is so large that a few full samples would represent most of the
+//!   count.
 //! - Unless the user sets the ratio of full samples, it decreases if each one stops the vCPU for
 //!   long.
 

@@ -35,7 +35,8 @@ pub enum UnsupportedPaging {
     Pae,
 }
 
-/// Why an address has no translation. The guest causes all of these; none is an internal error.
+/// Reason why an address has no translation. The guest causes all of these; none is an internal
+/// error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TranslationFault {
     /// The address is not canonical.

@@ -26,7 +26,7 @@ pub struct UserSymbol {
     pub length: u64,
 }
 
-/// Why a guest file provides no symbols.
+/// Reason why a guest file provides no symbols.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestFileError {
     /// The file cannot be read.
@@ -56,13 +56,13 @@ pub enum GuestFileError {
         source: DiskError,
     },
     /// Symbols of other files have exhausted the memory limit.
-    #[error("{path} is not read: there is room for {} MiB of names", MAX_TOTAL_MEMORY >> 20)]
+    #[error("{path} is not read: symbols exceed {} MiB", MAX_TOTAL_MEMORY >> 20)]
     MemoryLimit {
         /// Path of the file in the guest.
         path: String,
     },
     /// The file is not a valid ELF file.
-    #[error("{path} is no ELF file")]
+    #[error("{path} is not an ELF file")]
     Elf {
         /// Path of the file in the guest.
         path: PathBuf,

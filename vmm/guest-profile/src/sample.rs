@@ -2,8 +2,8 @@
 //!
 //! The vCPU thread writes [`RingSampleHeader`] to a ring, where a client reads it
 //! (docs/reference/control.md documents the layout, which is part of the control protocol).
-//! [`FileSampleData`] is the part that a `perf.data` file stores. This module is the only place that reads
-//! and writes both. Fields are little-endian and unaligned.
+//! [`FileSampleData`] is the part that a `perf.data` file stores. This module is the only place
+//! that reads and writes both. Fields are little-endian and unaligned.
 
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -82,7 +82,7 @@ pub struct SampleData {
     pub cr3: u64,
     /// Privilege level, 0 to 3.
     pub cpl: u8,
-    /// Why unwinding of the call chain ended.
+    /// Reason why unwinding of the call chain ended.
     pub ends: UnwindStops,
     /// Process ID, thread ID and name of the guest's task; `None` if it was not found.
     pub task: Option<(u32, u32, [u8; COMM_LEN])>,

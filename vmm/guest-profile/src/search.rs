@@ -5,8 +5,8 @@
 //! |---|---|
 //! | `wire` | messages between the processes, and their maximum lengths |
 //! | `reader` | the process that parses tables: requests guest memory and sends its result |
-//! | `asker` | the process that holds guest memory: serves reads and validates the result |
-//! | `found` | a kernel that was found |
+//! | `requester` | the process that holds guest memory: serves reads and validates the result |
+//! | `found_kernel` | a kernel that was found |
 //!
 //! Both processes run the same program, so the messages have no version. The reader is still
 //! treated as hostile, because a guest may have compromised it.

@@ -17,8 +17,8 @@
 //!   plausibility check, and marks the chain as guessed. In the entry code, where no `pt_regs` is
 //!   complete, it uses the registers saved by SYSCALL and the entry code (see `entry`).
 //!
-//! A walk is bounded by the output slice, by [`UnwindLimits`], and by the rule that stack addresses must
-//! ascend.
+//! A walk is bounded by the output slice, by [`UnwindLimits`], and by the rule that stack addresses
+//! must ascend.
 
 pub mod context;
 mod entry;
@@ -76,12 +76,12 @@ impl Default for UnwindLimits {
     }
 }
 
-/// Why the parts of a call chain ended, as stored in a sample.
+/// Reason why the parts of a call chain ended, as stored in a sample.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UnwindStops {
-    /// Why the kernel part ended; `None` without a kernel part.
+    /// Reason why the kernel part ended; `None` without a kernel part.
     pub kernel: Option<UnwindStop>,
-    /// Why the user part ended; `None` without a user part.
+    /// Reason why the user part ended; `None` without a user part.
     pub user: Option<UnwindStop>,
     /// `true` if at least one frame is probable but not certain.
     pub guessed: bool,
@@ -121,9 +121,9 @@ pub struct CallChain {
     pub kernel_frames: usize,
     /// Number of user frames.
     pub user_frames: usize,
-    /// Why the kernel part ended; `None` for a user sample.
+    /// Reason why the kernel part ended; `None` for a user sample.
     pub kernel_end: Option<UnwindStop>,
-    /// Why the user part ended; `None` without a user part.
+    /// Reason why the user part ended; `None` without a user part.
     pub user_end: Option<UnwindStop>,
     /// `true` if at least one frame is probable but not certain.
     pub guessed: bool,

@@ -49,8 +49,8 @@ fn u32_at(data: &[u8], at: usize) -> u32 {
 /// Reads and validates the setup header.
 ///
 /// # Errors
-/// Returns an [`KernelImageError`] if the file is shorter than its header claims, or its boot protocol is
-/// too old.
+/// Returns a [`KernelImageError`] if the file is shorter than its header claims, or its boot
+/// protocol is too old.
 pub fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, KernelImageError> {
     const FIELDS_END: usize = 0x250;
     if data.len() < FIELDS_END {
@@ -120,8 +120,8 @@ pub fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, KernelImageE
 /// Unpacks the kernel. Returns the image and the name of the compression method.
 ///
 /// # Errors
-/// Returns an [`KernelImageError`] if the payload is damaged, too large or compressed with an unsupported
-/// method.
+/// Returns a [`KernelImageError`] if the payload is damaged, too large or compressed with an
+/// unsupported method.
 pub fn payload(
     name: &str,
     data: &[u8],
@@ -133,8 +133,9 @@ pub fn payload(
 /// Extracts the ELF `vmlinux` from the bzImage `data`.
 ///
 /// # Errors
-/// Returns [`KernelImageError::NotAKernel`] if `data` is not a bzImage, [`KernelImageError::Malformed`] if its
-/// payload is not an ELF file, and the errors of [`setup_header`] and [`payload`].
+/// Returns [`KernelImageError::NotAKernel`] if `data` is not a bzImage,
+/// [`KernelImageError::Malformed`] if its payload is not an ELF file, and the errors of
+/// [`setup_header`] and [`payload`].
 pub fn extract_vmlinux(name: &str, data: &[u8]) -> Result<Vec<u8>, KernelImageError> {
     if !is_bzimage(data) {
         return Err(KernelImageError::NotAKernel {
@@ -153,8 +154,8 @@ pub fn extract_vmlinux(name: &str, data: &[u8]) -> Result<Vec<u8>, KernelImageEr
 /// compression method, which is `none` for an ELF file.
 ///
 /// # Errors
-/// Returns [`KernelImageError::UnsupportedCompression`] for an unsupported method, [`KernelImageError::Unpack`]
-/// if the data is damaged, and [`KernelImageError::UnpackedTooLarge`].
+/// Returns [`KernelImageError::UnsupportedCompression`] for an unsupported method,
+/// [`KernelImageError::Unpack`] if the data is damaged, and [`KernelImageError::UnpackedTooLarge`].
 pub fn unpack(name: &str, payload: &[u8]) -> Result<(Vec<u8>, &'static str), KernelImageError> {
     // The kernel build appends the unpacked size (gzip's own trailer serves this purpose), which
     // bounds the output.

@@ -86,8 +86,8 @@ pub fn is_elf(data: &[u8]) -> bool {
 /// Parses a 32- or 64-bit little-endian loadable image.
 ///
 /// # Errors
-/// Returns an [`KernelImageError`] if a header or a segment is damaged. Damaged sections only make the
-/// symbols unavailable.
+/// Returns a [`KernelImageError`] if a header or a segment is damaged. Damaged sections only make
+/// the symbols unavailable.
 pub fn parse<'a>(name: &str, data: &'a [u8]) -> Result<ElfImage<'a>, KernelImageError> {
     match data.get(4) {
         Some(1) => parse_class::<elf::FileHeader32<Endianness>>(name, data, false),

@@ -30,7 +30,7 @@ impl KernelImage {
     /// still be unwound.
     ///
     /// # Errors
-    /// Returns an [`KernelImageError`] if the file is not an ELF file or is for another processor.
+    /// Returns a [`KernelImageError`] if the file is not an ELF file or is for another processor.
     #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
     pub fn parse(name: &str, bytes: &[u8]) -> Result<Self, KernelImageError> {
         const EM_X86_64: u16 = 62;

@@ -50,13 +50,13 @@ impl Read for InterruptibleFile {
 
 /// The error of a read interrupted by a stop signal.
 #[derive(Debug, thiserror::Error)]
-#[error("interrupted before its end was read")]
+#[error("interrupted")]
 pub struct EndedBySignal;
 
 /// The error of opening a pipe without a writer, for which a blocking open(2) would wait
 /// indefinitely.
 #[derive(Debug, thiserror::Error)]
-#[error("it is a pipe that nobody writes to; give a file, or a pipe with a writer as of <(COMMAND)")]
+#[error("the pipe has no writer; use a file, or a pipe with a writer such as <(COMMAND)")]
 pub struct PipeWithoutWriterError;
 
 /// Opens `path` for reading without blocking.
@@ -119,7 +119,7 @@ mod tests {
         assert_eq!(text(&file).unwrap(), "words");
         assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
         let why = text(&pipe).unwrap_err();
-        assert!(why.to_string().contains("nobody writes"), "{why}");
+        assert!(why.to_string().contains("no writer"), "{why}");
         can_be_read(&pipe).unwrap();
         // More than the first read and more than the capacity of a pipe.
         let many = "0123456789abcdef".repeat(20_000);

@@ -47,7 +47,7 @@ pub enum SessionError {
     #[error(transparent)]
     Events(#[from] EventNameError),
     /// The VM cannot sample an event.
-    #[error("'{event}' cannot be sampled here: {why}")]
+    #[error("cannot sample '{event}': {why}")]
     NotSampled {
         /// Name of the event.
         event: String,

@@ -39,11 +39,11 @@ struct HostReport {
     mediated_vpmus: bool,
     /// Single-stepping capabilities for the exact backing.
     stepping: Option<Stepping>,
-    /// Whether vhost-net is available, or the reason why not.
+    /// Availability of vhost-net, or the reason why it is unavailable.
     #[serde(serialize_with = "serialize_result")]
     vhost_net: Result<bool, VhostError>,
     perf: HostProbe,
-    /// Whether the limits of perf_event_paranoid apply to this process.
+    /// `true` if the limits of perf_event_paranoid apply to this process.
     paranoid_applies: bool,
     /// PMU model that `--pmu auto` selects on this host.
     pmu_auto: String,
@@ -107,7 +107,7 @@ struct EventBacking {
 pub enum CheckError {
     #[error(transparent)]
     Host(#[from] HostError),
-    #[error("there is no KVM to ask")]
+    #[error("KVM is unavailable")]
     NoKvm,
     #[error(transparent)]
     KvmVpmuUnavailable(#[from] KvmVpmuUnavailable),

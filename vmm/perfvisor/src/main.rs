@@ -151,7 +151,7 @@ fn die_with_parent(parent: u32) -> bool {
 }
 
 fn bad_input(line: &str) -> ExitCode {
-    say(&format!("perfvisor: {}\n", one_line(line)));
+    say(&format!("perfvisor: error: {}\n", one_line(line)));
     ExitCode::from(ExitStatus::BadInput.code())
 }
 

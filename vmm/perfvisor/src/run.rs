@@ -359,7 +359,7 @@ fn install_panic_hook(will: TerminationActions) {
         }
         let thread = std::thread::current();
         log::error!(
-            "the thread {} panicked at {place}, and the VM ends with it: {said}; please report this",
+            "the thread {} panicked at {place}, which terminates the VM: {said}; please report this",
             thread.name().unwrap_or("main")
         );
         if kind != Some(ThreadKind::Vcpu) {
@@ -390,8 +390,9 @@ fn warn_if_few_descriptors(limit: Option<u64>, config: &VmConfig, probe: &HostPr
     let need = DESCRIPTORS + u64::from(cpus) * (DESCRIPTORS_OF_A_VCPU + events);
     if let Some(limit) = limit.filter(|limit| *limit < need) {
         log::warn!(
-            "{cpus} vCPUs with {counters} counters each can need {need} descriptors, and the limit is {limit}: raise it \
-             (ulimit -Hn, LimitNOFILE=), or give the guest fewer counters (--pmu-counters)"
+            "{cpus} vCPUs with {counters} counters each can need {need} file descriptors, but the \
+            limit is {limit}; raise it (ulimit -Hn, LimitNOFILE=), or use fewer counters \
+            (--pmu-counters)"
         );
     }
 }
@@ -410,7 +411,10 @@ fn control_socket(name: Option<&str>) -> Result<(String, Option<Socket>), Socket
             let socket = Socket::bind(&dir, &name)
                 .inspect_err(|e| {
                     let why = error_line(e);
-                    log::warn!("no control socket, so no ctl, stat and record for this VM: {why}");
+                    log::warn!(
+                        "no control socket; ctl, stat and record are unavailable for this \
+                         VM: {why}"
+                    );
                 })
                 .ok();
             Ok((name, socket))
@@ -488,7 +492,7 @@ fn report_stats(running: &RunningVm, at_start: u8) {
     while all.len() > usize::from(at_start) && all.last().is_some_and(|stats| stats.exits.get() == 0) {
         all.pop();
     }
-    operator::commands::say(&format!("perfvisor: what the vPMU did\n{}", stats::table(&all)));
+    operator::commands::say(&format!("perfvisor: vPMU statistics\n{}", stats::table(&all)));
 }
 
 fn exit_status(control: &RunControl) -> ExitStatus {

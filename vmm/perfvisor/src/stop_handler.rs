@@ -67,7 +67,8 @@ impl StopHandler {
             let _ = self.timer.wait();
             if let Some(signal) = self.pressed {
                 log::warn!(
-                    "the guest has not powered off in {} s after its power button was pressed; it ends now",
+                    "the guest did not power off within {} s after its power button was pressed; \
+                    the VM is terminated",
                     self.timeout.as_secs_f64()
                 );
                 self.control.stop(StopReason::Signal(signal));

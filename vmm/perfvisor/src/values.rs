@@ -69,11 +69,11 @@ const MAX_SOCKET_PATH: usize = 107;
 /// Errors of parsing `PATH[,mode=MODE]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SocketPathError {
-    #[error("mode= takes the permissions of a file in octal, 0600 to 0777, as in mode=0660")]
+    #[error("mode= must be file permissions in octal between 0600 and 0777, for example mode=0660")]
     Mode,
     #[error("the path of a socket is missing")]
     Missing,
-    #[error("the path of a Unix socket has at most {MAX_SOCKET_PATH} bytes")]
+    #[error("the path of a Unix socket must be at most {MAX_SOCKET_PATH} bytes")]
     Unusable,
 }
 
@@ -119,34 +119,33 @@ pub enum ValueError {
     #[error(transparent)]
     Gdb(GdbConfigError),
     #[error(
-        "must be the path of a Unix socket, or PATH,wait: gdb connects by `target remote PATH`, not by TCP"
+        "must be the path of a Unix socket, or PATH,wait; gdb connects with `target remote PATH`, \
+        not over TCP"
     )]
     GdbPort,
     #[error("must be own or tenant")]
     SecurityProfile,
-    #[error("the least is {}M, and a number alone is one of bytes: 512M, not 512", MIN_RAM_BYTES >> 20)]
+    #[error("must be at least {}M; a number without a unit is in bytes: 512M, not 512", MIN_RAM_BYTES >> 20)]
     MemoryTooSmall,
     #[error("must be a multiple of {RAM_GRANULE_BYTES} bytes")]
     MemoryGranule,
-    #[error("the counter width must be 32 to 48 bits")]
+    #[error("the counter width must be between 32 and 48 bits")]
     Width,
-    #[error("must be a number of PMIs per second, 0 to {}", u32::MAX)]
+    #[error("must be a number of PMIs per second between 0 and {}", u32::MAX)]
     PmiLimit,
-    #[error("must be a number of milliseconds, {MIN_TURN_MS} to {MAX_TURN_MS}, as in 1.5")]
+    #[error("must be a number of milliseconds between {MIN_TURN_MS} and {MAX_TURN_MS}, for example 1.5")]
     Turn,
-    #[error("must be a number of samples per second, 1 to {MAX_SAMPLE_RATE_HZ}")]
+    #[error("must be a number of samples per second between 1 and {MAX_SAMPLE_RATE_HZ}")]
     SampleLimit,
-    #[error("must be {}K to {}G", MIN_RING_BYTES >> 10, MAX_RING_BYTES >> 30)]
+    #[error("must be between {}K and {}G", MIN_RING_BYTES >> 10, MAX_RING_BYTES >> 30)]
     RingMemory,
     #[error("must be on or off")]
     OnOff,
-    #[error(
-        "must be guest-first, operator-first or strict (a directory of the host is shared by --share-dir)"
-    )]
+    #[error("must be guest-first, operator-first or strict (--share-dir shares a directory)")]
     Share,
-    #[error("must be a number of seconds, 0 to {MAX_STOP_TIMEOUT_S}")]
+    #[error("must be a number of seconds between 0 and {MAX_STOP_TIMEOUT_S}")]
     StopTimeout,
-    #[error("must be a number of percent, 0 to 50")]
+    #[error("must be a percentage between 0 and 50")]
     Tolerance,
     #[error("must be all or kvm")]
     ValidatedBacking,

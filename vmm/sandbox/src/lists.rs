@@ -287,8 +287,8 @@ fn perf_events() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Opening of perf events without the broker ([`PerfEventAccess::OwnThread`]): on the calling thread and
-/// any CPU. The filter cannot check the attributes, which are passed by pointer.
+/// Opening of perf events without the broker ([`PerfEventAccess::OwnThread`]): on the calling
+/// thread and any CPU. The filter cannot check the attributes, which are passed by pointer.
 fn own_perf_events() -> Vec<AllowedSyscall> {
     let (own, any_cpu, cloexec) = (0, u32::MAX, 8);
     let checks = [

@@ -31,7 +31,7 @@ pub enum SeccompMode {
 
 /// The error for an unknown seccomp mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("must be one of on, log, off")]
+#[error("must be on, log or off")]
 pub struct ParseSeccompModeError;
 
 impl fmt::Display for SeccompMode {
@@ -62,20 +62,21 @@ impl FromStr for SeccompMode {
 pub enum SandboxError {
     /// The kernel does not support seccomp filters.
     #[error(
-        "this kernel has no seccomp filters (CONFIG_SECCOMP_FILTER, Linux 4.14); --seccomp off runs without"
+        "this kernel does not support seccomp filters (CONFIG_SECCOMP_FILTER, Linux 4.14); use \
+        --seccomp off"
     )]
     NoFilters,
     /// A list could not be compiled.
     #[error("the filter of {0} threads")]
     Compile(ThreadKind, #[source] seccompiler::BackendError),
     /// The kernel rejected a filter.
-    #[error("the kernel does not take the filter of {0} threads")]
+    #[error("the kernel rejected the filter of {0} threads")]
     Apply(ThreadKind, #[source] seccompiler::Error),
     /// The SIGSYS handler could not be installed.
     #[error("sigaction(SIGSYS) failed")]
     Signal(#[source] io::Error),
     /// The starter thread could not be created.
-    #[error("no thread to start others")]
+    #[error("cannot start the thread that starts others")]
     Starter(#[source] io::Error),
 }
 

@@ -5,7 +5,7 @@
 //! | file | contents |
 //! |---|---|
 //! | `keeper` | the process that starts workers one at a time and reports how each ended |
-//! | `ended` | termination status of a worker |
+//! | `worker_exit` | termination status of a worker |
 //!
 //! A running VM may not start processes. The keeper is therefore forked earlier, with the
 //! privileges that the VM has at that time, and drops them immediately. The keeper never reads
@@ -69,10 +69,10 @@ pub enum ServiceStartError {
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerStartError {
     /// The keeper has exited or timed out, and no further workers can be started.
-    #[error("the process that starts it has ended")]
+    #[error("the process that starts workers has exited")]
     NoKeeper(#[source] io::Error),
     /// The keeper failed to start a worker.
-    #[error("it cannot be started")]
+    #[error("cannot start the worker")]
     Refused(#[source] io::Error),
 }
 
@@ -90,7 +90,8 @@ impl WorkerKeeper {
     /// counted from 0.
     ///
     /// # Errors
-    /// Returns a [`ServiceStartError`] if the keeper cannot be started or its filters cannot be created.
+    /// Returns a [`ServiceStartError`] if the keeper cannot be started or its filters cannot be
+    /// created.
     pub fn start(
         confinement: ProcessConfinement,
         limits: WorkerLimits,

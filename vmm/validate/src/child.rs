@@ -45,7 +45,7 @@ pub enum ChildError {
     #[error(transparent)]
     Client(#[from] ClientError),
     /// The VM ended unexpectedly.
-    #[error("the VM ended while {doing} (status {status}){}{}", told(.messages), console_excerpt(.console))]
+    #[error("the VM exited while {doing} (status {status}){}{}", told(.messages), console_excerpt(.console))]
     Ended {
         /// Exit status, or -1 after a signal.
         status: i32,
@@ -57,7 +57,7 @@ pub enum ChildError {
         console: Vec<String>,
     },
     /// A timeout in seconds expired during this operation.
-    #[error("the guest said nothing for {0} s while {1}")]
+    #[error("no output of the guest for {0} s while {1}")]
     Silent(u64, String),
     /// The user interrupted the program with Ctrl-C or another signal.
     #[error("interrupted")]
@@ -66,14 +66,20 @@ pub enum ChildError {
     #[error("the ring of vCPU 0")]
     Ring(#[source] perf_core::ring::RingReadError),
     /// The guest or the VM sent an unexpected reply.
-    #[error("the guest's answer is not understood: {0}")]
+    #[error("cannot parse the guest's reply: {0}")]
     Answer(String),
 }
 
 fn told(messages: &[String]) -> String {
     messages
         .last()
-        .map(|line| format!(": {}", line.trim_start_matches("perfvisor: ")))
+        .map(|line| {
+            format!(
+                ": {}",
+                line.trim_start_matches("perfvisor: ")
+                    .trim_start_matches("error: ")
+            )
+        })
         .unwrap_or_default()
 }
 

@@ -29,8 +29,8 @@ const MAX_OUTPUT_LINES: usize = 10_000;
 /// Initial value of a counter that Linux uses for counting only: half the range of a 48-bit counter
 /// before its overflow.
 const LINUX_START: u64 = (1 << 48) - ((1 << 47) - 1);
-/// Returns the shell command that runs `perf stat` on a program behind the gate. The output goes to
-/// a file first, because console output takes time.
+/// Returns the shell command that runs `perf stat` on a program controlled by the gate. The output
+/// goes to a file first, because console output takes time.
 fn perf_stat(arguments: &str, program: &str) -> String {
     perf_stat_of(arguments, &format!("gate {program}"))
 }

@@ -36,14 +36,11 @@ impl MuxChoice {
             Self::Auto if probe.slots() == 0 => (MuxPolicy::Adaptive, None),
             Self::Auto => match rotation_cost::probe(kvm, probe) {
                 Ok(cost) => {
-                    log::info!("events that share counters: {}", cost.in_words());
+                    log::info!("multiplexing: {}", cost.in_words());
                     (MuxPolicy::Adaptive, Some(cost.turn()))
                 }
                 Err(e) => {
-                    log::warn!(
-                        "events that share counters take turns of a tick: {}",
-                        error_line(&e)
-                    );
+                    log::warn!("multiplexing intervals are ticks: {}", error_line(&e));
                     (MuxPolicy::Rotate, None)
                 }
             },
@@ -78,8 +75,8 @@ const TICK_INTERVAL: Duration = Duration::from_millis(4);
 const UNTHROTTLE_INTERVAL: Duration = Duration::from_millis(32);
 /// Interval of checking whether ticks are needed.
 const IDLE_INTERVAL: Duration = Duration::from_millis(100);
-/// Number of further ticks at [`TICK_INTERVAL`] intervals after the last necessary one. An event that was
-/// throttled once is likely to be throttled again and then waits for a tick.
+/// Number of further ticks at [`TICK_INTERVAL`] intervals after the last necessary one. An event
+/// that was throttled once is likely to be throttled again and then waits for a tick.
 const EXTRA_TICKS: u32 = 250;
 
 /// A timer that fires every 4 ms while perf-core needs ticks, and less often otherwise.

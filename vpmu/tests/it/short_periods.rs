@@ -51,7 +51,7 @@ impl PerfCoreGuest {
     }
 }
 
-/// The PMI comes when the shortest period that the host accepts has ended.
+/// The PMI is raised when the shortest period that the host accepts has ended.
 #[test]
 fn short_distance_overflows_within_the_minimum_period() {
     for minimum in MINIMUMS {

@@ -1,4 +1,4 @@
-//! The guest that is sampled: it tells by itself how it fares.
+//! The sampled guest, which reports its own progress.
 
 use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -7,17 +7,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// How long sampling stays on, or off: some of the guest's lines, which come every 50 ms.
+/// Length of a window with or without sampling. The guest prints a line every 50 ms.
 pub(crate) const WINDOW: Duration = Duration::from_millis(320);
-/// After it was switched: what comes with that has passed.
+/// Time after a switch before a window starts.
 const SETTLES: Duration = Duration::from_millis(15);
-/// Lines in a window, at least, for it to say anything.
+/// Minimum number of lines in a valid window.
 const FEWEST_LINES: usize = 3;
 
-/// Why there is no guest to measure.
+/// Errors of starting and reading the guest.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum MeasuredGuestError {
-    #[error("no directory for it")]
+    #[error("cannot create a directory")]
     Directory(#[source] io::Error),
     #[error("{}", .0.display())]
     Program(PathBuf, #[source] io::Error),
@@ -25,21 +25,22 @@ pub(crate) enum MeasuredGuestError {
     Silent,
     #[error("the VM has no vCPU thread")]
     NoThread,
-    #[error("the guest has ended")]
+    #[error("the guest has exited")]
     Ended,
 }
 
-/// How the guest fares, by its own account.
+/// Progress of the guest according to its own output.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct GuestPace {
-    /// Share of its time in which it was run.
+    /// Share of the time in which the guest ran.
     run: f64,
     /// Readings of the TSC per millisecond.
     work: f64,
 }
 
 impl GuestPace {
-    /// A line of the guest's: parts in a million of its time in which it was not run, and readings.
+    /// Parses a line of the guest: time in which it did not run, in parts per million, and number
+    /// of readings.
     fn parse(line: &str) -> Option<Self> {
         let mut words = line.split_whitespace().map(|word| word.parse::<u32>().ok());
         let (lost, work) = (words.next()??, words.next()??);
@@ -49,7 +50,7 @@ impl GuestPace {
         })
     }
 
-    /// The mean; `None` of none.
+    /// Returns the mean, or `None` if `paces` is empty.
     pub(crate) fn mean(paces: &[Self]) -> Option<Self> {
         let sum = |of: fn(&Self) -> f64| paces.iter().map(of).sum::<f64>() / paces.len() as f64;
         (!paces.is_empty()).then(|| Self {
@@ -58,7 +59,7 @@ impl GuestPace {
         })
     }
 
-    /// By how many percent more time everything takes at this pace than without sampling: by the time it is
+    /// Returns the slowdown relative to `without`, in percent: by the time in which the guest did
     /// not run, and by the work done.
     pub(crate) fn slowdown(self, without: Self) -> [f64; 2] {
         [without.run / self.run, without.work / self.work].map(|ratio| 100.0 * (ratio - 1.0))
@@ -70,11 +71,11 @@ pub(crate) struct MeasuredGuest {
     pub(crate) child: Child,
     pub(crate) name: String,
     pub(crate) runtime: tempfile::TempDir,
-    /// The thread of its vCPU.
+    /// Thread ID of the vCPU.
     pub(crate) tid: i32,
-    /// What the guest told since this was emptied.
+    /// Reports of the guest since the list was last cleared.
     told: Arc<Mutex<Vec<GuestPace>>>,
-    /// It will not tell more.
+    /// Set when the console has ended.
     console_ended: Arc<AtomicBool>,
 }
 
@@ -86,7 +87,7 @@ impl Drop for MeasuredGuest {
 }
 
 impl MeasuredGuest {
-    /// One that runs, its console read by a thread of its own.
+    /// Starts the guest, and a thread that reads its console.
     pub(crate) fn start(perfvisor: &Path) -> Result<Self, MeasuredGuestError> {
         let runtime = tempfile::tempdir().map_err(MeasuredGuestError::Directory)?;
         let name = "overhead".to_owned();
@@ -129,14 +130,14 @@ impl MeasuredGuest {
         Ok(guest)
     }
 
-    /// The program, where it finds this guest.
+    /// Returns a command of the program that finds this guest.
     pub(crate) fn command(&self) -> Command {
         let mut command = Command::new(&self.perfvisor);
         command.env("XDG_RUNTIME_DIR", self.runtime.path());
         command
     }
 
-    /// How it fares once what was switched just now has passed.
+    /// Returns the progress in the next window, after the effects of the last switch have passed.
     pub(crate) fn paced(&self) -> Result<Option<GuestPace>, MeasuredGuestError> {
         if self.console_ended.load(Ordering::Relaxed) {
             return Err(MeasuredGuestError::Ended);
@@ -145,12 +146,12 @@ impl MeasuredGuest {
         Ok(self.pace())
     }
 
-    /// How it fares in a window that begins now. `None`: it told too little.
+    /// Returns the progress in a window that begins now, or `None` if there were too few reports.
     fn pace(&self) -> Option<GuestPace> {
         self.told.lock().unwrap_or_else(PoisonError::into_inner).clear();
         std::thread::sleep(WINDOW);
         let told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        // The first line is about time before the window, too.
+        // The first line also covers time before the window.
         let inside = told.get(1..).filter(|inside| inside.len() >= FEWEST_LINES)?;
         GuestPace::mean(inside)
     }

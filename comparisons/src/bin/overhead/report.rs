@@ -1,4 +1,4 @@
-//! The figures as a table, as JSON, and against what the project promises.
+//! Prints the results as a table and as JSON, and compares them with the targets of the project.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -9,21 +9,20 @@ use crate::guest::WINDOW;
 use crate::options::Options;
 use crate::sampling_method::SamplingMethod;
 
-/// What the project promises of d against c, and of e against b.
+/// Targets: maximum ratios of d to c and of e to b.
 const MOST_D_TO_C: f64 = 1.2;
 const MOST_E_TO_B: f64 = 1.5;
 
-/// The file for the figures cannot be written.
+/// Error of writing the file with the results.
 #[derive(Debug, thiserror::Error)]
 #[error("{}", .0.display())]
 pub(crate) struct ReportError(PathBuf, #[source] io::Error);
 
-/// By how much each way, by its letter, slowed the guest down when its turn came, in percent: by the time not
-/// run, and by the work done.
+/// Slowdown in one round by letter of the method, in percent: by the time in which the guest did
+/// not run, and by the work done.
 pub(crate) type RoundSlowdowns = BTreeMap<char, [f64; 2]>;
 
-/// Prints the figures and writes them where they are wanted, too. Returns whether what the project promises
-/// is met.
+/// Prints the results and writes them to the requested file. Returns whether the targets are met.
 pub(crate) fn report(options: &Options, cycles: &[RoundSlowdowns]) -> Result<bool, ReportError> {
     println!(
         "Slowdown of a CPL3 loop sampled at {} Hz, {} ms with sampling against {} ms before and after; {} rounds of {} turns of each:\n",
@@ -89,7 +88,7 @@ pub(crate) fn report(options: &Options, cycles: &[RoundSlowdowns]) -> Result<boo
         });
         std::fs::write(path, format!("{json:#}")).map_err(|source| ReportError(path.clone(), source))?;
     }
-    // What was not asked for is not missed.
+    // Methods that were not measured do not fail.
     let met =
         |ratio: Option<Option<Ratio>>, most: f64| ratio.is_none_or(|r| r.is_some_and(|r| r.value <= most));
     Ok(met(d_to_c, MOST_D_TO_C) && met(e_to_b, MOST_E_TO_B))

@@ -1,4 +1,4 @@
-//! The ways of sampling that are compared, and what they are called.
+//! The compared sampling methods and their names.
 
 use std::str::FromStr;
 
@@ -25,11 +25,11 @@ impl SamplingMethod {
     }
 }
 
-/// The ways of a turn, each once.
+/// The methods of a round, without duplicates.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SamplingMethods(pub(crate) Vec<SamplingMethod>);
 
-/// Letters that name no ways, or one twice.
+/// Error of parsing letters that name no method, or one twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be some of the letters b to e, each once")]
 pub(crate) struct SamplingMethodsError;

@@ -137,7 +137,7 @@ pub fn run(lab: Lab, request: &LabRequest, signals: Signals) -> ExitCode {
     ExitCode::from(if status == 0 && failed > 0 { 1 } else { status })
 }
 
-/// Why a command did not exit by itself.
+/// Reason why a command did not exit by itself.
 struct CommandFailure {
     status: u8,
     message: String,

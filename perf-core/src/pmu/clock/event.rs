@@ -314,7 +314,7 @@ impl PmuEvent for ClockEvent {
         let wait_ns = self.wait_for_rest(now, at - now);
         if let Err(e) = self.wait(now, wait_ns) {
             log::warn!(
-                "an overflow timer could not be set for the rest of its period: {}",
+                "cannot arm an overflow timer for the rest of its period: {}",
                 crate::error_line(&e)
             );
         }
@@ -420,8 +420,8 @@ mod tests {
     }
 
     /// Returns the delays of the overflows of a guest with a sampling period of `period_ns`, in
-    /// guest time. In each turn the vCPU thread has its CPU for the first number of nanoseconds and
-    /// loses it for the second.
+    /// guest time. In each interval the vCPU thread has its CPU for the first number of nanoseconds
+    /// and loses it for the second.
     fn lateness(period_ns: u64, turns: &[(u64, u64)]) -> Vec<u64> {
         let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
         let mut event = ClockEvent::new(clock, None, CountedTime::All, ClockUnit::Nanoseconds);

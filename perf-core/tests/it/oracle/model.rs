@@ -1,8 +1,8 @@
-//! The oracle's model: a flat list of parts, each an event in one context, and simple loops over it.
+//! The oracle's model: a flat list of parts, each an event in one context, and simple loops.
 //!
-//! The model predicts everything except which flexible groups of hardware events have the slots. That
-//! assignment is observed and checked against the rules that users rely on (`judging.rs`). `counting.rs`
-//! models time, raised events and overflows.
+//! The model predicts everything except which flexible groups of hardware events have the slots.
+//! That assignment is observed and checked against the rules that users rely on (`judging.rs`).
+//! `counting.rs` models time, raised events and overflows.
 
 mod counting;
 mod judging;
@@ -109,8 +109,7 @@ pub struct OracleEventInContext {
     on_since: u64,
     /// Set if the driver refused.
     refused: bool,
-    /// Set if the group did not fit beside the pinned groups since it was queued, so that its queue
-    /// position is unknown.
+    /// Set if the group, while queued, did not fit with the pinned groups: its position is unknown.
     excused: bool,
     // Fields for sampling. Positions are counts since the event was opened, unaffected by resets.
     position: u64,
@@ -120,7 +119,7 @@ pub struct OracleEventInContext {
     covered: u64,
     fresh: PendingOverflows,
     kept: PendingOverflows,
-    /// Set if the kept overflows occurred before the event was stopped; these get a sample of their own.
+    /// Set if the kept overflows occurred before the event was stopped; these get their own sample.
     apart: bool,
     throttled: bool,
     limit: u64,
@@ -140,7 +139,7 @@ pub struct OracleContext {
     turned_ns: u64,
     clone_of: Option<u64>,
     /// Set if a flexible group lost its slots to a pinned one. The remaining slots stay unused
-    /// until the next turn, because the first group that does not fit ends a pass.
+    /// until the next interval, because the first group that does not fit ends a pass.
     stalled: bool,
 }
 
@@ -170,7 +169,7 @@ pub struct Model {
     stamp: u64,
     /// Number of additions to the set of VM-wide families.
     generation: u64,
-    /// Contexts that had a turn in this step.
+    /// Contexts that had an interval in this step.
     turned: Vec<usize>,
 }
 
@@ -247,15 +246,13 @@ impl Model {
 
     /// Returns `true` if the group has hardware events.
     fn is_hw(&self, leader: usize) -> bool {
-        self.group(leader)
-            .iter()
-            .any(|p| self.spec(*p).kind == OracleKind::Hw)
+        let hw = |p: &usize| self.spec(*p).kind == OracleKind::Hw;
+        self.group(leader).iter().any(hw)
     }
 
     fn needs(&self, leader: usize) -> usize {
-        let wants = |p: &&usize| {
-            self.spec(**p).kind == OracleKind::Hw && self.parts[**p].state >= EventState::Waiting
-        };
+        let hw = |p: usize| self.spec(p).kind == OracleKind::Hw;
+        let wants = |p: &&usize| hw(**p) && self.parts[**p].state >= EventState::Waiting;
         self.group(leader).iter().filter(wants).count()
     }
 
@@ -754,7 +751,7 @@ impl Model {
         }
     }
 
-    /// Returns the parts that an enable or disable of the event affects, and updates a family's own state.
+    /// Returns the parts that an enable or disable affects, and updates a family's own state.
     pub fn set_enabled(&mut self, name: u64, on: bool) {
         self.events.get_mut(&name).expect("it is open").enabled = on;
         for p in self.parts_of(name) {

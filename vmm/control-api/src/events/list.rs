@@ -25,7 +25,7 @@ pub const MAX_EVENTS: usize = 256;
 /// Maximum length of a list, in bytes.
 pub const MAX_LIST: usize = 16 << 10;
 
-/// Why an event list is invalid.
+/// Reason why an event list is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EventListError {
     /// The list is empty.
@@ -45,7 +45,7 @@ pub enum EventListError {
     #[error("an empty group in the event list")]
     EmptyGroup,
     /// Two commas in a row, or a comma at either end.
-    #[error("an event is missing beside a comma in the event list")]
+    #[error("an event is missing next to a comma in the event list")]
     MissingEvent,
     /// The event name is unknown.
     #[error("unknown event '{}'{}", .0, names::known(.0))]
@@ -59,7 +59,7 @@ pub enum EventListError {
         modifier: char,
     },
     /// More than three `p` modifiers.
-    #[error("event '{0}' asks for more precision than ppp")]
+    #[error("event '{0}' requests more precision than ppp")]
     Precision(String),
     /// A term of a `pmu/…/` event is invalid.
     #[error("term '{term}' of event '{event}': {why}")]
@@ -78,7 +78,7 @@ pub enum EventListError {
     #[error("unknown PMU '{}'{}; known are cpu, software, kvm and pv", .0, did_you_mean(.0, names::PMUS))]
     Pmu(String),
     /// The raw selector is not a number of at most 64 bits.
-    #[error("'{0}' is no raw event; write r and up to 16 hexadecimal digits")]
+    #[error("invalid raw event '{0}'; use r and up to 16 hexadecimal digits")]
     Raw(String),
 }
 
@@ -623,7 +623,7 @@ mod tests {
         for (text, want) in [
             ("", "is empty"),
             (" ", "is empty"),
-            ("cycles,", "beside a comma"),
+            ("cycles,", "next to a comma"),
             ("{cycles", "braces"),
             ("cycles}", "braces"),
             ("{a,{b}}", "braces"),

@@ -218,16 +218,15 @@ impl GpHandlerGate {
             self.said += 1;
             let place = self.place(gate);
             if served.is_some() {
-                log::info!(
-                    "rdpmc in user mode and in modules: served at the guest's handler of #GP, {place}"
-                );
+                log::info!("rdpmc in user mode and in modules: emulated at the guest's #GP handler, {place}");
             } else if other_ways {
                 log::info!(
-                    "rdpmc in user mode and in modules raises #GP: the guest has shadow stacks or FRED on"
+                    "rdpmc in user mode and in modules raises #GP: the guest uses shadow stacks or FRED"
                 );
             } else {
                 log::info!(
-                    "rdpmc in user mode and in modules raises #GP: the guest's handler of it, {place}, begins with {:02x?}",
+                    "rdpmc in user mode and in modules raises #GP: the guest's #GP handler, \
+                    {place}, starts with {:02x?}",
                     &code[..code.len().min(8)]
                 );
             }

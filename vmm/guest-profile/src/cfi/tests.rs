@@ -18,7 +18,8 @@ fn tables(functions: &[(u64, u32, &[u8])]) -> UnwindTables {
         all.extend(bytes);
         all
     };
-    // Version 1, "zR", code 1, data -8, return address 16; pointers of 8 bytes; CFA = rsp+8, ra at CFA-8.
+    // Version 1, "zR", code 1, data -8, return address 16; pointers of 8 bytes; CFA = rsp+8, ra at
+    // CFA-8.
     let mut frames = entry(0, &[1, b'z', b'R', 0, 1, 0x78, 16, 1, 0, 0x0c, 7, 8, 0x90, 1]);
     let mut rows = Vec::new();
     for (start, len, instructions) in functions {

@@ -2,7 +2,8 @@
 //! annotate --stdio`.
 //!
 //! A profile contains only addresses. The code is read from another source and may differ from the
-//! code that ran; samples that match no instruction reveal the difference ([`AnnotatedCode::astray`]).
+//! code that ran; samples that match no instruction reveal the difference
+//! ([`AnnotatedCode::astray`]).
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;

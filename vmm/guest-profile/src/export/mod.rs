@@ -67,7 +67,7 @@ pub enum EventRate {
     FrequencyHz(u64),
 }
 
-/// How a `perf.data` file presents the guest.
+/// Presentation of the guest in a `perf.data` file.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum ProfilePerspective {
     /// The file looks as if `perf` had recorded inside the guest, so any reader of `perf.data` can
@@ -105,7 +105,7 @@ pub struct ProfileMetadata {
     pub vcpus: u32,
     /// Command line that recorded the profile.
     pub command: Vec<String>,
-    /// How the file presents the guest.
+    /// Presentation of the guest in the file.
     pub form: ProfilePerspective,
     /// Wall-clock time of the samples' clock, if known. The clock is then `CLOCK_MONOTONIC`.
     pub clock: Option<WallClock>,
@@ -180,7 +180,7 @@ pub struct ProfileSample<'c> {
     pub period: u64,
     /// ID of the event ([`EventInfo::id`]).
     pub event_id: u64,
-    /// Why unwinding of the call chain ended.
+    /// Reason why unwinding of the call chain ended.
     pub ends: UnwindStops,
     /// Call chain, innermost frame first.
     pub chain: &'c [u64],

@@ -21,32 +21,32 @@ use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStops};
 use kernel_images::build_id::{self, BuildId};
 use kernel_images::le::u64_at;
 
-/// Why a file could not be read as a profile.
+/// Reason why a file could not be read as a profile.
 #[derive(Debug, thiserror::Error)]
 pub enum ProfileReadError {
     /// The file cannot be read.
-    #[error("cannot read it")]
+    #[error("cannot read the file")]
     Io(#[source] std::io::Error),
     /// The path is a device, a pipe or a directory.
-    #[error("it is a {0} and no file; name the perf.data that perfvisor record wrote")]
+    #[error("is a {0}, not a file; use the perf.data file of perfvisor record")]
     NoFile(&'static str),
     /// The file is empty: the recording ended before its first sample. Not treated as a failure.
-    #[error("it is empty, there is nothing to show")]
+    #[error("the file is empty")]
     Empty,
     /// The file exceeds [`MAX_FILE`].
-    #[error("it is larger than {} MiB; record for a shorter time or at a lower frequency", MAX_FILE >> 20)]
+    #[error("larger than {} MiB; record for a shorter time or at a lower frequency", MAX_FILE >> 20)]
     TooLarge,
     /// The file has no records: the recording ended in its first second.
-    #[error("the recording was cut off before it had anything; record again")]
+    #[error("the recording has no data, because it was interrupted; record again")]
     Unfinished,
     /// The samples carry counter values, which only `perf` itself can read.
-    #[error("its samples carry counter values (PERF_SAMPLE_READ); use perf to read it")]
+    #[error("unsupported: samples with counter values (PERF_SAMPLE_READ); use perf")]
     CounterValues,
     /// The file does not start with the magic number.
-    #[error("it is no perf.data file; name the one that perfvisor record wrote")]
+    #[error("not a perf.data file; use the file of perfvisor record")]
     NoPerfData,
     /// The file is truncated or damaged.
-    #[error("it is truncated or damaged")]
+    #[error("the file is truncated or damaged")]
     Broken(#[source] linux_perf_data::Error),
 }
 

@@ -33,7 +33,7 @@ impl<'k> KernelUnwind<'k> {
     }
 }
 
-/// Why unwinding of one part of a call chain ended.
+/// Reason why unwinding of one part of a call chain ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UnwindStop {
     /// The outermost frame was reached.

@@ -82,7 +82,8 @@ fn run(
 }
 
 fn orc() -> OrcTable {
-    // f: sub 0x10 (cfa rsp+0x18); g: push rbp (cfa rsp+0x10, bp at cfa-0x10); entry: pt_regs; irq: pt_regs.
+    // f: sub 0x10 (cfa rsp+0x18); g: push rbp (cfa rsp+0x10, bp at cfa-0x10); entry: pt_regs; irq:
+    // pt_regs.
     let (i, e) = sections(
         ORC_AT,
         &[

@@ -21,9 +21,7 @@ const TIMEOUT: Duration = Duration::from_secs(40);
 pub enum GuestError {
     #[error(transparent)]
     Client(#[from] ClientError),
-    #[error(
-        "VM '{0}' has no vsock device at its usual place; start it with --vsock, or name its socket by --socket"
-    )]
+    #[error("VM '{0}': vsock socket not found; start the VM with --vsock, or name the socket with --socket")]
     NoVsock(String),
     #[error("{}", path.display())]
     Socket {
@@ -32,12 +30,11 @@ pub enum GuestError {
         source: io::Error,
     },
     #[error(
-        "the guest of VM '{0}' does not answer over vsock: it has not booted that far, or has no driver (Linux: modprobe vmw_vsock_virtio_transport)"
+        "the guest of VM '{0}' does not respond over vsock: it has not booted yet, or has no \
+        driver (Linux: modprobe vmw_vsock_virtio_transport)"
     )]
     NoAnswer(String),
-    #[error(
-        "no agent runs in the guest of VM '{0}': start perfvisor-agent there (docs/guide/exec.md says how to install it)"
-    )]
+    #[error("the guest of VM '{0}' runs no agent; start perfvisor-agent there (see docs/guide/exec.md)")]
     NoAgent(String),
     #[error("VM '{0}' ended while its agent was waited for")]
     Ended(String),
@@ -49,7 +46,7 @@ pub enum GuestError {
         #[source]
         source: WireError,
     },
-    #[error("the command and its environment are longer than the agent takes")]
+    #[error("the command and its environment exceed the limit of the agent")]
     TooLong,
 }
 
@@ -186,7 +183,7 @@ impl AgentAddress {
     pub fn refused(&self, frame: &Frame) -> GuestError {
         let why = match frame.kind {
             FrameKind::Refused => frame.text(),
-            kind => format!("its agent sends {kind:?} where that makes no sense"),
+            kind => format!("its agent sent an unexpected frame ({kind:?})"),
         };
         let name = self.name.clone();
         GuestError::Refused { name, why }

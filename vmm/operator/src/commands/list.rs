@@ -20,15 +20,15 @@ use perf_core::error_line;
 /// `perfvisor list`.
 #[derive(Clone, Debug, Args)]
 pub struct ListArgs {
-    /// Only these kinds of events (hw, cache, sw, pv, kvm, vendor, raw), or those with this text in their
-    /// names, in which * and ? stand for any text and any character, as in 'l1d*miss'.
+    /// Show only these kinds of events (hw, cache, sw, pv, kvm, vendor, raw), or events whose names
+    /// contain this text or match it as a pattern with * and ?, for example 'l1d*miss'.
     #[arg(value_name = "WHAT")]
     pub what: Vec<String>,
-    /// The vendor's events of this processor, as perf names it, in place of this host's: for example
-    /// GenuineIntel-6-8E-9 or AuthenticAMD-25-1-0.
+    /// Show vendor events of this processor, in perf's notation, for example GenuineIntel-6-8E-9 or
+    /// AuthenticAMD-25-1-0 [default: this host's]
     #[arg(long, value_name = "VENDOR-FAMILY-MODEL-STEPPING")]
     pub cpuid: Option<CpuName>,
-    /// Only those of the vendor's events that can be counted of this VM: each is tried.
+    /// Show only vendor events that can be counted on this VM. Each is tested.
     #[arg(long, value_name = "NAME")]
     pub vm: Option<String>,
 }
@@ -58,13 +58,13 @@ const KINDS: [(&str, &str); 7] = [
 pub enum ListError {
     #[error(transparent)]
     Command(#[from] OperatorCommandError),
-    #[error("no event has '{0}' in its name{1}; perfvisor list shows all")]
+    #[error("no event matches '{0}'{1}; perfvisor list shows all events")]
     Nothing(String, String),
-    #[error("no event that is known here has '{0}' in its name, and the vendor's are not known")]
+    #[error("no event matches '{0}', and the vendor's events are unavailable")]
     VendorUnknown(String, #[source] PerfError),
-    #[error("the vendor's events by name are not known")]
+    #[error("the names of the vendor's events are unavailable")]
     NoVendor(#[source] PerfError),
-    #[error("VM {vm} can count none of these {tried} events: {why}")]
+    #[error("VM {vm} cannot count any of these {tried} events: {why}")]
     NoneCounted { vm: String, tried: usize, why: String },
 }
 
@@ -92,7 +92,7 @@ pub fn list<E: Error>(
     for (kind, what) in KINDS.into_iter().filter(|(kind, _)| shows(kind)) {
         let events = match kind {
             "kvm" => statistics().unwrap_or_else(|e| {
-                log::warn!("no KVM statistics: {}", error_line(&e));
+                log::warn!("KVM statistics are unavailable: {}", error_line(&e));
                 Vec::new()
             }),
             VENDOR => match vendor::events_of(&args.cpuid.clone().unwrap_or_else(CpuName::host)) {
@@ -136,7 +136,7 @@ pub fn list<E: Error>(
         });
     }
     if let Some(error) = unknown.filter(|_| words.is_empty()) {
-        log::warn!("no events of the vendor's by name: {}", error_line(&error));
+        log::warn!("the vendor's events are unavailable: {}", error_line(&error));
     }
     print(&out).map_err(OperatorCommandError::from)?;
     Ok(DONE)

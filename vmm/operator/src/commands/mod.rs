@@ -48,7 +48,7 @@ pub enum OperatorCommandError {
     Symbols(#[from] files::SymbolsError),
     #[error(transparent)]
     Output(#[from] OutputError),
-    #[error("the signals that end it")]
+    #[error("signal handling")]
     Signals(#[source] io::Error),
     #[error("{}", path.display())]
     File {
@@ -56,13 +56,13 @@ pub enum OperatorCommandError {
         #[source]
         source: io::Error,
     },
-    #[error("{} cannot be written; name another with -o", path.display())]
+    #[error("cannot write {}; choose another file with -o", path.display())]
     Create {
         path: PathBuf,
         #[source]
         source: io::Error,
     },
-    #[error("'{event}' cannot be sampled here: {why}")]
+    #[error("cannot sample '{event}': {why}")]
     NotSampled { event: String, why: String },
     #[error("the ring of vCPU {vcpu}")]
     Ring {

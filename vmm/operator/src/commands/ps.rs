@@ -20,13 +20,13 @@ const TIMEOUT: Duration = Duration::from_secs(1);
 /// `perfvisor ps`.
 #[derive(Clone, Debug, Args)]
 pub struct PsArgs {
-    /// Print one JSON object for each VM.
+    /// Print one JSON object per VM.
     #[arg(long)]
     pub json: bool,
-    /// Print only their names, for scripts; the VMs are not asked.
+    /// Print only the names, for scripts, without connecting to the VMs.
     #[arg(long, conflicts_with = "json")]
     pub names: bool,
-    /// The VMs of all users, wherever their sockets are, with their users and their sockets.
+    /// List the VMs of all users, with user and socket.
     #[arg(short, long)]
     pub all: bool,
 }
@@ -133,11 +133,14 @@ pub(crate) fn everywhere() -> Vec<VmSocket> {
         one_line(&dirs.join(", "))
     };
     if !places.closed.is_empty() {
-        log::warn!("only their users or root may look into {}", list(&places.closed));
+        log::warn!(
+            "{}: permission denied; use the directory's user or root",
+            list(&places.closed)
+        );
     }
     if !places.squatted.is_empty() {
         log::warn!(
-            "passed by, because they are another user's than their names say or others may write there: {}",
+            "skipped, because the owner does not match the name or other users may write there: {}",
             list(&places.squatted)
         );
     }

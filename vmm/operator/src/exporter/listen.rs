@@ -31,9 +31,9 @@ pub enum ListenAddress {
 /// Errors of parsing an [`ListenAddress`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ListenAddressError {
-    #[error("must be an IP address with a port, as in 127.0.0.1:9465, or unix:PATH")]
+    #[error("must be an IP address with a port, for example 127.0.0.1:9465, or unix:PATH")]
     Shape,
-    #[error("the path of a Unix socket has 1 to {MAX_PATH} bytes")]
+    #[error("the path of a Unix socket must have between 1 and {MAX_PATH} bytes")]
     Path,
 }
 

@@ -238,7 +238,13 @@ fn run(
     if !status.success() {
         let said = String::from_utf8_lossy(&said);
         let line = said.lines().last().unwrap_or("it said nothing");
-        let why = format!("no profile: {}", one_line(line.trim_start_matches("perfvisor: ")));
+        let why = format!(
+            "no profile: {}",
+            one_line(
+                line.trim_start_matches("perfvisor: ")
+                    .trim_start_matches("error: ")
+            )
+        );
         return Err(Reply::refusal(502, &why));
     }
     if out.len() as u64 > MAX_PROFILE {

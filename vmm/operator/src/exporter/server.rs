@@ -126,7 +126,7 @@ impl Exporter {
         };
         let serve = move || slot.exporter.clone().serve(stream, &slot);
         if let Err(e) = thread::Builder::new().name("http".into()).spawn(serve) {
-            log::warn!("no thread for a connection: {e}");
+            log::warn!("cannot start the thread of a connection: {e}");
         }
     }
 
@@ -262,7 +262,7 @@ impl Exporter {
                 .collect(),
         );
         if let Some(closed) = closed {
-            let help = "Directories of VMs that the exporter may not look into.";
+            let help = "Socket directories that the exporter may not read.";
             own.gauges(
                 "exporter_closed_places",
                 help,
@@ -276,14 +276,14 @@ impl Exporter {
                 "Times that all VMs were asked.",
                 one(&self.scrapes),
             );
-            let help = "Connections that were refused, or got something else than they asked for.";
+            let help = "Connections that were refused or got an error response.";
             own.counts("exporter_refused", help, one(&self.refused));
             own.counts(
                 "exporter_profiles",
                 "Profiles that were made.",
                 one(&self.profiles.made),
             );
-            let help = "Profiles that were refused or not made to the end.";
+            let help = "Profiles that were refused or not completed.";
             own.counts("exporter_profiles_failed", help, one(&self.profiles.failed));
         }
         // The budget shares are held until the text is complete.

@@ -1,7 +1,7 @@
 //! Discovery and queries of the VMs on this host.
 //!
 //! Each VM has a thread that queries its metrics, so a stalled VM delays no other, and scrapes
-//! continue without it (`standing`). Sizes are limited: each reply, the replies of all VMs of one
+//! continue without it (`back_off`). Sizes are limited: each reply, the replies of all VMs of one
 //! user to a scrape, and the replies of all VMs.
 
 use std::collections::{BTreeMap, HashSet};
@@ -426,7 +426,7 @@ impl Connection {
                     opened = list;
                     for (name, why) in snapshot::remove_duplicates(&mut opened) {
                         log::info!(
-                            "{}: '{}' cannot be counted and is left out: {}",
+                            "{}: cannot count '{}': {}",
                             target.label,
                             shown(&name),
                             shown(&why)

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use clap::ArgMatches;
 
-use super::{Cli, CliExit, Command, RunArgs};
+use super::{Cli, CliCommand, CliExit, RunArgs};
 
 /// Options that determine the machine, by the names of their fields. None is a path.
 const MACHINE_OPTIONS: [&str; 12] = [
@@ -65,7 +65,7 @@ pub enum MachineOptionsError {
 
 /// Keeps the values of the machine's options for a snapshot.
 pub(super) fn keep_machine_options(cli: &mut Cli, matches: &ArgMatches) {
-    let (Command::Run(run), Some((_, given))) = (&mut cli.command, matches.subcommand()) else {
+    let (CliCommand::Run(run), Some((_, given))) = (&mut cli.command, matches.subcommand()) else {
         return;
     };
     for id in MACHINE_OPTIONS {
@@ -100,7 +100,7 @@ impl RunArgs {
         let words = words.chain(options.iter().map(|(name, value)| format!("--{name}={value}")));
         let parsed = match super::parse(words) {
             Ok(Cli {
-                command: Command::Run(run),
+                command: CliCommand::Run(run),
                 ..
             }) => *run,
             Ok(_) => return Err(MachineOptionsError::Invalid("not of run".to_owned())),
@@ -135,7 +135,7 @@ mod tests {
         let words = ["perfvisor", "run"].into_iter().chain(words.split_whitespace());
         match super::super::parse(words) {
             Ok(Cli {
-                command: Command::Run(run),
+                command: CliCommand::Run(run),
                 ..
             }) => Ok(*run),
             Ok(_) => panic!("not run"),

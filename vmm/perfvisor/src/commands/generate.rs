@@ -19,7 +19,7 @@ pub struct GenerateArgs {
     /// Write the manual pages of all commands to this directory.
     #[arg(long, value_name = "DIR")]
     pub man: Option<PathBuf>,
-    /// Print the completions for this shell: bash, zsh or fish, for example.
+    /// Print the completions for this shell, for example bash, zsh or fish.
     #[arg(long, value_name = "SHELL")]
     pub completions: Option<Shell>,
 }
@@ -41,7 +41,7 @@ pub fn generate(args: &GenerateArgs, command: clap::Command) -> Result<ExitStatu
     Ok(DONE)
 }
 
-/// Examples of the help texts and manual pages, by command.
+/// Examples of the manual pages and of `--help`, by command.
 pub(crate) const EXAMPLES: &[(&str, &[&str])] = &[
     (
         "perfvisor run",
@@ -60,6 +60,7 @@ pub(crate) const EXAMPLES: &[(&str, &[&str])] = &[
         &["perfvisor ctl web pause", "perfvisor ctl web status --json"],
     ),
     ("perfvisor exec", &["perfvisor exec web perf stat -a sleep 1"]),
+    ("perfvisor cp", &["perfvisor cp web:/var/log/dmesg ."]),
     (
         "perfvisor stat",
         &["perfvisor stat web -e cycles,instructions -d 10"],

@@ -27,32 +27,34 @@ use vmm::pmu::fit::{self, fit};
 
 const EXIT_STATUS_HELP: &str = "\
 Exit status:
-  0   nothing failed
-  1   something failed
-  2   bad input: an option, a file, or a host that cannot run guests
-  10  SIGTERM or SIGINT";
+  0   all checks passed
+  1   a check failed
+  2   invalid option or file, or a host that cannot run guests
+  10  SIGTERM or SIGINT
+
+Example: perfvisor validate --backing all";
 
 /// `perfvisor validate`.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = EXIT_STATUS_HELP)]
 pub struct ValidateArgs {
-    /// Kernel of the Linux guest. Without it that of `make guest` is taken, if there is one.
+    /// Boot this Linux kernel [default: that of `make guest`, if it exists]
     #[arg(long, value_name = "FILE", requires = "initrd")]
     pub kernel: Option<PathBuf>,
-    /// Initial RAM disk of the Linux guest, as `make guest` makes it.
+    /// Boot with this initial RAM disk, as made by `make guest`.
     #[arg(long, value_name = "FILE", requires = "kernel")]
     pub initrd: Option<PathBuf>,
-    /// The built-in guest only.
+    /// Run the built-in guest only.
     #[arg(long, conflicts_with = "kernel")]
     pub no_linux: bool,
-    /// Virtual PMU of the guests: as for perfvisor run, but not off.
+    /// Select the virtual PMU of the guests, as for perfvisor run; off is not allowed.
     #[arg(long, value_name = "MODEL", default_value = "auto", value_parser = parse_pmu)]
     pub pmu: String,
-    /// What is to count for the guests' counters: all (each that this host has, but for KVM's own vPMU), or
-    /// kvm (KVM's own vPMU).
+    /// Select the backings to validate: all (all that this host has, except KVM's own vPMU) or kvm
+    /// (KVM's own vPMU).
     #[arg(long, value_name = "BACKING", default_value = "all", value_parser = parse_validated)]
     pub backing: ValidatedBacking,
-    /// How far counts of time may be off.
+    /// Set the tolerance for counts of time, in percent.
     #[arg(long, value_name = "PERCENT", default_value = "2", value_parser = parse_tolerance)]
     pub tolerance: f64,
     /// Print one JSON object instead of text.
@@ -80,7 +82,7 @@ fn parse_pmu(text: &str) -> Result<String, PmuOptionError> {
 /// Errors of `perfvisor validate`.
 #[derive(Debug, thiserror::Error)]
 pub enum ValidateError {
-    #[error("the signals that end it")]
+    #[error("signal handling")]
     Signals(#[source] io::Error),
     #[error("{}", path.display())]
     File {
@@ -97,12 +99,12 @@ pub enum ValidateError {
     #[error(transparent)]
     OwnModel(#[from] KvmVpmuModelError),
     #[error(
-        "--backing kvm: the vPMU is mediated, and the host's own counts that it would be compared with are refused \
-         beside it; load the module with enable_mediated_pmu=0"
+        "--backing kvm: the vPMU is mediated, and the host cannot count for comparison at the same \
+        time; load the module with enable_mediated_pmu=0"
     )]
     Mediated,
     #[error(
-        "this host's KVM emulates guest kernels and cannot run Linux: leave --kernel out, or use the lab (make lab)"
+        "this host's KVM emulates guest kernels and cannot run Linux; omit --kernel, or use the lab (make lab)"
     )]
     NoLinux,
     #[error(transparent)]

@@ -90,7 +90,7 @@ pub(super) fn separate(args: &RunArgs, config: &VmConfig) -> Result<Option<Jail>
         return Err(RunError::JailDoesNotCount);
     }
     if jail.has_user_namespace() {
-        log::info!("the jail has a user namespace: no operator but this user reaches the VM, root neither");
+        log::info!("the jail has a user namespace: only this user can connect to the VM, not even root");
     }
     Ok(Some(jail))
 }

@@ -199,7 +199,7 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
         None => fitted.without_uncountable_slots(backability),
     };
     if model != fitted {
-        log::warn!("fixed counter 3 is left out: it counts top-down slots, which nothing here can count");
+        log::warn!("fixed counter 3 is omitted, because no backing counts top-down slots");
     }
     Ok(BackedPmu {
         model,
@@ -215,8 +215,9 @@ fn announced(backed: BackedPmu, filter: &EventFilter) -> BackedPmu {
     let vendor = backed.model.vendor();
     if backed.has_pmu && vendor == Vendor::Amd {
         log::info!(
-            "--profile tenant: AMD's CPUID has no word on events that the filter denies; they are taken out of \
-             Linux's tables where those are found (--hide-uncounted), and read 0 elsewhere"
+            "--profile tenant: AMD's CPUID cannot report events that the filter denies; they are \
+            removed from Linux's event tables if these are found (--hide-uncounted), and read 0 \
+            otherwise"
         );
     }
     BackedPmu {

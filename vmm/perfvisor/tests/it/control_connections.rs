@@ -47,7 +47,7 @@ fn first_client_counts_every_vcpu() {
         if let Ok(stream) = UnixStream::connect(&socket) {
             break stream;
         }
-        assert!(vm.try_wait().unwrap().is_none(), "the VM ended");
+        assert!(vm.try_wait().unwrap().is_none(), "the VM has exited");
         std::thread::yield_now();
     };
     let mut client = Client::over(stream).unwrap();
@@ -79,7 +79,7 @@ fn client_above_connection_limit_is_refused() {
     let told = line_of(silent);
     assert_eq!(told["kind"], "limit", "{told}");
     assert!(
-        told["message"].as_str().unwrap().contains("not said hello"),
+        told["message"].as_str().unwrap().contains("sent no hello"),
         "{told}"
     );
 

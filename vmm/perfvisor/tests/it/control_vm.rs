@@ -312,7 +312,7 @@ fn vcpu_without_descriptors_is_not_added() {
         let said = String::from_utf8_lossy(&out.stderr).into_owned();
         assert_eq!(out.status.code(), Some(2), "{said}");
         assert!(
-            said.contains("cannot be added") && said.lines().count() == 1,
+            said.contains("cannot add") && said.lines().count() == 1,
             "{said} {:?}",
             vm.vm.said()
         );
@@ -342,12 +342,12 @@ fn invalid_operator_commands_print_one_line() {
         (&["ctl", "test", "vcpus", "2"], "--cpus N,max=M"),
         (&["ctl", "test", "vcpus", "many"], "'many'"),
         (&["stat", "test", "-e", "cyclez"], "unknown event"),
-        (&["stat", "test", "--vcpu", "7", "-d", "1"], "no vCPU 7"),
+        (&["stat", "test", "--vcpu", "7", "-d", "1"], "vCPU 7 not found"),
         (&["stat", "test", "--vcpu", "x"], "0,2-3"),
         (&["stat", "test", "-r", "3"], "--duration"),
         (
             &["record", "test", "-e", "kvm:exits", "-o", "/nowhere/x"],
-            "cannot be sampled",
+            "cannot sample",
         ),
         (&["record", "test", "-F", "99999999"], "limit"),
         (&["record", "test", "-m", "3", "-o", "/nowhere/x"], "power of two"),
@@ -410,7 +410,7 @@ fn vm_survives_client_that_exhausts_descriptors() {
         let _ = stream.read_to_end(&mut reply);
         let reply = String::from_utf8_lossy(&reply);
         assert!(
-            reply.contains("no descriptor is left") && reply.lines().count() == 1,
+            reply.contains("no file descriptor is left") && reply.lines().count() == 1,
             "{reply}"
         );
         let () = greedy.call(request::Enable).unwrap();

@@ -14,10 +14,10 @@ use control_api::request;
 const REFUSALS: [(i32, &str, &str); 7] = [
     (libc::EMFILE, "EMFILE", "open files"),
     (libc::EACCES, "EACCES", "set kernel.perf_event_paranoid"),
-    (libc::ENOSPC, "ENOSPC", "no counter is free"),
-    (libc::EBUSY, "EBUSY", "no counter is free"),
+    (libc::ENOSPC, "ENOSPC", "no counter is available"),
+    (libc::EBUSY, "EBUSY", "no counter is available"),
     (libc::EOPNOTSUPP, "EOPNOTSUPP", "refuses this event"),
-    (libc::ENODEV, "ENODEV", "no such event"),
+    (libc::ENODEV, "ENODEV", "event not found"),
     (libc::EINTR, "EINTR", "Interrupted"),
 ];
 

@@ -133,7 +133,7 @@ fn killed_perf_broker_is_reported_once() {
     for _ in 0..2 {
         let refused = open(&mut client).expect_err("no broker").to_string();
         assert!(
-            refused.contains("the process that opens perf events has ended"),
+            refused.contains("the process that opens perf events has exited"),
             "{refused}"
         );
         let then = running_ns(&mut client);
@@ -142,7 +142,7 @@ fn killed_perf_broker_is_reported_once() {
     let told = || {
         vm.said()
             .iter()
-            .filter(|line| line.contains("(perf-broker) has ended"))
+            .filter(|line| line.contains("(perf-broker) has exited"))
             .count()
     };
     eventually("it says so", || told() > 0);
@@ -231,7 +231,7 @@ fn killed_reader_supervisor_is_reported_once() {
     let killed = Command::new("kill").args(["-9", &keeper.to_string()]).status();
     assert!(killed.unwrap().success());
     let mut client = connect().unwrap();
-    let lost = "can be read no more";
+    let lost = "is no longer read";
     for _ in 0..2 {
         eventually("it says so", || {
             let info = client.call(request::Kernel).unwrap();

@@ -98,7 +98,7 @@ fn full_disk_leaves_readable_recording() {
     assert_eq!(out.status.code(), Some(1), "{said}");
     assert_eq!(said.trim().lines().count(), 1, "{said}");
     assert!(
-        said.contains("disk/perf.data: the recording ends here, with the ") && said.contains("No space left"),
+        said.contains("disk/perf.data: the recording was stopped after ") && said.contains("No space left"),
         "{said}"
     );
     assert!(samples(&vm, &kept) > 0, "{said}");

@@ -269,7 +269,7 @@ fn invalid_pinning_and_memory_print_one_line() {
     }
     for (args, parts) in [
         (&["--pin", "0=99999"][..], ["CPU 99999", "may run on"]),
-        (&["--pin", "3=0"], ["no vCPU 3", "0 to 0"]),
+        (&["--pin", "3=0"], ["vCPU 3 not found", "between 0 and 0"]),
         (&["--memory", "64T", "--prealloc"], ["64", "--memory"]),
     ] {
         let out = Command::new(PROGRAM).arg("run").args(args).output().unwrap();
@@ -304,8 +304,8 @@ fn stopped_vm_is_listed_as_not_responding() {
     ] {
         let out = vm.command(command).output().unwrap();
         let said = String::from_utf8_lossy(&out.stderr).into_owned();
-        let why = format!("its process {pid} is stopped; kill -CONT {pid} lets it go on");
-        assert!(said.contains("not responding") && said.contains(&why), "{said}");
+        let why = format!("its process {pid} is stopped; resume it with `kill -CONT {pid}`");
+        assert!(said.contains("does not respond") && said.contains(&why), "{said}");
         assert_eq!(said.lines().count(), 1, "{said}");
         assert_ne!(out.status.code(), Some(0));
     }

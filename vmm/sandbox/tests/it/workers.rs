@@ -319,8 +319,8 @@ fn parent(pid: u32) -> u32 {
     line.unwrap().trim().parse().unwrap()
 }
 
-/// Returns how many sockets and pipes process `pid` has open beside its standard streams, which
-/// must lead to pipes. No other descriptor may be open, except of the file `other`.
+/// Returns how many sockets and pipes process `pid` has open in addition to its standard streams,
+/// which must lead to pipes. No other descriptor may be open, except of the file `other`.
 fn sockets_and_pipes(pid: u32, other: Option<&str>) -> (usize, usize) {
     let mut found = (0, 0);
     for fd in fs::read_dir(format!("/proc/{pid}/fd")).unwrap() {

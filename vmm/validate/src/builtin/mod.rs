@@ -100,10 +100,7 @@ impl Builtin<'_> {
             let outcome = guest.measure(&MeasurementJob::new("nothing", 1), None)?;
             overhead_ns = overhead_ns.min(outcome.facts.first().map_or(0, |facts| facts.cpu_ns));
         }
-        log::info!(
-            "a measurement of nothing takes {:.1} ms",
-            overhead_ns as f64 / 1e6
-        );
+        log::info!("an empty measurement takes {:.1} ms", overhead_ns as f64 / 1e6);
         guest.overhead_ns = overhead_ns;
         Ok(guest)
     }

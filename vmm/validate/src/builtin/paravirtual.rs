@@ -257,7 +257,7 @@ mod tests {
         );
     }
 
-    /// The guest has a kind of work that provokes each event.
+    /// The guest performs work that causes each event.
     #[test]
     fn each_event_has_its_work() {
         for event in ParavirtualEvent::ALL {

@@ -159,12 +159,12 @@ fn end_error_shows_last_messages_and_lines() {
     let ended = ChildError::Ended {
         status: 2,
         doing: "it was started".into(),
-        messages: vec!["perfvisor: warn: x".into(), "perfvisor: no KVM".into()],
+        messages: vec!["perfvisor: warn: x".into(), "perfvisor: error: no KVM".into()],
         console: vec!["booting".into()],
     };
     assert_eq!(
         ended.to_string(),
-        "the VM ended while it was started (status 2): no KVM\nthe guest's last lines:\n  booting"
+        "the VM exited while it was started (status 2): no KVM\nthe guest's last lines:\n  booting"
     );
 }
 
@@ -186,7 +186,7 @@ fn each_vm_has_unique_name() {
 /// The error of an early end shows the exit status, the last message and the last console lines.
 #[test]
 fn early_end_error_shows_reason() {
-    let mut vm = scripted("echo booting; echo 'perfvisor: no /dev/kvm' >&2; exit 2");
+    let mut vm = scripted("echo booting; echo 'perfvisor: error: no /dev/kvm' >&2; exit 2");
     // Another thread reads the messages; the pipe closes together with the console.
     let error = vm.wait_for(LONG, "it was booted", |_| None::<()>).unwrap_err();
     let ChildError::Ended {

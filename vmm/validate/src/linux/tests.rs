@@ -18,7 +18,7 @@ use crate::report::ValidationRow;
 pub(super) struct ScriptedValues {
     /// Output of each command, by `case` pattern of the shell.
     pub prints: Vec<(&'static str, String)>,
-    /// CPU time of a program behind the gate in ns, from the guest kernel.
+    /// CPU time of a program controlled by the gate in ns, from the guest kernel.
     pub cpu_ns: u64,
     /// Increase of the single counter of each vCPU at a gate, as seen by the host.
     pub moved: Vec<u64>,

@@ -174,7 +174,7 @@ impl MutEventSubscriber for ConsoleHandler {
     fn init(&mut self, ops: &mut EventOps) {
         for events in self.fds() {
             if let Err(error) = ops.add(events) {
-                guest_log!(Error, "hvc0 hears no kicks: {}", error_line(&error));
+                guest_log!(Error, "hvc0 cannot receive notifications: {}", error_line(&error));
             }
         }
         // Deliver input that arrived before the driver was ready.

@@ -23,9 +23,10 @@ pub enum DiskImageError {
     Open(#[from] DiskOpenError),
     /// The size is not a positive multiple of the sector size.
     #[error(
-        "{} has {bytes} bytes: a raw disk has a multiple of {SECTOR_BYTES}, at least one; {}",
+        "{}: the size of {bytes} bytes must be a positive multiple of {SECTOR_BYTES} for a raw disk; {}",
         path.display(),
-        if *qcow2 { "this one begins as a qcow2 image: format=qcow2" } else { "truncate -s makes it so" }
+        if *qcow2 { "use format=qcow2, because the file starts like a qcow2 image" } else { "change \
+             the size with truncate -s" }
     )]
     Size {
         /// Path of the image.
@@ -36,7 +37,8 @@ pub enum DiskImageError {
         qcow2: bool,
     },
     /// The size is not a multiple of the block size.
-    #[error("{}: a disk of {bytes} bytes has no whole number of blocks of {block}; block-size=512 does", path.display())]
+    #[error("{}: the size of {bytes} bytes is not a multiple of the block size {block}; use \
+         block-size=512", path.display())]
     Blocks {
         /// Path of the image.
         path: PathBuf,
@@ -46,7 +48,7 @@ pub enum DiskImageError {
         block: u32,
     },
     /// The properties of the block device cannot be read.
-    #[error("{}: its logical block size cannot be read", .0.display())]
+    #[error("{}: cannot read the logical block size", .0.display())]
     BlockDevice(PathBuf, #[source] io::Error),
     /// The qcow2 image is invalid, or has an unexpected backing file.
     #[error(transparent)]
@@ -79,7 +81,7 @@ impl DiskImage {
     /// writing.
     ///
     /// # Errors
-    /// Returns an [`DiskImageError`], in which case the file is unchanged.
+    /// Returns a [`DiskImageError`], in which case the file is unchanged.
     pub fn open(config: &DiskConfig) -> Result<Self, DiskImageError> {
         let path = &config.path;
         let LockedFile { file, bytes, lock } = open(path, config.read_only)?;
@@ -94,8 +96,8 @@ impl DiskImage {
                 if qcow2 {
                     let path = path.display();
                     log::warn!(
-                        "{path} begins as a qcow2 image and is attached as a raw one, as long as format=qcow2 \
-                         does not say what it is"
+                        "{path} starts like a qcow2 image but is attached as raw; use format=qcow2 \
+                        if it is one"
                     );
                 }
                 (ImageStore::Raw(RawImage::new(file)), bytes)

@@ -78,7 +78,7 @@ impl BlockDevice {
     /// Opens and locks the image of `config` as disk `name`.
     ///
     /// # Errors
-    /// Returns an [`DiskImageError`] if the image cannot be used.
+    /// Returns a [`DiskImageError`] if the image cannot be used.
     pub fn open(name: String, config: &DiskConfig) -> Result<Self, DiskImageError> {
         let image = DiskImage::open(config)?;
         let mut serial = [0; MAX_SERIAL];
@@ -205,7 +205,7 @@ impl VirtioDevice for BlockDevice {
             let why = error_line(&error);
             guest_log!(
                 Warn,
-                "{}: its image may lack what was written last: {why}",
+                "{}: the last writes may not be in the image: {why}",
                 self.name
             );
         }
@@ -267,7 +267,12 @@ impl MutEventSubscriber for BlockHandler {
 
     fn init(&mut self, ops: &mut EventOps) {
         if let Err(error) = ops.add(Events::new(&*self.queue.kick, EventSet::IN)) {
-            guest_log!(Error, "{} hears no kicks: {}", self.name, error_line(&error));
+            guest_log!(
+                Error,
+                "{} cannot receive notifications: {}",
+                self.name,
+                error_line(&error)
+            );
         }
     }
 }

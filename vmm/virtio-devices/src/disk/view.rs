@@ -47,7 +47,7 @@ impl DiskView {
     /// and are locked against writers while the view exists.
     ///
     /// # Errors
-    /// Returns an [`DiskImageError`] if the image or a backing file cannot be opened.
+    /// Returns a [`DiskImageError`] if the image or a backing file cannot be opened.
     pub fn open(config: &DiskConfig) -> Result<Self, DiskImageError> {
         let (store, bytes) = ViewStore::open(config)?;
         Ok(Self {
@@ -61,8 +61,8 @@ impl DiskView {
     /// to newly allocated clusters is visible only after this call.
     ///
     /// # Errors
-    /// Returns an [`DiskImageError`], in which case the previous state stays in use. An image that is
-    /// being written may temporarily appear damaged.
+    /// Returns a [`DiskImageError`], in which case the previous state stays in use. An image that
+    /// is being written may temporarily appear damaged.
     pub fn reload(&self) -> Result<(), DiskImageError> {
         if self.config.format == DiskFormat::Qcow2 {
             let (store, _) = ViewStore::open(&self.config)?;

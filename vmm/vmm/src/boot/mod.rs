@@ -86,7 +86,7 @@ pub enum BootProtocol {
 
 /// Error of parsing a [`BootProtocol`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("must be auto (what the kernel's file asks for) or pvh (its PVH entry point)")]
+#[error("must be auto (as the kernel file requests) or pvh (the PVH entry point)")]
 pub struct ParseBootProtocolError;
 
 impl std::str::FromStr for BootProtocol {

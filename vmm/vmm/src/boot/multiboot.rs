@@ -21,7 +21,8 @@ const SEARCH_BYTES: usize = 8192;
 const FLAG_ALIGN: u32 = 1 << 0;
 /// Multiboot header flag 1: memory information is required. The VMM always provides it.
 const FLAG_MEMORY: u32 = 1 << 1;
-/// Multiboot header flag 2: the kernel requests a video mode. Not supported; kernels continue without one.
+/// Multiboot header flag 2: the kernel requests a video mode. Not supported; kernels continue
+/// without one.
 const FLAG_VIDEO: u32 = 1 << 2;
 /// Multiboot header flag 16: the address fields are valid ("a.out kludge").
 const FLAG_ADDRESSES: u32 = 1 << 16;

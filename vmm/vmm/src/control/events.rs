@@ -24,22 +24,22 @@ pub(super) struct OperatorEvent {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum UnsupportedEventError {
     /// Modifier `h` without `G`.
-    #[error("events count the guest; for the host's side use perf on the VMM's threads")]
+    #[error("events count the guest only; for the host, use perf on the VMM's threads")]
     HostOnly,
     /// Modifiers `p` and `P`.
-    #[error("there is no precise sampling of a guest")]
+    #[error("precise sampling of a guest is unsupported")]
     Precise,
     /// The event requires a hardware PMU, which this host lacks.
     #[error("this host has no hardware PMU")]
     NoPmu,
     /// The host's PMU does not support the event, and no other backing counts it.
-    #[error("this host's PMU does not count '{0}'")]
+    #[error("this host's PMU does not support '{0}'")]
     NotOnHost(String),
     /// KVM has no statistic of this name.
-    #[error("this host's KVM keeps no statistic '{0}'")]
+    #[error("statistic '{0}' not found in this host's KVM")]
     NoStatistic(String),
     /// The host has no source for the paravirtual event.
-    #[error("this host cannot count '{0}' for an operator")]
+    #[error("this host cannot count '{0}' for operators")]
     NoParavirtual(String),
 }
 

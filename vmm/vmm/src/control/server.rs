@@ -494,7 +494,7 @@ impl ControlServer {
     fn listen(&self, ops: &mut EventOps) {
         for (number, listener) in self.listeners() {
             if let Err(e) = ops.add(Events::with_data(listener, number, EventSet::IN)) {
-                log::error!("control socket: {e}; nobody can connect there");
+                log::error!("control socket: {e}; clients can no longer connect");
             }
         }
     }

@@ -312,7 +312,7 @@ impl EventSession {
         if let Some(no) = chosen.iter().find(|v| !has(present, **v)) {
             return fail(
                 FailureKind::Invalid,
-                format!("no vCPU {no}: the VM has {}", registry::named(present)),
+                format!("vCPU {no} not found: the VM has {}", registry::named(present)),
             );
         }
         Ok(chosen)

@@ -18,24 +18,24 @@ pub enum CpuidError {
     #[error("KVM_GET_SUPPORTED_CPUID failed")]
     Supported(#[source] kvm_ioctls::Error),
     /// The table has more entries than KVM accepts.
-    #[error("the guest's CPUID needs {0} entries, more than KVM takes")]
+    #[error("the guest's CPUID needs {0} entries, more than KVM accepts")]
     TooMany(usize),
     /// `--nested` with a PMU of another vendor than the host CPU.
     #[error(
-        "--nested: the guest's processor is of another vendor than the host's and has no virtualisation of its own; \
-         choose a --pmu of the host's vendor"
+        "--nested: unsupported, because the guest's processor has a different vendor than the \
+        host's; choose a --pmu of the host's vendor"
     )]
     NestedVendor,
     /// `--cpu-signature host` with a PMU of another vendor than the host CPU.
     #[error(
-        "--cpu-signature host: the guest's processor is of another vendor than the host's; name a signature of that vendor, as in \
-         6/94/3, or choose a --pmu of the host's vendor"
+        "--cpu-signature host: the guest's processor has a different vendor than the host's; use a \
+        signature of that vendor, for example 6/94/3, or a --pmu of the host's vendor"
     )]
     SignatureVendor,
     /// `--nested` on a host whose KVM does not support nested virtualisation.
     #[error(
-        "--nested: this host's KVM offers guests no VT-x or AMD-V; load kvm_intel or kvm_amd with nested=1, or leave \
-         --nested out"
+        "--nested: this host's KVM does not support nested guests; load kvm_intel or kvm_amd with \
+        nested=1, or omit --nested"
     )]
     NestedRefused,
 }

@@ -35,7 +35,8 @@ const FW_WRITE: u64 = 1 << 13;
 pub enum KvmVpmuUnavailable {
     /// KVM does not support `KVM_CAP_PMU_CAPABILITY`.
     #[error(
-        "this host's KVM does not tell whether it has a vPMU (KVM_CAP_PMU_CAPABILITY, Linux 5.18 and later); use --backing auto"
+        "this host's KVM does not report whether it has a vPMU (KVM_CAP_PMU_CAPABILITY, Linux 5.18 \
+        and later); use --backing auto"
     )]
     Untold,
     /// The host has no PMU, which KVM's vPMU requires.
@@ -45,11 +46,12 @@ pub enum KvmVpmuUnavailable {
     NoHostPmu(String),
     /// The vPMU is disabled by a module parameter of KVM.
     #[error(
-        "KVM's own vPMU is switched off on this host (kvm.enable_pmu is N): load the module kvm with enable_pmu=1, or use --backing auto"
+        "KVM's own vPMU is disabled on this host (kvm.enable_pmu is N); load the module kvm with \
+        enable_pmu=1, or use --backing auto"
     )]
     SwitchedOff,
     /// The CPUID leaves that KVM supports enumerate no PMU.
-    #[error("this host's KVM supports no vPMU in its guests' CPUID; use --backing auto")]
+    #[error("this host's KVM does not support a vPMU in its guests' CPUID; use --backing auto")]
     NotInCpuid,
     /// KVM_GET_SUPPORTED_CPUID failed.
     #[error("KVM_GET_SUPPORTED_CPUID failed; use --backing auto")]
@@ -61,7 +63,8 @@ pub enum KvmVpmuUnavailable {
 pub enum KvmVpmuModelError {
     /// The requested model is of another vendor than the host CPU.
     #[error(
-        "--backing kvm: KVM's own vPMU is {host}'s on this host and cannot be --pmu {asked}; use --pmu auto, or --backing auto, which can be both"
+        "--backing kvm: KVM's own vPMU is {host}'s on this host and cannot be --pmu {asked}; use \
+        --pmu auto, or --backing auto, which supports both"
     )]
     Vendor {
         /// Requested generation.
@@ -71,7 +74,8 @@ pub enum KvmVpmuModelError {
     },
     /// The requested generation is later than KVM's.
     #[error(
-        "--backing kvm: KVM's own vPMU is at most {offered} on this host, and --pmu {asked} was asked for; use --pmu {offered} or --pmu auto"
+        "--backing kvm: --pmu {asked} is unsupported by KVM's own vPMU, which is at most {offered} \
+        on this host; use --pmu {offered} or --pmu auto"
     )]
     Generation {
         /// Requested generation.
@@ -81,7 +85,8 @@ pub enum KvmVpmuModelError {
     },
     /// More counters than KVM provides.
     #[error(
-        "--backing kvm: {asked} {kind} counters were asked for, and KVM's own vPMU has {offered} on this host; ask for fewer with --pmu-counters, or use --pmu auto"
+        "--backing kvm: {asked} {kind} counters requested, but KVM's own vPMU has {offered} on \
+        this host; use fewer with --pmu-counters, or --pmu auto"
     )]
     Counters {
         /// Requested number of counters.
@@ -93,7 +98,8 @@ pub enum KvmVpmuModelError {
     },
     /// Wider counters than KVM provides.
     #[error(
-        "--backing kvm: counters of {asked} bits were asked for, and those of KVM's own vPMU have {offered} on this host; use --pmu-width {offered}"
+        "--backing kvm: counters of {asked} bits requested, but KVM's own vPMU has {offered} bits \
+        on this host; use --pmu-width {offered}"
     )]
     Width {
         /// Requested width in bits.
@@ -198,8 +204,8 @@ fn parameter(module: &str, name: &str) -> Option<bool> {
     }
 }
 
-/// Returns a CPUID reader for [`PmuModel::resolve`] that looks leaves up in a table. The index of an
-/// entry is significant only if the entry's flag says so.
+/// Returns a CPUID reader for [`PmuModel::resolve`] that looks leaves up in a table. The index of
+/// an entry is significant only if the entry's flag says so.
 fn table(entries: &CpuId) -> impl Fn(u32, u32) -> CpuidRegs {
     move |leaf, subleaf| {
         let found = entries.as_slice().iter().find(|e| {

@@ -38,7 +38,8 @@ pub struct PmuConfig {
     pub limits: OperatorLimits,
 }
 
-/// Resource limits of the operators of a VM. `None` selects the default of [`PerfCoreConfig::default`].
+/// Resource limits of the operators of a VM. `None` selects the default of
+/// [`PerfCoreConfig::default`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OperatorLimits {
     /// Maximum sampling frequency of one event, in samples per second.

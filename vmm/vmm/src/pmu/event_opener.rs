@@ -91,8 +91,8 @@ impl VmEventOpener {
             PerfBrokerError::Gone(source) => {
                 if !self.end_logged.swap(true, Ordering::Relaxed) {
                     log::error!(
-                        "the process that opens perf events (perf-broker) has ended: {}: events that are open go \
-                         on, and no other can be opened until the VM is started again",
+                        "the process that opens perf events (perf-broker) has exited: {}; open \
+                        events continue, but no others can be opened until the VM is restarted",
                         error_line(&source)
                     );
                 }

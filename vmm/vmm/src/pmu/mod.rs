@@ -54,7 +54,7 @@ pub use regs::{ExitRegisters, GuestSamplingContext, KernelSearchProgress, Sample
 #[derive(Debug, thiserror::Error)]
 pub enum PmuSetupError {
     /// The perf core rejected the vCPU.
-    #[error("the vCPU's event context could not be made")]
+    #[error("cannot create the vCPU's event context")]
     Context(#[source] perf_core::OpenError),
     /// A system call failed.
     #[error("{0} failed")]
@@ -259,7 +259,7 @@ impl VmPmu {
 /// then unsupported.
 fn stats_file(whose: &str, fd: OwnedFd) -> Option<StatsFile> {
     StatsFile::new(fd)
-        .inspect_err(|e| log::warn!("KVM's statistics of {whose} cannot be used: {}", error_line(e)))
+        .inspect_err(|e| log::warn!("cannot use KVM's statistics of {whose}: {}", error_line(e)))
         .ok()
 }
 
@@ -387,7 +387,11 @@ impl VcpuPmu {
             drop(attached.events);
             let vcpu = VcpuId(u32::from(self.id));
             if let Err(e) = self.vm.core.remove_vcpu(vcpu) {
-                log::warn!("vcpu{}: leaving the perf core: {}", self.id, error_line(&e));
+                log::warn!(
+                    "vcpu{}: cannot detach from the perf core: {}",
+                    self.id,
+                    error_line(&e)
+                );
             }
             self.forget();
         }
@@ -697,8 +701,8 @@ impl VcpuPmu {
         self.vm.own.is_some()
     }
 
-    /// Starts a search for the guest's kernel. Call only after [`GuestSamplingContext::begin_search`] has
-    /// returned `true`.
+    /// Starts a search for the guest's kernel. Call only after
+    /// [`GuestSamplingContext::begin_search`] has returned `true`.
     pub fn find_kernel(&mut self, fd: &VcpuFd) {
         VcpuSampleRegs::new(fd, &self.vm.probe, &mut self.samples, ExitRegisters::default()).find_kernel();
     }

@@ -33,8 +33,8 @@ impl KvmVpmu {
     /// Sets the events that the guest may count.
     ///
     /// # Errors
-    /// Returns [`KvmEventFilterError`] if KVM does not support the filter. The previous filter stays in
-    /// effect.
+    /// Returns [`KvmEventFilterError`] if KVM does not support the filter. The previous filter
+    /// stays in effect.
     pub fn set_filter(&self, filter: &EventFilter) -> Result<(), KvmEventFilterError> {
         let translated = KvmEventFilter::new(
             filter,

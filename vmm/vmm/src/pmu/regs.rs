@@ -240,13 +240,13 @@ impl GuestSamplingContext {
 enum KernelSearchError {
     #[error(transparent)]
     Reader(#[from] KernelReadError),
-    #[error("this VM has no process that reads it")]
+    #[error("this VM has no kernel reader process")]
     NoReader,
-    #[error("KVM does not give the vCPU's registers")]
+    #[error("cannot read the vCPU's registers from KVM")]
     NoRegisters,
-    #[error("the search ended by a fault of Perfvisor's, which its log names; it is tried again")]
+    #[error("the search failed because of an internal error (see the log of Perfvisor); it is retried")]
     Panicked,
-    #[error("no thread to look for it")]
+    #[error("cannot start the search thread")]
     NoThread(#[source] std::io::Error),
 }
 
@@ -658,7 +658,7 @@ mod tests {
         assert_eq!(probe.search_progress(), KernelSearchProgress::Running);
         probe.look(|_| panic!("a table that nobody thought of"));
         let why = failure(&probe);
-        assert!(why.contains("fault of Perfvisor's"), "{why}");
+        assert!(why.contains("internal error"), "{why}");
         assert!(probe.kernel().is_none());
         std::thread::sleep(MIN_SEARCH_INTERVAL);
         assert!(probe.begin_search(), "it is looked for again");
@@ -676,7 +676,7 @@ mod tests {
         probe.look(|_| Err(KernelReadError::NoKeeper(gone.into()).into()));
         let told = |probe: &GuestSamplingContext| {
             let why = failure(probe);
-            assert!(why.contains("until the VM is started again"), "{why}");
+            assert!(why.contains("until the VM is restarted"), "{why}");
         };
         told(&probe);
         std::thread::sleep(MIN_SEARCH_INTERVAL);

@@ -107,7 +107,7 @@ pub struct DebugStop {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VcpuStopError {
     /// The VM has ended.
-    #[error("the VM has ended")]
+    #[error("the VM has exited")]
     Ended,
     /// The thread of this vCPU does not respond.
     #[error("vCPU {0} does not stop")]
@@ -271,8 +271,8 @@ impl Debugger {
     /// Waits until all held vCPUs that `present` lists have published their registers.
     ///
     /// # Errors
-    /// Returns [`VcpuStopError::Ended`] if the VM ends, and [`VcpuStopError::Slow`] if a vCPU does not
-    /// respond within `patience`.
+    /// Returns [`VcpuStopError::Ended`] if the VM ends, and [`VcpuStopError::Slow`] if a vCPU does
+    /// not respond within `patience`.
     pub fn collect(
         &self,
         switch: &dyn RunStateControl,

@@ -66,8 +66,8 @@ reasons! {
 }
 
 impl ExitReason {
-    /// Returns the reason of an exit with this result. After a signal, [`kick::is_overflow_pending`]
-    /// must reflect a pending overflow signal.
+    /// Returns the reason of an exit with this result. After a signal,
+    /// [`kick::is_overflow_pending`] must reflect a pending overflow signal.
     fn of(why: &Result<VcpuExit<'_>, KvmIoctlError>, has_pmu: bool) -> Self {
         let signal = || {
             if kick::is_overflow_pending() {

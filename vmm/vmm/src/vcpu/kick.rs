@@ -216,7 +216,7 @@ impl OverflowSignals {
         if self.held
             && let Err(e) = handle_signals(vcpu)
         {
-            log::warn!("overflow signals of a vCPU stay blocked in its thread: {e}");
+            log::warn!("cannot unblock overflow signals in a vCPU thread: {e}");
         }
         *self = Self::default();
     }

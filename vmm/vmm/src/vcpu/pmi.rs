@@ -59,7 +59,7 @@ pub enum PmiDelivery {
 
 /// Error of a KVM call that reads LVTPC or sends the PMI. A guest cannot cause one.
 #[derive(Debug, thiserror::Error)]
-#[error("delivering a PMI failed")]
+#[error("failed to deliver a PMI")]
 pub struct PmiError(#[from] KvmIoctlError);
 
 /// A PMI that was delivered through an Intel LVTPC in xAPIC mode and is still handled by the guest.

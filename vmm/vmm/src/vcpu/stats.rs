@@ -102,8 +102,8 @@ impl SingleWriterStatistic {
         self.count.store(sum, Ordering::Relaxed);
     }
 
-    /// Sets the increase since the vCPU thread started to `n`; see [`SingleWriterStatistic::inc`] for the
-    /// restriction.
+    /// Sets the increase since the vCPU thread started to `n`; see [`SingleWriterStatistic::inc`]
+    /// for the restriction.
     pub fn set(&self, n: u64) {
         let before = self.before.load(Ordering::Relaxed);
         self.count.store(before.wrapping_add(n), Ordering::Relaxed);

@@ -413,7 +413,10 @@ impl<'a> VmPlan<'a> {
         if config.own_pmu.is_some() {
             vpmu_probe::set_capabilities(kvm, &vcpu, &config.pmu.model)?;
         } else if parts.model.intel_version() > 0 && !misc_enable::announce_pmu(&vcpu)? {
-            log::info!("this host's KVM lets no one set IA32_MISC_ENABLE; its bit 7 does not show the PMU");
+            log::info!(
+                "this host's KVM does not allow setting IA32_MISC_ENABLE; bit 7 does not \
+                 show the PMU"
+            );
         }
         boot::configure_local_apic(&vcpu)?;
         if id == 0 {

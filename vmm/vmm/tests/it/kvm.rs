@@ -459,7 +459,7 @@ fn msr_filter_rejects_too_many_ranges() {
     let error = msr_filter::install(&vm, &far).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "17 MSR ranges are to be trapped but KVM takes at most 16"
+        "17 MSR ranges must be trapped, but KVM supports at most 16"
     );
     msr_filter::install(&vm, &far[..16]).unwrap();
 }

@@ -56,28 +56,28 @@ const STATISTICS: [&str; 19] = [
 /// `perfvisor exits`.
 #[derive(Clone, Debug, Args)]
 pub struct ExitsArgs {
-    /// The VM; may be left out when only one is running.
+    /// Name of the VM [default: the only running VM]
     #[arg(value_name = "NAME")]
     pub name: Option<String>,
-    /// The VM's control socket, wherever it is, in place of its name.
+    /// Use the VM's control socket at this path instead of a name.
     #[arg(long, value_name = "PATH", conflicts_with = "name")]
     pub socket: Option<PathBuf>,
-    /// The VM that this process runs, in place of its name.
+    /// Select the VM that this process runs, instead of a name.
     #[arg(short, long, value_name = "PID", conflicts_with_all = ["name", "socket"])]
     pub pid: Option<u32>,
-    /// Print what came in each interval of so many seconds too.
+    /// Print the exits of each interval of this many seconds, and the total.
     #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
     pub interval: Option<Duration>,
-    /// How long to watch; until Ctrl-C if not given.
+    /// Stop after this time [default: observe until Ctrl-C]
     #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
     pub duration: Option<Duration>,
-    /// A line for each vCPU and reason.
+    /// Print a line for each vCPU and reason.
     #[arg(short = 'A', long)]
     pub per_vcpu: bool,
-    /// Do not time KVM's exits by its tracepoints. The kernel writes two records for each exit.
+    /// Do not use KVM's tracepoints to time exits. The kernel writes two trace records per exit.
     #[arg(long)]
     pub no_trace: bool,
-    /// Print JSON objects, for programs: one for each interval, and one for all of it.
+    /// Print JSON objects, for programs: one per interval and one with the total.
     #[arg(short, long)]
     pub json: bool,
 }
@@ -152,7 +152,7 @@ pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, OperatorCommandError> {
             }
             if gone {
                 let ms = READ_INTERVAL.as_millis();
-                log::warn!("the VM ended; the counts are as they were at most {ms} ms before");
+                log::warn!("the VM has exited; the counts are at most {ms} ms older than its end");
             }
             return Ok(DONE);
         }

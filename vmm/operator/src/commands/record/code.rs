@@ -128,7 +128,7 @@ impl ProgramCache {
             }),
             Err(e) => {
                 log::warn!(
-                    "programs have no names out of the guest's memory: {}",
+                    "symbols of programs cannot be read from the guest's memory: {}",
                     error_line(&e)
                 );
                 None

@@ -125,7 +125,7 @@ fn record_one(
         Ok(()) => Ok(DONE),
         // The part that was written is usable.
         Err(error @ RecordError::Truncated { .. }) => {
-            say(&format!("perfvisor: {}\n", error_line(&error)));
+            say(&format!("perfvisor: error: {}\n", error_line(&error)));
             Ok(ExitStatus::CheckFailed)
         }
         Err(error) => Err(error),
@@ -150,7 +150,7 @@ fn sample(
         let over = loop {
             if clock.begins() {
                 gone |= set_sampling(client, request::Enable)?;
-                log::info!("{} is sampled from now on", client.info().name);
+                log::info!("sampling of {} has started", client.info().name);
             }
             let stop = match &mut remote {
                 Some(remote) => run_control_commands(remote, client, &mut gone)?,
@@ -330,7 +330,7 @@ impl SampleStreams {
     ) -> Result<(), RecordError> {
         let vcpu = joined.vcpu;
         if let Some(why) = &joined.refused {
-            log::warn!("vCPU {vcpu} came and is not recorded: {why}");
+            log::warn!("vCPU {vcpu} was added but is not recorded: {why}");
             return Ok(());
         }
         // The ring of a former vCPU with the same index contains its last samples.
@@ -342,7 +342,7 @@ impl SampleStreams {
         self.rings.retain(|(_, info)| info.vcpu != vcpu);
         recording.join(&joined.events);
         let why_not = self.add(client, args, &joined.events, sampling)?;
-        log::info!("vCPU {vcpu} came and is recorded");
+        log::info!("vCPU {vcpu} was added and is recorded");
         if let Some(why) = why_not {
             log::debug!("vCPU {vcpu}: every sample stops it ({why})");
         }
@@ -538,11 +538,14 @@ fn find_kernel(
         match info.state {
             KernelState::Looking if Instant::now() < until => {}
             KernelState::Looking => {
-                log::warn!("the guest's kernel is still looked for; the first samples have no kernel chains");
+                log::warn!(
+                    "the search for the guest's kernel is not finished; the first samples \
+                     have no kernel call chains"
+                );
                 return Ok(());
             }
             KernelState::NotFound => {
-                log::warn!("no kernel chains and no task names: {}", info.detail);
+                log::warn!("no kernel call chains and no task names: {}", info.detail);
                 return Ok(());
             }
             KernelState::Found if !args.quiet => {

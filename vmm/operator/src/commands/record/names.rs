@@ -55,7 +55,10 @@ impl RecordedSymbols {
         let reference = running.as_ref().and_then(reference_symbol);
         let given = files::kernel_symbols(args, reference)?;
         if args.vmlinux.is_some() && reference.is_none() {
-            log::warn!("where the guest's kernel runs is not known; --vmlinux is taken without a slide");
+            log::warn!(
+                "the load address of the guest's kernel is unknown; --vmlinux is used \
+                 without relocation"
+            );
         }
         let flat = info.flat && given.is_none();
         Ok(Self {
@@ -116,7 +119,7 @@ impl RecordedSymbols {
             };
             if told.is_some_and(|told| told != id) {
                 let path = one_line(path);
-                log::warn!("{path} is not the build that the guest runs; the file has build-id {id}");
+                log::warn!("{path} is a different build than the guest's; the file has build-id {id}");
                 continue;
             }
             writer.record_build_id(path, id);

@@ -443,7 +443,7 @@ impl Recording {
         {
             let place = self.for_perf.as_ref().map_or(Path::new("."), |dir| dir.path());
             log::warn!(
-                "{}: perf has no names of this recording there: {e}",
+                "{}: cannot store symbols of this recording for perf: {e}",
                 place.display()
             );
         }
@@ -543,8 +543,8 @@ impl Recording {
                 cut,
             } = self.code.totals;
             log::info!(
-                "{stacks} samples had a program's stack; {complete} were unwound to the outermost frame, {cut} \
-                 were longer than was copied"
+                "{stacks} samples had a user stack; {complete} were unwound to the outermost \
+                frame, {cut} were longer than the copy"
             );
         }
         if let (n @ 1.., ns) = self.held {
@@ -556,17 +556,18 @@ impl Recording {
         }
         if samples == 0 {
             log::warn!(
-                "no sample was taken: the vCPUs may have been idle, paused or without a place for the event"
+                "no sample was taken: the vCPUs may have been idle, paused or without a counter \
+                for the event"
             );
         }
         if self.cut_short > 0 {
             log::info!(
-                "{} call chains were cut short: deeper, or longer to walk, than is allowed",
+                "{} call chains were truncated, because they exceeded the limit of depth or time",
                 self.cut_short
             );
         }
         if gone {
-            log::warn!("the VM ended; {name} has what it wrote until then");
+            log::warn!("the VM has exited; {name} has the samples until then");
         }
         if self.lost > 0 {
             log::warn!(
@@ -581,7 +582,7 @@ impl Recording {
             );
         }
         if self.damaged > 0 {
-            log::warn!("{} records were damaged and left out", self.damaged);
+            log::warn!("{} damaged records were skipped", self.damaged);
         }
         Ok(())
     }
@@ -621,16 +622,14 @@ fn log_totals(totals: &SampleTotals) {
     }
     let percent = |n: u64, of: u64| 100.0 * n as f64 / of.max(1) as f64;
     let light = percent(totals.light, all);
-    log::info!(
-        "{light:.1} % of the samples were taken by the host's kernel, the others by stopping the vCPU"
-    );
+    log::info!("the host's kernel took {light:.1} % of the samples; the others stopped the vCPU");
     if totals.instead > 0 {
         let instead = percent(totals.instead, all);
-        log::info!("{instead:.1} % stopped the vCPU because the host's kernel did not see the guest");
+        log::info!("{instead:.1} % stopped the vCPU because the host's kernel could not sample the guest");
     }
     if totals.host > 0 {
         let host = percent(totals.host, all + totals.host);
-        log::info!("{host:.1} % of the vCPU's time was the host's own or not seen");
+        log::info!("{host:.1} % of the vCPU's time was host code or could not be sampled");
     }
 }
 

@@ -30,7 +30,7 @@ pub(super) fn view(client: &mut Client, args: &StatArgs) -> Result<ExitStatus, O
     };
     if !views.complete {
         let (got, all) = (views.vcpus.len(), client.info().vcpus);
-        log::warn!("only {got} of {all} vCPUs answered");
+        log::warn!("only {got} of {all} vCPUs responded");
     }
     let wanted = |v: &&VcpuView| args.vcpu.as_ref().is_none_or(|list| list.0.contains(&v.vcpu));
     let mut out = String::new();

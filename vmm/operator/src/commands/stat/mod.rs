@@ -31,7 +31,7 @@ const READ_INTERVAL: Duration = Duration::from_millis(250);
 pub enum StatError {
     #[error(transparent)]
     Command(#[from] OperatorCommandError),
-    #[error("--repeat needs --duration, and goes with no --interval")]
+    #[error("--repeat requires --duration and cannot be used with --interval")]
     Repeat,
 }
 
@@ -150,11 +150,11 @@ fn count_one(
         }
     };
     for (name, why) in unsupported {
-        log::info!("{name} cannot be counted: {why}");
+        log::info!("cannot count {name}: {why}");
     }
     if gone {
         log::warn!(
-            "the VM ended; the counts are as they were at most {} ms before",
+            "the VM has exited; the counts are at most {} ms older than its end",
             READ_INTERVAL.as_millis()
         );
     }
@@ -169,7 +169,7 @@ fn join(client: &mut Client, opened: &mut Vec<OpenedEvent>) -> Result<(), Operat
     };
     for of_vcpu in joined {
         match of_vcpu.refused {
-            Some(why) => log::warn!("vCPU {} came and is not counted: {why}", of_vcpu.vcpu),
+            Some(why) => log::warn!("vCPU {} was added but is not counted: {why}", of_vcpu.vcpu),
             None => opened.extend(of_vcpu.events),
         }
     }
@@ -193,7 +193,7 @@ fn measure_once(
 ) -> Result<StatMeasurement, OperatorCommandError> {
     let () = client.call(request::Enable)?;
     let start = Instant::now();
-    log::info!("{} counts from now on", client.info().name);
+    log::info!("counting of {} has started", client.info().name);
     let end = args.duration.map(|d| start + d);
     let mut next_interval = args.interval.map(|i| start + i);
     let (mut last, mut before): (Vec<EventReading>, Vec<EventReading>) = Default::default();

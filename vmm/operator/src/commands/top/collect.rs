@@ -164,7 +164,7 @@ impl Collector {
         for of_vcpu in joined {
             self.rings.retain(|(_, info)| info.vcpu != of_vcpu.vcpu);
             match &of_vcpu.refused {
-                Some(why) => log::warn!("vCPU {} came and is not sampled: {why}", of_vcpu.vcpu),
+                Some(why) => log::warn!("vCPU {} was added but is not sampled: {why}", of_vcpu.vcpu),
                 None => self.rings.push(ring_of(&mut self.client, of_vcpu.vcpu)?),
             }
         }

@@ -6,7 +6,7 @@
 //! | `collect` | the connection to a VM: collects samples, counts, exits and guest counters into a [`rows::VmScreen`] |
 //! | `host` | the observed VMs, with one collecting thread each |
 //! | `names` | symbols of sampled addresses |
-//! | [`seen`] | the collected data |
+//! | [`rows`] | the collected data |
 //! | [`screen`] | output as text and on a terminal |
 //! | [`sheet`] | a table with sorting and search |
 //! | [`ui`] | selections of the user |
@@ -45,11 +45,11 @@ const KEY_WAIT: Duration = Duration::from_millis(50);
 pub enum TopError {
     #[error(transparent)]
     Command(#[from] OperatorCommandError),
-    #[error("the terminal cannot be used ({0}); try --once")]
+    #[error("cannot use the terminal ({0}); use --once")]
     NoScreen(io::Error),
     #[error("the terminal")]
     Terminal(#[source] io::Error),
-    #[error("the VM ended")]
+    #[error("the VM has exited")]
     VmEnded,
 }
 
@@ -79,7 +79,7 @@ pub fn top(args: &TopArgs) -> Result<ExitStatus, TopError> {
     let ended = watch(&mut terminal.screen, &mut host, args, &signals);
     drop(terminal);
     if ended? == ViewEnd::VmGone {
-        print("the VM ended\n")?;
+        print("the VM has exited\n")?;
     }
     Ok(DONE)
 }
@@ -100,7 +100,7 @@ fn once(args: &TopArgs, host: &mut ObservedVms, signals: &StopSignals) -> Result
     for vm in &screen.vms {
         match &vm.seen {
             ObservedState::Failed(why) => log::warn!("{}: {why}", vm.label),
-            ObservedState::Ended => log::warn!("{}: the VM ended", vm.label),
+            ObservedState::Ended => log::warn!("{}: the VM has exited", vm.label),
             ObservedState::Waiting | ObservedState::Shown(_) => continue,
         }
         status = ExitStatus::CheckFailed;

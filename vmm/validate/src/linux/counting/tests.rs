@@ -221,7 +221,7 @@ fn numbers_on_hardware_are_those_of_the_loop() {
 
 /// A program at one level counts only there. The row reports whether the CPU had a tick.
 #[test]
-fn level_counts_what_runs_at_it() {
+fn level_filter_counts_only_its_level() {
     let rows = |user: u64, kernel: u64, nohz: &str| {
         let lines = perf_line("cycles:u", user) + &perf_line("cycles:k", kernel) + &perf_line("cycles", 1000);
         let told = ScriptedValues {

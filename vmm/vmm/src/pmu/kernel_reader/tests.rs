@@ -82,7 +82,7 @@ fn as_a_child() {
         assert!(matches!(failed, KernelReadError::WorkerExit(_)), "{failed}");
         let line = failed.to_string();
         assert!(
-            line.starts_with("the guest's kernel could not be read: ") && line.contains(why),
+            line.starts_with("cannot read the guest's kernel: ") && line.contains(why),
             "{line}"
         );
         finds();

@@ -193,7 +193,8 @@ impl Stepper {
             if self.tally.unstepped == 0 {
                 guest_log!(
                     Warn,
-                    "user-mode code of the guest is not counted: this host's KVM cannot single-step it"
+                    "user-mode code of the guest is not counted, because this host's KVM cannot \
+                    single-step it"
                 );
             }
             self.tally.unstepped += 1;

@@ -19,7 +19,7 @@ pub(super) const NMI: u8 = 2;
 
 /// Error of a KVM call during stepping. A guest cannot cause one.
 #[derive(Debug, thiserror::Error)]
-#[error("stepping failed")]
+#[error("failed to single-step")]
 pub struct StepError(#[from] KvmIoctlError);
 
 /// Statistics of a stepper.
