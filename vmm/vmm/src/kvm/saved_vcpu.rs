@@ -338,7 +338,8 @@ mod tests {
         let Some((kvm, vm, first)) = vcpu() else { return };
         let layout = VcpuStateLayout::of(&kvm, &vm).unwrap();
         let saved = layout.save(0, &first).unwrap();
-        let parts: [(&str, fn(&mut SavedVcpu) -> &mut Bytes); 6] = [
+        type Part = fn(&mut SavedVcpu) -> &mut Bytes;
+        let parts: [(&str, Part); 6] = [
             ("kvm_regs", |saved| &mut saved.regs),
             ("kvm_sregs", |saved| &mut saved.sregs),
             ("kvm_debugregs", |saved| &mut saved.debug_regs),
