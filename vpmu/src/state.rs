@@ -10,7 +10,8 @@
 //! Version 1 is still read; [`Vpmu::restore`] then assumes that every possible counter requested
 //! the PMI.
 
-use crate::counter_events::CounterEvents;
+use crate::counter_events::{CounterEvents, CounterTimes, EnableOutcome, EventLoss};
+use crate::events::{Backing, EventRequest};
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 use crate::model::PmuModel;
 use crate::model_name::{CounterNumbers, PmuGeneration, Vendor};
@@ -129,6 +130,15 @@ impl Vpmu {
         bytes
     }
 
+    /// Restores a saved state into a PMU that has not counted yet and has no events. Counters start
+    /// at the next [`Vpmu::reconcile`].
+    ///
+    /// # Errors
+    /// Returns the same errors as [`Vpmu::restore`].
+    pub fn restore_before_use(&mut self, bytes: &[u8]) -> Result<(), StateError> {
+        self.restore(bytes, &mut NoEvents)
+    }
+
     /// Restores a saved state. Counters resume at the next [`Vpmu::reconcile`].
     ///
     /// # Errors
@@ -195,6 +205,53 @@ impl Vpmu {
         self.note_all_svme();
         self.mark_all();
         Ok(())
+    }
+}
+
+/// The events of a PMU that has not been attached to a thread.
+struct NoEvents;
+
+impl CounterEvents for NoEvents {
+    fn program(&mut self, _: CounterIndex, _: Option<&EventRequest>) -> Backing {
+        Backing::None
+    }
+
+    fn enable(&mut self, _: CounterIndex, _: Option<u64>) -> (EnableOutcome, u64) {
+        (EnableOutcome::Counting(Backing::None), 0)
+    }
+
+    fn disable(&mut self, _: CounterIndex) -> u64 {
+        0
+    }
+
+    fn pause(&mut self, _: u64, _: &mut dyn FnMut(CounterIndex, u64)) {}
+
+    fn go_on(&mut self, _: u64, _: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64 {
+        0
+    }
+
+    fn count(&mut self, _: CounterIndex) -> u64 {
+        0
+    }
+
+    fn arm(&mut self, _: CounterIndex, overflow_in: u64) -> u64 {
+        overflow_in
+    }
+
+    fn may_have_lost(&mut self) -> bool {
+        false
+    }
+
+    fn lost(&mut self, _: CounterIndex) -> Option<EventLoss> {
+        None
+    }
+
+    fn now_ns(&mut self) -> u64 {
+        0
+    }
+
+    fn times(&mut self, _: CounterIndex) -> CounterTimes {
+        CounterTimes::default()
     }
 }
 
@@ -483,6 +540,23 @@ mod tests {
                 MsrReadOutcome::Value(value)
             );
         }
+    }
+
+    /// A PMU is restored before a thread counts for it.
+    #[test]
+    fn state_is_restored_before_events_exist() {
+        let (mut vpmu, mut events) = busy();
+        events.run(10);
+        let bytes = vpmu.save(&mut events);
+        let (mut there, mut there_events) = (Vpmu::new(PmuModel::INTEL), SimEvents::default());
+        there.restore_before_use(&bytes).unwrap();
+        assert!(there.pmi_pending());
+        there.reconcile(&mut there_events);
+        there_events.run(5);
+        assert_eq!(
+            there.read_msr(MsrAddress(IA32_PMC0), &mut there_events),
+            MsrReadOutcome::Value(1015)
+        );
     }
 
     #[test]

@@ -43,22 +43,6 @@ fn find<'a>(report: &'a Value, wanted: &'a [(&str, &str)]) -> impl Iterator<Item
         .filter(|row| wanted.iter().all(|(key, value)| row[*key] == *value))
 }
 
-/// Checks that at least one row matches `wanted` and that all matching rows passed. A row that other
-/// load left undecided is a skip, which is printed.
-#[track_caller]
-fn passed_or_undecided(report: &Value, wanted: &[(&str, &str)]) {
-    let (undecided, decided): (Vec<&Value>, Vec<&Value>) =
-        find(report, wanted).partition(|row| row["verdict"] == "too busy to tell");
-    assert!(undecided.len() + decided.len() > 0, "no row with {wanted:?}");
-    for row in undecided {
-        assert_eq!(row["of_time"], true, "{row:#}");
-        skipped(&format!("too busy to tell: {row}"), false);
-    }
-    for row in decided {
-        assert_eq!(row["verdict"], "PASS", "{row:#}");
-    }
-}
-
 /// Checks that at least one row matches `wanted` and that all matching rows passed.
 #[track_caller]
 fn passed(report: &Value, wanted: &[(&str, &str)]) {
@@ -80,12 +64,12 @@ fn the_built_in_rows_are_right(report: &Value) {
     assert_eq!(report["failed"], 0);
     let built_in = ("guest_kind", "built-in");
     passed(report, &[built_in, ("event", "cycles"), ("check", "counting")]);
-    passed_or_undecided(report, &[built_in, ("check", "multiplexing")]);
+    passed(report, &[built_in, ("check", "multiplexing")]);
     for policy in ["guest-first", "operator-first", "strict"] {
         let workload = format!("--share {policy}");
-        passed_or_undecided(report, &[built_in, ("workload", &workload)]);
+        passed(report, &[built_in, ("workload", &workload)]);
     }
-    passed_or_undecided(
+    passed(
         report,
         &[
             built_in,
@@ -93,7 +77,7 @@ fn the_built_in_rows_are_right(report: &Value) {
             ("workload", "operator's samples"),
         ],
     );
-    passed_or_undecided(
+    passed(
         report,
         &[
             built_in,

@@ -6,6 +6,7 @@
 //! | [`protocol`] | the messages: JSON lines, version 1 |
 //! | [`request`] | typed requests, each with its reply type |
 //! | `schema` | the JSON Schema of the messages, for clients in other languages |
+//! | [`snapshot`] | replies of the requests that take a snapshot |
 //! | [`client`] | the client |
 //! | [`counts`] | counters of a VM's run loops, for metrics |
 //! | [`socket_dir`] | socket directories and the VMs found in them |
@@ -41,6 +42,7 @@ pub mod protocol;
 mod reading;
 pub mod request;
 mod schema;
+pub mod snapshot;
 pub mod socket_dir;
 
 pub use schema::schema;

@@ -161,6 +161,23 @@ pub enum Call {
         /// Generation of the snapshot.
         generation: u64,
     },
+    /// Pauses the VM for a snapshot, or continues one. Reply: [`crate::snapshot::SnapshotProgress`];
+    /// repeat the call until it is ready.
+    Snapshot,
+    /// Reads guest memory, from offset 0 on in order. Reply: [`crate::snapshot::SnapshotPiece`], and
+    /// a memfd with the bytes.
+    SnapshotMemory {
+        /// End of the previous piece.
+        offset: u64,
+    },
+    /// The state of the VM, after its memory. Reply: [`crate::snapshot::SnapshotState`], and a memfd
+    /// with it.
+    SnapshotState,
+    /// Ends a snapshot: the VM goes on, or ends.
+    SnapshotEnd {
+        /// Ends the VM.
+        stop: bool,
+    },
     /// Requests the exits of the vCPUs to user space by reason, since the first such call of this
     /// connection, which starts counting and timing them. Reply: a list of [`VcpuExits`].
     Exits,

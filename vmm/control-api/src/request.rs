@@ -12,6 +12,7 @@ use crate::protocol::{
     self, Call, EventReading, GuestViews, HostRingInfo, KernelInfo, KernelSymbolsReply, OpenedEvent,
     RingInfo, RingLoss, SamplingParams, SnapshotId, VmInfo,
 };
+use crate::snapshot::{self, SnapshotPiece, SnapshotProgress};
 
 /// A request with its reply type.
 pub trait Request: Into<Call> {
@@ -188,6 +189,23 @@ requests! {
         /// Generation of the snapshot.
         generation: u64,
     } => GuestViews;
+    /// Pauses the VM for a snapshot, or continues one. Reply: [`SnapshotProgress`]; repeat the call
+    /// until it is ready.
+    Snapshot => SnapshotProgress;
+    /// Reads guest memory, from offset 0 on in order. Reply: [`SnapshotPiece`] and a memfd with the
+    /// bytes.
+    SnapshotMemory {
+        /// End of the previous piece.
+        offset: u64,
+    } => SnapshotPiece;
+    /// Returns the state of the VM, after its memory. Reply: [`snapshot::SnapshotState`] and a memfd
+    /// with it.
+    SnapshotState => snapshot::SnapshotState;
+    /// Ends a snapshot: the VM goes on, or ends.
+    SnapshotEnd {
+        /// Ends the VM.
+        stop: bool,
+    } => ();
     /// Requests the exits of the vCPUs to user space by reason, since the first such call of this
     /// connection. Reply: a list of [`protocol::VcpuExits`].
     Exits => Vec<protocol::VcpuExits>;

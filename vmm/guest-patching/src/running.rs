@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use perf_core::{error_line, guest_log};
+use snapshot::state::{SavedKernel, SavedRunningKernel, SavedText};
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, VolatileMemory};
 
 use crate::event_tables::HiddenEvents;
@@ -148,6 +149,32 @@ impl RunningKernelPatcher {
             replaced: AtomicU64::new(witness_address(patched).unwrap_or(0)),
             search: Mutex::default(),
         }
+    }
+
+    /// Saves the text of the loaded kernel, the kernel that the guest has started itself, and the
+    /// guest-physical address of a replaced RDPMC of the running kernel.
+    pub fn save(&self, saved: &mut SavedKernel) {
+        let text = self.loaded.iter().map(|text| SavedText {
+            virt: text.virt,
+            phys: text.phys,
+            bytes: text.len_bytes,
+        });
+        saved.text = text.collect();
+        let lstar = self.lstar.load(Ordering::Acquire);
+        saved.restarted = (lstar != 0).then(|| SavedRunningKernel {
+            lstar,
+            lstar_gpa: self.lstar_gpa.load(Ordering::Relaxed),
+        });
+        saved.witness = self.replaced.load(Ordering::Relaxed);
+    }
+
+    /// Restores the kernel that the guest runs. The text of the loaded kernel must be that of the
+    /// snapshot.
+    pub fn restore(&self, saved: &SavedKernel) {
+        let SavedRunningKernel { lstar, lstar_gpa } = saved.restarted.unwrap_or_default();
+        self.lstar_gpa.store(lstar_gpa, Ordering::Relaxed);
+        self.lstar.store(lstar, Ordering::Release);
+        self.replaced.store(saved.witness, Ordering::Relaxed);
     }
 
     /// Checks the kernel that a vCPU runs, whose SYSCALL entry point is `lstar`, and patches it if

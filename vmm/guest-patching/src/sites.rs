@@ -7,7 +7,9 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::finder::RdpmcSite;
+use snapshot::state::SavedRdpmcSite;
+
+use crate::finder::{MAX_INSTRUCTION_BYTES, RDPMC, RdpmcSite};
 
 /// Maximum number of sites. A kernel has one to four, and sites of previous kernels are retained
 /// when the guest starts another kernel.
@@ -84,6 +86,44 @@ impl RdpmcSites {
         *list = all.into();
         self.version.fetch_add(1, Ordering::Release);
     }
+}
+
+impl RdpmcSites {
+    /// Returns the sites for a snapshot.
+    pub fn save(&self) -> Vec<SavedRdpmcSite> {
+        let list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let sites = list.iter().map(|site| SavedRdpmcSite {
+            virt: site.virt,
+            phys: site.phys,
+            length: site.length,
+            lead: site.lead,
+            next_to_port_write: site.next_to_port_write,
+        });
+        sites.collect()
+    }
+}
+
+/// Returns the sites of a snapshot, without symbols. Returns `None` for more sites than a VM can have,
+/// or for an instruction of an impossible length.
+pub fn from_saved(saved: &[SavedRdpmcSite]) -> Option<Vec<RdpmcSite>> {
+    let possible = saved.len() <= MAX_SITES
+        && saved.iter().all(|site| {
+            let length = usize::from(site.length);
+            (RDPMC.len()..=MAX_INSTRUCTION_BYTES).contains(&length)
+                && usize::from(site.lead) <= length - RDPMC.len()
+                && site.phys.checked_add(length as u64).is_some()
+        });
+    possible.then(|| {
+        let sites = saved.iter().map(|site| RdpmcSite {
+            virt: site.virt,
+            phys: site.phys,
+            length: site.length,
+            lead: site.lead,
+            next_to_port_write: site.next_to_port_write,
+            symbol: None,
+        });
+        sites.collect()
+    })
 }
 
 /// Per-vCPU copy of [`RdpmcSites`], read without a lock.

@@ -5,7 +5,9 @@
 //! value parser with a test in `values`.
 
 mod perf_options;
+pub mod restore;
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -268,6 +270,18 @@ pub struct RunArgs {
         help_heading = "Kernel"
     )]
     pub cmdline: Option<String>,
+    /// Restore the guest from a snapshot that `perfvisor ctl NAME snapshot DIR` has written. The snapshot
+    /// determines the machine; give the disks, network devices and consoles again.
+    #[arg(
+        long,
+        value_name = "DIR",
+        conflicts_with_all = restore::CONFLICTS,
+        help_heading = "Kernel"
+    )]
+    pub restore: Option<PathBuf>,
+    /// Read the whole memory of the snapshot first and compare its checksums.
+    #[arg(long, requires = "restore", help_heading = "Kernel")]
+    pub restore_verify: bool,
     /// Connect the first serial port (ttyS0): tty (standard input and output), file=PATH (append;
     /// no input), socket=PATH (one client at a time), pty (a new pseudo-terminal) or none.
     #[arg(
@@ -483,6 +497,9 @@ pub struct RunArgs {
     /// Print statistics of each vCPU and its PMU to standard error at exit.
     #[arg(long, help_heading = "Operation")]
     pub stats: bool,
+    /// The options that determine the machine, for snapshots.
+    #[arg(skip)]
+    pub machine_options: BTreeMap<String, String>,
 }
 
 /// Reason why parsing ends without a command.
@@ -534,7 +551,9 @@ fn parse_run(args: &[OsString]) -> Option<Cli> {
         .subcommand(RunArgs::augment_args(clap::Command::new("run")));
     let command = with_negative_numbers(perf_options::add_accepted_options(command));
     let matches = command.try_get_matches_from(args).ok()?;
-    Cli::from_arg_matches(&matches).ok()
+    let mut cli = Cli::from_arg_matches(&matches).ok()?;
+    restore::keep_machine_options(&mut cli, &matches);
+    Some(cli)
 }
 
 fn parse_any(args: Vec<OsString>) -> Result<Cli, CliExit> {
@@ -560,7 +579,8 @@ fn parse_any(args: Vec<OsString>) -> Result<Cli, CliExit> {
         (other, _) => other,
     };
     let matches = command.clone().try_get_matches_from(args).map_err(explained)?;
-    let cli = Cli::from_arg_matches(&matches).map_err(explained)?;
+    let mut cli = Cli::from_arg_matches(&matches).map_err(explained)?;
+    restore::keep_machine_options(&mut cli, &matches);
     if let CliCommand::Run(run) = &cli.command
         && run.dump_config
         && let Some((_, given)) = matches.subcommand()

@@ -94,7 +94,7 @@ pub fn create_devices(
         devices.push(Box::new(share.with_broker(broker)?));
     }
     // The built-in guests do not use an entropy device.
-    if args.rng && args.kernel.is_some() {
+    if args.rng && (args.kernel.is_some() || args.restore.is_some()) {
         devices.push(Box::new(
             EntropyDevice::new().map_err(DeviceError::EntropyDevice)?,
         ));
@@ -120,7 +120,7 @@ fn check(args: &RunArgs, vm: &str) -> Result<(), DeviceError> {
     check_unique(macs).map_err(DeviceError::MacTwice)?;
     check_unique(tags).map_err(DeviceError::TagTwice)?;
     // The built-in guests would ignore the disk, and their PMU test is not what the user asked for.
-    if args.kernel.is_none() && !args.disk.is_empty() {
+    if args.kernel.is_none() && args.restore.is_none() && !args.disk.is_empty() {
         return Err(DeviceError::NoKernel);
     }
     Ok(())

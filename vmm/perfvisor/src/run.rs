@@ -11,6 +11,7 @@ mod footprint;
 mod inherited;
 mod jail;
 pub(crate) mod machine;
+mod restore;
 
 use std::fs::File;
 use std::io;
@@ -57,7 +58,8 @@ use vmm::vcpu::control::{ResetPolicy, RunControl, StopReason};
 use vmm::vcpu::registry::VcpuRegistry;
 use vmm::vcpu::{kick, stats};
 use vmm::vm::restart::Restarter;
-use vmm::vm::{PendingKvmSetup, RunningVm, Vm, VmConfig};
+use vmm::vm::restore::event_filter;
+use vmm::vm::{PendingKvmSetup, RunningVm, Vm, VmConfig, VmParts};
 
 /// Number of descriptors of a VM without vCPUs, including a margin for clients and devices.
 const DESCRIPTORS: u64 = 64;
@@ -125,6 +127,9 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     jail::join_cgroup(args)?;
     jail::become_user(args)?;
     background::survive_job_control();
+    // Files of the snapshot are opened with the rights of the VM's user.
+    let (restored_args, saved) = restore::open(args)?.unzip();
+    let args = restored_args.as_ref().unwrap_or(args);
     footprint::configure_malloc();
     // Started outside the jail's PID namespace, because it outlives the VM.
     let broker =
@@ -152,6 +157,10 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     opener.install();
     let mut config = machine::build_config(args, &kvm, &probe)?;
     config.kernel_reader = Some(kernel_reader);
+    if let Some(saved) = &saved {
+        let filter = event_filter(&saved.state.filter).map_err(RunError::RestoredFilter)?;
+        config.pmu.filter = Arc::new(filter);
+    }
     warn_if_few_descriptors(descriptors, &config, &probe);
 
     // Configuration errors end the start before any thread runs.
@@ -167,7 +176,18 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     // Appended last, so that the other devices keep their addresses.
     devices.extend(virtio_console.map(|device| Box::new(device) as Box<dyn VirtioDevice>));
     let (console, panic) = PanicDetector::new(consoles.serial().writer());
-    let mut vm = Vm::with_pending_setup(begun, &kvm, &config, devices, &probe, Box::new(console))?;
+    let parts = VmParts {
+        begun,
+        kvm: &kvm,
+        config: &config,
+        devices,
+        probe: &probe,
+        console: Box::new(console),
+    };
+    let mut vm = match saved {
+        None => Vm::boot(parts)?,
+        Some(saved) => Vm::restore(parts, saved)?,
+    };
     report_loaded(&vm, &config);
     vm.on_first_entry(Box::new(move || start.log_first_entry()));
     let terminal = if consoles.has_terminal() {
@@ -414,9 +434,10 @@ fn controlled(
     ControlledVm {
         name,
         pmu_name,
-        guest: match &args.kernel {
-            Some(path) => path.display().to_string(),
-            None => "built-in guest".into(),
+        guest: match (&args.kernel, &args.restore) {
+            (Some(path), _) => path.display().to_string(),
+            (None, Some(dir)) => format!("restored from {}", dir.display()),
+            (None, None) => "built-in guest".into(),
         },
         // A daemon's standard streams are /dev/null.
         console: match consoles.serial().place() {
@@ -433,6 +454,8 @@ fn controlled(
         symbols: running.symbols().clone(),
         flat: loaded.kind == KernelFormat::Multiboot,
         memory_bytes: args.memory,
+        snapshots: running.snapshots().clone(),
+        options: args.machine_options.clone(),
     }
 }
 

@@ -449,6 +449,7 @@ fn main() -> Vec<AllowedSyscall> {
             0x41, // CREATE_VCPU
             0x62, // GET_IRQCHIP
             0x63, // SET_IRQCHIP
+            0x7c, // GET_CLOCK
             0x9f, // GET_PIT2
             0xa0, // SET_PIT2
             0xb2, // SET_PMU_EVENT_FILTER

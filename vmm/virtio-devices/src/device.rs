@@ -172,9 +172,24 @@ pub trait VirtioDevice: Send {
     /// Returns an [`ActivateError`], in which case no part of the device is running.
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError>;
 
-    /// Resets the device at the driver's request or at machine shutdown. The device's thread has
-    /// ended when this returns, and the device can be activated again.
+    /// Resets the device at the driver's request, at machine shutdown, or for a snapshot. The
+    /// device's thread has ended when this returns, and the device can be activated again.
     fn reset(&mut self);
+
+    /// Returns the name of this device in the message that refuses a snapshot, or `None` if a
+    /// snapshot may include it.
+    ///
+    /// For a snapshot, the transport resets the device and activates it again with queues whose
+    /// positions are those of the used rings. A device may be included if it returns chains in the
+    /// order in which it takes them, and has no state but its queues that a driver depends on.
+    fn unsupported_in_snapshot(&self) -> Option<&'static str> {
+        Some("a device of this kind")
+    }
+
+    /// Returns the properties of the device that must be equal where a snapshot is restored.
+    fn identity(&self) -> Vec<u8> {
+        Vec::new()
+    }
 }
 
 /// Copies configuration bytes from `config` at `offset` to `data`. Bytes beyond the end read as 0.

@@ -62,6 +62,10 @@ impl VirtioDevice for EntropyDevice {
         data.fill(0);
     }
 
+    fn unsupported_in_snapshot(&self) -> Option<&'static str> {
+        None
+    }
+
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let [Some(queue)] = <[_; 1]>::try_from(activation.queues)
             .map_err(|_| ActivateError::Driver("another number of queues"))?
@@ -154,6 +158,7 @@ mod tests {
     use vm_memory::GuestAddress;
 
     use super::*;
+    use crate::serve::continue_at_used_ring;
     use crate::serve::testing::{BUFFERS, Driver, HOSTILE, activation, memory};
 
     #[test]
@@ -169,6 +174,47 @@ mod tests {
         seen.changed.read().unwrap();
         assert!(seen.needs_reset.load(std::sync::atomic::Ordering::Acquire));
         rng.reset();
+    }
+
+    /// A snapshot stops the device; afterwards it continues with the chains that it has not used.
+    #[test]
+    fn stopped_device_continues_at_the_used_ring() {
+        let memory = memory();
+        let mut driver = Driver::new(&memory, 64);
+        let mut rng = EntropyDevice::new().unwrap();
+        let mut offered = 0;
+        for _ in 0..5 {
+            let mut active = driver.active();
+            continue_at_used_ring(&mut active.queue, &memory).unwrap();
+            let (activation, _seen) = activation(&memory, vec![Some(active)]);
+            rng.activate(activation).unwrap();
+            for _ in 0..3 {
+                driver.write(offered, &[Descriptor::new(BUFFERS, 16, 2, 0)]);
+                driver.offer(offered);
+                offered += 1;
+            }
+            driver.active.kick.write(1).unwrap();
+            // The device may be stopped before, between and after chains.
+            if offered % 2 == 0 {
+                driver.vector.read().ok();
+            } else {
+                while driver.used().len() < usize::from(offered) {
+                    std::thread::yield_now();
+                }
+            }
+            rng.reset();
+        }
+        let mut active = driver.active();
+        continue_at_used_ring(&mut active.queue, &memory).unwrap();
+        let (activation, _seen) = activation(&memory, vec![Some(active)]);
+        rng.activate(activation).unwrap();
+        driver.active.kick.write(1).unwrap();
+        while driver.used().len() < usize::from(offered) {
+            std::thread::yield_now();
+        }
+        rng.reset();
+        let heads = driver.used().into_iter().map(|(head, _)| head);
+        assert!(heads.eq(0..u32::from(offered)), "each chain once and in order");
     }
 
     fn serve(memory: &GuestMemoryMmap, chain: &[Descriptor]) -> u32 {

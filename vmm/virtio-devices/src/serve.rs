@@ -2,10 +2,11 @@
 //! chains that complete within a short time.
 
 use std::error::Error;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use diagnostics::{error_line, guest_log};
-use virtio_queue::{DescriptorChain, QueueOwnedT, QueueT};
+use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
 use vm_memory::GuestMemoryMmap;
 
 use crate::device::ActiveQueue;
@@ -78,6 +79,19 @@ pub fn serve_queue_while(
     serve: impl FnMut(GuestDescriptorChain<'_>) -> u32,
 ) -> Result<(), QueueError> {
     serve_with_clock(active, memory, wants, serve, Instant::now)
+}
+
+/// Sets the position of a queue to that of its used ring. A device that returns chains in the order in
+/// which it takes them continues there after its thread has ended: every chain before the position is
+/// used, and any chain after it that the thread had taken is taken again.
+///
+/// # Errors
+/// Returns [`QueueError::Rings`] if the used ring cannot be read.
+pub fn continue_at_used_ring(queue: &mut Queue, memory: &GuestMemoryMmap) -> Result<(), QueueError> {
+    let position = queue.used_idx(memory, Ordering::Acquire)?;
+    queue.set_next_avail(position.0);
+    queue.set_next_used(position.0);
+    Ok(())
 }
 
 /// State of one call of [`serve_queue_while`].

@@ -7,6 +7,7 @@
 pub mod available;
 pub mod backing;
 
+use std::fs::File;
 use std::sync::Arc;
 
 use thiserror::Error;
@@ -109,6 +110,9 @@ pub enum MemoryError {
         /// Available memory.
         limit: HostMemoryLimit,
     },
+    /// The memory of a restored VM cannot be cleared.
+    #[error("the memory of a VM that was restored from a snapshot cannot be cleared")]
+    Restored,
     /// KVM refused a memory slot.
     #[error(transparent)]
     Register(#[from] MemorySlotError),
@@ -141,6 +145,8 @@ pub struct GuestRam {
     mem: GuestMemoryMmap,
     size_bytes: u64,
     kind: MemoryBackingConfig,
+    /// Private mapping of the memory file of a snapshot.
+    restored: bool,
 }
 
 impl GuestRam {
@@ -199,7 +205,20 @@ impl GuestRam {
             mem,
             size_bytes,
             kind,
+            restored: false,
         })
+    }
+
+    /// Replaces all RAM by a private mapping of the memory file of a snapshot, which must have as
+    /// many bytes. Pages are read when they are accessed, and the file is never written.
+    ///
+    /// # Errors
+    /// Returns [`MemoryError::Map`] if the host refuses the mapping.
+    pub fn map_snapshot(&mut self, file: &File) -> Result<(), MemoryError> {
+        let size_bytes = self.size_bytes;
+        backing::map_file(&self.mem, file).map_err(|source| MemoryError::Map { size_bytes, source })?;
+        self.restored = true;
+        Ok(())
     }
 
     /// Preallocates all pages, if the memory kind requests it.
@@ -216,8 +235,12 @@ impl GuestRam {
     /// Zeroes all RAM, as after power-on. No other thread may access it.
     ///
     /// # Errors
-    /// Returns [`MemoryError::Map`] if a system call fails.
+    /// Returns [`MemoryError::Map`] if a system call fails, and [`MemoryError::Restored`] for memory
+    /// of a snapshot, whose contents would come back.
     pub fn clear(&self) -> Result<(), MemoryError> {
+        if self.restored {
+            return Err(MemoryError::Restored);
+        }
         backing::clear(&self.mem, self.kind).map_err(|source| MemoryError::Map {
             size_bytes: self.size_bytes,
             source,

@@ -1,5 +1,6 @@
 //! Real VMs with a few bytes of guest code, for tests of the servers.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
@@ -77,6 +78,8 @@ pub(crate) fn control_target(vm: &RunningVm) -> ControlledVm {
         symbols: vm.symbols().clone(),
         flat: true,
         memory_bytes: 32 << 20,
+        snapshots: vm.snapshots().clone(),
+        options: BTreeMap::new(),
         looks: AtomicU64::new(0),
     };
     // A vCPU that replies has attached to perf-core.

@@ -5,6 +5,8 @@ mod error;
 mod pending_setup;
 mod plan;
 pub mod restart;
+pub mod restore;
+pub mod save;
 
 use std::io::Write;
 use std::sync::Arc;
@@ -12,14 +14,16 @@ use std::sync::Arc;
 use arc_swap::ArcSwap;
 use kernel_images::packed::PackedSymbols;
 use perf_core::pmu::host::HostProbe;
+use snapshot::state::SavedVcpuPmu;
 use virtio_devices::device::VirtioDevice;
 
 use crate::boot::{self, LoadedGuest};
 use crate::devices::Bus;
+use crate::devices::cpu_plug::VcpuSet;
 use crate::kvm::chips::IrqchipState;
-use crate::kvm::cpuid::{self};
-use crate::kvm::host::{self, Kvm};
+use crate::kvm::host::Kvm;
 use crate::kvm::memslot::MemorySlots;
+use crate::kvm::saved_vcpu::VcpuStateLayout;
 use crate::kvm::stepping::BREAKPOINTS;
 use crate::memory::GuestRam;
 use crate::numbers::VcpuNumbers;
@@ -34,6 +38,8 @@ use guest_patching::rdpmc::RdpmcMode;
 pub use pending_setup::PendingKvmSetup;
 use plan::{VcpuParts, VmPlan, needs_full_kvm};
 use restart::{RestartContext, Restarter};
+use restore::{NewMachine, RestoredMachine, format_name};
+use save::SnapshotSource;
 
 /// A VM that is ready to start.
 pub struct Vm {
@@ -47,7 +53,26 @@ pub struct Vm {
     slots: MemorySlots,
     ram: GuestRam,
     again: Option<RestartContext>,
+    snapshots: Arc<SnapshotSource>,
+    /// vCPUs of a restored VM that are present, with the parts of their states that the VMM keeps.
+    restored: Option<(VcpuSet, Vec<(u8, SavedVcpuPmu)>)>,
     free_breakpoints: usize,
+}
+
+/// Inputs for building a VM.
+pub struct VmParts<'a> {
+    /// KVM resources whose creation was started earlier.
+    pub begun: PendingKvmSetup,
+    /// KVM.
+    pub kvm: &'a Kvm,
+    /// Configuration of the VM.
+    pub config: &'a VmConfig,
+    /// Virtio devices in the order of their PCI device numbers.
+    pub devices: Vec<Box<dyn VirtioDevice>>,
+    /// The host's perf events.
+    pub probe: &'a HostProbe,
+    /// Receiver of the serial port's output.
+    pub console: Box<dyn Write + Send>,
 }
 
 impl Vm {
@@ -63,7 +88,14 @@ impl Vm {
         probe: &HostProbe,
         console: Box<dyn Write + Send>,
     ) -> Result<Self, VmError> {
-        Self::with_pending_setup(PendingKvmSetup::now(), kvm, config, devices, probe, console)
+        Self::boot(VmParts {
+            begun: PendingKvmSetup::now(),
+            kvm,
+            config,
+            devices,
+            probe,
+            console,
+        })
     }
 
     /// [`Vm::new`] with KVM resources whose creation was started earlier. Joins the threads that
@@ -71,42 +103,56 @@ impl Vm {
     ///
     /// # Errors
     /// Returns a [`VmError`] with the problem and the remedy in one line.
-    pub fn with_pending_setup(
-        begun: PendingKvmSetup,
-        kvm: &Kvm,
-        config: &VmConfig,
-        devices: Vec<Box<dyn VirtioDevice>>,
-        probe: &HostProbe,
-        console: Box<dyn Write + Send>,
-    ) -> Result<Self, VmError> {
-        let mut begun = begun;
+    pub fn boot(parts: VmParts<'_>) -> Result<Self, VmError> {
+        Self::build(parts, None)
+    }
+
+    /// Builds the machine and restores the guest from a snapshot. The guest's kernel and the reset
+    /// policy of the configuration are not used, and a reset by the guest ends the VM.
+    ///
+    /// # Errors
+    /// Returns a [`VmError`] with the problem and the remedy in one line.
+    pub fn restore(parts: VmParts<'_>, saved: RestoredMachine) -> Result<Self, VmError> {
+        Self::build(parts, Some(saved))
+    }
+
+    fn build(parts: VmParts<'_>, saved: Option<RestoredMachine>) -> Result<Self, VmError> {
+        let VmParts {
+            mut begun,
+            kvm,
+            config,
+            devices,
+            probe,
+            console,
+        } = parts;
         let plan = VmPlan::new(kvm, config)?;
         config.pins.check(config.cpus.max())?;
-        let ram = GuestRam::with_backing(config.memory_bytes, config.memory_kind)?;
-        let loaded = boot::load(&ram, &plan.boot_request(!devices.is_empty()))?;
-        let breakpoints = plan.breakpoints(&loaded)?;
+        let mut ram = GuestRam::with_backing(config.memory_bytes, config.memory_kind)?;
         let uncounted = Arc::new(plan.uncounted(probe));
-        plan.check_kernel(kvm, &uncounted, &loaded, &ram)?;
+        let loaded = match &saved {
+            Some(saved) => saved.load(&mut ram)?,
+            None => boot::load(&ram, &plan.boot_request(!devices.is_empty()))?,
+        };
+        let breakpoints = plan.breakpoints(&loaded)?;
+        plan.check_kernel(kvm, &loaded)?;
+        if saved.is_none() {
+            plan.hide_uncounted(&uncounted, &loaded, &ram);
+        }
         // Preallocation takes long, so it follows all checks of the guest.
         ram.fill()?;
 
         let fd = plan.take_vm(kvm, &mut begun)?;
         let slots = ram.register(&fd)?;
-        let mut supported = cpuid::supported(kvm)?;
-        if host::interprets_kernels(kvm)? {
-            cpuid::hide_transactions(&mut supported);
-        }
-        let mut model = config.pmu.model;
-        if cpuid::has_transactions(&supported) {
-            model = model.with_transactions();
-        }
+        let (supported, model) = plan.processor(kvm)?;
         let pmu = plan.make_pmu(kvm, model, probe, &fd, &ram)?;
         let bus = plan.make_bus(console, &fd)?;
         let control = Arc::new(plan.make_control(kvm).map_err(|e| VmError::Os("eventfd", e))?);
         let bus = Arc::new(VmPlan::add_pci(bus, devices, loaded.pci, &fd, &ram, &control)?);
         let gate = plan.has_gate(kvm, &loaded, breakpoints.len())?;
-        let withdrawn = plan.withdraw_user_rdpmc(gate, &loaded, &ram);
-        plan.log_user_rdpmc(gate, &loaded, withdrawn);
+        if saved.is_none() {
+            let withdrawn = plan.withdraw_user_rdpmc(gate, &loaded, &ram);
+            plan.log_user_rdpmc(gate, &loaded, withdrawn);
+        }
         let parts = VcpuParts {
             supported,
             model,
@@ -117,6 +163,22 @@ impl Vm {
         let vcpus = (0..config.cpus.max()).map(|id| plan.make_vcpu(kvm, &fd, &parts, id));
         let vcpus = vcpus.collect::<Result<Vec<KvmVcpu>, VmError>>()?;
         let factory = plan.vcpu_factory(&fd, model, gate, &loaded, &ram, &bus, &pmu, &control, &uncounted)?;
+        let layout = Arc::new(VcpuStateLayout::of(kvm, &fd)?);
+        let shape = plan.shape(model, gate, &vcpus);
+        if let Some(saved) = &saved {
+            let machine = NewMachine {
+                fd: &fd,
+                layout: &layout,
+                vcpus: &vcpus,
+                bus: &bus,
+                pmu: &pmu,
+                shape: &shape,
+            };
+            machine.restore(&saved.state)?;
+            if let Some(running) = factory.rdpmc.as_ref().and_then(|rdpmc| rdpmc.running.as_ref()) {
+                running.restore(&saved.state.kernel);
+            }
+        }
         let again = match config.on_reset {
             ResetPolicy::Exit => None,
             ResetPolicy::Restart => Some(RestartContext {
@@ -126,12 +188,25 @@ impl Vm {
                 gate,
                 needs_full_kvm: needs_full_kvm(&loaded.kind),
                 chips: IrqchipState::of(&fd)?,
-                fd,
+                fd: fd.clone(),
             }),
         };
         let registry = VcpuRegistry::new(vcpus, factory, control.clone(), bus.cpu_plug().cloned());
+        let registry = Arc::new(registry);
+        let snapshots = SnapshotSource {
+            fd,
+            layout,
+            ram: ram.clone(),
+            bus: bus.clone(),
+            pmu: pmu.clone(),
+            registry: registry.clone(),
+            control: control.clone(),
+            shape,
+            kernel: (format_name(&loaded.kind), loaded.kernel.clone()),
+            unsupported: plan.unsupported_in_snapshot(),
+        };
         Ok(Self {
-            registry: Arc::new(registry),
+            registry,
             on_first_entry: None,
             cpus: config.cpus,
             bus,
@@ -141,6 +216,8 @@ impl Vm {
             slots,
             ram,
             again,
+            snapshots: Arc::new(snapshots),
+            restored: saved.map(RestoredMachine::into_vcpus),
             // If breakpoints emulate RDPMC, a kernel that is found later may need one more.
             free_breakpoints: match config.rdpmc {
                 RdpmcMode::Hwbp => BREAKPOINTS.saturating_sub(breakpoints.len() + usize::from(gate)),
@@ -195,9 +272,21 @@ impl Vm {
             pmu: self.pmu,
             _slots: self.slots,
             ram: self.ram,
+            snapshots: self.snapshots,
             free_breakpoints: self.free_breakpoints,
         };
-        running.registry.start(self.cpus.present(), self.on_first_entry)?;
+        match self.restored {
+            None => running.registry.start(self.cpus.present(), self.on_first_entry)?,
+            Some((present, saved)) => {
+                if let Some(pci) = running.bus.pci() {
+                    pci.resume();
+                }
+                // No vCPU runs before all have their states.
+                running.control.set_paused(true);
+                running.registry.start_set(present, saved, self.on_first_entry)?;
+                running.control.set_paused(false);
+            }
+        }
         Ok(running)
     }
 }
@@ -213,6 +302,7 @@ pub struct RunningVm {
     pmu: Arc<VmPmu>,
     _slots: MemorySlots,
     ram: GuestRam,
+    snapshots: Arc<SnapshotSource>,
     free_breakpoints: usize,
 }
 
@@ -256,6 +346,11 @@ impl RunningVm {
     /// Returns the number of hardware breakpoints that RDPMC emulation leaves free.
     pub fn free_breakpoints(&self) -> usize {
         self.free_breakpoints
+    }
+
+    /// Returns the parts of the VM that a snapshot reads.
+    pub fn snapshots(&self) -> &Arc<SnapshotSource> {
+        &self.snapshots
     }
 
     /// Returns the vCPU registry.

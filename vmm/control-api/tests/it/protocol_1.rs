@@ -114,6 +114,16 @@ fn requests_match_version_1() {
         },
         r#"{"id":7,"call":"process_memory","pid":12,"address":4096,"bytes":64}"#,
     );
+    asks(request::Snapshot, r#"{"id":7,"call":"snapshot"}"#);
+    asks(
+        request::SnapshotMemory { offset: 4096 },
+        r#"{"id":7,"call":"snapshot_memory","offset":4096}"#,
+    );
+    asks(request::SnapshotState, r#"{"id":7,"call":"snapshot_state"}"#);
+    asks(
+        request::SnapshotEnd { stop: true },
+        r#"{"id":7,"call":"snapshot_end","stop":true}"#,
+    );
     asks(request::GuestView, r#"{"id":7,"call":"guest_view"}"#);
     asks(
         request::GuestViewResult { generation: 5 },

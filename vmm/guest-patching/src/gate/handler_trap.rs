@@ -237,6 +237,15 @@ impl GpHandlerTrap {
         self.remove_locked(&mut self.places(), memory);
     }
 
+    /// Removes the trap for a snapshot, whose memory must not contain code of the VMM. No vCPU may
+    /// run. Returns `false` if a trap stays in memory.
+    pub fn remove_for_snapshot(&self, memory: &GuestMemoryMmap) -> bool {
+        let mut places = self.places();
+        self.remove_locked(&mut places, memory);
+        let former = places.former.iter().flatten();
+        former.filter(|former| former.stands).count() == 0
+    }
+
     /// Removes the trap. If the bytes after the trap have changed, the memory may no longer contain
     /// code, and the trap is left in place. If the memory still contains code, for example after
     /// the guest rewrote its handler after the first instruction, the trap continues to be

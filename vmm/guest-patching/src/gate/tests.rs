@@ -238,6 +238,27 @@ fn vcpu_at_removed_trap_resumes_original_instruction() {
     assert_eq!(gate.planted_at(0x6200), Some(TrapState::Removed(0x6200)));
 }
 
+/// The memory of a snapshot contains the guest's own handler, and a trap that cannot be removed is
+/// reported.
+#[test]
+fn no_code_of_ours_is_left_planted() {
+    let memory = memory();
+    let state = kernel(&memory);
+    let planted = Arc::new(GpHandlerTrap::default());
+    let mut gate = GpHandlerGate::new(Some(planted.clone()), memory.clone(), Arc::default());
+    let clac = [0x0f, 0x01, 0xca, 0xfc];
+    memory.write_slice(&clac, GuestAddress(GATE)).unwrap();
+    gate.look(&state);
+    assert_ne!(memory.read_obj::<[u8; 4]>(GuestAddress(GATE)).unwrap(), clac);
+    assert!(planted.remove_for_snapshot(&memory));
+    assert_eq!(memory.read_obj::<[u8; 4]>(GuestAddress(GATE)).unwrap(), clac);
+    // The source VM goes on: the trap is installed again.
+    gate.look(&state);
+    assert_eq!(gate.planted_at(GATE), Some(TrapState::Installed(GATE)));
+    memory.write_obj(0x1234u16, GuestAddress(GATE + 8)).unwrap();
+    assert!(!planted.remove_for_snapshot(&memory), "it stays in memory");
+}
+
 /// A trap that could not be removed, because the code after it has changed, is still emulated, so
 /// the guest never resumes in the middle of an instruction. The number of remembered traps is
 /// bounded.

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, Subcommand};
 
 use super::ps::vcpu_count_text;
+use super::snapshot::{self, SnapshotCommandError};
 use super::{DONE, OperatorCommandError, OutputError, connect, print};
 use crate::exit::ExitStatus;
 use crate::input;
@@ -71,6 +72,16 @@ pub enum CtlAction {
         #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = parse_seconds)]
         wait: Duration,
     },
+    /// Save the VM to a new directory, from which `perfvisor run --restore DIR` continues it. The VM is
+    /// paused meanwhile and goes on afterwards.
+    Snapshot {
+        /// Directory of the snapshot, which must not exist.
+        #[arg(value_name = "DIR")]
+        dir: PathBuf,
+        /// End the VM when the snapshot is on disk.
+        #[arg(long)]
+        stop: bool,
+    },
     /// Select who gets the host's counters if there are too few.
     Share {
         /// Policy: guest-first, operator-first or strict.
@@ -122,6 +133,8 @@ pub enum CtlError {
     Leaving(String),
     #[error("the VM has not exited yet")]
     NotEnded,
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotCommandError),
 }
 
 impl From<ClientError> for CtlError {
@@ -149,6 +162,7 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
         CtlAction::Powerdown => (Call::Powerdown, "power button pressed"),
         CtlAction::Status { .. } => (Call::Status, ""),
         CtlAction::Vcpus { count, .. } => (Call::Vcpus { count: *count }, ""),
+        CtlAction::Snapshot { .. } => (Call::Snapshot, ""),
         CtlAction::Share { policy } => {
             let parsed: Result<SharePolicy, _> = policy.parse();
             let value = policy.clone();
@@ -167,6 +181,19 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
         }
     };
     let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
+    if let CtlAction::Snapshot { dir, stop } = &args.action {
+        let saved = snapshot::take(&mut client, dir, *stop)?;
+        if *stop {
+            wait_for_end(&mut client)?;
+        }
+        print(&format!(
+            "{}: snapshot in {}, {} MiB of memory\n",
+            client.info().name,
+            dir.display(),
+            saved >> 20
+        ))?;
+        return Ok(DONE);
+    }
     match args.action {
         CtlAction::Pause => pause(&mut client)?,
         CtlAction::Stop => stop(&mut client)?,
@@ -186,7 +213,11 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
             let info: VmInfo = client.call(request::Status)?;
             return print_status(&info);
         }
-        CtlAction::Resume | CtlAction::Powerdown | CtlAction::Share { .. } | CtlAction::Filter { .. } => {
+        CtlAction::Snapshot { .. }
+        | CtlAction::Resume
+        | CtlAction::Powerdown
+        | CtlAction::Share { .. }
+        | CtlAction::Filter { .. } => {
             client.call(call)?;
         }
     }
@@ -351,8 +382,17 @@ fn ost_status(status: u32) -> String {
 
 /// Stops the VM and waits until its process has closed the socket.
 fn stop(client: &mut Client) -> Result<(), CtlError> {
+    match client.call(request::Stop) {
+        Err(e) if e.is_gone() => Ok(()),
+        Err(e) => Err(e.into()),
+        Ok(_) => wait_for_end(client),
+    }
+}
+
+/// Waits until the process of a stopped VM has closed the socket.
+fn wait_for_end(client: &mut Client) -> Result<(), CtlError> {
     let until = Instant::now() + TIMEOUT;
-    let mut result: Result<VmInfo, ClientError> = client.call(request::Stop);
+    let mut result: Result<VmInfo, ClientError> = client.call(request::Status);
     loop {
         match result {
             Err(e) if e.is_gone() => return Ok(()),

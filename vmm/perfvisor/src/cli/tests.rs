@@ -286,7 +286,7 @@ fn argument_errors_name_the_command() {
         (
             &["ctl", "vm"],
             [
-                "pause, resume, powerdown, stop, status, vcpus, share, filter",
+                "pause, resume, powerdown, stop, status, vcpus, snapshot, share, filter",
                 "`perfvisor ctl --help`",
             ],
         ),
@@ -295,7 +295,7 @@ fn argument_errors_name_the_command() {
             &["ctl", "vm", "staus"],
             [
                 "did you mean 'status'?",
-                "known are pause, resume, powerdown, stop, status, vcpus, share or filter",
+                "known are pause, resume, powerdown, stop, status, vcpus, snapshot, share or filter",
             ],
         ),
         (&["recrod"], ["did you mean 'record'?", "known are run, check"]),

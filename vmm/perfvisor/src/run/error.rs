@@ -9,6 +9,7 @@ use vpmu::ModelError;
 use vpmu::filter::FilterError;
 
 use super::consoles::ConsolesError;
+use super::restore::RestoreFileError;
 use crate::background::DaemonError;
 use crate::devices::DeviceError;
 use control_api::socket_dir::SocketError;
@@ -18,6 +19,7 @@ use vmm::kvm::host::HostError;
 use vmm::kvm::vpmu_probe::KvmVpmuModelError;
 use vmm::pmu::backing::BackingError;
 use vmm::vm::VmError;
+use vmm::vm::restore::RestoreError;
 
 /// Errors of starting or running a VM.
 #[derive(Debug, thiserror::Error)]
@@ -77,6 +79,10 @@ pub enum RunError {
     Privileges(#[from] PrivilegeError),
     #[error("--seccomp {0}")]
     Sandbox(sandbox::SeccompMode, #[source] SandboxError),
+    #[error(transparent)]
+    Restore(#[from] RestoreFileError),
+    #[error("--restore")]
+    RestoredFilter(#[source] RestoreError),
     #[error("cannot start the process that reads the guest's kernel")]
     KernelReader(#[from] ServiceStartError),
     #[error("cannot start the process that connects to sockets")]

@@ -37,6 +37,7 @@ mod recordings;
 mod reset;
 mod service;
 mod sessions;
+mod snapshots;
 mod system_calls;
 mod terminal;
 mod top;

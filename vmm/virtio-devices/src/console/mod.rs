@@ -90,6 +90,11 @@ impl VirtioDevice for VirtioConsole {
         read_config_bytes(&self.port.config(), offset, data);
     }
 
+    /// The window size may differ where a snapshot is restored, as after a resize.
+    fn unsupported_in_snapshot(&self) -> Option<&'static str> {
+        None
+    }
+
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let queues = <[_; 2]>::try_from(activation.queues)
             .map_err(|_| ActivateError::Driver("another number of queues"))?;

@@ -155,6 +155,15 @@ impl VirtioDevice for BlockDevice {
         read_config_bytes(&self.config, offset, data);
     }
 
+    fn unsupported_in_snapshot(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// Returns the configuration, which contains the size, and the serial number.
+    fn identity(&self) -> Vec<u8> {
+        [&self.config[..], &self.serial].concat()
+    }
+
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let [Some(queue)] = <[_; 1]>::try_from(activation.queues)
             .map_err(|_| ActivateError::Driver("another number of queues"))?

@@ -167,6 +167,15 @@ impl VirtioDevice for NetDevice {
         read_config_bytes(&config, offset, data);
     }
 
+    fn unsupported_in_snapshot(&self) -> Option<&'static str> {
+        let by_kernel = "--net with vhost-net (use vhost=off)";
+        self.kernel.as_ref().map(|_| by_kernel)
+    }
+
+    fn identity(&self) -> Vec<u8> {
+        [&self.mac.bytes()[..], &self.mtu.to_le_bytes()].concat()
+    }
+
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let Activation {
             memory,

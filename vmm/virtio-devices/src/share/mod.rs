@@ -118,6 +118,10 @@ impl VirtioDevice for FsDevice {
         Ok(())
     }
 
+    fn unsupported_in_snapshot(&self) -> Option<&'static str> {
+        Some("--share-dir (virtio-fs), whose files are open in another process")
+    }
+
     /// Stops the session. The backend ends with its connection, and the next activation makes a new
     /// one.
     fn reset(&mut self) {

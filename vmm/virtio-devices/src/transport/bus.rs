@@ -6,11 +6,13 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use snapshot::state::SavedDevice;
 use thiserror::Error;
 use vm_memory::GuestMemoryMmap;
 
 use super::function::{BAR_BYTES, MAX_QUEUES, PciFunction, vector_count};
 use super::machine::PciBackend;
+use super::saved::RestoreDeviceError;
 use super::space::{PciConfigSpace, PciIdentity};
 use crate::device::VirtioDevice;
 use crate::worker;
@@ -184,6 +186,59 @@ impl PciBus {
         true
     }
 
+    /// Returns the number of devices.
+    pub fn device_count(&self) -> usize {
+        self.places.len()
+    }
+
+    /// Returns the address register.
+    pub fn address(&self) -> u32 {
+        self.address.load(Ordering::Relaxed)
+    }
+
+    /// Returns the names of the devices that a snapshot cannot include.
+    pub fn unsupported_in_snapshot(&self) -> Vec<&'static str> {
+        let names = self.places.iter();
+        names
+            .filter_map(|place| place.lock().device.unsupported_in_snapshot())
+            .collect()
+    }
+
+    /// Stops the threads of all devices for a snapshot. No vCPU may run until
+    /// [`PciBus::resume`].
+    pub fn quiesce(&self) {
+        for place in &self.places {
+            place.lock().quiesce();
+        }
+    }
+
+    /// Starts the devices that [`PciBus::quiesce`] has stopped, or that [`PciBus::restore`] has
+    /// restored.
+    pub fn resume(&self) {
+        for place in &self.places {
+            place.lock().resume();
+        }
+    }
+
+    /// Returns the state of the stopped devices.
+    pub fn save(&self) -> Vec<SavedDevice> {
+        self.places.iter().map(|place| place.lock().save()).collect()
+    }
+
+    /// Restores the devices, which have not been used. [`PciBus::resume`] starts them.
+    ///
+    /// # Errors
+    /// Returns a [`RestoreDeviceError`] if a device differs from the saved one.
+    pub fn restore(&self, address: u32, devices: &[SavedDevice]) -> Result<(), RestoreDeviceError> {
+        self.address.store(address & ADDRESS_WRITABLE, Ordering::Relaxed);
+        for (place, saved) in self.places.iter().zip(devices) {
+            let mut function = place.lock();
+            function.restore(saved)?;
+            place.update_base(&function);
+        }
+        Ok(())
+    }
+
     /// Stops all devices and restores the power-on values of all registers.
     pub fn reset(&self) {
         self.address.store(0, Ordering::Relaxed);
@@ -237,7 +292,8 @@ mod tests {
     use std::sync::Arc;
 
     use proptest::prelude::*;
-    use vm_memory::GuestAddress;
+    use virtio_queue::QueueT as _;
+    use vm_memory::{Bytes as _, GuestAddress};
 
     use super::super::testing::{BackendCall, DeviceCalls, MockDevice, MockPciBackend};
     use super::*;
@@ -253,6 +309,7 @@ mod tests {
     /// A machine with devices, and driver-side access to them.
     struct TestGuest {
         bus: PciBus,
+        memory: GuestMemoryMmap,
         machine: Arc<MockPciBackend>,
         seen: Vec<Arc<Mutex<DeviceCalls>>>,
     }
@@ -270,7 +327,12 @@ mod tests {
             });
             let devices = devices.collect();
             let bus = PciBus::new(devices, &memory, WINDOW, &dynamic).unwrap();
-            Self { bus, machine, seen }
+            Self {
+                bus,
+                memory,
+                machine,
+                seen,
+            }
         }
 
         fn select(&self, place: u32, at: u32) {
@@ -580,6 +642,125 @@ mod tests {
         assert!(make(1, 255).is_ok());
         assert!(matches!(make(32, 1), Err(BusError::TooManyDevices(32))));
         assert!(matches!(make(1, 256), Err(BusError::TooManyQueues { .. })));
+    }
+
+    /// Creates a guest with a running device whose second queue has used 7 chains.
+    fn running_guest() -> TestGuest {
+        let guest = TestGuest::new(&[&[16, 32]]);
+        guest.negotiate(1 << 29);
+        guest.set_queue(1, 0x8000);
+        guest.set_status(DRIVER_OK);
+        let memory = guest.seen[0]
+            .lock()
+            .unwrap()
+            .activation
+            .as_ref()
+            .unwrap()
+            .memory
+            .clone();
+        memory.write_obj(7u16, GuestAddress(0xA002)).unwrap();
+        guest
+    }
+
+    fn positions(guest: &TestGuest) -> (u16, u16) {
+        let seen = guest.seen[0].lock().unwrap();
+        let queue = &seen.activation.as_ref().unwrap().queues[1]
+            .as_ref()
+            .unwrap()
+            .queue;
+        (queue.next_avail(), queue.next_used())
+    }
+
+    #[test]
+    fn no_device_activates_from_position_zero() {
+        let guest = running_guest();
+        guest.bus.quiesce();
+        assert!(
+            guest.seen[0].lock().unwrap().activation.is_none(),
+            "it is stopped"
+        );
+        let saved = guest.bus.save();
+        guest.bus.resume();
+        assert_eq!(positions(&guest), (7, 7), "on the source");
+
+        let restored = TestGuest::new(&[&[16, 32]]);
+        restored.memory.write_obj(7u16, GuestAddress(0xA002)).unwrap();
+        restored.bus.restore(guest.bus.address(), &saved).unwrap();
+        assert!(restored.seen[0].lock().unwrap().activation.is_none(), "not yet");
+        restored.bus.resume();
+        assert_eq!(positions(&restored), (7, 7), "where it is restored");
+        assert_eq!(restored.status(), guest.status());
+        restored.bus.quiesce();
+        let mut again = restored.bus.save();
+        // The queue was notified once.
+        again[0].msix_pending = saved[0].msix_pending.clone();
+        assert_eq!(again, saved);
+    }
+
+    /// The driver may have added chains while the device was stopped, and may wait for an interrupt.
+    #[test]
+    fn an_event_idx_queue_is_not_left_unnotified() {
+        let guest = running_guest();
+        let (kick, interrupt) = {
+            let seen = guest.seen[0].lock().unwrap();
+            let queue = seen.activation.as_ref().unwrap().queues[1].as_ref().unwrap();
+            (queue.kick.clone(), queue.interrupt.eventfd().unwrap().clone())
+        };
+        assert!(kick.read().is_err());
+        guest.bus.quiesce();
+        guest.bus.resume();
+        assert_eq!(kick.read().unwrap(), 1);
+        assert_eq!(interrupt.read().unwrap(), 1);
+    }
+
+    #[test]
+    fn masked_vectors_keep_what_is_pending() {
+        let guest = running_guest();
+        let interrupt = {
+            let seen = guest.seen[0].lock().unwrap();
+            let queue = seen.activation.as_ref().unwrap().queues[1].as_ref().unwrap();
+            queue.interrupt.clone()
+        };
+        interrupt.raise();
+        guest.bus.quiesce();
+        let saved = guest.bus.save();
+        let restored = TestGuest::new(&[&[16, 32]]);
+        restored.bus.restore(guest.bus.address(), &saved).unwrap();
+        assert_eq!(restored.read(0x5000, 1), 1 << 2);
+    }
+
+    #[test]
+    fn other_devices_are_refused_by_name() {
+        let guest = running_guest();
+        guest.bus.quiesce();
+        let saved = guest.bus.save();
+        let refused = |change: fn(&mut SavedDevice)| {
+            let mut changed = saved.clone();
+            change(&mut changed[0]);
+            let restored = TestGuest::new(&[&[16, 32]]);
+            let error = restored.bus.restore(0, &changed).unwrap_err();
+            restored.bus.resume();
+            diagnostics::error_line(&error)
+        };
+        for (words, change) in [
+            (
+                "has disk0 where this machine has fake0",
+                (|d| d.name = "disk0".into()) as fn(&mut SavedDevice),
+            ),
+            ("fake0 is not the one", |d| d.config.0[0] ^= 1),
+            ("fake0 is not the one", |d| d.offered ^= 1),
+            ("registers of fake0", |d| d.queues[1].size = 3),
+            ("registers of fake0", |d| d.queues[1].size = 64),
+            ("registers of fake0", |d| d.queues.truncate(1)),
+            ("registers of fake0", |d| d.accepted |= 1 << 40),
+            ("registers of fake0", |d| d.status &= !FEATURES_OK),
+            ("registers of fake0", |d| d.msix_table.0.truncate(16)),
+            ("registers of fake0", |d| d.config_space.0.truncate(64)),
+            ("a queue that is not in RAM", |d| d.queues[1].used = u64::MAX - 3),
+        ] {
+            let line = refused(change);
+            assert!(line.contains(words), "{words}: {line}");
+        }
     }
 
     proptest! {

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
+use snapshot::state::{SavedDevice, SavedQueue};
 use virtio_bindings::virtio_config::{
     VIRTIO_CONFIG_S_DRIVER_OK, VIRTIO_CONFIG_S_FEATURES_OK, VIRTIO_CONFIG_S_NEEDS_RESET, VIRTIO_F_VERSION_1,
 };
@@ -196,6 +197,73 @@ impl CommonConfig {
         }
     }
 
+    /// Saves the registers.
+    pub(super) fn save(&self, saved: &mut SavedDevice) {
+        saved.offered = self.offered;
+        saved.accepted = self.accepted;
+        saved.feature_selects = [self.device_feature_select, self.driver_feature_select];
+        saved.config_vector = self.config_vector;
+        saved.status = self.status();
+        saved.generation = self.generation.load(Ordering::Acquire);
+        saved.queue_select = self.queue_select;
+        let queues = self.queues.iter().map(|queue| SavedQueue {
+            size: queue.size,
+            vector: queue.vector,
+            enabled: queue.enabled,
+            descriptors: queue.descriptors,
+            avail: queue.avail,
+            used: queue.used,
+        });
+        saved.queues = queues.collect();
+    }
+
+    /// Restores saved registers. Returns `false` if a driver could not have written them.
+    pub(super) fn restore(&mut self, saved: &SavedDevice) -> bool {
+        let sizes = saved.queues.iter().zip(&self.queues);
+        let possible = saved.offered == self.offered
+            && (saved.accepted & !self.offered == 0 || saved.status & FEATURES_OK == 0)
+            && (saved.status & DRIVER_OK == 0 || saved.status & FEATURES_OK != 0)
+            && saved.queues.len() == self.queues.len()
+            && sizes
+                .clone()
+                .all(|(saved, here)| saved.size.is_power_of_two() && saved.size <= here.max_size);
+        if !possible {
+            return false;
+        }
+        self.accepted = saved.accepted;
+        [self.device_feature_select, self.driver_feature_select] = saved.feature_selects;
+        self.config_vector = self.valid_vector(saved.config_vector);
+        self.status = saved.status & !NEEDS_RESET;
+        self.broken
+            .store(saved.status & NEEDS_RESET != 0, Ordering::Release);
+        self.generation.store(saved.generation, Ordering::Release);
+        self.queue_select = saved.queue_select;
+        for (n, saved) in saved.queues.iter().enumerate() {
+            let vector = self.valid_vector(saved.vector);
+            let queue = &mut self.queues[n];
+            *queue = QueueRegisters {
+                max_size: queue.max_size,
+                size: saved.size,
+                vector,
+                enabled: saved.enabled,
+                descriptors: saved.descriptors,
+                avail: saved.avail,
+                used: saved.used,
+            };
+        }
+        true
+    }
+
+    /// Returns the offered feature bits.
+    pub(super) fn offered(&self) -> u64 {
+        self.offered
+    }
+
+    /// Returns whether DEVICE_NEEDS_RESET is set.
+    pub(super) fn needs_reset(&self) -> bool {
+        self.status() & NEEDS_RESET != 0
+    }
+
     /// Returns the feature bits that the driver accepted.
     pub(super) fn accepted(&self) -> u64 {
         self.accepted
@@ -321,7 +389,7 @@ impl CommonConfig {
     }
 
     /// Returns whether DRIVER_OK has been set. Later register changes would not reach the device.
-    fn is_active(&self) -> bool {
+    pub(super) fn is_active(&self) -> bool {
         self.status & DRIVER_OK != 0
     }
 

@@ -25,6 +25,7 @@ use super::space::{self, PciConfigSpace, PciIdentity};
 use crate::device::{
     ActivateError, Activation, ActiveQueue, ConfigChangeNotifier, DeviceInterrupt, VirtioDevice,
 };
+use crate::serve::continue_at_used_ring;
 
 /// Size of the BAR, in bytes.
 pub(super) const BAR_BYTES: u32 = 0x8000;
@@ -65,22 +66,34 @@ const ACCESS_DATA: usize = 16;
 
 /// A device and its PCI registers.
 pub(super) struct PciFunction {
-    space: PciConfigSpace,
+    pub(super) space: PciConfigSpace,
     msix_at: usize,
     access_at: usize,
-    common: CommonConfig,
-    msix: MsixTable,
-    device: Box<dyn VirtioDevice>,
-    kicks: Vec<Arc<EventFd>>,
+    pub(super) common: CommonConfig,
+    pub(super) msix: MsixTable,
+    pub(super) device: Box<dyn VirtioDevice>,
+    pub(super) kicks: Vec<Arc<EventFd>>,
     memory: GuestMemoryMmap,
     machine: Arc<dyn PciBackend>,
     /// Initial BAR address.
     home: u32,
     /// Indices of the active queues, or `None` if the device is not active.
-    active: Option<Vec<usize>>,
+    pub(super) active: Option<Vec<usize>>,
     /// Doorbells registered with the machine: address and queue index.
     doorbells: Vec<(u64, usize)>,
+    /// The device is stopped for a snapshot, or restored and not started yet.
+    pub(super) quiesced: bool,
     said: LoggedErrors,
+}
+
+/// Position from which the queues of a device start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum QueueStart {
+    /// The beginning, because the driver has just set up the rings.
+    Zero,
+    /// The position of the used ring, because the device has used every chain before it and has
+    /// forgotten any chain that it took after it.
+    UsedRing,
 }
 
 /// Messages already logged for this function. The guest can trigger them repeatedly.
@@ -122,6 +135,7 @@ impl PciFunction {
             home,
             active: None,
             doorbells: Vec::new(),
+            quiesced: false,
             said: LoggedErrors::default(),
         })
     }
@@ -211,6 +225,7 @@ impl PciFunction {
     }
 
     fn reset_device(&mut self) {
+        self.quiesced = false;
         if self.active.take().is_some() {
             self.device.reset();
         }
@@ -226,7 +241,12 @@ impl PciFunction {
         if self.active.is_some() {
             return;
         }
-        let result = self.activation().and_then(|activation| {
+        self.start_device(QueueStart::Zero);
+    }
+
+    /// Starts the device with its enabled queues.
+    pub(super) fn start_device(&mut self, start: QueueStart) {
+        let result = self.activation(start).and_then(|activation| {
             let active = activation.queues.iter().enumerate();
             let active = active
                 .filter_map(|(n, queue)| queue.as_ref().map(|_| n))
@@ -252,7 +272,7 @@ impl PciFunction {
         }
     }
 
-    fn activation(&self) -> Result<Activation, ActivateError> {
+    pub(super) fn activation(&self, start: QueueStart) -> Result<Activation, ActivateError> {
         let queues = self
             .common
             .queues
@@ -262,9 +282,13 @@ impl PciFunction {
                 if !registers.enabled {
                     return Ok(None);
                 }
-                let queue = registers
+                let mut queue = registers
                     .queue(&self.memory, self.common.event_idx())
                     .ok_or(ActivateError::Driver("a queue that is not in RAM"))?;
+                if start == QueueStart::UsedRing {
+                    continue_at_used_ring(&mut queue, &self.memory)
+                        .map_err(|_| ActivateError::Driver("a used ring that is not in RAM"))?;
+                }
                 Ok(Some(ActiveQueue {
                     queue,
                     kick: kick.clone(),
@@ -280,7 +304,7 @@ impl PciFunction {
         })
     }
 
-    fn config_change(&self) -> ConfigChangeNotifier {
+    pub(super) fn config_change(&self) -> ConfigChangeNotifier {
         let interrupt = DeviceInterrupt::new(self.msix.vector(self.common.config_vector));
         let CommonConfig {
             generation, broken, ..
@@ -289,7 +313,7 @@ impl PciFunction {
     }
 
     /// Registers the doorbells of the active queues at the current BAR address.
-    fn update_doorbells(&mut self) {
+    pub(super) fn update_doorbells(&mut self) {
         let wanted: Vec<(u64, usize)> = match (&self.active, self.decodes()) {
             (Some(queues), Some(base)) => queues
                 .iter()

@@ -8,6 +8,7 @@
 //! | `function` | a device as a PCI function: its capabilities and the regions of its BAR |
 //! | `common` | common configuration registers: features, status, queues |
 //! | `msix` | the MSI-X table |
+//! | [`saved`] | a function in a snapshot |
 //! | `space` | a type 0 configuration space |
 //!
 //! This code runs on vCPU threads and handles register exits only. The data path causes no exits:
@@ -24,6 +25,7 @@ mod common;
 mod function;
 pub mod machine;
 mod msix;
+pub mod saved;
 mod space;
 
 #[cfg(test)]

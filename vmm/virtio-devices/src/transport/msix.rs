@@ -7,6 +7,7 @@
 use std::io;
 use std::sync::Arc;
 
+use snapshot::state::SavedDevice;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::machine::{MsiMessage, PciBackend};
@@ -141,6 +142,39 @@ impl MsixTable {
                 bits | u8::from(pending) << bit
             });
         }
+    }
+
+    /// Saves message control, the table and the pending masked interrupts.
+    pub(super) fn save(&self, saved: &mut SavedDevice) {
+        saved.msix_control = self.control;
+        saved.msix_table = self
+            .entries
+            .iter()
+            .flat_map(MsixEntry::bytes)
+            .collect::<Vec<u8>>()
+            .into();
+        let mut pending = vec![0; self.entries.len().div_ceil(8)];
+        self.read_pending(0, &mut pending);
+        saved.msix_pending = pending.into();
+    }
+
+    /// Restores a saved table and connects its entries. Returns `false` if the table has another
+    /// number of entries.
+    pub(super) fn restore(&mut self, saved: &SavedDevice) -> bool {
+        let pending = &saved.msix_pending.0;
+        if saved.msix_table.0.len() != self.entries.len() * ENTRY_BYTES
+            || pending.len() != self.entries.len().div_ceil(8)
+        {
+            return false;
+        }
+        self.write_table(0, &saved.msix_table.0);
+        for (n, entry) in self.entries.iter().enumerate() {
+            if pending[n / 8] >> (n % 8) & 1 != 0 {
+                let _ = entry.vector.write(1);
+            }
+        }
+        self.set_control(saved.msix_control);
+        true
     }
 
     /// Restores the power-on state: all entries disconnected, no interrupt pending.

@@ -124,6 +124,14 @@ impl VirtioDevice for MockDevice {
         }
     }
 
+    fn unsupported_in_snapshot(&self) -> Option<&'static str> {
+        None
+    }
+
+    fn identity(&self) -> Vec<u8> {
+        self.config.clone()
+    }
+
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let mut seen = self.seen.lock().unwrap();
         if seen.refuses {

@@ -295,6 +295,10 @@ impl VirtioDevice for VsockDevice {
         Ok(())
     }
 
+    fn unsupported_in_snapshot(&self) -> Option<&'static str> {
+        Some("--vsock, whose connections would end")
+    }
+
     fn reset(&mut self) {
         // Connections end with the thread.
         self.worker = None;

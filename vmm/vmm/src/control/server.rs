@@ -7,8 +7,9 @@
 
 mod answer;
 mod refused;
+mod snapshot;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -36,6 +37,7 @@ use crate::pmu::VmPmu;
 use crate::vcpu::control::{RunControl, RunState};
 use crate::vcpu::registry::VcpuRegistry;
 use crate::vcpu::slot::VcpuSlot;
+use crate::vm::save::{Snapshot, SnapshotSource};
 use control_api::counts::VcpuCounts;
 use control_api::peer;
 use control_api::protocol::{
@@ -94,6 +96,10 @@ pub struct ControlledVm {
     pub flat: bool,
     /// Size of the guest's memory, in bytes.
     pub memory_bytes: u64,
+    /// Parts of the VM that a snapshot reads.
+    pub snapshots: Arc<SnapshotSource>,
+    /// Options of the command line that determine the machine, for snapshots.
+    pub options: BTreeMap<String, String>,
     /// Number of requests for the guest's counters so far.
     pub looks: AtomicU64,
 }
@@ -240,6 +246,8 @@ struct Connection {
     events: Option<EventSession>,
     /// Set by the first request for exits.
     exits: Option<ExitWatch>,
+    /// A snapshot that this client takes.
+    snapshot: Option<Snapshot>,
 }
 
 /// Result of serving a connection.
@@ -574,6 +582,7 @@ impl Connection {
             refilled: Instant::now(),
             events: None,
             exits: None,
+            snapshot: None,
         }
     }
 
@@ -584,6 +593,7 @@ impl Connection {
         self.ending = true;
         self.events = None;
         self.exits = None;
+        self.snapshot = None;
         self.greeted = false;
         (1..=MAX_UNSENT).contains(&self.outgoing.len())
     }

@@ -1,6 +1,8 @@
 //! ACPI power management registers: power-off, and the power button as a fixed feature (ACPI 6.5,
 //! 4.8.2.2 and 4.8.3).
 
+use snapshot::state::SavedBoard;
+
 use super::outcome::BusOutcome;
 use super::ports;
 
@@ -38,6 +40,20 @@ impl AcpiPm {
             sci: self.sci.take(),
             ..Self::default()
         };
+        self.update_sci_level();
+    }
+
+    /// Saves the registers.
+    pub fn save(&self, board: &mut SavedBoard) {
+        board.acpi_pm = [self.status, self.enable, self.control];
+    }
+
+    /// Restores saved registers and the level of the SCI. The I/O APIC must already be restored.
+    pub fn restore(&mut self, board: &SavedBoard) {
+        let [status, enable, control] = board.acpi_pm;
+        self.status = status & PWRBTN;
+        self.enable = enable;
+        self.control = control & !SLP_EN;
         self.update_sci_level();
     }
 

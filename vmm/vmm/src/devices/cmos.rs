@@ -3,6 +3,8 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use snapshot::state::SavedBoard;
+
 use super::ports::CMOS_CENTURY;
 
 /// Status register A: 32768 Hz divider, 1024 Hz rate, no update in progress.
@@ -93,6 +95,22 @@ impl Cmos {
         memory[usize::from(REG_A)] = STATUS_A;
         memory[usize::from(REG_B)] = STATUS_B;
         Cmos { index: 0, memory }
+    }
+
+    /// Saves the registers.
+    pub fn save(&self, board: &mut SavedBoard) {
+        board.cmos_index = self.index;
+        board.cmos = self.memory.to_vec().into();
+    }
+
+    /// Restores saved registers. Returns `false` if they are not those of a CMOS.
+    pub fn restore(&mut self, board: &SavedBoard) -> bool {
+        let Ok(memory) = <[u8; 128]>::try_from(board.cmos.0.as_slice()) else {
+            return false;
+        };
+        self.memory = memory;
+        self.select(board.cmos_index);
+        true
     }
 
     /// Selects a register. Bit 7 of the written value disables NMI on a PC and is not part of the

@@ -16,6 +16,7 @@
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use snapshot::state::SavedCpuPlug;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 /// Bits of the status and control register.
@@ -176,6 +177,40 @@ impl CpuPlug {
             shown: VcpuSet::below(shown),
             ..Registers::default()
         };
+    }
+
+    /// Returns the registers for a snapshot, or `None` if the guest has ejected a processor whose
+    /// thread has not ended yet.
+    pub fn save(&self) -> Option<SavedCpuPlug> {
+        let registers = self.lock();
+        registers.ejected.is_empty().then(|| SavedCpuPlug {
+            shown: registers.shown.bits(),
+            inserted: registers.come.bits(),
+            called: registers.called.bits(),
+            asked_for: registers.asked_for.bits(),
+            selector: registers.selector,
+            event: registers.event,
+            status: registers.status,
+        })
+    }
+
+    /// Restores saved registers. Processors that do not exist are ignored.
+    pub fn restore(&self, saved: &SavedCpuPlug) {
+        let mut registers = self.lock();
+        let existing = |bits: u64| VcpuSet::from_bits(bits).within(registers.all);
+        let shown = existing(saved.shown).with(VcpuSet::of(0));
+        let restored = Registers {
+            all: registers.all,
+            shown,
+            come: existing(saved.inserted).within(shown),
+            called: existing(saved.called).within(shown),
+            asked_for: existing(saved.asked_for).within(shown),
+            selector: saved.selector,
+            event: saved.event,
+            status: saved.status,
+            ..Registers::default()
+        };
+        *registers = restored;
     }
 
     /// Returns the eventfd to register with KVM as an irqfd for [`super::ports::CPU_PLUG_IRQ`].

@@ -1,6 +1,8 @@
 //! The part of QEMU's fw_cfg device that bare-metal test kernels use: a selector port and a data
 //! port that returns the selected item byte by byte.
 
+use snapshot::state::SavedBoard;
+
 use super::ports::FW_CFG_SELECT;
 use crate::numbers::VcpuNumbers;
 
@@ -28,6 +30,18 @@ impl FwCfg {
             key: 0,
             offset: 0,
         }
+    }
+
+    /// Saves the registers.
+    pub fn save(&self, board: &mut SavedBoard) {
+        board.fw_cfg_key = self.key;
+        board.fw_cfg_offset = self.offset as u64;
+    }
+
+    /// Restores saved registers.
+    pub fn restore(&mut self, board: &SavedBoard) {
+        self.key = board.fw_cfg_key;
+        self.offset = usize::try_from(board.fw_cfg_offset).unwrap_or(usize::MAX);
     }
 
     /// Returns the selected item, zero-padded to the maximum length, and its length. An unknown key

@@ -3,6 +3,8 @@
 //! Every command with a response responds at once. A driver without a response would poll the
 //! status port ten thousand times, with one exit per poll.
 
+use snapshot::state::SavedBoard;
+
 use super::outcome::BusOutcome;
 
 /// Status bits: output buffer full, system flag (self-test passed), keyboard not locked.
@@ -41,6 +43,20 @@ pub(super) struct I8042 {
 }
 
 impl I8042 {
+    /// Saves the registers.
+    pub fn save(&self, board: &mut SavedBoard) {
+        board.i8042_config = self.config;
+        board.i8042_pending = self.pending;
+        board.i8042_output = self.output;
+    }
+
+    /// Restores saved registers.
+    pub fn restore(&mut self, board: &SavedBoard) {
+        self.config = board.i8042_config;
+        self.pending = board.i8042_pending;
+        self.output = board.i8042_output;
+    }
+
     pub fn read_data(&mut self) -> u8 {
         self.output.take().unwrap_or(0)
     }

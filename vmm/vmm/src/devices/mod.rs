@@ -11,6 +11,7 @@ mod fw_cfg;
 mod i8042;
 mod outcome;
 pub mod ports;
+pub mod saved;
 mod serial;
 
 use std::io::{self, Write};

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use perf_core::guest_log;
-use vm_superio::serial::SerialEvents;
+use snapshot::state::SavedSerial;
+use vm_superio::serial::{SerialEvents, SerialState};
 use vm_superio::{Serial, Trigger};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
@@ -68,6 +69,53 @@ impl SerialPort {
         drop(uart);
         self.input_is_waiting.store(true, Ordering::SeqCst);
         self.wake_waiting_input();
+    }
+
+    /// Returns the state for a snapshot.
+    pub(super) fn save(&self) -> SavedSerial {
+        let state = lock(&self.uart).state();
+        SavedSerial {
+            registers: [
+                state.baud_divisor_low,
+                state.baud_divisor_high,
+                state.interrupt_enable,
+                state.interrupt_identification,
+                state.line_control,
+                state.line_status,
+                state.modem_control,
+                state.modem_status,
+                state.scratch,
+            ],
+            input: state.in_buffer.into(),
+        }
+    }
+
+    /// Restores the state of a snapshot and keeps the output. Returns `false` if it has more input
+    /// than the port can buffer.
+    pub(super) fn restore(&self, saved: &SavedSerial) -> bool {
+        let [low, high, ier, iir, lcr, lsr, mcr, msr, scratch] = saved.registers;
+        let state = SerialState {
+            baud_divisor_low: low,
+            baud_divisor_high: high,
+            interrupt_enable: ier,
+            interrupt_identification: iir,
+            line_control: lcr,
+            line_status: lsr,
+            modem_control: mcr,
+            modem_status: msr,
+            scratch,
+            in_buffer: saved.input.0.clone(),
+        };
+        let mut uart = lock(&self.uart);
+        let out = std::mem::replace(uart.writer_mut(), Box::new(io::sink()));
+        let events = InputRoom(self.input_room.clone());
+        match Serial::from_state(&state, Irq(self.irq.clone()), events, out) {
+            Ok(restored) => {
+                *uart = restored;
+                true
+            }
+            Err(_) => false,
+        }
     }
 
     /// Returns the interrupt eventfd, to be registered with KVM.

@@ -13,6 +13,8 @@ impl KvmIoctlError {
     /// Returns a closure for `map_err` that adds the name of the failed call.
     #[inline]
     pub(super) fn of(call: &'static str) -> impl Fn(kvm_ioctls::Error) -> Self {
+        #[cfg(test)]
+        log::record(call);
         move |source| Self { call, source }
     }
 
@@ -31,6 +33,30 @@ impl KvmIoctlError {
     #[inline]
     pub fn errno(&self) -> i32 {
         self.source.errno()
+    }
+}
+
+/// A log of the calls of a thread, in tests of their order.
+#[cfg(test)]
+pub(crate) mod log {
+    use std::cell::RefCell;
+
+    thread_local! {
+        static CALLS: RefCell<Option<Vec<&'static str>>> = const { RefCell::new(None) };
+    }
+
+    /// Starts a new log.
+    pub(crate) fn start() {
+        CALLS.set(Some(Vec::new()));
+    }
+
+    /// Ends the log, and returns the names of the calls since its start.
+    pub(crate) fn finish() -> Vec<&'static str> {
+        CALLS.take().unwrap_or_default()
+    }
+
+    pub(super) fn record(call: &'static str) {
+        CALLS.with_borrow_mut(|calls| calls.as_mut().map(|calls| calls.push(call)));
     }
 }
 

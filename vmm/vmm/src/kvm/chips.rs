@@ -5,8 +5,14 @@ use kvm_bindings::{
     KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip, kvm_pit_state2,
 };
 
+use snapshot::state::SavedVm;
+
+use super::bytes::{from_bytes, to_bytes};
 use super::call::KvmIoctlError;
 use super::vm_fd::VmFd;
+
+/// Interrupt controllers, in the order of their restoration.
+const CHIPS: [u32; 3] = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC];
 
 /// State of the two PICs, the I/O APIC and the PIT.
 pub struct IrqchipState {
@@ -20,7 +26,7 @@ impl IrqchipState {
     /// # Errors
     /// Returns a [`KvmIoctlError`] if KVM cannot read a chip.
     pub fn of(vm: &VmFd) -> Result<Self, KvmIoctlError> {
-        let irq = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC]
+        let irq = CHIPS
             .into_iter()
             .map(|chip_id| {
                 let mut chip = kvm_irqchip {
@@ -36,6 +42,26 @@ impl IrqchipState {
         Ok(Self {
             irq,
             pit: vm.raw().get_pit2().map_err(KvmIoctlError::of("KVM_GET_PIT2"))?,
+        })
+    }
+
+    /// Returns the state for a snapshot, with kvmclock.
+    pub fn to_saved(&self, clock_ns: u64) -> SavedVm {
+        SavedVm {
+            irqchips: self.irq.iter().map(to_bytes).collect(),
+            pit: to_bytes(&self.pit),
+            clock_ns,
+        }
+    }
+
+    /// Returns the state in a snapshot, or `None` if it is not that of three chips and a timer.
+    pub fn from_saved(saved: &SavedVm) -> Option<Self> {
+        let irq: Vec<kvm_irqchip> = saved.irqchips.iter().map(from_bytes).collect::<Option<_>>()?;
+        let ids: Vec<u32> = irq.iter().map(|chip| chip.chip_id).collect();
+        (ids == CHIPS).then_some(())?;
+        Some(Self {
+            irq,
+            pit: from_bytes(&saved.pit)?,
         })
     }
 

@@ -19,9 +19,9 @@ use super::vcpu_fd::VcpuFd;
 /// kvmclock's wall clock (state of the VM).
 const NOT_OF_A_VCPU: [u32; 6] = [0x10, 0x3b, 0x6e0, 0x1b, 0x11, 0x4b56_4d00];
 /// MSRs of Hyper-V, some of which are state of the VM. No guest is offered them.
-const HYPER_V: std::ops::Range<u32> = 0x4000_0000..0x4000_0200;
+pub(super) const HYPER_V: std::ops::Range<u32> = 0x4000_0000..0x4000_0200;
 /// Maximum number of MSRs in one KVM call (`KVM_MAX_MSR_ENTRIES`).
-const MAX_MSRS_PER_CALL: usize = 256;
+pub(super) const MAX_MSRS_PER_CALL: usize = 256;
 
 /// Complete initial state of a vCPU.
 pub struct InitialVcpuState {
@@ -108,17 +108,22 @@ impl InitialVcpuState {
     }
 }
 
-fn msrs_of(entries: &[kvm_msr_entry]) -> Result<Msrs, KvmIoctlError> {
+pub(super) fn msrs_of(entries: &[kvm_msr_entry]) -> Result<Msrs, KvmIoctlError> {
     Msrs::from_entries(entries).map_err(|_| KvmIoctlError::with_errno("making an MSR list", libc::ENOMEM))
 }
 
-/// Reads the MSRs of `indices` and skips unreadable ones.
+/// Reads the MSRs of `indices` that belong to the initial state, and skips unreadable ones.
 fn read_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, KvmIoctlError> {
     let wanted = |index: &u32| !NOT_OF_A_VCPU.contains(index) && !HYPER_V.contains(index);
+    read_entries(vcpu, indices.iter().copied().filter(wanted))
+}
+
+/// Reads the MSRs of `indices` and skips unreadable ones.
+pub(super) fn read_entries(
+    vcpu: &VcpuFd,
+    indices: impl Iterator<Item = u32>,
+) -> Result<Vec<kvm_msr_entry>, KvmIoctlError> {
     let mut wanted: Vec<kvm_msr_entry> = indices
-        .iter()
-        .copied()
-        .filter(wanted)
         .map(|index| kvm_msr_entry {
             index,
             ..Default::default()

@@ -2,6 +2,7 @@
 //! wrap.
 
 pub mod armed_vcpu;
+mod bytes;
 pub mod call;
 pub mod chips;
 pub mod cpuid;
@@ -14,6 +15,7 @@ pub mod msr_filter;
 pub mod pci_backend;
 pub mod registers;
 pub mod rotation_cost;
+pub mod saved_vcpu;
 pub mod signal_mask;
 pub mod signature;
 pub mod stats_fd;

@@ -4,7 +4,7 @@ use std::os::fd::{AsRawFd, RawFd};
 
 use kvm_bindings::{
     CpuId, Msrs, kvm_debugregs, kvm_fpu, kvm_guest_debug, kvm_lapic_state, kvm_mp_state, kvm_regs, kvm_sregs,
-    kvm_vcpu_events,
+    kvm_vcpu_events, kvm_xcrs,
 };
 
 use super::call::KvmIoctlError;
@@ -53,6 +53,10 @@ calls! {
     get_lapic() -> kvm_lapic_state, "KVM_GET_LAPIC";
     /// Writes the register page of the in-kernel local APIC.
     set_lapic(page: &kvm_lapic_state) -> (), "KVM_SET_LAPIC";
+    /// Reads the extended control registers.
+    get_xcrs() -> kvm_xcrs, "KVM_GET_XCRS";
+    /// Writes the extended control registers.
+    set_xcrs(xcrs: &kvm_xcrs) -> (), "KVM_SET_XCRS";
     /// Reads exceptions, interrupts, NMIs and SMIs that are pending or being injected.
     get_vcpu_events() -> kvm_vcpu_events, "KVM_GET_VCPU_EVENTS";
     /// Writes the pending events that the flags of `events` select, and the exception.

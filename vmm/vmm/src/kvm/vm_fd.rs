@@ -3,7 +3,10 @@
 
 use std::os::fd::{AsRawFd, RawFd};
 
-use kvm_bindings::{KVM_CAP_HALT_POLL, KVM_PIT_SPEAKER_DUMMY, kvm_enable_cap, kvm_msi, kvm_pit_config};
+use kvm_bindings::{
+    KVM_CAP_HALT_POLL, KVM_PIT_SPEAKER_DUMMY, kvm_clock_data, kvm_enable_cap, kvm_msi, kvm_pit_config,
+    kvm_xsave,
+};
 use kvm_ioctls::{Cap, Kvm};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -94,6 +97,39 @@ impl VmFd {
     /// Returns whether KVM can exchange registers through the `kvm_run` page.
     pub fn syncs_registers(&self) -> bool {
         self.0.check_extension(Cap::SyncRegs)
+    }
+
+    /// Returns the size of a vCPU's extended state in bytes, or 0 if KVM cannot save it.
+    pub(super) fn xsave_bytes(&self) -> usize {
+        // The capability is the size since Linux 5.17, and absent before.
+        match usize::try_from(self.0.check_extension_int(Cap::Xsave2)) {
+            Ok(bytes) if bytes > 0 => bytes,
+            _ if self.0.check_extension(Cap::Xsave) => size_of::<kvm_xsave>(),
+            _ => 0,
+        }
+    }
+
+    /// Reads kvmclock in nanoseconds.
+    ///
+    /// # Errors
+    /// Returns the [`KvmIoctlError`] of KVM_GET_CLOCK.
+    pub fn clock_ns(&self) -> Result<u64, KvmIoctlError> {
+        let clock = self.0.get_clock().map_err(KvmIoctlError::of("KVM_GET_CLOCK"))?;
+        Ok(clock.clock)
+    }
+
+    /// Sets kvmclock, which continues from `ns` nanoseconds.
+    ///
+    /// # Errors
+    /// Returns the [`KvmIoctlError`] of KVM_SET_CLOCK.
+    pub fn set_clock_ns(&self, ns: u64) -> Result<(), KvmIoctlError> {
+        let clock = kvm_clock_data {
+            clock: ns,
+            ..Default::default()
+        };
+        self.0
+            .set_clock(&clock)
+            .map_err(KvmIoctlError::of("KVM_SET_CLOCK"))
     }
 
     /// Connects `trigger` to input `line` of the interrupt controllers. Each write raises the

@@ -132,6 +132,37 @@ pub fn map(
     Ok(memory)
 }
 
+/// Replaces the contents of `memory` by a private mapping of `file`, whose first byte is the first
+/// byte of the first region. No other thread may access the memory.
+///
+/// # Errors
+/// Returns [`MemoryBackingError::Os`] if mmap(2) or madvise(2) fails.
+#[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
+pub fn map_file(memory: &GuestMemoryMmap, file: &File) -> Result<(), MemoryBackingError> {
+    let failed = |e| MemoryBackingError::Os("mmap of the memory file", e);
+    let mut offset: libc::off_t = 0;
+    for region in memory.iter() {
+        let len = region.len() as usize;
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
+        // SAFETY: the range is one whole mapping of guest memory, without Rust references, and the new
+        // mapping replaces it. Its owner unmaps the range as before. A file that is truncated later
+        // causes SIGBUS, which ends the VM.
+        let mapped =
+            unsafe { libc::mmap(region.as_ptr().cast(), len, prot, flags, file.as_raw_fd(), offset) };
+        if mapped == libc::MAP_FAILED {
+            return Err(failed(io::Error::last_os_error()));
+        }
+        // Advice belongs to the mapping.
+        advise(region, libc::MADV_DONTDUMP)
+            .map_err(|e| MemoryBackingError::Os("madvise(MADV_DONTDUMP)", e))?;
+        let len =
+            libc::off_t::try_from(len).map_err(|_| failed(io::Error::from_raw_os_error(libc::EFBIG)))?;
+        offset += len;
+    }
+    Ok(())
+}
+
 /// Zeroes all of `memory` and releases its pages to the host. No other thread may access it.
 ///
 /// # Errors
@@ -360,6 +391,31 @@ mod tests {
                 seen.iter().filter(|&&page| page & 1 != 0).count()
             })
             .sum()
+    }
+
+    /// Memory of a snapshot has the contents of the file, and writes do not reach the file.
+    #[test]
+    fn snapshot_memory_is_private() {
+        use std::os::unix::fs::FileExt as _;
+        let file = tempfile::tempfile().unwrap();
+        let bytes = 6 << 20;
+        file.set_len(bytes).unwrap();
+        file.write_all_at(b"low", 0x3000).unwrap();
+        file.write_all_at(b"high", (4 << 20) + 0x1000).unwrap();
+        let memory = map(&RANGES, MemoryBackingConfig::default()).unwrap();
+        memory.write_slice(b"old", GuestAddress(0x3000)).unwrap();
+        map_file(&memory, &file).unwrap();
+        let mut there = [0; 3];
+        memory.read_slice(&mut there, GuestAddress(0x3000)).unwrap();
+        assert_eq!(&there, b"low");
+        memory
+            .read_slice(&mut there, GuestAddress((1 << 32) + 0x1001))
+            .unwrap();
+        assert_eq!(&there, b"igh");
+        memory.write_slice(b"new", GuestAddress(0x3000)).unwrap();
+        file.read_exact_at(&mut there, 0x3000).unwrap();
+        assert_eq!(&there, b"low", "the file is not written");
+        assert!(memory.iter().all(|region| region.file_offset().is_none()));
     }
 
     /// `clear` zeroes the memory and releases its pages, except with preallocation.

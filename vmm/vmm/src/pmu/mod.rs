@@ -37,7 +37,7 @@ use vpmu::filter::FilterAction;
 use vpmu::{
     BackingPolicy, CountableEvents, CounterIndex, CounterView, Cpl, EventFilter, EventSources, MsrAddress,
     MsrReadOutcome, MsrWriteOutcome, ParavirtualEvent, PerfCoreEvents, PmiCounts, PmiReadiness, RdpmcIndex,
-    SteppedLevels, Vendor, Vpmu,
+    StateError, SteppedLevels, Vendor, Vpmu,
 };
 
 use crate::kvm::cpuid;
@@ -162,6 +162,11 @@ impl VmPmu {
             FilterAction::Deny => format!("denies {entries} entries, fixed counters {fixed:#x}"),
             FilterAction::Allow => format!("allows only {entries} entries, fixed counters {fixed:#x}"),
         }
+    }
+
+    /// Returns the current event filter.
+    pub fn filter(&self) -> Arc<EventFilter> {
+        self.filter.load_full()
     }
 
     /// Restricts `filter` to the events that the configuration permits.
@@ -349,6 +354,30 @@ impl VcpuPmu {
         fresh.vpmu.inherit_warnings(&self.vpmu);
         fresh.attached = self.attached.take();
         *self = fresh;
+    }
+
+    /// Returns the saved state of the register file, or no bytes without an emulated PMU. Must be
+    /// called while the vCPU is paused.
+    pub fn save(&mut self) -> Vec<u8> {
+        if !self.has_pmis() {
+            return Vec::new();
+        }
+        let attached = self.attached.as_mut();
+        attached.map_or_else(Vec::new, |attached| self.vpmu.save(&mut attached.events))
+    }
+
+    /// Restores the register file before the vCPU is attached to a thread.
+    ///
+    /// # Errors
+    /// Returns a [`StateError`] if the bytes are not a valid state of this PMU.
+    pub fn restore(&mut self, bytes: &[u8]) -> Result<(), StateError> {
+        self.changed = true;
+        if self.has_pmis() {
+            self.vpmu.restore_before_use(bytes)?;
+        } else if !bytes.is_empty() {
+            return Err(StateError::Magic);
+        }
+        Ok(())
     }
 
     /// Detaches the vCPU from the perf core before its thread ends. Pending samples are lost.

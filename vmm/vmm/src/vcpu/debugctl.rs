@@ -51,6 +51,11 @@ impl DebugControl {
         self.kept
     }
 
+    /// Restores the bits that KVM retains, whose MSR is restored separately.
+    pub fn restore(&mut self, kept: u64) {
+        self.kept = kept & self.processor;
+    }
+
     /// Returns the PMU's bits of a WRMSR value, or `None` if the write must raise #GP.
     pub fn pmu_part(&self, value: u64) -> Option<u64> {
         let takes = self.processor | LBR | DEBUGCTL_PMU;

@@ -15,6 +15,9 @@ pub enum VcpuError {
     /// The vCPU thread could not be spawned.
     #[error("cannot start the thread of vCPU {0}")]
     Spawn(u8, #[source] io::Error),
+    /// The saved PMU state is not one of this PMU.
+    #[error(transparent)]
+    Saved(#[from] vpmu::StateError),
     /// The LVTPC access could not be prepared.
     #[error(transparent)]
     Pmi(#[from] pmi::PmiError),

@@ -23,6 +23,13 @@ pub(super) struct KvmVcpuParts {
     first: Option<Box<InitialVcpuState>>,
 }
 
+impl KvmVcpuParts {
+    /// Returns the CPUID of the vCPU.
+    pub(super) fn cpuid(&self) -> &CpuId {
+        &self.cpuid
+    }
+}
+
 impl KvmVcpu {
     /// Creates vCPU `id` with the given CPUID. `first` is its current state if the vCPU may be
     /// removed and added again.
@@ -45,17 +52,17 @@ impl KvmVcpu {
     }
 
     /// Returns the file descriptor.
-    pub(super) fn fd(&self) -> &VcpuFd {
+    pub(crate) fn fd(&self) -> &VcpuFd {
         &self.fd
     }
 
     /// Returns the frequency of the time-stamp counter, in kHz.
-    pub(super) fn tsc_khz(&self) -> u32 {
+    pub(crate) fn tsc_khz(&self) -> u32 {
         self.kept.tsc_khz
     }
 
     /// Returns the CPUID of the vCPU.
-    pub(super) fn cpuid(&self) -> &CpuId {
+    pub(crate) fn cpuid(&self) -> &CpuId {
         &self.kept.cpuid
     }
 

@@ -30,6 +30,7 @@ pub mod registry;
 pub mod request_queue;
 mod reset_barrier;
 pub mod running;
+pub(crate) mod saved;
 pub mod slot;
 pub mod stats;
 pub mod step;
@@ -45,7 +46,8 @@ use factory::VcpuFactory;
 use failure::{RestartError, VcpuFailure, VcpuStartError};
 use pmi::PmiDelivery;
 use reset_barrier::ResetWait;
-use running::{ExitCompletion, LoopAction, Running, StartNotifier};
+use running::{LoopAction, Running, StartNotifier};
+use saved::SavePhase;
 use step::StepAction;
 
 /// EFER.SVME: the guest has enabled AMD-V.
@@ -89,6 +91,9 @@ impl Running {
             begins.done(self.id);
         }
         self.slot.stats().rebase();
+        if std::mem::take(&mut self.is_restored) {
+            self.read_run_page();
+        }
         loop {
             match self.turn(&timer) {
                 Ok(LoopAction::Repeat) => {}
@@ -189,6 +194,12 @@ impl Running {
                 if self.are_registers_requested() && self.has_open_exit() {
                     return self.complete_open_exit();
                 }
+                if self.save_phase == SavePhase::Settling {
+                    if self.has_open_exit() {
+                        return self.complete_open_exit();
+                    }
+                    self.finish_settling();
+                }
                 self.pause()?;
                 return Ok(LoopAction::Repeat);
             }
@@ -225,6 +236,9 @@ impl Running {
                 RunState::Held if self.may_run() => break,
                 RunState::Paused | RunState::Held => {}
                 RunState::Running | RunState::Stopped | RunState::Resetting => break,
+            }
+            if self.save_phase == SavePhase::Settling {
+                return Ok(());
             }
             if self.are_registers_requested() {
                 if self.has_open_exit() {
@@ -272,6 +286,12 @@ impl Running {
     /// Handles pending requests to this thread.
     fn handle_requests(&mut self) {
         let mail = self.slot.request_queue().take();
+        if mail.settle {
+            self.save_phase = SavePhase::Settling;
+        }
+        if let Some(layout) = mail.save {
+            self.answer_save(&layout);
+        }
         let Some(pmu) = &mut self.pmu else { return };
         if let Some(filter) = mail.filter {
             pmu.set_filter(filter);
@@ -358,14 +378,8 @@ impl Running {
             pmu.registers().set_svme(svme);
         }
         pmu.reconcile();
-        match std::mem::take(&mut self.completed) {
-            ExitCompletion::None => {}
-            ExitCompletion::AtCpl0 => pmu.count_emulated_instruction(|| 0),
-            ExitCompletion::AtAnyCpl => {
-                let fd = &self.fd;
-                pmu.count_emulated_instruction(|| fd.get_sregs().map_or(0, |sregs| sregs.ss.dpl));
-            }
-        }
+        self.count_completed_instruction();
+        let Some(pmu) = &mut self.pmu else { return Ok(()) };
         if let Some(wait) = pmu.retry_in() {
             timer.kick_in(wait);
         }

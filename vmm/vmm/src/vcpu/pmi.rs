@@ -15,6 +15,7 @@
 use std::time::{Duration, Instant};
 
 use kvm_bindings::{Msrs, kvm_lapic_state, kvm_msi, kvm_msr_entry};
+use snapshot::state::SavedPmi;
 
 use crate::kvm::armed_vcpu::ArmedVcpu;
 use crate::kvm::call::KvmIoctlError;
@@ -132,6 +133,24 @@ impl Lvtpc {
             handled: None,
             msr,
         })
+    }
+
+    /// Returns the PMI that the guest still handles, for a snapshot.
+    pub(super) fn handled(&self) -> SavedPmi {
+        match self.handled {
+            None => SavedPmi::None,
+            Some(PmiInService::Nmi) => SavedPmi::Nmi,
+            Some(PmiInService::Vector(vector)) => SavedPmi::Vector(vector),
+        }
+    }
+
+    /// Restores the PMI that the guest still handles.
+    pub(super) fn restore_handled(&mut self, saved: SavedPmi) {
+        self.handled = match saved {
+            SavedPmi::None => None,
+            SavedPmi::Nmi => Some(PmiInService::Nmi),
+            SavedPmi::Vector(vector) => Some(PmiInService::Vector(vector)),
+        };
     }
 
     /// Reads LVTPC. Returns `None` if LVTPC is masked, a previous PMI is still handled, or the

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvm_bindings::kvm_regs;
+use snapshot::state::SavedRdpmc;
 use vm_memory::GuestMemoryMmap;
 
 use super::step::state::VcpuState;
@@ -69,6 +70,30 @@ impl LastRdpmc {
         self.redone = in_a_row < MAX_REPEATED_READS;
         self.again = in_a_row + u32::from(self.redone);
         self.redone
+    }
+
+    /// Returns the most recent RDPMC for a snapshot, if the guest has not progressed since.
+    pub(super) fn saved(&self) -> Option<SavedRdpmc> {
+        self.read.map(|read| SavedRdpmc {
+            at: read.at,
+            behind: read.behind,
+            repetitions: self.again,
+        })
+    }
+
+    /// Restores the most recent RDPMC of the guest.
+    pub(super) fn restored(saved: Option<SavedRdpmc>) -> Self {
+        let mut last = Self::default();
+        if let Some(SavedRdpmc {
+            at,
+            behind,
+            repetitions,
+        }) = saved
+        {
+            last.now(at, behind);
+            last.again = repetitions;
+        }
+        last
     }
 
     /// Records that the guest has progressed past the RDPMC.
@@ -152,6 +177,12 @@ impl RdpmcEmulator {
             .sites
             .in_memory(regs.rip, state.is_64bit(), |back| memory.physical(linear(back)));
         Ok(hit.map(|hit| (hit, PrivilegeState::of(&state))))
+    }
+
+    /// Checks the guest's kernel before the next entry, because a trap at its #GP handler was
+    /// removed.
+    pub(super) fn check_kernel_now(&mut self) {
+        self.looks.due |= self.gate.is_some();
     }
 
     /// Records a PMU register write, which precedes the reading of a counter.
@@ -243,6 +274,17 @@ impl PendingNmi {
     /// one.
     pub(super) fn now(&mut self) -> bool {
         !std::mem::replace(&mut self.sent, true)
+    }
+
+    /// Returns the state for a snapshot: whether an NMI was sent, and the number of consecutive NMIs
+    /// for which an RDPMC was executed again.
+    pub(super) fn saved(self) -> (bool, u32) {
+        (self.sent, self.in_a_row)
+    }
+
+    /// Creates the state from that of a snapshot.
+    pub(super) fn restored(sent: bool, in_a_row: u32) -> Self {
+        Self { sent, in_a_row }
     }
 
     /// Returns the number of consecutive NMIs for which an RDPMC was executed again, or `None` if

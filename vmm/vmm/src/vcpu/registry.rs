@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use arc_swap::ArcSwap;
 use diagnostics::vcpu_names;
 use perf_core::guest_log;
+use snapshot::state::SavedVcpuPmu;
 
 use super::control::{RunControl, RunState};
 use super::factory::VcpuFactory;
@@ -125,6 +126,11 @@ impl VcpuRegistry {
         self.slots.iter().filter(|slot| slot.is_taken())
     }
 
+    /// Returns the current factory of vCPUs.
+    pub fn factory(&self) -> Arc<VcpuFactory> {
+        self.makers.load_full()
+    }
+
     /// Returns the handles with which all vCPUs are kicked.
     pub fn kicker(&self) -> &Kicker {
         &self.kicker
@@ -160,10 +166,30 @@ impl VcpuRegistry {
         vcpus: u8,
         first_entry: Option<Box<dyn FnOnce() + Send>>,
     ) -> Result<(), VcpuRegistryError> {
+        self.start_set(VcpuSet::below(vcpus), Vec::new(), first_entry)
+    }
+
+    /// Starts the threads of `vcpus` with the state of `saved`, like [`VcpuRegistry::start`]. vCPUs
+    /// without a saved state start in their initial state.
+    ///
+    /// # Errors
+    /// Returns the errors of [`VcpuRegistry::start`], and [`VcpuRegistryError::Make`] with
+    /// [`VcpuError::Saved`] if a saved state is not one of this VM.
+    pub fn start_set(
+        &self,
+        vcpus: VcpuSet,
+        mut saved: Vec<(u8, SavedVcpuPmu)>,
+        first_entry: Option<Box<dyn FnOnce() + Send>>,
+    ) -> Result<(), VcpuRegistryError> {
         let mut first_entry = first_entry;
         let (begins, all_began) = channel();
-        for slot in self.slots.iter().take(vcpus.into()) {
+        for slot in self.slots.iter().filter(|slot| vcpus.has(slot.id())) {
             let mut vcpu = self.make(slot)?;
+            if let Some(at) = saved.iter().position(|(id, _)| *id == slot.id()) {
+                let (id, pmu) = saved.swap_remove(at);
+                vcpu.restore(pmu)
+                    .map_err(|e| VcpuRegistryError::Make(id, e.into()))?;
+            }
             if let Some(f) = first_entry.take() {
                 vcpu.on_first_entry(f);
             }

@@ -3,8 +3,11 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use snapshot::state::SavedVcpu;
 use vpmu::EventFilter;
 
+use super::saved::SaveVcpuError;
+use crate::kvm::saved_vcpu::VcpuStateLayout;
 use crate::pmu::guest_view::VcpuPmuView;
 
 /// Pending requests to a vCPU thread.
@@ -16,6 +19,10 @@ pub struct VcpuRequests {
     pub filter: Option<Arc<EventFilter>>,
     /// Locate the guest's kernel with this vCPU's registers.
     pub find_kernel: bool,
+    /// Complete the last exit for a snapshot.
+    pub settle: bool,
+    /// Save the state of the vCPU, which is paused and settled.
+    pub save: Option<Arc<VcpuStateLayout>>,
 }
 
 #[derive(Debug, Default)]
@@ -25,6 +32,10 @@ struct Inner {
     asked: Option<u64>,
     /// Generation and contents of the last view.
     seen: Option<(u64, VcpuPmuView)>,
+    /// The vCPU has settled since the last request to do so.
+    settled: bool,
+    /// State saved since the last request.
+    saved: Option<Result<SavedVcpu, SaveVcpuError>>,
 }
 
 /// Request queue of one vCPU. After posting a request, the sender must kick the vCPU and wake it if
@@ -73,6 +84,46 @@ impl VcpuRequestQueue {
     pub fn post_filter(&self, filter: Arc<EventFilter>) {
         self.lock().mail.filter = Some(filter);
         self.waiting.store(true, Ordering::SeqCst);
+    }
+
+    /// Asks the vCPU to complete its last exit while it is paused.
+    pub fn request_settling(&self) {
+        let mut inner = self.lock();
+        inner.mail.settle = true;
+        (inner.settled, inner.saved) = (false, None);
+        drop(inner);
+        self.waiting.store(true, Ordering::SeqCst);
+    }
+
+    /// Records that the vCPU has settled. Called on the vCPU thread.
+    pub(super) fn answer_settled(&self) {
+        self.lock().settled = true;
+    }
+
+    /// Returns `true` if the vCPU has settled since the last request to do so.
+    pub fn is_settled(&self) -> bool {
+        self.lock().settled
+    }
+
+    /// Asks the settled vCPU for its state.
+    pub fn request_save(&self, layout: Arc<VcpuStateLayout>) {
+        self.lock().mail.save = Some(layout);
+        self.waiting.store(true, Ordering::SeqCst);
+    }
+
+    /// Stores the state of the vCPU. Called on the vCPU thread.
+    pub(super) fn answer_saved(&self, saved: Result<SavedVcpu, SaveVcpuError>) {
+        self.lock().saved = Some(saved);
+    }
+
+    /// Returns `true` if the vCPU has answered the last request for its state.
+    pub fn has_saved(&self) -> bool {
+        self.lock().saved.is_some()
+    }
+
+    /// Takes the answer to the last request for the state.
+    pub fn take_saved(&self) -> Option<Result<SavedVcpu, SaveVcpuError>> {
+        self.lock().saved.take()
     }
 
     /// Returns `true` if view `generation` was requested from this vCPU. A vCPU that was added

@@ -18,6 +18,7 @@ use super::kvm_vcpu::{KvmVcpu, KvmVcpuParts};
 use super::pmi::{Lvtpc, LvtpcBackoff};
 use super::rdpmc::{LastRdpmc, PendingNmi, RdpmcEmulator};
 use super::registers::RegisterCache;
+use super::saved::SavePhase;
 use super::slot::VcpuSlot;
 use super::step::Stepper;
 use super::step::debug::GuestDebug;
@@ -108,6 +109,10 @@ pub struct Vcpu {
     pub(super) on_first_entry: Option<Box<dyn FnOnce() + Send>>,
     /// Host CPU to which the thread is pinned.
     pub(super) pin: Option<usize>,
+    pub(super) last_read: LastRdpmc,
+    pub(super) sent_nmi: PendingNmi,
+    /// The vCPU was restored from a snapshot and has not run since.
+    pub(super) is_restored: bool,
 }
 
 impl Vcpu {
@@ -137,6 +142,9 @@ impl Vcpu {
             stepper: None,
             on_first_entry: None,
             pin: None,
+            last_read: LastRdpmc::default(),
+            sent_nmi: PendingNmi::default(),
+            is_restored: false,
         }
     }
 
@@ -203,6 +211,10 @@ pub(super) struct Running {
     pub(super) registers: RegisterCache,
     /// Effect of the exiting instruction on the guest's counters.
     pub(super) completed: ExitCompletion,
+    /// Progress in a snapshot.
+    pub(super) save_phase: SavePhase,
+    /// The vCPU was restored from a snapshot and has not run since.
+    pub(super) is_restored: bool,
     /// KVM has not completed the last exit.
     pub(super) exit_is_open: bool,
     /// Version of the debugger's breakpoints in `debug`.
@@ -239,8 +251,10 @@ impl Running {
             debug_control: vcpu.debug_control,
             rdpmc: vcpu.rdpmc,
             stepper: vcpu.stepper,
-            last_read: LastRdpmc::default(),
-            sent_nmi: PendingNmi::default(),
+            last_read: vcpu.last_read,
+            sent_nmi: vcpu.sent_nmi,
+            save_phase: SavePhase::None,
+            is_restored: vcpu.is_restored,
             completed: ExitCompletion::None,
             exit_is_open: false,
             debugger_version: 0,

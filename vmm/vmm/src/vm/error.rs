@@ -4,6 +4,7 @@ use std::io;
 
 use virtio_devices::transport::bus::BusError;
 
+use super::restore::RestoreError;
 use crate::boot::BootError;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::cpuid::CpuidError;
@@ -75,6 +76,9 @@ pub enum VmError {
     /// vCPUs cannot be pinned as configured.
     #[error(transparent)]
     Pin(#[from] PinError),
+    /// The VM cannot be restored from a snapshot.
+    #[error("--restore")]
+    Restore(#[from] RestoreError),
     /// Another system call failed.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),

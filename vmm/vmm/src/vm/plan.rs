@@ -11,6 +11,7 @@ use guest_patching::uncounted::UncountableEvents;
 use kvm_bindings::CpuId;
 use perf_core::error_line;
 use perf_core::pmu::host::HostProbe;
+use snapshot::state::MachineShape;
 use virtio_devices::device::{FatalErrorCallback, VirtioDevice};
 use virtio_devices::transport::bus::PciBus;
 use virtio_devices::transport::machine::PciBackend;
@@ -169,15 +170,8 @@ impl<'a> VmPlan<'a> {
         }
     }
 
-    /// Checks that this host's KVM can run the kernel, and hides uncountable events in the kernel's
-    /// tables.
-    pub(super) fn check_kernel(
-        &self,
-        kvm: &Kvm,
-        uncounted: &UncountableEvents,
-        loaded: &LoadedGuest,
-        ram: &GuestRam,
-    ) -> Result<(), VmError> {
+    /// Checks that this host's KVM can run the kernel.
+    pub(super) fn check_kernel(&self, kvm: &Kvm, loaded: &LoadedGuest) -> Result<(), VmError> {
         self.check_rdpmc(&loaded.kind)?;
         if !needs_full_kvm(&loaded.kind) {
             return Ok(());
@@ -188,11 +182,15 @@ impl<'a> VmPlan<'a> {
             }
             .into());
         }
-        if self.has_pmu {
+        Ok(())
+    }
+
+    /// Hides uncountable events in the tables of a loaded Linux kernel.
+    pub(super) fn hide_uncounted(&self, uncounted: &UncountableEvents, loaded: &LoadedGuest, ram: &GuestRam) {
+        if self.has_pmu && needs_full_kvm(&loaded.kind) {
             uncounted.tell(&uncounted.hide(ram.memory(), &loaded.event_tables));
             uncounted.hide_topdown(ram.memory(), &loaded.topdown);
         }
-        Ok(())
     }
 
     /// Checks that the guest's kernel can read its counters. Linux reads them by RDPMC at CPL 0 and
@@ -203,6 +201,46 @@ impl<'a> VmPlan<'a> {
             return Err(VmError::RdpmcOff);
         }
         Ok(())
+    }
+
+    /// Returns the CPUID leaves that KVM supports for this VM, and the PMU model with the features of
+    /// the processor.
+    pub(super) fn processor(&self, kvm: &Kvm) -> Result<(CpuId, PmuModel), VmError> {
+        let mut supported = cpuid::supported(kvm)?;
+        if host::interprets_kernels(kvm)? {
+            cpuid::hide_transactions(&mut supported);
+        }
+        let mut model = self.config.pmu.model;
+        if cpuid::has_transactions(&supported) {
+            model = model.with_transactions();
+        }
+        Ok((supported, model))
+    }
+
+    /// Returns the properties of the machine that must be equal where a snapshot is restored.
+    pub(super) fn shape(&self, model: PmuModel, gate: bool, vcpus: &[KvmVcpu]) -> MachineShape {
+        MachineShape {
+            vcpus_at_start: self.config.cpus.present(),
+            max_vcpus: self.config.cpus.max(),
+            pmu: model.to_string(),
+            tsc_khz: vcpus.first().map_or(0, KvmVcpu::tsc_khz),
+            debug_exit: self.config.debug_exit,
+            gp_gate: gate,
+        }
+    }
+
+    /// Returns the options with which no snapshot can be taken.
+    pub(super) fn unsupported_in_snapshot(&self) -> Vec<&'static str> {
+        let config = self.config;
+        let options = [
+            ("--backing exact", self.stepped),
+            ("--backing kvm", config.own_pmu.is_some()),
+            ("--rdpmc hwbp", self.traps && config.rdpmc == RdpmcMode::Hwbp),
+            ("--gdb", config.debugger.is_some()),
+            ("--nested", config.nested),
+        ];
+        let used = options.into_iter().filter(|(_, used)| *used);
+        used.map(|(option, _)| option).collect()
     }
 
     /// Returns the VM with its in-kernel devices.

@@ -5,3 +5,4 @@ mod kvm;
 mod negative_boot;
 mod overflow_signals;
 mod real_kernel;
+mod snapshots;

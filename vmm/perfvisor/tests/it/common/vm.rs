@@ -94,16 +94,22 @@ pub struct VmProcess {
 }
 
 impl VmProcess {
-    /// Starts `perfvisor -v run --name NAME --memory 32M` with `args`. Its standard output is a
-    /// pipe. Returns `None` if KVM is unavailable.
+    /// Starts `perfvisor -v run --name NAME --memory 32M` with `args`, or without the memory if `args`
+    /// contain `--restore`. Its standard output is a pipe. Returns `None` if KVM is unavailable.
     pub fn spawn(mut program: Command, name: &str, args: &[&str], stdin: Stdio) -> Option<Self> {
         if !has_kvm() {
             return None;
         }
         let lock = test_lock::shared();
         let runtime = tempfile::tempdir().unwrap();
+        let memory: &[&str] = if args.contains(&"--restore") {
+            &[]
+        } else {
+            &["--memory", "32M"]
+        };
         let mut child = program
-            .args(["-v", "run", "--name", name, "--memory", "32M"])
+            .args(["-v", "run", "--name", name])
+            .args(memory)
             .args(args)
             .env("XDG_RUNTIME_DIR", runtime.path())
             .env_remove("RUST_LOG")

@@ -85,6 +85,10 @@ impl ControlServer {
         match call {
             Call::Hello { protocol } => self.hello(connection, protocol),
             Call::Status => value(vm.info(connection.role())),
+            Call::Pause | Call::Resume if self.is_being_saved(connection) => fail(
+                FailureKind::Invalid,
+                "a snapshot of the VM is being taken; try again after its end",
+            ),
             Call::Pause | Call::Resume => self.pause(connection, call == Call::Pause),
             Call::Stop => {
                 vm.control.stop(StopReason::Operator);
@@ -144,6 +148,10 @@ impl ControlServer {
                 })
             }
             Call::GuestViewResult { generation } => value(vm.views(generation)),
+            Call::Snapshot => self.snapshot(connection),
+            Call::SnapshotMemory { offset } => connection.snapshot_memory(offset),
+            Call::SnapshotState => connection.snapshot_state(),
+            Call::SnapshotEnd { stop } => self.end_snapshot(connection, stop),
             Call::Exits => value(self.exits(connection)),
             Call::Code { cr3, address, length } => self.code(cr3, address, length),
         }
@@ -368,9 +376,13 @@ fn may_observe(call: &Call) -> Result<(), Failure> {
         | Call::Kernel
         | Call::Symbols
         | Call::Code { .. }
+        | Call::Snapshot
+        | Call::SnapshotMemory { .. }
+        | Call::SnapshotState
+        | Call::SnapshotEnd { .. }
         | Call::ProcessCode { .. }
         | Call::ProcessMemory { .. } => {
-            "samples and symbols show the guest's memory: an observer counts (perfvisor stat)"
+            "samples, symbols and snapshots show the guest's memory: an observer counts (perfvisor stat)"
         }
         Call::Pause
         | Call::Resume
@@ -398,11 +410,11 @@ fn kind_of(error: &VcpuRegistryError) -> FailureKind {
     }
 }
 
-fn to_value(of: impl Serialize) -> Result<Value, Failure> {
+pub(super) fn to_value(of: impl Serialize) -> Result<Value, Failure> {
     serde_json::to_value(of).or_else(|e| fail(FailureKind::Internal, error_line(&e)))
 }
 
-fn value(of: impl Serialize) -> Result<RequestOutcome, Failure> {
+pub(super) fn value(of: impl Serialize) -> Result<RequestOutcome, Failure> {
     to_value(of).map(RequestOutcome::Value)
 }
 

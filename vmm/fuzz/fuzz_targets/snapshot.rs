@@ -1,0 +1,23 @@
+//! Fuzzes the reader of saved machines. It must not panic, and its memory must be bounded. A state that
+//! it accepts must survive a round trip.
+//!
+//! Input: the body of a state file, which gets a valid frame, or a whole file that begins with `PVSS`.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use snapshot::format::frame;
+use snapshot::{decode, encode};
+
+fuzz_target!(|data: &[u8]| {
+    let decoded = if data.starts_with(b"PVSS") {
+        decode(data)
+    } else {
+        decode(&frame(data))
+    };
+    if let Ok(machine) = decoded {
+        let again = encode(&machine).expect("it fits");
+        assert_eq!(decode(&again).expect("it is valid"), machine);
+        let _ = vmm::vm::restore::event_filter(&machine.filter);
+        let _ = guest_patching::sites::from_saved(&machine.kernel.rdpmc_sites);
+    }
+});

@@ -1,0 +1,265 @@
+//! Writes a snapshot of a running VM: `perfvisor ctl NAME snapshot DIR`.
+//!
+//! The VM writes no file. It sends its memory and its state in memory files, and this command writes
+//! them to a temporary directory beside the final one, which it renames at the end. A snapshot that
+//! fails, for example because the disk is full, leaves no directory, and the VM goes on.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use control_api::client::{Client, ClientError};
+use control_api::request;
+use control_api::snapshot::{SnapshotPiece, SnapshotProgress, SnapshotState};
+use snapshot::format::MAX_STATE_BYTES;
+use snapshot::memory::CHUNK_BYTES;
+use snapshot::{MEMORY_FILE, STATE_FILE};
+
+/// Time limit for the vCPUs to leave the guest.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// Polling interval. The VM is paused meanwhile.
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
+/// Size of a page of memory that is not written if it consists of zeros.
+const PAGE_BYTES: usize = 4096;
+
+/// Error of taking a snapshot.
+#[derive(Debug, thiserror::Error)]
+pub enum SnapshotCommandError {
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    #[error("{}: it exists already; name a new directory", .0.display())]
+    Exists(PathBuf),
+    #[error("{}: it has no name of its own", .0.display())]
+    NoName(PathBuf),
+    #[error("the snapshot cannot be written to {}; the VM goes on", path.display())]
+    Write {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("the vCPUs have not left the guest after {} s; the VM goes on", TIMEOUT.as_secs())]
+    NotPaused,
+    #[error("the VM sends a piece of memory that was not asked for")]
+    WrongPiece,
+}
+
+/// A directory that is removed with its files unless it is renamed.
+struct PartialDirectory {
+    path: PathBuf,
+    is_renamed: bool,
+}
+
+impl PartialDirectory {
+    /// Creates a directory beside `dir` for its contents.
+    fn beside(dir: &Path) -> Result<Self, SnapshotCommandError> {
+        let name = dir
+            .file_name()
+            .ok_or_else(|| SnapshotCommandError::NoName(dir.to_owned()))?;
+        let mut partial = std::ffi::OsString::from(".");
+        partial.push(name);
+        partial.push(format!(".partial-{}", std::process::id()));
+        let path = dir.with_file_name(partial);
+        // The memory of the guest is nobody else's business.
+        let made = DirBuilder::new().mode(0o700).create(&path);
+        made.map_err(write_error(dir))?;
+        Ok(Self {
+            path,
+            is_renamed: false,
+        })
+    }
+
+    /// Creates a file in the directory.
+    fn create(&self, name: &str) -> io::Result<File> {
+        let mut options = OpenOptions::new();
+        options.write(true).create_new(true).mode(0o600);
+        options.open(self.path.join(name))
+    }
+
+    /// Gives the directory its final name. An existing directory is not replaced unless it is empty.
+    fn rename(mut self, dir: &Path) -> io::Result<()> {
+        File::open(&self.path)?.sync_all()?;
+        fs::rename(&self.path, dir)?;
+        self.is_renamed = true;
+        if let Some(parent) = dir.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+            File::open(parent)?.sync_all()?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for PartialDirectory {
+    fn drop(&mut self) {
+        if !self.is_renamed {
+            let _ = fs::remove_file(self.path.join(MEMORY_FILE));
+            let _ = fs::remove_file(self.path.join(STATE_FILE));
+            let _ = fs::remove_dir(&self.path);
+        }
+    }
+}
+
+fn write_error(dir: &Path) -> impl Fn(io::Error) -> SnapshotCommandError {
+    move |source| SnapshotCommandError::Write {
+        path: dir.to_owned(),
+        source,
+    }
+}
+
+/// Takes a snapshot of the VM in the new directory `dir`, and returns the size of guest memory in
+/// bytes. With `stop`, the VM ends when the snapshot is on disk.
+///
+/// # Errors
+/// Returns a [`SnapshotCommandError`]; `dir` does not exist then, and the VM goes on.
+pub(super) fn take(client: &mut Client, dir: &Path, stop: bool) -> Result<u64, SnapshotCommandError> {
+    if dir.symlink_metadata().is_ok() {
+        return Err(SnapshotCommandError::Exists(dir.to_owned()));
+    }
+    let failed = write_error(dir);
+    let partial = PartialDirectory::beside(dir)?;
+    let memory_bytes = pause(client)?;
+    let memory = partial.create(MEMORY_FILE).map_err(&failed)?;
+    memory.set_len(memory_bytes).map_err(&failed)?;
+    let mut offset = 0;
+    let mut buffer = Vec::new();
+    while offset < memory_bytes {
+        let piece: (SnapshotPiece, File) = client.call_with_file(request::SnapshotMemory { offset })?;
+        let (piece, data) = check_piece(piece, offset, memory_bytes)?;
+        buffer.resize(usize::try_from(piece.bytes).unwrap_or(usize::MAX), 0);
+        data.read_exact_at(&mut buffer, 0).map_err(&failed)?;
+        write_sparse(&memory, &buffer, offset).map_err(&failed)?;
+        offset = piece.next;
+    }
+    let (info, data): (SnapshotState, File) = client.call_with_file(request::SnapshotState)?;
+    buffer.clear();
+    buffer.resize(
+        usize::try_from(info.bytes)
+            .unwrap_or(usize::MAX)
+            .min(MAX_STATE_BYTES),
+        0,
+    );
+    data.read_exact_at(&mut buffer, 0).map_err(&failed)?;
+    if !stop {
+        // The VM need not wait for the disk.
+        client.call(request::SnapshotEnd { stop: false })?;
+    }
+    let state = partial.create(STATE_FILE).map_err(&failed)?;
+    state.write_all_at(&buffer, 0).map_err(&failed)?;
+    memory
+        .sync_all()
+        .and_then(|()| state.sync_all())
+        .map_err(&failed)?;
+    partial.rename(dir).map_err(&failed)?;
+    if stop {
+        client.call(request::SnapshotEnd { stop: true })?;
+    }
+    Ok(memory_bytes)
+}
+
+/// Pauses the VM, waits until its state is known, and returns the size of guest memory in bytes.
+fn pause(client: &mut Client) -> Result<u64, SnapshotCommandError> {
+    let until = Instant::now() + TIMEOUT;
+    loop {
+        let progress: SnapshotProgress = client.call(request::Snapshot)?;
+        if progress.ready {
+            return Ok(progress.memory_bytes);
+        }
+        if Instant::now() > until {
+            return Err(SnapshotCommandError::NotPaused);
+        }
+        std::thread::sleep(POLL_INTERVAL);
+    }
+}
+
+/// Checks that a piece continues the previous one and is within memory.
+fn check_piece(
+    (piece, file): (SnapshotPiece, File),
+    offset: u64,
+    memory_bytes: u64,
+) -> Result<(SnapshotPiece, File), SnapshotCommandError> {
+    let fits = piece.offset == offset
+        && piece.next > offset
+        && piece.next <= memory_bytes
+        && piece.bytes <= CHUNK_BYTES.min(piece.next - offset);
+    fits.then_some((piece, file))
+        .ok_or(SnapshotCommandError::WrongPiece)
+}
+
+/// Writes the pages of `data` that are not zero to the new file at `offset`.
+fn write_sparse(file: &File, data: &[u8], offset: u64) -> io::Result<()> {
+    let is_zero = |page: &[u8]| *page == [0; PAGE_BYTES][..page.len()];
+    let mut at = 0;
+    while at < data.len() {
+        let mut pages = data[at..].chunks(PAGE_BYTES);
+        let zeros = pages.clone().take_while(|page| is_zero(page)).count();
+        at = data.len().min(at + zeros * PAGE_BYTES);
+        pages = data[at..].chunks(PAGE_BYTES);
+        let used = pages.take_while(|page| !is_zero(page)).count();
+        let end = data.len().min(at + used * PAGE_BYTES);
+        file.write_all_at(&data[at..end], offset + at as u64)?;
+        at = end;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt as _;
+
+    use super::*;
+
+    #[test]
+    fn zero_pages_are_holes() {
+        let file = tempfile::tempfile().unwrap();
+        let mut data = vec![0; 64 * PAGE_BYTES + 100];
+        data[3 * PAGE_BYTES] = 1;
+        data[10 * PAGE_BYTES..12 * PAGE_BYTES].fill(2);
+        data[64 * PAGE_BYTES + 99] = 3;
+        file.set_len(1 << 20).unwrap();
+        write_sparse(&file, &data, 8192).unwrap();
+        let mut back = vec![0xFF; data.len()];
+        file.read_exact_at(&mut back, 8192).unwrap();
+        assert_eq!(back, data);
+        assert!(file.metadata().unwrap().blocks() * 512 <= 8 * PAGE_BYTES as u64);
+    }
+
+    /// A VM that is not trusted cannot make this command allocate or write without bound.
+    #[test]
+    fn wrong_pieces_are_refused() {
+        let memory = 32 << 20;
+        let check = |offset, bytes, next| {
+            let piece = SnapshotPiece { offset, bytes, next };
+            let file = tempfile::tempfile().unwrap();
+            check_piece((piece, file), 2 << 20, memory).is_ok()
+        };
+        assert!(check(2 << 20, 2 << 20, 4 << 20));
+        assert!(check(2 << 20, 0, memory));
+        for (offset, bytes, next) in [
+            (0, 0, memory),
+            (2 << 20, 0, 2 << 20),
+            (2 << 20, 0, memory + 1),
+            (2 << 20, (2 << 20) + 1, memory),
+            (2 << 20, 4097, (2 << 20) + 4096),
+            (2 << 20, u64::MAX, u64::MAX),
+        ] {
+            assert!(!check(offset, bytes, next), "{offset} {bytes} {next}");
+        }
+    }
+
+    #[test]
+    fn partial_directory_is_removed_unless_renamed() {
+        let parent = tempfile::tempdir().unwrap();
+        let dir = parent.path().join("one");
+        let partial = PartialDirectory::beside(&dir).unwrap();
+        partial.create(STATE_FILE).unwrap();
+        drop(partial);
+        assert_eq!(fs::read_dir(parent.path()).unwrap().count(), 0);
+        let partial = PartialDirectory::beside(&dir).unwrap();
+        partial.create(MEMORY_FILE).unwrap();
+        partial.rename(&dir).unwrap();
+        assert!(dir.join(MEMORY_FILE).is_file());
+        assert_eq!(fs::read_dir(parent.path()).unwrap().count(), 1);
+        let nameless = PartialDirectory::beside(Path::new("/"));
+        assert!(matches!(nameless, Err(SnapshotCommandError::NoName(_))));
+    }
+}

@@ -1,0 +1,196 @@
+//! Options of `run` that determine the machine. A snapshot contains their values, and `run --restore`
+//! parses them again, with the same validation.
+
+use std::collections::BTreeMap;
+
+use clap::ArgMatches;
+
+use super::{Cli, CliCommand, CliExit, RunArgs};
+
+/// Options that determine the machine, by the names of their fields. None is a path.
+const MACHINE_OPTIONS: [&str; 12] = [
+    "backing",
+    "cpu_signature",
+    "cpus",
+    "hide_uncounted",
+    "memory",
+    "pmi_limit",
+    "pmu",
+    "pmu_counters",
+    "pmu_width",
+    "profile",
+    "rdpmc",
+    "rng",
+];
+
+/// Options that `--restore` excludes: those of [`MACHINE_OPTIONS`], those of a kernel to boot, and
+/// those of devices and settings that no snapshot has.
+pub(super) const CONFLICTS: [&str; 24] = [
+    "backing",
+    "boot_protocol",
+    "builtin",
+    "cmdline",
+    "cpu_signature",
+    "cpus",
+    "hide_uncounted",
+    "hugepages",
+    "initrd",
+    "kernel",
+    "memory",
+    "nested",
+    "on_reset",
+    "pmi_limit",
+    "pmu",
+    "pmu_counters",
+    "pmu_filter",
+    "pmu_width",
+    "profile",
+    "rdpmc",
+    "reserve_counters",
+    "rng",
+    "share_dir",
+    "vsock",
+];
+
+/// Error of the options in a snapshot.
+#[derive(Debug, thiserror::Error)]
+pub enum MachineOptionsError {
+    /// An option does not belong to the machine.
+    #[error("the snapshot has the option '{0}', which this version of Perfvisor does not know")]
+    Unknown(String),
+    /// A value is invalid.
+    #[error("an option of the snapshot is invalid: {0}")]
+    Invalid(String),
+}
+
+/// Keeps the values of the machine's options for a snapshot.
+pub(super) fn keep_machine_options(cli: &mut Cli, matches: &ArgMatches) {
+    let (CliCommand::Run(run), Some((_, given))) = (&mut cli.command, matches.subcommand()) else {
+        return;
+    };
+    for id in MACHINE_OPTIONS {
+        let value = given.get_raw(id).and_then(Iterator::last);
+        if let Some(value) = value.and_then(|value| value.to_str()) {
+            run.machine_options.insert(long_name(id), value.to_owned());
+        }
+    }
+}
+
+/// Returns the name of an option without dashes in front.
+fn long_name(id: &str) -> String {
+    id.replace('_', "-")
+}
+
+impl RunArgs {
+    /// Returns these arguments with the machine's options of a snapshot.
+    ///
+    /// # Errors
+    /// Returns [`MachineOptionsError::Unknown`] for an option that does not belong to the machine, and
+    /// [`MachineOptionsError::Invalid`] for an invalid value.
+    pub fn with_machine_options(
+        &self,
+        options: &BTreeMap<String, String>,
+    ) -> Result<Self, MachineOptionsError> {
+        let is_known = |name: &String| MACHINE_OPTIONS.iter().any(|id| long_name(id) == *name);
+        if let Some(name) = options.keys().find(|name| !is_known(name)) {
+            let name = name.chars().filter(char::is_ascii_graphic).take(40).collect();
+            return Err(MachineOptionsError::Unknown(name));
+        }
+        let words = ["perfvisor", "run"].map(str::to_owned).into_iter();
+        let words = words.chain(options.iter().map(|(name, value)| format!("--{name}={value}")));
+        let parsed = match super::parse(words) {
+            Ok(Cli {
+                command: CliCommand::Run(run),
+                ..
+            }) => *run,
+            Ok(_) => return Err(MachineOptionsError::Invalid("not of run".to_owned())),
+            Err(CliExit::Error(line) | CliExit::Text(line)) => {
+                return Err(MachineOptionsError::Invalid(line));
+            }
+        };
+        Ok(Self {
+            backing: parsed.backing,
+            cpu_signature: parsed.cpu_signature,
+            cpus: parsed.cpus,
+            hide_uncounted: parsed.hide_uncounted,
+            memory: parsed.memory,
+            pmi_limit: parsed.pmi_limit,
+            pmu: parsed.pmu,
+            pmu_counters: parsed.pmu_counters,
+            pmu_width: parsed.pmu_width,
+            profile: parsed.profile,
+            rdpmc: parsed.rdpmc,
+            rng: parsed.rng,
+            machine_options: options.clone(),
+            ..self.clone()
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(words: &str) -> Result<RunArgs, String> {
+        let words = ["perfvisor", "run"].into_iter().chain(words.split_whitespace());
+        match super::super::parse(words) {
+            Ok(Cli {
+                command: CliCommand::Run(run),
+                ..
+            }) => Ok(*run),
+            Ok(_) => panic!("not run"),
+            Err(CliExit::Error(line) | CliExit::Text(line)) => Err(line),
+        }
+    }
+
+    #[test]
+    fn machine_options_survive_a_snapshot() {
+        let given = "--cpus 2,max=4 --memory 64M --pmu amd --pmu-counters 4 --rdpmc trap --rng off";
+        let first = run(given).unwrap();
+        assert_eq!(first.machine_options["memory"], "64M");
+        let restored = run("--restore d --name x").unwrap();
+        let restored = restored.with_machine_options(&first.machine_options).unwrap();
+        assert_eq!(restored.cpus, first.cpus);
+        assert_eq!(restored.memory, 64 << 20);
+        assert_eq!(restored.pmu, first.pmu);
+        assert_eq!(restored.pmu_counters, first.pmu_counters);
+        assert_eq!((restored.rdpmc, restored.rng), (first.rdpmc, false));
+        assert_eq!(restored.machine_options, first.machine_options);
+        assert_eq!(restored.name.as_deref(), Some("x"));
+    }
+
+    /// A snapshot cannot name files or change how the VM is operated.
+    #[test]
+    fn snapshot_cannot_set_other_options() {
+        let args = run("--restore d").unwrap();
+        for name in ["kernel", "disk", "seccomp", "log-file", "restore", "x\ny"] {
+            let options = BTreeMap::from([(name.to_owned(), "off".to_owned())]);
+            let refused = args.with_machine_options(&options);
+            assert!(matches!(refused, Err(MachineOptionsError::Unknown(_))), "{name}");
+        }
+        let options = BTreeMap::from([("memory".to_owned(), "1".to_owned())]);
+        let line = args.with_machine_options(&options).unwrap_err().to_string();
+        assert!(
+            line.starts_with("an option of the snapshot is invalid: "),
+            "{line}"
+        );
+        assert!(!line.contains('\n'));
+    }
+
+    #[test]
+    fn options_of_the_machine_conflict_with_restore() {
+        for given in [
+            "--memory 64M",
+            "--kernel k",
+            "--backing clock",
+            "--on-reset restart",
+            "--share-dir d",
+            "--hugepages 2M",
+        ] {
+            let line = run(&format!("--restore d {given}")).unwrap_err();
+            assert!(line.contains("cannot be used with"), "{given}: {line}");
+        }
+        assert!(run("--restore-verify").is_err());
+        run("--restore d --restore-verify --disk a --net tap=t --console none --seccomp log").unwrap();
+    }
+}

@@ -1,0 +1,238 @@
+//! `ctl snapshot` and `run --restore`: a guest continues, failures leave nothing behind, and the source
+//! VM goes on.
+
+use std::fs;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use control_api::client::Client;
+use control_api::protocol::VmState;
+use control_api::request;
+
+use crate::common::vm::{PROGRAM, SpinningVm, VmProcess, eventually, said, stdout_of};
+
+/// Starts a VM with a spinning guest.
+fn spinning(args: &[&str]) -> Option<SpinningVm> {
+    SpinningVm::start("one", args)
+}
+
+/// Takes a snapshot in a directory of its own, and returns its path.
+fn take(vm: &SpinningVm, options: &[&str]) -> PathBuf {
+    let dir = vm.runtime.path().join("saved");
+    let args = [&["ctl", "one", "snapshot", dir.to_str().unwrap()], options].concat();
+    let text = stdout_of(&mut vm.operator(&args));
+    assert_eq!(
+        text,
+        format!("one: snapshot in {}, 32 MiB of memory\n", dir.display())
+    );
+    dir
+}
+
+/// Starts a restored VM named `two`.
+fn restore(dir: &Path, options: &[&str]) -> VmProcess {
+    let args = [&["--restore", dir.to_str().unwrap()], options].concat();
+    VmProcess::spawn(Command::new(PROGRAM), "two", &args, Stdio::null()).unwrap()
+}
+
+fn state_of(vm: &VmProcess, name: &str) -> String {
+    said(&mut vm.command(&["ctl", name, "status"])).1
+}
+
+/// Runs `perfvisor run --restore` for a snapshot that must be refused, and returns the error line.
+fn refused(dir: &Path, options: &[&str]) -> String {
+    let runtime = tempfile::tempdir().unwrap();
+    let mut command = Command::new(PROGRAM);
+    command
+        .args(["run", "--name", "refused", "--restore", dir.to_str().unwrap()])
+        .args(options)
+        .env("XDG_RUNTIME_DIR", runtime.path());
+    let (status, text) = said(&mut command);
+    assert_eq!(status, Some(2), "{text}");
+    assert_eq!(text.lines().count(), 1, "{text}");
+    assert!(text.starts_with("perfvisor: "), "{text}");
+    text
+}
+
+/// The restored guest runs, can be counted and sampled, and the source goes on. The files are private,
+/// the state is small, and the memory file has holes.
+#[test]
+fn restored_guest_and_source_both_run() {
+    let Some(vm) = spinning(&["--cpus", "2"]) else {
+        return;
+    };
+    let dir = take(&vm, &[]);
+    assert_eq!(fs::metadata(&dir).unwrap().permissions().mode() & 0o777, 0o700);
+    let state = fs::metadata(dir.join("state")).unwrap();
+    assert_eq!(state.permissions().mode() & 0o777, 0o600);
+    assert!(state.len() <= (64 + 2 * 16) << 10, "{} bytes", state.len());
+    let memory = fs::metadata(dir.join("memory")).unwrap();
+    assert_eq!(memory.len(), 32 << 20);
+    assert!(memory.blocks() * 512 <= 4 << 20, "{} blocks", memory.blocks());
+    assert!(state_of(&vm, "one").starts_with("one: running, 2 vCPUs\n"));
+    vm.assert_counted_and_sampled("one", "cycles,task-clock");
+
+    let restored = restore(&dir, &["--restore-verify"]);
+    eventually("it runs", || {
+        state_of(&restored, "two").starts_with("two: running, 2 vCPUs\n")
+    });
+    let args = ["stat", "two", "-x,", "-e", "cycles", "-d", "0.5"];
+    let text = stdout_of(&mut restored.command(&args));
+    let count = text.split(',').next().and_then(|count| count.parse::<f64>().ok());
+    assert!(count.is_some_and(|count| count > 0.0), "{text}");
+    // A restored VM can be saved again.
+    let again = restored.runtime.path().join("again");
+    stdout_of(&mut restored.command(&["ctl", "two", "snapshot", again.to_str().unwrap()]));
+    let mut other = restore(&again, &[]);
+    eventually("it runs", || {
+        state_of(&other, "two").starts_with("two: running, 2 vCPUs\n")
+    });
+    stdout_of(&mut other.command(&["ctl", "two", "stop"]));
+    assert_eq!(other.wait(), Some(0));
+}
+
+#[test]
+fn snapshot_can_end_the_vm() {
+    let Some(mut vm) = spinning(&[]) else { return };
+    let dir = take(&vm, &["--stop"]);
+    assert_eq!(vm.wait(), Some(0));
+    let restored = restore(&dir, &[]);
+    eventually("it runs", || {
+        state_of(&restored, "two").starts_with("two: running, 1 vCPU\n")
+    });
+}
+
+/// A failed snapshot leaves no directory, and the VM goes on.
+#[test]
+fn failed_snapshot_leaves_nothing_behind() {
+    let Some(vm) = spinning(&[]) else { return };
+    let dir = take(&vm, &[]);
+    let path = dir.to_str().unwrap();
+    let line = said(&mut vm.operator(&["ctl", "one", "snapshot", path])).1;
+    assert_eq!(
+        line,
+        format!("perfvisor: {path}: it exists already; name a new directory\n")
+    );
+    let line = said(&mut vm.operator(&["ctl", "one", "snapshot", "/proc/new"])).1;
+    assert!(
+        line.contains("cannot be written to /proc/new; the VM goes on: "),
+        "{line}"
+    );
+
+    // A limit on the size of files stands for a full disk.
+    let full = vm.runtime.path().join("full");
+    let mut shell = Command::new("/bin/sh");
+    shell
+        .arg("-c")
+        .arg("trap '' XFSZ; ulimit -f 100; exec \"$0\" \"$@\"")
+        .arg(PROGRAM)
+        .args(["ctl", "one", "snapshot", full.to_str().unwrap()])
+        .env("XDG_RUNTIME_DIR", vm.runtime.path());
+    let (status, line) = said(&mut shell);
+    assert_eq!(status, Some(2), "{line}");
+    assert!(line.contains("the VM goes on: File too large"), "{line}");
+    let left = fs::read_dir(vm.runtime.path()).unwrap();
+    let left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
+    assert!(
+        left.iter().all(|name| name == "saved" || name == "perfvisor"),
+        "{left:?}"
+    );
+    assert!(state_of(&vm, "one").starts_with("one: running"));
+}
+
+/// A client that disappears in the middle of a snapshot leaves a running VM, and nobody else can take
+/// one or resume the VM meanwhile.
+#[test]
+fn killed_client_leaves_a_running_vm() {
+    let Some(vm) = spinning(&[]) else { return };
+    let connect = || Client::connect_in(&vm.runtime.path().join("perfvisor"), Some("one")).unwrap();
+    let (mut client, mut other) = (connect(), connect());
+    eventually("it is ready", || client.call(request::Snapshot).unwrap().ready);
+    let (piece, _) = client
+        .call_with_file(request::SnapshotMemory { offset: 0 })
+        .unwrap();
+    assert!(piece.next > 0);
+    assert_eq!(other.call(request::Status).unwrap().state, VmState::Paused);
+    let line = other.call(request::Resume).unwrap_err().to_string();
+    assert!(line.contains("a snapshot of the VM is being taken"), "{line}");
+    let line = other.call(request::Snapshot).unwrap_err().to_string();
+    assert!(line.contains("another snapshot"), "{line}");
+    let line = other
+        .call(request::SnapshotEnd { stop: true })
+        .unwrap_err()
+        .to_string();
+    assert!(line.contains("not ready"), "{line}");
+    drop(client);
+    eventually("it runs", || {
+        other.call(request::Status).unwrap().state == VmState::Running
+    });
+}
+
+/// Files that are missing, cut, damaged or no snapshot are refused with one line.
+#[test]
+fn unusable_snapshots_are_refused() {
+    let Some(vm) = spinning(&[]) else { return };
+    let dir = take(&vm, &[]);
+    let (state, memory) = (dir.join("state"), dir.join("memory"));
+    let good = fs::read(&state).unwrap();
+
+    assert!(refused(vm.runtime.path(), &[]).contains("No such file"));
+    fs::write(&state, &good[..good.len() - 1]).unwrap();
+    assert!(refused(&dir, &[]).contains("it was truncated or extended"));
+    let mut damaged = good.clone();
+    damaged[good.len() / 2] ^= 1;
+    fs::write(&state, damaged).unwrap();
+    assert!(refused(&dir, &[]).contains("its checksum does not match"));
+    fs::write(&state, "[kernel]\n").unwrap();
+    assert!(refused(&dir, &[]).contains("it does not begin with PVSS"));
+    fs::write(&state, &good).unwrap();
+
+    let file = fs::OpenOptions::new().write(true).open(&memory).unwrap();
+    file.write_all_at(&[0x55; 8], 0x70_0000).unwrap();
+    assert!(refused(&dir, &["--restore-verify"]).contains("damaged between bytes 0x600000 and 0x800000"));
+    file.set_len(16 << 20).unwrap();
+    assert!(refused(&dir, &[]).contains("16777216 bytes, expected 33554432"));
+    fs::remove_file(&memory).unwrap();
+    fs::create_dir(&memory).unwrap();
+    assert!(refused(&dir, &[]).contains("it is not a regular file"));
+}
+
+/// The first restored VM locks the disk. A restore without the disk is refused too.
+#[test]
+fn second_restore_with_the_same_disk_is_refused() {
+    let files = tempfile::tempdir().unwrap();
+    guest_images::bare_metal::write_all(files.path()).unwrap();
+    let path = |name| files.path().join(name).to_str().unwrap().to_owned();
+    let (kernel, disk) = (path("selftest.elf"), path("disk"));
+    fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
+    let Some(mut vm) = spinning(&["--kernel", &kernel, "--disk", &disk]) else {
+        return;
+    };
+    let dir = take(&vm, &["--stop"]);
+    assert_eq!(vm.wait(), Some(0));
+    let first = restore(&dir, &["--disk", &disk]);
+    let runs = || state_of(&first, "two").starts_with("two: running");
+    eventually("it runs", runs);
+    assert!(refused(&dir, &["--disk", &disk]).contains("is in use by"));
+    assert!(refused(&dir, &[]).contains("2 virtio devices, this machine has 1"));
+    assert!(runs());
+}
+
+/// Parts of a VM that a snapshot cannot include are refused by name, and the VM goes on.
+#[test]
+fn unsupported_parts_are_named() {
+    let socket = tempfile::tempdir().unwrap();
+    let gdb = socket.path().join("gdb");
+    let Some(vm) = spinning(&["--gdb", gdb.to_str().unwrap()]) else {
+        return;
+    };
+    let dir = vm.runtime.path().join("saved");
+    let (status, line) = said(&mut vm.operator(&["ctl", "one", "snapshot", dir.to_str().unwrap()]));
+    assert_eq!(status, Some(2), "{line}");
+    assert!(
+        line.contains("a snapshot cannot include --gdb; start the VM without"),
+        "{line}"
+    );
+    assert!(!dir.exists());
+    assert!(state_of(&vm, "one").starts_with("one: running"));
+}

@@ -1,0 +1,103 @@
+//! Checksums of the memory file.
+//!
+//! Restoring maps the memory file and does not read it, so damage is found only if the user asks for
+//! it. Damage harms the guest, never the VMM.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt as _;
+
+use crate::state::SavedMemory;
+
+/// Size of a piece of the memory file with a checksum of its own, in bytes.
+pub const CHUNK_BYTES: u64 = 2 << 20;
+/// Number of bytes read at once.
+const READ_BYTES: usize = 1 << 20;
+
+/// Reason for rejecting a memory file.
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryFileError {
+    /// The file cannot be read.
+    #[error("it cannot be read")]
+    Read(#[from] io::Error),
+    /// The file is shorter or longer than the guest's memory.
+    #[error("it has {have} bytes, expected {need}: it was truncated, extended, or belongs to another state")]
+    Length {
+        /// Size of the file in bytes.
+        have: u64,
+        /// Size of guest memory in bytes.
+        need: u64,
+    },
+    /// The state does not have one checksum per chunk.
+    #[error("the state has {have} checksums of memory, expected {need}")]
+    Checksums {
+        /// Number of checksums.
+        have: usize,
+        /// Number of chunks.
+        need: u64,
+    },
+    /// A chunk does not match its checksum.
+    #[error("it is damaged between bytes {start:#x} and {end:#x}: the checksum does not match")]
+    Damaged {
+        /// First byte of the chunk.
+        start: u64,
+        /// First byte after the chunk.
+        end: u64,
+    },
+}
+
+/// Checks the sizes of a memory file and of its checksums.
+///
+/// # Errors
+/// Returns [`MemoryFileError::Length`] or [`MemoryFileError::Checksums`] if they do not match
+/// `memory`, and [`MemoryFileError::Read`] if the size of the file is unknown.
+pub fn check_size(file: &File, memory: &SavedMemory) -> Result<(), MemoryFileError> {
+    let have = file.metadata()?.len();
+    if have != memory.bytes {
+        return Err(MemoryFileError::Length {
+            have,
+            need: memory.bytes,
+        });
+    }
+    let need = memory.bytes.div_ceil(CHUNK_BYTES);
+    if u64::try_from(memory.crcs.len()) != Ok(need) {
+        return Err(MemoryFileError::Checksums {
+            have: memory.crcs.len(),
+            need,
+        });
+    }
+    Ok(())
+}
+
+/// Reads the whole memory file and compares its checksums.
+///
+/// # Errors
+/// Returns the errors of [`check_size`], and [`MemoryFileError::Damaged`] for the first chunk that
+/// does not match.
+pub fn verify(file: &File, memory: &SavedMemory) -> Result<(), MemoryFileError> {
+    check_size(file, memory)?;
+    let mut buffer = vec![0; READ_BYTES];
+    let mut start = 0;
+    for &crc in &memory.crcs {
+        let end = memory.bytes.min(start + CHUNK_BYTES);
+        let mut hasher = crc32fast::Hasher::new();
+        let mut at = start;
+        while at < end {
+            let count = usize::try_from(end - at).unwrap_or(READ_BYTES).min(READ_BYTES);
+            file.read_exact_at(&mut buffer[..count], at)?;
+            hasher.update(&buffer[..count]);
+            at += count as u64;
+        }
+        if hasher.finalize() != crc {
+            return Err(MemoryFileError::Damaged { start, end });
+        }
+        start = end;
+    }
+    Ok(())
+}
+
+/// Returns the checksum of a chunk.
+#[must_use]
+pub fn checksum(chunk: &[u8]) -> u32 {
+    crc32fast::hash(chunk)
+}

@@ -1,0 +1,339 @@
+//! Types of the saved state. Each type rejects unknown fields.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::Bytes;
+
+/// A saved machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SavedMachine {
+    /// Version of Perfvisor that saved the machine, for messages.
+    pub saved_by: String,
+    /// Options of `perfvisor run` that determine the machine: name without dashes, and value. None
+    /// is a path.
+    pub options: BTreeMap<String, String>,
+    /// The machine apart from its devices.
+    pub shape: MachineShape,
+    /// Events that the guest may count.
+    pub filter: SavedFilter,
+    /// The guest's kernel.
+    pub kernel: SavedKernel,
+    /// Interrupt controllers, timer and clock of KVM.
+    pub vm: SavedVm,
+    /// Present vCPUs in ascending order of their numbers.
+    pub vcpus: Vec<SavedVcpu>,
+    /// Devices of the board.
+    pub board: SavedBoard,
+    /// Virtio devices in the order of their PCI device numbers.
+    pub devices: Vec<SavedDevice>,
+    /// Size and checksums of the memory file.
+    pub memory: SavedMemory,
+}
+
+/// Properties of a machine that must be equal where it is restored.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MachineShape {
+    /// Number of vCPUs at the start of the VM.
+    pub vcpus_at_start: u8,
+    /// Maximum number of vCPUs.
+    pub max_vcpus: u8,
+    /// PMU model with its counters and their width.
+    pub pmu: String,
+    /// TSC frequency of the guest in kHz.
+    pub tsc_khz: u32,
+    /// The guest can end the VM through the debug-exit port.
+    pub debug_exit: bool,
+    /// RDPMC in user mode and in modules is emulated at the guest's #GP handler.
+    pub gp_gate: bool,
+}
+
+/// Filter of the events that the guest may count.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SavedFilter {
+    /// The listed events are allowed and all others denied; otherwise the reverse.
+    pub allows: bool,
+    /// Bitmap of listed fixed counters.
+    pub fixed_counters: u8,
+    /// Listed events: event select, mask of the unit mask, expected value of the masked bits, and
+    /// whether the entry excludes events that other entries list.
+    pub events: Vec<(u16, u8, u8, bool)>,
+}
+
+/// What the VMM knows of the guest's kernel.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SavedKernel {
+    /// Format of the image that was loaded: `linux`, `multiboot` or `pvh`.
+    pub format: String,
+    /// Guest-physical range of the kernel's segments: start and end.
+    pub range: [u64; 2],
+    /// Executable text of the loaded image.
+    pub text: Vec<SavedText>,
+    /// RDPMC instructions that were replaced by a trap in guest memory.
+    pub rdpmc_sites: Vec<SavedRdpmcSite>,
+    /// Kernel that the guest started itself; `None` if the loaded one runs.
+    pub restarted: Option<SavedRunningKernel>,
+    /// Guest-physical address of a replaced RDPMC that identifies the running kernel; 0 if unknown.
+    pub witness: u64,
+}
+
+/// A kernel that the guest started itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SavedRunningKernel {
+    /// IA32_LSTAR.
+    pub lstar: u64,
+    /// Guest-physical address of the SYSCALL entry point.
+    pub lstar_gpa: u64,
+}
+
+/// A range of executable text.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SavedText {
+    /// Link-time address.
+    pub virt: u64,
+    /// Guest-physical address.
+    pub phys: u64,
+    /// Length in bytes.
+    pub bytes: u64,
+}
+
+/// A replaced RDPMC instruction.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SavedRdpmcSite {
+    /// Linear address of the first byte.
+    pub virt: u64,
+    /// Guest-physical address of the first byte.
+    pub phys: u64,
+    /// Length in bytes.
+    pub length: u8,
+    /// Number of leading bytes that are separate instructions in 32-bit code.
+    pub lead: u8,
+    /// The adjacent bytes may be a port write of the guest's own.
+    pub next_to_port_write: bool,
+}
+
+/// Interrupt controllers, timer and clock of KVM.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SavedVm {
+    /// `struct kvm_irqchip` of the master PIC, the slave PIC and the I/O APIC.
+    pub irqchips: Vec<Bytes>,
+    /// `struct kvm_pit_state2`.
+    pub pit: Bytes,
+    /// kvmclock in nanoseconds.
+    pub clock_ns: u64,
+}
+
+/// A saved vCPU. Registers are the bytes of KVM's structures.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SavedVcpu {
+    /// Number of the vCPU.
+    pub id: u8,
+    /// CPUID leaves: function, index, flags, EAX, EBX, ECX, EDX.
+    pub cpuid: Vec<[u32; 7]>,
+    /// `struct kvm_mp_state`.
+    pub mp_state: Bytes,
+    /// `struct kvm_regs`.
+    pub regs: Bytes,
+    /// `struct kvm_sregs`.
+    pub sregs: Bytes,
+    /// `struct kvm_xsave` with the size that the host's KVM reports; empty if the host has no XSAVE.
+    pub xsave: Bytes,
+    /// `struct kvm_fpu`; empty if `xsave` is not.
+    pub fpu: Bytes,
+    /// `struct kvm_xcrs`; empty if the host has no XCRs.
+    pub xcrs: Bytes,
+    /// `struct kvm_debugregs`.
+    pub debug_regs: Bytes,
+    /// `struct kvm_lapic_state`.
+    pub lapic: Bytes,
+    /// `struct kvm_vcpu_events`.
+    pub events: Bytes,
+    /// MSRs of KVM's list: index and value.
+    pub msrs: Vec<(u32, u64)>,
+    /// Virtual PMU and the VMM's own state of the vCPU.
+    pub pmu: SavedVcpuPmu,
+}
+
+/// The virtual PMU of a vCPU, and the state of PMI delivery.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SavedVcpuPmu {
+    /// State of the register file in the format of the crate `vpmu`; empty without a PMU.
+    pub registers: Bytes,
+    /// Bits of IA32_DEBUGCTL that KVM holds.
+    pub debug_control: u64,
+    /// PMI that the guest still handles: `none`, `nmi`, or the number of a vector.
+    pub handled_pmi: SavedPmi,
+    /// Most recent emulated RDPMC that the guest has not left.
+    pub last_rdpmc: Option<SavedRdpmc>,
+    /// An NMI was sent for a PMI since the last emulated RDPMC.
+    pub nmi_sent: bool,
+    /// Number of consecutive NMIs for which an RDPMC was executed again.
+    pub nmi_repetitions: u32,
+}
+
+/// PMI that a guest handles.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SavedPmi {
+    /// None.
+    #[default]
+    None,
+    /// Delivered as an NMI.
+    Nmi,
+    /// Delivered as this vector.
+    Vector(u8),
+}
+
+/// An emulated RDPMC after which the guest has not executed an instruction.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SavedRdpmc {
+    /// Address of the RDPMC.
+    pub at: u64,
+    /// Address of the next instruction.
+    pub behind: u64,
+    /// Number of consecutive repetitions.
+    pub repetitions: u32,
+}
+
+/// Devices of the board.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SavedBoard {
+    /// Serial port.
+    pub serial: SavedSerial,
+    /// Index register of the CMOS.
+    pub cmos_index: u8,
+    /// CMOS memory.
+    pub cmos: Bytes,
+    /// Keyboard controller: configuration byte.
+    pub i8042_config: u8,
+    /// Keyboard controller: command that expects a data byte.
+    pub i8042_pending: Option<u8>,
+    /// Keyboard controller: byte in the output buffer.
+    pub i8042_output: Option<u8>,
+    /// fw_cfg: selected key.
+    pub fw_cfg_key: u16,
+    /// fw_cfg: position in the selected item.
+    pub fw_cfg_offset: u64,
+    /// ACPI PM1 status, enable and control registers.
+    pub acpi_pm: [u16; 3],
+    /// CPU hot-plug registers; `None` if the number of vCPUs is fixed.
+    pub cpu_plug: Option<SavedCpuPlug>,
+    /// Reset control register.
+    pub reset_control: u8,
+    /// System control port A.
+    pub control_a: u8,
+    /// Number of reads of system control port B.
+    pub control_b_reads: u8,
+    /// Address register of the PCI bus.
+    pub pci_address: u32,
+}
+
+/// A 16550 serial port.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SavedSerial {
+    /// Divisor latch, IER, IIR, LCR, LSR, MCR, MSR and scratch register: low and high byte of the
+    /// divisor come first.
+    pub registers: [u8; 9],
+    /// Receive buffer.
+    pub input: Bytes,
+}
+
+/// CPU hot-plug registers. Sets of processors are bitmaps.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SavedCpuPlug {
+    /// Present processors.
+    pub shown: u64,
+    /// Processors with the inserted bit.
+    pub inserted: u64,
+    /// Processors with the ejection-requested bit.
+    pub called: u64,
+    /// Ejection requests without an answer.
+    pub asked_for: u64,
+    /// Selected processor.
+    pub selector: u8,
+    /// Event that _OST reports on.
+    pub event: [u8; 4],
+    /// Status that _OST reports.
+    pub status: [u8; 4],
+}
+
+/// A virtio device with its PCI function. Its queues continue at the positions in guest memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SavedDevice {
+    /// Virtio device ID.
+    pub id: u32,
+    /// Name, such as `disk0`.
+    pub name: String,
+    /// Offered feature bits.
+    pub offered: u64,
+    /// Device configuration.
+    pub config: Bytes,
+    /// PCI configuration space.
+    pub config_space: Bytes,
+    /// Accepted feature bits.
+    pub accepted: u64,
+    /// Selectors of the device and driver features.
+    pub feature_selects: [u32; 2],
+    /// Interrupt vector of configuration changes.
+    pub config_vector: u16,
+    /// Device status, with DEVICE_NEEDS_RESET.
+    pub status: u8,
+    /// Configuration generation.
+    pub generation: u8,
+    /// Selected queue.
+    pub queue_select: u16,
+    /// Queues.
+    pub queues: Vec<SavedQueue>,
+    /// The device works, because its driver has set DRIVER_OK.
+    pub active: bool,
+    /// MSI-X message control.
+    pub msix_control: u16,
+    /// MSI-X table.
+    pub msix_table: Bytes,
+    /// Pending masked interrupts, one bit each.
+    pub msix_pending: Bytes,
+}
+
+/// Registers of a virtqueue.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SavedQueue {
+    /// Size in entries.
+    pub size: u16,
+    /// Interrupt vector.
+    pub vector: u16,
+    /// Enabled by the driver.
+    pub enabled: bool,
+    /// Address of the descriptor table.
+    pub descriptors: u64,
+    /// Address of the available ring.
+    pub avail: u64,
+    /// Address of the used ring.
+    pub used: u64,
+}
+
+/// Size and checksums of the memory file.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SavedMemory {
+    /// Size of guest RAM, and of the file, in bytes.
+    pub bytes: u64,
+    /// CRC-32 of each chunk of [`crate::memory::CHUNK_BYTES`]; the last one may be shorter.
+    pub crcs: Vec<u32>,
+}

@@ -1,0 +1,4 @@
+//! Integration tests of the format of saved machines.
+
+mod format;
+mod memory;

@@ -1,0 +1,150 @@
+//! Saves a paused vCPU to a snapshot, and restores the state that the VMM keeps for it.
+//!
+//! The control server pauses the VM and asks each vCPU thread in two steps:
+//!
+//! 1. *Settle*: complete the last exit in KVM, which hides the pending half of an instruction, and
+//!    count its instruction. Afterwards no vCPU accesses a device.
+//! 2. *Save*, after the devices have stopped: read the state. Interrupts that the devices have raised
+//!    until then are in the local APIC.
+
+use std::sync::Arc;
+
+use perf_core::error_line;
+use snapshot::Bytes;
+use snapshot::state::{SavedVcpu, SavedVcpuPmu};
+use vpmu::StateError;
+
+use super::control::RunState;
+use super::debugctl::DebugControl;
+use super::rdpmc::{LastRdpmc, PendingNmi};
+use super::running::{ExitCompletion, Running, Vcpu};
+use crate::kvm::call::KvmIoctlError;
+use crate::kvm::saved_vcpu::VcpuStateLayout;
+
+/// Progress of a vCPU in a snapshot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum SavePhase {
+    /// No snapshot is being taken, or the vCPU has not noticed it.
+    #[default]
+    None,
+    /// The last exit must be completed.
+    Settling,
+    /// The last exit is complete, and its instruction is counted.
+    Settled,
+}
+
+/// Error of saving a vCPU.
+#[derive(Debug, thiserror::Error)]
+pub enum SaveVcpuError {
+    /// The VM has been resumed meanwhile.
+    #[error("vCPU {0} is not paused")]
+    NotPaused(u8),
+    /// KVM cannot read a part of the state.
+    #[error("vCPU {0} cannot be saved")]
+    Kvm(u8, #[source] KvmIoctlError),
+}
+
+impl Running {
+    /// Counts the instruction of the completed exit, and reports that the vCPU is settled.
+    pub(super) fn finish_settling(&mut self) {
+        if let Some(pmu) = &mut self.pmu {
+            pmu.reconcile();
+        }
+        self.count_completed_instruction();
+        if let Some(rdpmc) = &mut self.rdpmc {
+            rdpmc.check_kernel_now();
+        }
+        self.save_phase = SavePhase::Settled;
+        self.slot.request_queue().answer_settled();
+    }
+
+    /// Counts the instruction that an exit has completed.
+    pub(super) fn count_completed_instruction(&mut self) {
+        let Some(pmu) = &mut self.pmu else { return };
+        match std::mem::take(&mut self.completed) {
+            ExitCompletion::None => {}
+            ExitCompletion::AtCpl0 => pmu.count_emulated_instruction(|| 0),
+            ExitCompletion::AtAnyCpl => {
+                let fd = &self.fd;
+                pmu.count_emulated_instruction(|| fd.get_sregs().map_or(0, |sregs| sregs.ss.dpl));
+            }
+        }
+    }
+
+    /// Makes KVM fill in the `kvm_run` page of a restored vCPU, without executing guest code. A due PMI
+    /// is delivered before the first entry only if the state of the local APIC is known.
+    pub(super) fn read_run_page(&mut self) {
+        if let Err(e) = self.fd.complete_exit() {
+            // The first entry fails too, and reports the error.
+            log::debug!("vcpu{}: {}", self.id, error_line(&e));
+        }
+    }
+
+    /// Answers a request for the state of this vCPU.
+    pub(super) fn answer_save(&mut self, layout: &Arc<VcpuStateLayout>) {
+        let saved = self.save(layout);
+        self.slot.request_queue().answer_saved(saved);
+    }
+
+    fn save(&mut self, layout: &VcpuStateLayout) -> Result<SavedVcpu, SaveVcpuError> {
+        if self.save_phase != SavePhase::Settled || self.control.state() != RunState::Paused {
+            return Err(SaveVcpuError::NotPaused(self.id));
+        }
+        let mut saved = layout
+            .save(self.id, &self.fd)
+            .map_err(|e| SaveVcpuError::Kvm(self.id, e))?;
+        let leaves = self.kept.cpuid().as_slice().iter();
+        saved.cpuid = leaves.map(cpuid_leaf).collect();
+        let (nmi_sent, nmi_repetitions) = self.sent_nmi.saved();
+        saved.pmu = SavedVcpuPmu {
+            registers: Bytes(
+                self.pmu
+                    .as_mut()
+                    .map(crate::pmu::VcpuPmu::save)
+                    .unwrap_or_default(),
+            ),
+            debug_control: self.debug_control.as_ref().map_or(0, DebugControl::read),
+            handled_pmi: self.lvtpc.handled(),
+            last_rdpmc: self.last_read.saved(),
+            nmi_sent,
+            nmi_repetitions,
+        };
+        Ok(saved)
+    }
+}
+
+/// Returns a CPUID leaf as it is saved.
+pub(crate) fn cpuid_leaf(leaf: &kvm_bindings::kvm_cpuid_entry2) -> [u32; 7] {
+    [
+        leaf.function,
+        leaf.index,
+        leaf.flags,
+        leaf.eax,
+        leaf.ebx,
+        leaf.ecx,
+        leaf.edx,
+    ]
+}
+
+impl Vcpu {
+    /// Restores the virtual PMU and the VMM's own state of the vCPU.
+    ///
+    /// # Errors
+    /// Returns a [`StateError`] if the state is not one of this PMU.
+    pub fn restore(&mut self, saved: SavedVcpuPmu) -> Result<(), StateError> {
+        if let Some(pmu) = &mut self.pmu {
+            pmu.restore(&saved.registers.0)?;
+        }
+        if let Some(control) = &mut self.debug_control {
+            control.restore(saved.debug_control);
+        }
+        self.lvtpc.restore_handled(saved.handled_pmi);
+        if let Some(rdpmc) = &mut self.rdpmc {
+            rdpmc.check_kernel_now();
+        }
+        self.is_restored = true;
+        self.last_read = LastRdpmc::restored(saved.last_rdpmc);
+        self.sent_nmi = PendingNmi::restored(saved.nmi_sent, saved.nmi_repetitions);
+        Ok(())
+    }
+}

@@ -1,0 +1,382 @@
+//! Restores a VM from a snapshot: checks that this machine is like the saved one, and writes its
+//! state before any thread of it runs.
+
+use std::fs::File;
+use std::sync::Arc;
+
+use guest_patching::finder::TextRange;
+use guest_patching::sites;
+use kernel_images::packed::PackedSymbols;
+use snapshot::memory::{self, MemoryFileError};
+use snapshot::state::{MachineShape, SavedFilter, SavedKernel, SavedMachine, SavedVcpu, SavedVcpuPmu};
+use vpmu::filter::{FilterAction, FilterEntrySpec, FilterError, FilterSpec};
+use vpmu::{EventFilter, StateError};
+
+use super::error::VmError;
+use crate::boot::{EntryState, KernelFormat, LoadedGuest};
+use crate::devices::Bus;
+use crate::devices::cpu_plug::VcpuSet;
+use crate::devices::saved::RestoreBoardError;
+use crate::kvm::call::KvmIoctlError;
+use crate::kvm::chips::IrqchipState;
+use crate::kvm::saved_vcpu::{RestoreVcpuError, VcpuStateLayout};
+use crate::kvm::vm_fd::VmFd;
+use crate::memory::GuestRam;
+use crate::pmu::VmPmu;
+use crate::vcpu::kvm_vcpu::KvmVcpu;
+use crate::vcpu::saved::cpuid_leaf;
+
+/// Maximum difference of the TSC frequency, in parts per million, as between two boots of a host.
+const MAX_TSC_DIFFERENCE_PPM: u64 = 250;
+
+/// A snapshot from which a VM is restored. Its memory file is mapped and never written.
+#[derive(Debug)]
+pub struct RestoredMachine {
+    /// The saved state.
+    pub state: Box<SavedMachine>,
+    /// The memory file.
+    pub memory: File,
+}
+
+/// Reason why a VM cannot be restored from a snapshot.
+#[derive(Debug, thiserror::Error)]
+pub enum RestoreError {
+    /// The memory file does not fit the state.
+    #[error("the memory file of the snapshot cannot be used")]
+    Memory(#[from] MemoryFileError),
+    /// The state is impossible.
+    #[error("the snapshot has {0} that no VM can have")]
+    Impossible(&'static str),
+    /// The event filter is invalid.
+    #[error("the event filter of the snapshot cannot be used")]
+    Filter(#[from] FilterError),
+    /// A property of the machine differs.
+    #[error("the snapshot has {what} {saved}, this machine {here}")]
+    Shape {
+        /// Property.
+        what: &'static str,
+        /// Saved value.
+        saved: String,
+        /// Value of this machine.
+        here: String,
+    },
+    /// A CPUID leaf differs.
+    #[error(
+        "CPUID leaf {leaf:#x} of vCPU {vcpu} is not the one of the snapshot: the host's processor, KVM or microcode differs"
+    )]
+    Cpuid {
+        /// Number of the vCPU.
+        vcpu: u8,
+        /// Number of the leaf.
+        leaf: u32,
+    },
+    /// A vCPU cannot be restored.
+    #[error(transparent)]
+    Vcpu(#[from] RestoreVcpuError),
+    /// The virtual PMU of a vCPU cannot be restored.
+    #[error("the virtual PMU of vCPU {0} cannot be restored")]
+    Pmu(u8, #[source] StateError),
+    /// The devices cannot be restored.
+    #[error(transparent)]
+    Board(#[from] RestoreBoardError),
+    /// KVM refused a part of the state.
+    #[error(transparent)]
+    Kvm(#[from] KvmIoctlError),
+}
+
+impl RestoredMachine {
+    /// Maps the memory file as guest RAM, and returns the kernel that is in it.
+    pub(super) fn load(&self, ram: &mut GuestRam) -> Result<LoadedGuest, VmError> {
+        let saved = &self.state.memory;
+        memory::check_size(&self.memory, saved).map_err(RestoreError::from)?;
+        if saved.bytes != ram.size_bytes() {
+            return Err(RestoreError::Impossible("two sizes of memory").into());
+        }
+        ram.map_snapshot(&self.memory)?;
+        Ok(loaded_guest(&self.state.kernel, !self.state.devices.is_empty())?)
+    }
+
+    /// Returns the present vCPUs with the parts of their states that the VMM keeps.
+    pub(super) fn into_vcpus(self) -> (VcpuSet, Vec<(u8, SavedVcpuPmu)>) {
+        let state = *self.state;
+        let vcpus: Vec<_> = state.vcpus.into_iter().map(|vcpu| (vcpu.id, vcpu.pmu)).collect();
+        let present = vcpus.iter().map(|(id, _)| VcpuSet::of(*id));
+        (present.fold(VcpuSet::default(), VcpuSet::with), vcpus)
+    }
+}
+
+/// Parts of a new machine that are restored.
+pub(super) struct NewMachine<'a> {
+    pub(super) fd: &'a VmFd,
+    pub(super) layout: &'a VcpuStateLayout,
+    pub(super) vcpus: &'a [KvmVcpu],
+    pub(super) bus: &'a Bus,
+    pub(super) pmu: &'a Arc<VmPmu>,
+    pub(super) shape: &'a MachineShape,
+}
+
+impl NewMachine<'_> {
+    /// Writes the saved state to the machine. Nothing runs, so an error leaves no trace.
+    pub(super) fn restore(&self, saved: &SavedMachine) -> Result<(), RestoreError> {
+        self.check_shape(&saved.shape)?;
+        let ids: Vec<u8> = saved.vcpus.iter().map(|vcpu| vcpu.id).collect();
+        let fixed = self.shape.vcpus_at_start == self.shape.max_vcpus;
+        // vCPU 0 cannot be removed.
+        if ids.first() != Some(&0)
+            || !ids.is_sorted_by(|a, b| a < b)
+            || fixed && ids.len() != usize::from(self.shape.max_vcpus)
+        {
+            return Err(RestoreError::Impossible("numbers of vCPUs"));
+        }
+        for vcpu in &saved.vcpus {
+            let here = self.vcpus.get(usize::from(vcpu.id));
+            self.restore_vcpu(vcpu, here.ok_or(RestoreError::Impossible("numbers of vCPUs"))?)?;
+        }
+        let chips = IrqchipState::from_saved(&saved.vm);
+        chips
+            .ok_or(RestoreError::Impossible("interrupt controllers"))?
+            .restore(self.fd)?;
+        self.fd.set_clock_ns(saved.vm.clock_ns)?;
+        self.bus.restore(&saved.board, &saved.devices)?;
+        for vcpu in &saved.vcpus {
+            match self.vcpus[usize::from(vcpu.id)].fd().kvmclock_ctrl() {
+                // EINVAL means that the guest does not use the clock of this vCPU.
+                Err(e) if e.errno() != libc::EINVAL => return Err(e.into()),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn restore_vcpu(&self, saved: &SavedVcpu, here: &KvmVcpu) -> Result<(), RestoreError> {
+        let id = saved.id;
+        let leaves: Vec<[u32; 7]> = here.cpuid().as_slice().iter().map(cpuid_leaf).collect();
+        if let Some((leaf, _)) = leaves.iter().zip(&saved.cpuid).find(|(a, b)| a != b) {
+            return Err(RestoreError::Cpuid {
+                vcpu: id,
+                leaf: leaf[0],
+            });
+        }
+        if leaves.len() != saved.cpuid.len() {
+            return Err(RestoreError::Impossible("another number of CPUID leaves"));
+        }
+        // The thread of the vCPU restores the registers again, where an error would come too late.
+        let mut pmu = self.pmu.vcpu(id, here.tsc_khz());
+        pmu.restore(&saved.pmu.registers.0)
+            .map_err(|e| RestoreError::Pmu(id, e))?;
+        Ok(self.layout.restore(saved, here.fd())?)
+    }
+
+    fn check_shape(&self, saved: &MachineShape) -> Result<(), RestoreError> {
+        let here = self.shape;
+        let (low, high) = (saved.tsc_khz.min(here.tsc_khz), saved.tsc_khz.max(here.tsc_khz));
+        let difference = u64::from(high - low) * 1_000_000;
+        let same_tsc = difference <= u64::from(low) * MAX_TSC_DIFFERENCE_PPM;
+        let compared = [
+            (
+                "a PMU",
+                saved.pmu == here.pmu,
+                saved.pmu.clone(),
+                here.pmu.clone(),
+            ),
+            (
+                "a TSC frequency in kHz of",
+                same_tsc,
+                saved.tsc_khz.to_string(),
+                here.tsc_khz.to_string(),
+            ),
+            (
+                "a maximum number of vCPUs of",
+                (saved.vcpus_at_start, saved.max_vcpus) == (here.vcpus_at_start, here.max_vcpus),
+                saved.max_vcpus.to_string(),
+                here.max_vcpus.to_string(),
+            ),
+            (
+                "a debug-exit port:",
+                saved.debug_exit == here.debug_exit,
+                saved.debug_exit.to_string(),
+                here.debug_exit.to_string(),
+            ),
+            (
+                "RDPMC at the #GP handler:",
+                saved.gp_gate == here.gp_gate,
+                saved.gp_gate.to_string(),
+                here.gp_gate.to_string(),
+            ),
+        ];
+        match compared.into_iter().find(|(_, same, ..)| !same) {
+            None => Ok(()),
+            Some((what, _, saved, here)) => Err(RestoreError::Shape {
+                what,
+                // The text comes from the snapshot and goes into a message of one line.
+                saved: saved.chars().filter(|c| !c.is_control()).take(80).collect(),
+                here,
+            }),
+        }
+    }
+}
+
+/// Returns the kernel in restored memory, without symbols.
+fn loaded_guest(saved: &SavedKernel, pci: bool) -> Result<LoadedGuest, RestoreError> {
+    let kind = match saved.format.as_str() {
+        "linux" => KernelFormat::Vmlinux,
+        "multiboot" => KernelFormat::Multiboot,
+        "pvh" => KernelFormat::Pvh,
+        _ => return Err(RestoreError::Impossible("a kernel format")),
+    };
+    let text = saved.text.iter().map(|text| TextRange {
+        virt: text.virt,
+        phys: text.phys,
+        len_bytes: text.bytes,
+    });
+    Ok(LoadedGuest {
+        kind,
+        entry: EntryState::Protected32 {
+            eip: 0,
+            eax: 0,
+            ebx: 0,
+        },
+        kernel: saved.range[0]..saved.range[1],
+        initrd: None,
+        pci,
+        text: text.collect(),
+        symbols: Arc::new(PackedSymbols::default()),
+        rdpmc_sites: sites::from_saved(&saved.rdpmc_sites)
+            .ok_or(RestoreError::Impossible("RDPMC instructions"))?,
+        event_tables: Vec::new(),
+        topdown: Vec::new(),
+        user_rdpmc: None,
+    })
+}
+
+/// Returns the name of a kernel format in a snapshot.
+pub(super) fn format_name(kind: &KernelFormat) -> &'static str {
+    match kind {
+        KernelFormat::Vmlinux | KernelFormat::BzImage { .. } => "linux",
+        KernelFormat::Multiboot => "multiboot",
+        KernelFormat::Pvh => "pvh",
+    }
+}
+
+/// Returns the event filter of a snapshot.
+///
+/// # Errors
+/// Returns [`RestoreError::Filter`] if it is invalid.
+pub fn event_filter(saved: &SavedFilter) -> Result<EventFilter, RestoreError> {
+    let events = saved
+        .events
+        .iter()
+        .map(|&(select, mask, matches, exclude)| FilterEntrySpec {
+            select: select.into(),
+            umask: None,
+            umask_mask: Some(mask.into()),
+            umask_match: Some(matches.into()),
+            exclude,
+        });
+    Ok(EventFilter::new(&FilterSpec {
+        action: if saved.allows {
+            FilterAction::Allow
+        } else {
+            FilterAction::Deny
+        },
+        fixed_counters: saved.fixed_counters.into(),
+        events: events.collect(),
+    })?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::io;
+    use std::os::unix::fs::FileExt as _;
+    use std::time::Duration;
+
+    use perf_core::pmu::host::HostProbe;
+
+    use super::*;
+    use crate::kvm::{call, host};
+    use crate::testing;
+    use crate::vm::save::Snapshot;
+    use crate::vm::{PendingKvmSetup, Vm, VmParts};
+
+    /// Guest code `hlt; jmp` to the start.
+    const HALT: [u8; 3] = [0xF4, 0xEB, 0xFD];
+
+    /// Takes a snapshot of a VM with two vCPUs and restores it. Returns the names of KVM's calls after
+    /// the last vCPU got its CPUID, or `None` without KVM.
+    fn calls_of_restore() -> Option<Vec<&'static str>> {
+        let source = testing::vm(&HALT, |_| ())?;
+        let mut snapshot = Snapshot::begin(source.snapshots(), BTreeMap::new()).unwrap();
+        while !snapshot.advance().unwrap() {
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        let memory = tempfile::tempfile().unwrap();
+        memory.set_len(snapshot.memory_bytes()).unwrap();
+        let mut next = 0;
+        while next < snapshot.memory_bytes() {
+            let piece = snapshot.read_memory(next).unwrap();
+            memory.write_all_at(&piece.data, next).unwrap();
+            next = piece.next;
+        }
+        let state = Box::new(snapshot::decode(&snapshot.state().unwrap()).unwrap());
+        drop((snapshot, source));
+        let kvm = host::open().unwrap();
+        let parts = VmParts {
+            begun: PendingKvmSetup::now(),
+            kvm: &kvm,
+            config: &testing::config(&HALT),
+            devices: Vec::new(),
+            probe: &HostProbe::run(),
+            console: Box::new(io::sink()),
+        };
+        call::log::start();
+        Vm::restore(parts, RestoredMachine { state, memory }).unwrap();
+        let mut calls = call::log::finish();
+        let cpuid = calls.iter().rposition(|call| *call == "KVM_SET_CPUID2");
+        Some(calls.split_off(cpuid.unwrap()))
+    }
+
+    /// Returns the position of the first and of the last call of a name.
+    fn positions(calls: &[&str], name: &str) -> (usize, usize) {
+        let first = calls.iter().position(|call| *call == name);
+        let last = calls.iter().rposition(|call| *call == name);
+        first.zip(last).unwrap_or_else(|| panic!("no {name}: {calls:?}"))
+    }
+
+    #[test]
+    fn lapic_comes_after_sregs_and_cpuid() {
+        const ORDER: [&str; 6] = [
+            "KVM_SET_SREGS",
+            "KVM_SET_REGS",
+            "KVM_SET_LAPIC",
+            "KVM_SET_MSRS",
+            "KVM_SET_MP_STATE",
+            "KVM_SET_VCPU_EVENTS",
+        ];
+        let Some(calls) = calls_of_restore() else { return };
+        let first = positions(&calls, "KVM_SET_SREGS").0;
+        let mut made: Vec<&str> = calls[first..].to_vec();
+        made.retain(|call| ORDER.contains(call));
+        made.dedup();
+        assert_eq!(made, [ORDER, ORDER].concat());
+    }
+
+    #[test]
+    fn ioapic_follows_lapics() {
+        let Some(calls) = calls_of_restore() else { return };
+        let lapics = positions(&calls, "KVM_SET_LAPIC").1;
+        assert!(positions(&calls, "KVM_SET_IRQCHIP").0 > lapics, "{calls:?}");
+    }
+
+    #[test]
+    fn kvmclock_is_set_once_and_guests_are_told() {
+        let Some(calls) = calls_of_restore() else { return };
+        let (first, last) = positions(&calls, "KVM_SET_CLOCK");
+        assert_eq!(first, last);
+        let told = calls
+            .iter()
+            .skip(last)
+            .filter(|call| **call == "KVM_KVMCLOCK_CTRL");
+        assert_eq!(told.count(), 2, "{calls:?}");
+    }
+}

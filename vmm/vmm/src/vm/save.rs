@@ -1,0 +1,393 @@
+//! Saves a running VM to a snapshot.
+//!
+//! The client drives a [`Snapshot`] with requests, so the main loop never waits for a vCPU and the VM
+//! writes no file: the client receives memory and state in memory files and writes them.
+//!
+//! 1. [`Snapshot::begin`] pauses the VM and asks the vCPUs to complete their last exits.
+//! 2. [`Snapshot::advance`], repeated: when all vCPUs have settled, it stops the devices and asks the
+//!    vCPUs for their states; when all have answered, it reads the chips and the devices.
+//! 3. [`Snapshot::read_memory`], repeated, returns the memory in order.
+//! 4. [`Snapshot::state`] returns the state file, with the checksums of the memory.
+//!
+//! Dropping the snapshot resumes the devices and the vCPUs, so a client that is killed leaves a
+//! running VM.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use snapshot::memory::{CHUNK_BYTES, checksum};
+use snapshot::state::{MachineShape, SavedFilter, SavedKernel, SavedMachine, SavedMemory};
+use snapshot::{FormatError, encode};
+use vm_memory::{Bytes as _, GuestAddress, GuestMemoryError};
+use vpmu::EventFilter;
+use vpmu::filter::FilterAction;
+
+use crate::devices::Bus;
+use crate::kvm::call::KvmIoctlError;
+use crate::kvm::chips::IrqchipState;
+use crate::kvm::saved_vcpu::VcpuStateLayout;
+use crate::kvm::vm_fd::VmFd;
+use crate::memory::{GuestRam, MMIO_HOLE_END};
+use crate::pmu::VmPmu;
+use crate::vcpu::control::{RunControl, RunState};
+use crate::vcpu::registry::VcpuRegistry;
+use crate::vcpu::saved::SaveVcpuError;
+
+/// Maximum number of bytes that one [`Snapshot::read_memory`] examines. Each call delays the main
+/// loop.
+const MAX_SCANNED_BYTES: u64 = 16 << 20;
+/// A page of zeros, which the memory file does not contain.
+static ZERO_PAGE: [u8; 4096] = [0; 4096];
+
+/// Reason why a snapshot cannot be taken or continued.
+#[derive(Debug, thiserror::Error)]
+pub enum SnapshotError {
+    /// Parts of the VM that a snapshot cannot include.
+    #[error("a snapshot cannot include {0}; start the VM without")]
+    Unsupported(String),
+    /// The VM is in a state in which no snapshot can be taken.
+    #[error("no snapshot can be taken while {0}; try again")]
+    Busy(&'static str),
+    /// The VM has ended, or its guest has reset it.
+    #[error("the VM has ended or was reset during the snapshot")]
+    Ended,
+    /// A step was requested before the preceding one was complete.
+    #[error("the snapshot is not ready for this step")]
+    Order,
+    /// A vCPU cannot be saved.
+    #[error(transparent)]
+    Vcpu(#[from] SaveVcpuError),
+    /// KVM cannot read a part of the state.
+    #[error(transparent)]
+    Kvm(#[from] KvmIoctlError),
+    /// Guest memory cannot be read.
+    #[error("guest memory cannot be read")]
+    Memory(#[from] GuestMemoryError),
+    /// An RDPMC trap in the guest's #GP handler cannot be removed.
+    #[error("a snapshot cannot include the trap in the guest's handler of #GP, which the guest has changed")]
+    Trap,
+    /// The state cannot be encoded.
+    #[error(transparent)]
+    Format(#[from] FormatError),
+}
+
+/// Parts of a VM that a snapshot reads.
+pub struct SnapshotSource {
+    pub(super) fd: Arc<VmFd>,
+    pub(super) layout: Arc<VcpuStateLayout>,
+    pub(super) ram: GuestRam,
+    pub(super) bus: Arc<Bus>,
+    pub(super) pmu: Arc<VmPmu>,
+    pub(super) registry: Arc<VcpuRegistry>,
+    pub(super) control: Arc<RunControl>,
+    pub(super) shape: MachineShape,
+    /// Format and guest-physical range of the loaded kernel.
+    pub(super) kernel: (&'static str, Range<u64>),
+    /// Settings of the VM that a snapshot cannot include.
+    pub(super) unsupported: Vec<&'static str>,
+}
+
+impl std::fmt::Debug for SnapshotSource {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SnapshotSource").finish_non_exhaustive()
+    }
+}
+
+/// Progress of a snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// The vCPUs complete their last exits.
+    Settling,
+    /// The devices are stopped, and the vCPUs save their states.
+    Saving,
+    /// All states are known, and memory is being read.
+    Ready,
+}
+
+/// A piece of guest memory.
+#[derive(Debug)]
+pub struct MemoryPiece {
+    /// Offset of the piece in RAM, in bytes.
+    pub offset: u64,
+    /// Contents, or no bytes if the piece consists of zeros.
+    pub data: Vec<u8>,
+    /// Offset of the next piece; the size of RAM at the end.
+    pub next: u64,
+}
+
+/// A snapshot that is being taken. The VM is paused until it is dropped.
+#[derive(Debug)]
+pub struct Snapshot {
+    source: Arc<SnapshotSource>,
+    was_paused: bool,
+    phase: Phase,
+    machine: Box<SavedMachine>,
+    /// Offset of the next memory piece in bytes.
+    next: u64,
+    /// Checksum of a whole chunk of zeros, which is computed once.
+    zeros_crc: Option<u32>,
+}
+
+impl Snapshot {
+    /// Pauses the VM for a snapshot. `options` are the options of the command line that determine
+    /// the machine.
+    ///
+    /// # Errors
+    /// Returns [`SnapshotError::Unsupported`] with all parts that a snapshot cannot include, and
+    /// [`SnapshotError::Busy`] if the VM is ending, resetting, stopped by a debugger, or changes the
+    /// number of its vCPUs.
+    pub fn begin(
+        source: &Arc<SnapshotSource>,
+        options: BTreeMap<String, String>,
+    ) -> Result<Self, SnapshotError> {
+        let mut unsupported = source.unsupported.clone();
+        if let Some(pci) = source.bus.pci() {
+            unsupported.extend(pci.unsupported_in_snapshot());
+        }
+        if !unsupported.is_empty() {
+            return Err(SnapshotError::Unsupported(unsupported.join(", ")));
+        }
+        if source.registry.taken().any(|slot| slot.is_stop_requested()) {
+            return Err(SnapshotError::Busy("a vCPU is being removed"));
+        }
+        match source.control.state() {
+            RunState::Running | RunState::Paused => {}
+            RunState::Held => return Err(SnapshotError::Busy("a debugger stops the VM")),
+            RunState::Resetting => return Err(SnapshotError::Busy("the guest resets the machine")),
+            RunState::Stopped => return Err(SnapshotError::Ended),
+        }
+        let was_paused = source.control.is_pause_requested();
+        if !source.control.set_paused(true) {
+            return Err(SnapshotError::Ended);
+        }
+        for slot in source.registry.taken() {
+            slot.request_queue().request_settling();
+        }
+        source.deliver();
+        let machine = SavedMachine {
+            saved_by: env!("CARGO_PKG_VERSION").to_owned(),
+            options,
+            shape: source.shape.clone(),
+            filter: saved_filter(&source.pmu.filter()),
+            memory: SavedMemory {
+                bytes: source.ram.size_bytes(),
+                crcs: Vec::new(),
+            },
+            ..SavedMachine::default()
+        };
+        Ok(Self {
+            source: source.clone(),
+            was_paused,
+            phase: Phase::Settling,
+            machine: Box::new(machine),
+            next: 0,
+            zeros_crc: None,
+        })
+    }
+
+    /// Performs the possible steps, and returns `true` when the states of all parts are known.
+    ///
+    /// # Errors
+    /// Returns [`SnapshotError::Ended`] if the VM no longer waits, [`SnapshotError::Trap`] if code of
+    /// the VMM stays in guest memory, and the errors of reading the state.
+    pub fn advance(&mut self) -> Result<bool, SnapshotError> {
+        let source = self.source.clone();
+        if source.control.state() != RunState::Paused {
+            return Err(SnapshotError::Ended);
+        }
+        let mut slots = source.registry.taken();
+        match self.phase {
+            Phase::Settling => {
+                let settled = slots.all(|slot| slot.request_queue().is_settled());
+                if settled && source.control.parked() >= source.registry.taken().count() {
+                    source.quiesce()?;
+                    for slot in source.registry.taken() {
+                        slot.request_queue().request_save(source.layout.clone());
+                    }
+                    source.deliver();
+                    self.phase = Phase::Saving;
+                }
+            }
+            Phase::Saving => {
+                if slots.all(|slot| slot.request_queue().has_saved()) {
+                    self.collect()?;
+                    self.phase = Phase::Ready;
+                }
+            }
+            Phase::Ready => {}
+        }
+        Ok(self.phase == Phase::Ready)
+    }
+
+    /// Reads the states of all parts except memory.
+    fn collect(&mut self) -> Result<(), SnapshotError> {
+        let source = &self.source;
+        for slot in source.registry.taken() {
+            let saved = slot.request_queue().take_saved().ok_or(SnapshotError::Order)?;
+            self.machine.vcpus.push(saved?);
+        }
+        self.machine.vm = IrqchipState::of(&source.fd)?.to_saved(source.fd.clock_ns()?);
+        let board = source.bus.save();
+        self.machine.board = board.ok_or(SnapshotError::Busy("a vCPU is being removed"))?;
+        if let Some(pci) = source.bus.pci() {
+            self.machine.devices = pci.save();
+        }
+        self.machine.kernel = source.saved_kernel();
+        Ok(())
+    }
+
+    /// Returns the size of guest memory in bytes.
+    #[must_use]
+    pub fn memory_bytes(&self) -> u64 {
+        self.machine.memory.bytes
+    }
+
+    /// Returns the next piece of guest memory, which begins at `offset`. Pieces of zeros are combined.
+    ///
+    /// # Errors
+    /// Returns [`SnapshotError::Order`] unless `offset` is the end of the previous piece, and
+    /// [`SnapshotError::Memory`] if memory cannot be read.
+    pub fn read_memory(&mut self, offset: u64) -> Result<MemoryPiece, SnapshotError> {
+        let bytes = self.machine.memory.bytes;
+        if self.phase != Phase::Ready || offset != self.next || offset >= bytes {
+            return Err(SnapshotError::Order);
+        }
+        let mut data = Vec::new();
+        let mut at = offset;
+        while at < bytes && at - offset < MAX_SCANNED_BYTES {
+            let count = usize::try_from(CHUNK_BYTES.min(bytes - at)).unwrap_or(usize::MAX);
+            data.resize(count, 0);
+            let memory = self.source.ram.memory();
+            memory.read_slice(&mut data, self.source.address_of(at))?;
+            let is_zero = data
+                .chunks(ZERO_PAGE.len())
+                .all(|page| *page == ZERO_PAGE[..page.len()]);
+            if !is_zero && at > offset {
+                // The next request returns this chunk.
+                break;
+            }
+            let crc = if is_zero && count as u64 == CHUNK_BYTES {
+                *self.zeros_crc.get_or_insert_with(|| checksum(&data))
+            } else {
+                checksum(&data)
+            };
+            self.machine.memory.crcs.push(crc);
+            at += count as u64;
+            if !is_zero {
+                self.next = at;
+                return Ok(MemoryPiece {
+                    offset,
+                    data,
+                    next: at,
+                });
+            }
+        }
+        self.next = at;
+        Ok(MemoryPiece {
+            offset,
+            data: Vec::new(),
+            next: at,
+        })
+    }
+
+    /// Returns the state file.
+    ///
+    /// # Errors
+    /// Returns [`SnapshotError::Order`] before all memory has been read, and
+    /// [`SnapshotError::Format`] if the state is too large.
+    pub fn state(&self) -> Result<Vec<u8>, SnapshotError> {
+        if self.phase != Phase::Ready || self.next != self.machine.memory.bytes {
+            return Err(SnapshotError::Order);
+        }
+        Ok(encode(&self.machine)?)
+    }
+}
+
+impl Drop for Snapshot {
+    fn drop(&mut self) {
+        let source = &self.source;
+        if source.control.state() == RunState::Stopped {
+            return;
+        }
+        if let Some(pci) = source.bus.pci() {
+            pci.resume();
+        }
+        if !self.was_paused {
+            source.control.set_paused(false);
+        }
+        source.deliver();
+    }
+}
+
+impl SnapshotSource {
+    /// Makes the vCPUs process their pending requests.
+    fn deliver(&self) {
+        self.control.wake_parked();
+        self.registry.kicker().kick();
+    }
+
+    /// Stops the devices, and removes code of the VMM from guest memory.
+    fn quiesce(&self) -> Result<(), SnapshotError> {
+        if let Some(pci) = self.bus.pci() {
+            pci.quiesce();
+        }
+        let factory = self.registry.factory();
+        let trap = factory.rdpmc.as_ref().and_then(|rdpmc| rdpmc.gate.as_ref());
+        match trap.and_then(|(trap, _)| trap.as_ref()) {
+            Some(trap) if !trap.remove_for_snapshot(self.ram.memory()) => Err(SnapshotError::Trap),
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns what the VMM knows of the guest's kernel.
+    fn saved_kernel(&self) -> SavedKernel {
+        let (format, range) = &self.kernel;
+        let mut kernel = SavedKernel {
+            format: (*format).to_owned(),
+            range: [range.start, range.end],
+            ..SavedKernel::default()
+        };
+        if let Some(rdpmc) = &self.registry.factory().rdpmc {
+            kernel.rdpmc_sites = rdpmc.sites.save();
+            if let Some(running) = &rdpmc.running {
+                running.save(&mut kernel);
+            }
+        }
+        kernel
+    }
+
+    /// Returns the guest-physical address of an offset in RAM. A chunk never contains the hole below
+    /// 4 GiB, whose start is a multiple of the chunk size.
+    fn address_of(&self, offset: u64) -> GuestAddress {
+        let low_end = self.ram.low_end();
+        GuestAddress(if offset < low_end {
+            offset
+        } else {
+            MMIO_HOLE_END + (offset - low_end)
+        })
+    }
+}
+
+fn saved_filter(filter: &EventFilter) -> SavedFilter {
+    let entries = filter.entries().iter();
+    SavedFilter {
+        allows: filter.action() == FilterAction::Allow,
+        fixed_counters: filter.fixed_counters(),
+        events: entries
+            .map(|entry| (entry.select, entry.mask, entry.matches, entry.exclude))
+            .collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::MMIO_HOLE_START;
+
+    /// Otherwise a chunk would be read from the addresses of the interrupt controllers.
+    #[test]
+    fn chunks_do_not_cross_the_hole_below_4_gib() {
+        assert!(MMIO_HOLE_START.is_multiple_of(CHUNK_BYTES));
+    }
+}

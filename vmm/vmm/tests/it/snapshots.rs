@@ -1,0 +1,420 @@
+//! Snapshots of a running guest: the guest's output with and without the cut is equal, and so are its
+//! counts and PMIs.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::unix::fs::FileExt as _;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use guest_patching::rdpmc::RdpmcMode;
+use perf_core::error_line;
+use perf_core::pmu::host::HostProbe;
+use snapshot::state::SavedMachine;
+use test_support::skip;
+use vmm::boot::KernelSource;
+use vmm::kvm::host;
+use vmm::pmu::PmuConfig;
+use vmm::vcpu::control::StopReason;
+use vmm::vcpu::kick;
+use vmm::vm::restore::RestoredMachine;
+use vmm::vm::save::{Snapshot, SnapshotError};
+use vmm::vm::{PendingKvmSetup, RunningVm, Vm, VmConfig, VmParts};
+use vpmu::{BackingPolicy, PmuModel};
+
+/// Code of `snapshots/guest.s`.
+const GUEST: &[u8] = include_bytes!("snapshots/guest.bin");
+/// Number of rounds of the guest.
+const ROUNDS: u32 = 2000;
+/// Exit status of the guest: (0x10 << 1) | 1.
+const DONE: StopReason = StopReason::DebugExit(33);
+/// Number of snapshots of a test run. `PERFVISOR_SNAPSHOTS` changes it.
+const SNAPSHOTS: usize = 25;
+/// Number of snapshots of the guests with one kind of exit.
+const STRING_SNAPSHOTS: usize = 8;
+
+/// Output of the serial port.
+#[derive(Clone, Default)]
+struct Output(Arc<Mutex<Vec<u8>>>);
+
+impl Output {
+    fn bytes(&self) -> Vec<u8> {
+        self.0.lock().unwrap().clone()
+    }
+
+    fn len(&self) -> usize {
+        self.0.lock().unwrap().len()
+    }
+}
+
+impl Write for Output {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Returns a multiboot image with this code.
+fn kernel(code: &[u8]) -> Vec<u8> {
+    let load = 0x10_0000u32;
+    let (magic, flags) = (0x1BAD_B002u32, 0x1_0003u32);
+    let sum = 0u32.wrapping_sub(magic).wrapping_sub(flags);
+    let header = [magic, flags, sum, load, load, 0, load + 0x1000, load + 32];
+    let header = header.iter().flat_map(|word| word.to_le_bytes());
+    header.chain(code.iter().copied()).collect()
+}
+
+fn config(code: &[u8]) -> VmConfig {
+    let image: &'static [u8] = kernel(code).leak();
+    let pmu = PmuConfig::new(PmuModel::INTEL, BackingPolicy::Clock);
+    VmConfig {
+        rdpmc: RdpmcMode::Auto,
+        ..VmConfig::new(KernelSource::Builtin(image), 32 << 20, pmu)
+    }
+}
+
+struct TestVm {
+    vm: RunningVm,
+    output: Output,
+}
+
+impl TestVm {
+    /// Starts the guest, or restores it. Returns `None` without KVM.
+    fn start(config: &VmConfig, saved: Option<RestoredMachine>) -> Option<Self> {
+        Self::build(config, saved).map(|built| built.unwrap_or_else(|line| panic!("{line}")))
+    }
+
+    fn build(config: &VmConfig, saved: Option<RestoredMachine>) -> Option<Result<Self, String>> {
+        let Ok(kvm) = host::open() else {
+            skip::skipped("no KVM here", false);
+            return None;
+        };
+        kick::install_handlers().unwrap();
+        let output = Output::default();
+        let parts = VmParts {
+            begun: PendingKvmSetup::now(),
+            kvm: &kvm,
+            config,
+            devices: Vec::new(),
+            probe: &HostProbe::run(),
+            console: Box::new(output.clone()),
+        };
+        let built = match saved {
+            None => Vm::boot(parts),
+            Some(saved) => Vm::restore(parts, saved),
+        };
+        Some(match built.and_then(Vm::start) {
+            Ok(vm) => Ok(Self { vm, output }),
+            Err(e) => Err(error_line(&e)),
+        })
+    }
+
+    /// Waits for the end of the guest, and returns its output.
+    fn finish(mut self) -> Vec<u8> {
+        while self.vm.control().reason().is_none() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.vm.stop_and_join();
+        assert_eq!(self.vm.control().reason(), Some(DONE));
+        self.output.bytes()
+    }
+
+    /// Takes a snapshot. Returns it with the length of the output at the cut, or `None` if the guest
+    /// has ended. The guest goes on.
+    fn snapshot(&self) -> Option<(RestoredMachine, usize)> {
+        let begun = Snapshot::begin(self.vm.snapshots(), Default::default());
+        let mut snapshot = match begun {
+            Ok(snapshot) => snapshot,
+            Err(SnapshotError::Ended) => return None,
+            Err(e) => panic!("{}", error_line(&e)),
+        };
+        loop {
+            match snapshot.advance() {
+                Ok(true) => break,
+                Ok(false) => std::thread::sleep(Duration::from_micros(50)),
+                Err(SnapshotError::Ended) => return None,
+                Err(e) => panic!("{}", error_line(&e)),
+            }
+        }
+        let cut = self.output.len();
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(snapshot.memory_bytes()).unwrap();
+        let mut offset = 0;
+        while offset < snapshot.memory_bytes() {
+            let piece = snapshot.read_memory(offset).unwrap();
+            file.write_all_at(&piece.data, offset).unwrap();
+            offset = piece.next;
+        }
+        let state = snapshot.state().unwrap();
+        assert_eq!(self.output.len(), cut, "the guest is paused");
+        Some((machine(&state, file), cut))
+    }
+}
+
+fn machine(state: &[u8], memory: File) -> RestoredMachine {
+    RestoredMachine {
+        state: Box::new(snapshot::decode(state).unwrap()),
+        memory,
+    }
+}
+
+/// Returns the five results at the end of the output: both counters, the number of PMIs, the overflow
+/// status, and whether the PMI came after LVTPC was unmasked.
+fn results(output: &[u8]) -> Vec<u32> {
+    let words = output[output.len() - 20..].chunks(4);
+    words
+        .map(|word| u32::from_le_bytes(word.try_into().unwrap()))
+        .collect()
+}
+
+fn snapshots() -> usize {
+    let number = std::env::var("PERFVISOR_SNAPSHOTS").ok();
+    number.and_then(|n| n.parse().ok()).unwrap_or(SNAPSHOTS)
+}
+
+/// Takes snapshots at random positions of the guest's output, and compares the outputs of the source
+/// and of the restored VM with that of a VM without a cut, which it returns. Returns `None` without
+/// KVM.
+fn cut_at_random(config: &VmConfig, number: usize) -> Option<Vec<u8>> {
+    let expected = TestVm::start(config, None)?.finish();
+    let (mut taken, mut seed) = (0, 1u64);
+    while taken < number {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        let target = usize::try_from(seed >> 33).unwrap() % expected.len();
+        let source = TestVm::start(config, None).unwrap();
+        while source.output.len() < target && source.vm.control().reason().is_none() {
+            std::hint::spin_loop();
+        }
+        let Some((saved, cut)) = source.snapshot() else {
+            continue;
+        };
+        taken += 1;
+        let restored = TestVm::start(config, Some(saved)).unwrap();
+        assert!(source.finish() == expected, "the source after a cut at {cut}");
+        let rest = restored.finish();
+        let joined = [&expected[..cut], &rest].concat();
+        assert!(joined == expected, "restored at {cut}");
+    }
+    Some(expected)
+}
+
+/// A snapshot at any exit neither loses nor repeats an instruction, a count or a PMI, in the restored
+/// VM and in the source.
+#[test]
+fn output_and_counts_are_equal_with_and_without_the_cut() {
+    let Some(output) = cut_at_random(&config(GUEST), snapshots()) else {
+        return;
+    };
+    let [counted, _, pmis, status, after] = results(&output)[..] else {
+        panic!("no results")
+    };
+    // Four port exits a round are not RDPMC; the results follow.
+    assert_eq!((counted, pmis, status & 2, after), (4 * ROUNDS, 1, 0, 1));
+}
+
+/// KVM performs a string instruction in parts, of which each may be open at the cut.
+#[test]
+fn an_open_exit_is_completed_in_a_loop_before_registers_are_read() {
+    // mov esi, 0x100020; mov ecx, 4096; mov dx, 0x3f8; rep outsb; mov al, 0x10; out 0xf4, al; hlt
+    let code = [
+        0xBE, 0x20, 0x00, 0x10, 0x00, 0xB9, 0x00, 0x10, 0x00, 0x00, 0x66, 0xBA, 0xF8, 0x03, 0xF3, 0x6E, 0xB0,
+        0x10, 0xE6, 0xF4, 0xF4,
+    ];
+    if let Some(output) = cut_at_random(&config(&code), STRING_SNAPSHOTS) {
+        assert_eq!((output.len(), &output[..code.len()]), (4096, &code[..]));
+    }
+}
+
+/// Counter 0 counts the exits at WRMSR, and its value is the guest's output.
+#[test]
+fn a_wrmsr_is_not_done_twice() {
+    let code = [
+        0x31, 0xD2, // xor edx, edx
+        0xB9, 0x86, 0x01, 0x00, 0x00, // mov ecx, 0x186
+        0xB8, 0xFF, 0x0A, 0x43, 0x00, // mov eax, 0x430aff: exits at MSRs
+        0x0F, 0x30, // wrmsr
+        0xBE, 0xD0, 0x07, 0x00, 0x00, // mov esi, 2000
+        0xB9, 0xC2, 0x00, 0x00, 0x00, // next: mov ecx, 0xc2
+        0x89, 0xF0, // mov eax, esi
+        0x0F, 0x30, // wrmsr
+        0xB9, 0xC1, 0x00, 0x00, 0x00, // mov ecx, 0xc1
+        0x0F, 0x32, // rdmsr
+        0x66, 0xBA, 0xF8, 0x03, // mov dx, 0x3f8
+        0xEE, // out dx, al
+        0x31, 0xD2, // xor edx, edx
+        0x4E, // dec esi
+        0x75, 0xE6, // jnz next
+        0xB0, 0x10, 0xE6, 0xF4, 0xF4, // mov al, 0x10; out 0xf4, al; hlt
+    ];
+    if let Some(output) = cut_at_random(&config(&code), STRING_SNAPSHOTS) {
+        assert_eq!(output.len(), 2000);
+        let step = output[1].wrapping_sub(output[0]);
+        assert_eq!(step, 2, "a write and a read");
+        let is_regular = |pair: &[u8]| pair[1].wrapping_sub(pair[0]) == step;
+        assert!(output.windows(2).all(is_regular), "{:?}", &output[..20]);
+    }
+}
+
+/// A snapshot of a restored VM is as good as that of the first one, and a snapshot can be restored
+/// several times.
+#[test]
+fn restored_vm_can_be_saved_again() {
+    let config = config(GUEST);
+    let Some(reference) = TestVm::start(&config, None) else {
+        return;
+    };
+    let expected = reference.finish();
+    let source = TestVm::start(&config, None).unwrap();
+    while source.output.len() < 500 {
+        std::hint::spin_loop();
+    }
+    let (first, cut) = source.snapshot().unwrap();
+    drop(source);
+    let again = RestoredMachine {
+        state: first.state.clone(),
+        memory: first.memory.try_clone().unwrap(),
+    };
+    let restored = TestVm::start(&config, Some(first)).unwrap();
+    while restored.output.len() < 500 {
+        std::hint::spin_loop();
+    }
+    let (second, more) = restored.snapshot().unwrap();
+    drop(restored);
+    let rest = TestVm::start(&config, Some(second)).unwrap().finish();
+    assert!([&expected[..cut + more], &rest].concat() == expected);
+    // The memory file was not written.
+    let rest = TestVm::start(&config, Some(again)).unwrap().finish();
+    assert!([&expected[..cut], &rest].concat() == expected);
+}
+
+/// Takes a snapshot of a guest that has run for a while. Returns `None` without KVM.
+fn saved() -> Option<(VmConfig, RestoredMachine)> {
+    let config = config(GUEST);
+    let source = TestVm::start(&config, None)?;
+    while source.output.len() < 100 {
+        std::hint::spin_loop();
+    }
+    let (saved, _) = source.snapshot().unwrap();
+    Some((config, saved))
+}
+
+/// A machine that is unlike the saved one is refused with one line that names the difference, and no
+/// thread has run.
+#[test]
+fn other_machines_are_refused_by_name() {
+    let Some((config, saved)) = saved() else { return };
+    type Change = fn(&mut SavedMachine);
+    let changes: [(&str, Change); 11] = [
+        ("MSR 0x12345678", |s| s.vcpus[0].msrs.push((0x1234_5678, 0))),
+        ("CPUID leaf 0x", |s| s.vcpus[0].cpuid[1][3] ^= 1),
+        ("CPUID", |s| s.vcpus[0].cpuid.truncate(3)),
+        ("a PMU", |s| s.shape.pmu = "amd".into()),
+        ("interrupt controllers", |s| drop(s.vm.irqchips.pop())),
+        ("numbers of vCPUs", |s| s.vcpus.clear()),
+        ("numbers of vCPUs", |s| s.vcpus[0].id = 9),
+        ("kernel format", |s| s.kernel.format = "hurd".into()),
+        ("virtual PMU of vCPU 0", |s| s.vcpus[0].pmu.registers.0[20] ^= 1),
+        ("kvm_regs", |s| s.vcpus[0].regs.0.truncate(3)),
+        ("1 virtio devices", |s| s.devices.push(Default::default())),
+    ];
+    for (words, change) in changes {
+        assert_refused(&config, &saved, words, change);
+    }
+}
+
+/// Checks that a changed snapshot is refused with one line that contains `words`.
+#[track_caller]
+fn assert_refused(
+    config: &VmConfig,
+    saved: &RestoredMachine,
+    words: &str,
+    change: impl Fn(&mut SavedMachine),
+) {
+    let mut state = saved.state.clone();
+    change(&mut state);
+    let machine = RestoredMachine {
+        state,
+        memory: saved.memory.try_clone().unwrap(),
+    };
+    let line = match TestVm::build(config, Some(machine)).unwrap() {
+        Ok(_) => panic!("{words}: restored"),
+        Err(line) => line,
+    };
+    assert!(line.contains(words), "{words}: {line}");
+    assert!(!line.contains('\n'), "{line}");
+}
+
+/// A guest would see its time run at another speed. A faster one is refused too, because KVM reaches
+/// it by catching up.
+#[test]
+fn a_slower_tsc_without_scaling_is_refused() {
+    let Some((config, saved)) = saved() else { return };
+    let words = "TSC frequency in kHz of";
+    assert_refused(&config, &saved, words, |s| s.shape.tsc_khz *= 2);
+    assert_refused(&config, &saved, words, |s| s.shape.tsc_khz /= 2);
+}
+
+#[test]
+fn a_file_cut_short_is_refused() {
+    let Some((config, saved)) = saved() else { return };
+    saved.memory.set_len((32 << 20) - 1).unwrap();
+    let line = TestVm::build(&config, Some(saved)).unwrap().err().unwrap();
+    assert!(line.contains("33554431 bytes, expected 33554432"), "{line}");
+}
+
+/// Parts of a VM that a snapshot cannot include are named before the VM is paused.
+#[test]
+fn unsupported_options_are_refused_by_name() {
+    type Change = fn(&mut VmConfig);
+    let changes: [(&str, Change); 3] = [
+        ("--rdpmc hwbp", |c| c.rdpmc = RdpmcMode::Hwbp),
+        ("--backing exact", |c| c.pmu.policy = BackingPolicy::Exact),
+        ("--gdb", |c| {
+            c.debugger = Some(vmm::vm::DebuggerConfig { wait: false })
+        }),
+    ];
+    for (option, change) in changes {
+        let mut config = config(GUEST);
+        change(&mut config);
+        let Some(built) = TestVm::build(&config, None) else {
+            return;
+        };
+        // A host without hardware breakpoints refuses the VM itself.
+        let Ok(vm) = built else { continue };
+        let refused = Snapshot::begin(vm.vm.snapshots(), Default::default()).unwrap_err();
+        let line = error_line(&refused);
+        assert!(line.contains(option), "{option}: {line}");
+        assert_eq!(vm.vm.control().parked(), 0);
+    }
+}
+
+/// A snapshot that is given up, as by a killed client, leaves a running VM; a paused VM stays paused.
+#[test]
+fn given_up_snapshot_leaves_the_vm_as_it_was() {
+    let config = config(GUEST);
+    for paused in [false, true] {
+        let Some(source) = TestVm::start(&config, None) else {
+            return;
+        };
+        while source.output.len() < 100 {
+            std::hint::spin_loop();
+        }
+        assert!(source.vm.control().set_paused(paused));
+        source.vm.kicker().kick();
+        let mut snapshot = Snapshot::begin(source.vm.snapshots(), Default::default()).unwrap();
+        assert!(matches!(snapshot.read_memory(0), Err(SnapshotError::Order)));
+        while !snapshot.advance().unwrap() {
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        assert!(matches!(snapshot.read_memory(4096), Err(SnapshotError::Order)));
+        assert!(matches!(snapshot.state(), Err(SnapshotError::Order)));
+        drop(snapshot);
+        assert_eq!(source.vm.control().is_pause_requested(), paused);
+        source.vm.control().set_paused(false);
+        source.finish();
+    }
+}
