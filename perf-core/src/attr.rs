@@ -6,6 +6,8 @@
 
 use bitflags::bitflags;
 
+use crate::branch::BranchSampling;
+
 /// `perf_event_attr.type`: the driver that serves the event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct EventType(pub u32);
@@ -63,6 +65,8 @@ bitflags! {
         const STREAM_ID = 1 << 9;
         /// Raw data supplied by the event source.
         const RAW = 1 << 10;
+        /// Branch stack, as described by [`Attr::branches`].
+        const BRANCH_STACK = 1 << 11;
         /// User registers at the time of the sample or of kernel entry, selected by [`REGS_USER`].
         const REGS_USER = 1 << 12;
         /// Top [`Attr::sample_stack_user`] bytes of the user stack.
@@ -138,6 +142,9 @@ pub struct Attr {
     /// multiple of 8 and at most [`STACK_USER_MAX`]. The byte layout of [`Attr::to_bytes`] predates
     /// this field and does not contain it.
     pub sample_stack_user: u32,
+    /// Contents of the branch stack in samples with [`SampleType::BRANCH_STACK`]. The byte layout of
+    /// [`Attr::to_bytes`] predates this field and does not contain it.
+    pub branches: BranchSampling,
     /// Fields that a read returns.
     pub read_format: ReadFormat,
     /// Condition under which the ring notifies its reader.
@@ -245,7 +252,9 @@ const EXCLUDE_GUEST: u32 = 20;
 const KNOWN_FLAGS: u64 = 0x7fff | 1 << SAMPLE_ID_ALL | 1 << EXCLUDE_HOST | 1 << EXCLUDE_GUEST;
 
 /// Sample fields whose size attributes are not part of [`ATTR_SIZE_VER1`].
-const UNSIZED_FIELDS: SampleType = SampleType::REGS_USER.union(SampleType::STACK_USER);
+const UNSIZED_FIELDS: SampleType = SampleType::REGS_USER
+    .union(SampleType::STACK_USER)
+    .union(SampleType::BRANCH_STACK);
 
 fn u32_at(b: &[u8], at: usize) -> u32 {
     u32::from_ne_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]])
@@ -353,6 +362,7 @@ impl Attr {
             freq: flag(FREQ),
             sample_type,
             sample_stack_user: 0,
+            branches: BranchSampling::default(),
             read_format,
             wakeup: if flag(WATERMARK) {
                 Wakeup::Watermark(wakeup)
