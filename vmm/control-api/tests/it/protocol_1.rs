@@ -135,6 +135,7 @@ fn open_request_omits_defaults() {
         callchain: true,
         chain_every: 1,
         stack_bytes: 0,
+        branches: None,
     };
     let sampled = request::Open {
         vcpus: Some(vec![0, 2]),
@@ -144,6 +145,21 @@ fn open_request_omits_defaults() {
     asks(
         sampled,
         r#"{"id":7,"call":"open","events":"{cycles,kvm:exits}","vcpus":[0,2],"sampling":{"rate":999,"frequency":true,"callchain":true}}"#,
+    );
+    let branches = request::Open {
+        sampling: Some(control_api::protocol::Sampling {
+            branches: Some(control_api::protocol::BranchStacks {
+                filter: 10,
+                depth: 32,
+                overhead_permille: 50,
+            }),
+            ..sampling
+        }),
+        ..open.clone()
+    };
+    asks(
+        branches,
+        r#"{"id":7,"call":"open","events":"{cycles,kvm:exits}","sampling":{"rate":999,"frequency":true,"callchain":true,"branches":{"filter":10,"depth":32,"overhead_permille":50}}}"#,
     );
     let sampled = request::Open {
         sampling: Some(control_api::protocol::Sampling {

@@ -477,6 +477,7 @@ fn failed_event_list_leaves_no_event_open() {
             callchain: false,
             chain_every: 1,
             stack_bytes,
+            branches: None,
         }),
     };
     let failure = served.ask(&mut peer, &open("task-clock", 12)).unwrap_err();
