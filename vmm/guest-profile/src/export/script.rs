@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::filter::SampleFilter;
 use super::symbolize::{NamedFrame, Symbolizer, task_label};
-use super::{Branch, ChainFrame, Profile, Sample, frames};
+use super::{Branch, ChainFrame, Profile, ProfileSample, frames};
 
 /// A field of a sample, with the names of `perf script --fields`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -126,7 +126,7 @@ pub fn write_with(
     mut out: impl Write,
 ) -> io::Result<()> {
     let fields = &options.fields;
-    let mut order: Vec<Sample<'_>> = profile.samples().collect();
+    let mut order: Vec<ProfileSample<'_>> = profile.samples().collect();
     order.sort_by_key(|s| s.time_ns);
     for sample in &order {
         if !options.filter.matches(profile, symbols, sample) {
@@ -147,7 +147,7 @@ pub fn write_with(
     Ok(())
 }
 
-fn event_name(profile: &Profile, sample: &Sample<'_>) -> String {
+fn event_name(profile: &Profile, sample: &ProfileSample<'_>) -> String {
     let event = profile.event(sample.event_id);
     event.map_or_else(|| "unknown".to_owned(), |e| e.name.clone())
 }
@@ -156,7 +156,7 @@ fn event_name(profile: &Profile, sample: &Sample<'_>) -> String {
 fn write_head(
     profile: &Profile,
     fields: &ScriptFields,
-    s: &Sample<'_>,
+    s: &ProfileSample<'_>,
     out: &mut impl Write,
 ) -> io::Result<()> {
     use ScriptField::{Comm, Cpu, Event, Period, Pid, Tid, Time};
@@ -191,7 +191,7 @@ fn write_head(
 fn write_frames(
     symbols: &mut Symbolizer<'_>,
     fields: &ScriptFields,
-    s: &Sample<'_>,
+    s: &ProfileSample<'_>,
     out: &mut impl Write,
 ) -> io::Result<()> {
     use ScriptField::{Dso, Ip, Sym};
@@ -219,7 +219,7 @@ fn write_frames(
 
 /// Writes the branch stack in the format of `perf script`, on a line of its own. The fields after
 /// the addresses are: prediction, transaction, abort, cycles and kind.
-fn write_branches(fields: &ScriptFields, s: &Sample<'_>, out: &mut impl Write) -> io::Result<()> {
+fn write_branches(fields: &ScriptFields, s: &ProfileSample<'_>, out: &mut impl Write) -> io::Result<()> {
     if !fields.has(ScriptField::Brstack) || s.branches.is_empty() {
         return Ok(());
     }
@@ -313,7 +313,7 @@ fn json(
     profile: &Profile,
     symbols: &mut Symbolizer<'_>,
     fields: &ScriptFields,
-    s: &Sample<'_>,
+    s: &ProfileSample<'_>,
 ) -> SampleJson {
     use ScriptField::{Comm, Cpu, Dso, Event, Ip, Period, Pid, Sym, Symoff, Tid, Time};
     let chain = fields.any(&[Ip, Sym, Dso]);

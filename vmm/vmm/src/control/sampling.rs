@@ -1,7 +1,7 @@
 //! Sampling parameters of an operator's events.
 
 use control_api::events::list::EventSpec;
-use control_api::protocol::{BranchStacks, Failure, FailureKind, Sampling};
+use control_api::protocol::{BranchStacks, Failure, FailureKind, SamplingParams};
 use perf_core::attr::STACK_USER_MAX;
 use perf_core::branch::{BranchFilter, BranchSampling, MAX_BRANCH_DEPTH};
 use perf_core::{Attr, SampleType, error_line};
@@ -22,7 +22,7 @@ const SAMPLE: SampleType = SampleType::IP
 ///
 /// # Errors
 /// Returns a [`Failure`] of kind [`FailureKind::Invalid`] or [`FailureKind::Unsupported`].
-pub(super) fn check(pmu: &VmPmu, sampling: Sampling) -> Result<(), Failure> {
+pub(super) fn check(pmu: &VmPmu, sampling: SamplingParams) -> Result<(), Failure> {
     if sampling.stack_bytes > STACK_USER_MAX || sampling.stack_bytes % 8 != 0 {
         return fail(
             FailureKind::Invalid,
@@ -85,7 +85,7 @@ fn branch_sampling(stacks: BranchStacks, attr: &Attr) -> BranchSampling {
 }
 
 /// Applies the operator's sampling rate unless the event has its own.
-pub(super) fn sample_with(attr: &mut Attr, sampling: Sampling, spec: &EventSpec) {
+pub(super) fn sample_with(attr: &mut Attr, sampling: SamplingParams, spec: &EventSpec) {
     let (rate, frequency) = match (spec.period, spec.frequency_hz) {
         (Some(period), _) => (period, false),
         (None, Some(hz)) => (hz, true),
