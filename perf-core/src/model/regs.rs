@@ -62,6 +62,8 @@ pub(crate) struct RegsRequest {
     pub stack_bytes: u32,
     /// Branch stack, if any sample has one.
     pub branches: Option<BranchSampling>,
+    /// `true` if a sample is taken even if the branches are not known yet.
+    pub without_branches: bool,
 }
 
 impl RegsRequest {
@@ -73,6 +75,8 @@ impl RegsRequest {
         }
         if attr.sample_type.contains(SampleType::BRANCH_STACK) {
             self.join_branches(attr.branches);
+        } else {
+            self.without_branches = true;
         }
     }
 
@@ -80,6 +84,7 @@ impl RegsRequest {
         self.sample |= other.sample;
         self.fields |= other.fields;
         self.stack_bytes = self.stack_bytes.max(other.stack_bytes);
+        self.without_branches |= other.without_branches;
         if let Some(branches) = other.branches {
             self.join_branches(branches);
         }
@@ -91,6 +96,7 @@ impl RegsRequest {
 
     pub fn covers(self, other: Self) -> bool {
         self.sample >= other.sample
+            && self.without_branches >= other.without_branches
             && self.fields.contains(other.fields)
             && self.stack_bytes >= other.stack_bytes
             && other
@@ -121,6 +127,21 @@ impl RegsCache {
         if !wants.sample {
             return SampledRegs::default();
         }
+        if let Some(request) = wants.branches
+            && self.branches.is_none_or(|(known, _)| !known.covers(request))
+        {
+            self.branch_entries.clear();
+            let complete = regs.branches(request, &mut self.branch_entries);
+            self.branches = Some((request, complete));
+        }
+        let complete = self.branches.is_some_and(|(_, complete)| complete);
+        if wants.branches.is_some() && !complete && !wants.without_branches {
+            // All samples wait, so nothing else is needed.
+            return SampledRegs {
+                wants,
+                ..SampledRegs::default()
+            };
+        }
         let mode = self.mode(regs);
         let field = |field| wants.fields.contains(field);
         let ip = field(SampleType::IP).then(|| *self.ip.get_or_insert_with(|| regs.ip()));
@@ -136,14 +157,6 @@ impl RegsCache {
         } else {
             &[]
         };
-        if let Some(request) = wants.branches
-            && self.branches.is_none_or(|(known, _)| !known.covers(request))
-        {
-            self.branch_entries.clear();
-            let complete = regs.branches(request, &mut self.branch_entries);
-            self.branches = Some((request, complete));
-        }
-        let complete = self.branches.is_some_and(|(_, complete)| complete);
         let (raw, user) = if wants.fields.intersects(USER) {
             regs.raw_and_user(wants.stack_bytes)
         } else if field(SampleType::RAW) {

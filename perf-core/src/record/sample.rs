@@ -107,7 +107,7 @@ pub struct UserRegsAndStack<'a> {
 }
 
 /// Number of words of a branch.
-const BRANCH_WORDS: u64 = 3;
+const BRANCH_WORDS: usize = 3;
 
 /// Fields of 8 bytes each.
 const FIXED: SampleType = SampleType::IP
@@ -245,7 +245,7 @@ impl EncodeRecord for Sample<'_> {
             out.put(&[0; 8][..size - self.raw.len()]);
         }
         if fields.contains(SampleType::BRANCH_STACK) {
-            put_u64(out, self.branches.len() as u64 / BRANCH_WORDS);
+            put_u64(out, (self.branches.len() / BRANCH_WORDS) as u64);
             for word in self.branches.iter() {
                 put_u64(out, word);
             }
@@ -322,7 +322,7 @@ impl<'a> Sample<'a> {
         }
         if fields.contains(SampleType::BRANCH_STACK) {
             let len = body.u64("branch stack length")?;
-            let words = body.many(len, 8 * BRANCH_WORDS as usize, "branch stack")?;
+            let words = body.many(len, 8 * BRANCH_WORDS, "branch stack")?;
             sample.branches = WordList::Encoded(words);
         }
         if fields.contains(SampleType::REGS_USER) {

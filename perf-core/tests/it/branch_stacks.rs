@@ -7,7 +7,7 @@ use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::{Ring, RingReader};
 use perf_core::*;
 
-use crate::common::NoRegs;
+use crate::common::UnavailableRegs;
 use crate::common::machine::*;
 
 /// Registers of a VMM that knows these branches, or none yet.
@@ -116,7 +116,7 @@ fn waiting_sample_outlives_schedule_out() {
     v.sched_out();
     v.service_overflows(&mut BranchRegs::new(None), &mut |_| {});
     assert!(samples(&ring).is_empty());
-    v.service_overflows(&mut NoRegs, &mut |_| {});
+    v.service_overflows(&mut UnavailableRegs, &mut |_| {});
     assert_eq!(
         samples(&ring),
         [(10, vec![])],

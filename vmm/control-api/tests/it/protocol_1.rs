@@ -147,7 +147,7 @@ fn open_request_omits_defaults() {
         r#"{"id":7,"call":"open","events":"{cycles,kvm:exits}","vcpus":[0,2],"sampling":{"rate":999,"frequency":true,"callchain":true}}"#,
     );
     let branches = request::Open {
-        sampling: Some(control_api::protocol::Sampling {
+        sampling: Some(control_api::protocol::SamplingParams {
             branches: Some(control_api::protocol::BranchStacks {
                 filter: 10,
                 depth: 32,

@@ -24,7 +24,7 @@ use crate::pmu::branches;
 /// Maximum number of steps and straight-line runs of a burst, for each requested branch.
 const MAX_STEPS_PER_BRANCH: u64 = 128;
 /// Maximum duration of a burst. Ends a burst whose vCPU has halted.
-const MAX_BURST: Duration = Duration::from_millis(20);
+const MAX_BURST: Duration = Duration::from_millis(100);
 
 /// Burst in progress.
 #[derive(Debug)]
