@@ -121,6 +121,7 @@ fn profile() -> Profile {
             cr3: 0x2a5_8000,
             period: 1000,
             event_id: 7,
+            branches: &[],
             ends: UnwindStops {
                 kernel: kernel.then_some(UnwindStop::Complete),
                 user: Some(if i == 3 {

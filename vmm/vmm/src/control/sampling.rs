@@ -23,7 +23,7 @@ const SAMPLE: SampleType = SampleType::IP
 /// # Errors
 /// Returns a [`Failure`] of kind [`FailureKind::Invalid`] or [`FailureKind::Unsupported`].
 pub(super) fn check(pmu: &VmPmu, sampling: SamplingParams) -> Result<(), Failure> {
-    if sampling.stack_bytes > STACK_USER_MAX || sampling.stack_bytes % 8 != 0 {
+    if sampling.stack_bytes > STACK_USER_MAX || !sampling.stack_bytes.is_multiple_of(8) {
         return fail(
             FailureKind::Invalid,
             format!(
