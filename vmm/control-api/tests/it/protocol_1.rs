@@ -318,6 +318,7 @@ fn optional_fields_are_accepted() {
         callchain: true,
         chain_every: 1,
         stack_bytes: 8192,
+        branches: None,
     };
     let open = request::Open {
         events: "cycles".into(),
