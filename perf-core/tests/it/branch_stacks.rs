@@ -8,7 +8,7 @@ use perf_core::ring::{Ring, RingReader};
 use perf_core::*;
 
 use crate::common::UnavailableRegs;
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 /// Registers of a VMM that knows these branches, or none yet.
 struct BranchRegs {
@@ -80,7 +80,7 @@ fn samples(ring: &Arc<Ring>) -> Vec<(u64, Vec<u64>)> {
 /// sample then represents all counts since the previous one.
 #[test]
 fn sample_waits_for_its_branches() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let waiting = m.open_vcpu(with_branches(1, BranchFilter::ANY, 4), None);
     let other = m.open_vcpu(
@@ -107,7 +107,7 @@ fn sample_waits_for_its_branches() {
 /// A sample that waits when its event is scheduled out, as in a pause, is not lost.
 #[test]
 fn waiting_sample_outlives_schedule_out() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let waiting = m.open_vcpu(with_branches(1, BranchFilter::ANY, 4), None);
     let ring = waiting.map(4, true).unwrap();
@@ -127,7 +127,7 @@ fn waiting_sample_outlives_schedule_out() {
 /// Each event has its own filter and depth, also when one stack serves several events.
 #[test]
 fn each_event_filters_the_common_stack() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let calls = m.open_vcpu(
         with_branches(1, BranchFilter::CALL | BranchFilter::TYPE_SAVE, 1),
