@@ -147,5 +147,5 @@ fn each_event_filters_the_common_stack() {
     assert_eq!(request.depth, 2);
     assert!(request.filter.contains(BranchFilter::ANY | BranchFilter::CALL));
     assert_eq!(samples(&rings[0]), [(10, vec![2, 0x102, 4 << 20])]);
-    assert_eq!(samples(&rings[1]), [(10, vec![1, 0x101, 0, 2, 0x102, 0])]);
+    assert_eq!(samples(&rings[1]), [(20, vec![1, 0x101, 0, 2, 0x102, 0])]);
 }
