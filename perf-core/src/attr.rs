@@ -6,6 +6,8 @@
 
 use bitflags::bitflags;
 
+use crate::branch::{BranchFilter, BranchSampling};
+
 /// `perf_event_attr.type`: the driver that serves the event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct EventType(pub u32);
@@ -63,6 +65,8 @@ bitflags! {
         const STREAM_ID = 1 << 9;
         /// Raw data supplied by the event source.
         const RAW = 1 << 10;
+        /// Branch stack, as described by [`Attr::branches`].
+        const BRANCH_STACK = 1 << 11;
         /// User registers at the time of the sample or of kernel entry, selected by [`REGS_USER`].
         const REGS_USER = 1 << 12;
         /// Top [`Attr::sample_stack_user`] bytes of the user stack.
@@ -137,6 +141,9 @@ pub struct Attr {
     /// Size of the user stack copy in samples with [`SampleType::STACK_USER`], in bytes. Must be a
     /// multiple of 8 and at most [`STACK_USER_MAX`].
     pub sample_stack_user: u32,
+    /// Contents of the branch stack in samples with [`SampleType::BRANCH_STACK`]. The byte layout of
+    /// [`Attr::to_bytes`] contains its filter, but neither depth nor overhead.
+    pub branches: BranchSampling,
     /// Fields that a read returns.
     pub read_format: ReadFormat,
     /// Condition under which the ring notifies its reader.
@@ -394,6 +401,16 @@ impl Attr {
                 field: "sample_regs_user",
             });
         }
+        let branches = if sample_type.contains(SampleType::BRANCH_STACK) {
+            let filter = BranchFilter::from_bits(u64_at(&known, 72))
+                .filter(|filter| filter.intersects(BranchFilter::KINDS))
+                .ok_or(AttrError::Reserved {
+                    field: "branch_sample_type",
+                })?;
+            BranchSampling::unlimited(filter)
+        } else {
+            BranchSampling::default()
+        };
         let read_format =
             ReadFormat::from_bits(u64_at(&known, 32)).ok_or(AttrError::Reserved { field: "read_format" })?;
         let flag = |bit: u32| flags >> bit & 1 == 1;
@@ -407,6 +424,7 @@ impl Attr {
             freq: flag(FREQ),
             sample_type,
             sample_stack_user,
+            branches,
             read_format,
             wakeup: if flag(WATERMARK) {
                 Wakeup::Watermark(wakeup)
@@ -482,6 +500,9 @@ impl Attr {
         put(48, &wakeup.to_ne_bytes());
         put(56, &self.config1.to_ne_bytes());
         put(64, &self.config2.to_ne_bytes());
+        if self.sample_type.contains(SampleType::BRANCH_STACK) {
+            put(72, &self.branches.filter.bits().to_ne_bytes());
+        }
         if self.sample_type.contains(SampleType::REGS_USER) {
             put(80, &REGS_USER.to_ne_bytes());
         }
@@ -559,6 +580,22 @@ mod tests {
         assert_eq!(Attr::from_bytes(&mut bytes).unwrap_err().errno(), libc::EINVAL);
     }
 
+    /// As in Linux, a branch filter selects at least one kind of branch, and no unknown bit is set.
+    #[test]
+    fn branch_filter_round_trips() {
+        let attr = Attr {
+            sample_type: SampleType::BRANCH_STACK,
+            branches: BranchSampling::unlimited(BranchFilter::ANY_CALL | BranchFilter::USER),
+            ..Attr::sampling(EventType::SIM, 1, 1000)
+        };
+        let mut bytes = attr.to_bytes();
+        assert_eq!(Attr::from_bytes(&mut bytes), Ok(attr));
+        for filter in [0, BranchFilter::USER.bits(), BranchFilter::ANY.bits() | 1 << 63] {
+            bytes[72..80].copy_from_slice(&filter.to_ne_bytes());
+            assert_eq!(Attr::from_bytes(&mut bytes).unwrap_err().errno(), libc::EINVAL);
+        }
+    }
+
     #[test]
     fn nonzero_reserved_field_returns_einval() {
         for (at, len, field) in ZERO_FIELDS {
@@ -630,12 +667,16 @@ mod tests {
                 (40, KNOWN_FLAGS | PRECISE_FLAGS | IGNORED_FLAGS, KNOWN_FLAGS),
             ][field];
             let mut bytes = Attr::counting(EventType::SOFTWARE, 1).to_bytes();
+            bytes[72..80].copy_from_slice(&BranchFilter::ANY.bits().to_ne_bytes());
             bytes[80..88].copy_from_slice(&REGS_USER.to_ne_bytes());
             bytes[at..at + 8].copy_from_slice(&(1u64 << bit).to_ne_bytes());
             match Attr::from_bytes(&mut bytes) {
                 Ok(attr) => {
                     prop_assert!(known >> bit & 1 == 1);
                     bytes[at..at + 8].copy_from_slice(&(kept & 1 << bit).to_ne_bytes());
+                    if !attr.sample_type.contains(SampleType::BRANCH_STACK) {
+                        bytes[72..80].fill(0);
+                    }
                     if !attr.sample_type.contains(SampleType::REGS_USER) {
                         bytes[80..88].fill(0);
                     }

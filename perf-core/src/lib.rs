@@ -166,6 +166,7 @@ mod schedule;
 mod service;
 
 pub mod attr;
+pub mod branch;
 pub mod estimate;
 pub mod mux;
 pub mod pmu;

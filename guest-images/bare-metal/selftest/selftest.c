@@ -3,7 +3,8 @@
  * overflow interrupts, and prints what it saw next to what it expected.
  *
  * Command line: selftest (the default), quiet (only the machine-readable lines), lines (table and lines),
- * spin=SECONDS and loop (run known functions at CPL3 on all CPUs, to be profiled from outside), gaps (no test:
+ * spin=SECONDS and loop (run known functions at CPL3 on all CPUs, to be profiled from outside), branches (take branches of known
+ * probability at CPL0 for ever), gaps (no test:
  * one CPU at CPL3 tells how much of its time it was not run), no-user (CPL3 cannot be counted here), clock (cycles are
  * counted by a clock that runs at the TSC's rate), has-instructions, has-branches (somebody counts them), no-cycles (nothing here
  * counts cycles), denied-EVENT (the event filter denies EVENT: a row's name in the machine-readable lines, or steal-ns), reset=WAY (no test: resets the machine), button (no test: powers off
@@ -167,6 +168,8 @@ void kmain(void)
         spin(seconds_to_spin());
         return;
     }
+    if (option("branches"))
+        branches();
     if (option("gaps"))
         show_gaps();
     if (option_value("reset"))

@@ -20,6 +20,7 @@ void overflows(void);
 
 /* --- spin.c --- */
 void spin(u64 seconds); /* 0: for ever */
+void __attribute__((noreturn)) branches(void);
 void __attribute__((noreturn)) show_gaps(void);
 
 /* --- reset.c --- */

@@ -39,6 +39,20 @@ void spin(u64 seconds)
         kprintf("result spin cpus=%u seconds=%lu\n", cpus, seconds);
 }
 
+/* Takes branches of known probability at CPL0 for ever, after a line with the addresses of the branch instructions. */
+void branches(void)
+{
+    extern char branch_round[], branch_quarter[], branch_rare[], branch_enter[], branch_leaf[], branch_again[],
+        branch_indirect[], branch_target0[], branch_target1[], branch_target2[], branch_target3[];
+    extern void branch_rounds(void) __attribute__((noreturn));
+
+    kprintf("branches round=%lx quarter=%lx rare=%lx enter=%lx leaf=%lx again=%lx indirect=%lx targets=%lx,%lx,%lx,%lx\n",
+            (u64)branch_round, (u64)branch_quarter, (u64)branch_rare, (u64)branch_enter, (u64)branch_leaf,
+            (u64)branch_again, (u64)branch_indirect, (u64)branch_target0, (u64)branch_target1, (u64)branch_target2,
+            (u64)branch_target3);
+    branch_rounds();
+}
+
 /*
  * Tells every 50 ms how much of its time this CPU was not run: parts in a million that lie in gaps of more than 1 us between two readings
  * of the TSC, and readings per millisecond. Short lines, for each character is an exit.

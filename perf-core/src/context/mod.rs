@@ -91,6 +91,8 @@ pub(crate) struct Context {
     pub raised: [Vec<EventKey>; IDS],
     /// Buffer for the readings of the largest group, for samples.
     pub entries: Vec<ReadEntry>,
+    /// Buffer for the branch stack of a sample.
+    pub branch_words: Vec<u64>,
     /// Generation of VM-wide events from which the context was created, as long as it contains no
     /// other events.
     pub clone_of: Option<u64>,
@@ -127,6 +129,7 @@ impl Context {
             to_serve: Arc::default(),
             raised: Default::default(),
             entries: Vec::new(),
+            branch_words: Vec::new(),
             clone_of: None,
             pins: 0,
             policy,

@@ -31,6 +31,8 @@ pub(crate) struct OverflowSearch {
     /// Keys of overflowed events in service order. A key whose event was removed or replaced has no
     /// pending overflows.
     keys: SmallVec<[EventKey; BATCH]>,
+    /// Keys of events whose samples wait for their branch stacks.
+    postponed: SmallVec<[EventKey; BATCH]>,
     /// Number of armed events that have not been checked yet.
     unseen: usize,
     /// Number of serviced events.
@@ -43,6 +45,7 @@ impl Default for OverflowSearch {
     fn default() -> Self {
         Self {
             keys: SmallVec::new(),
+            postponed: SmallVec::new(),
             unseen: usize::MAX,
             served: 0,
             more: false,
@@ -131,6 +134,10 @@ impl Context {
             let Some(event) = self.events.get_mut(key) else {
                 continue;
             };
+            if event.needs_branches() && pass.seen.is_some_and(|seen| seen.branches.is_none()) {
+                noticed.postponed.push(key);
+                continue;
+            }
             let times = std::mem::take(&mut event.sampling.pending);
             // The EXIT record must be the last record of a vCPU, so no sample may follow it.
             if times > 0 && !self.dead {
@@ -140,6 +147,11 @@ impl Context {
         }
         // An event that was scheduled out while another was serviced may also have overflowed.
         noticed.more |= !self.pending.is_empty();
+        if !noticed.more {
+            for key in noticed.postponed.drain(..) {
+                self.queue_pending(key);
+            }
+        }
     }
 
     /// Accounts `times` overflows of a driver event that were found together, as one interrupt and
@@ -352,6 +364,12 @@ impl Context {
             user: seen.user_for(attr),
             ..Sample::default()
         };
+        let mut branches = std::mem::take(&mut self.branch_words);
+        if format.sample_type.contains(SampleType::BRANCH_STACK) {
+            branches.clear();
+            seen.branches_for(attr, &mut branches);
+            sample.branches = WordList::List(&branches);
+        }
         let mut entries = std::mem::take(&mut self.entries);
         entries.clear();
         if format.sample_type.contains(SampleType::READ) {
@@ -378,6 +396,7 @@ impl Context {
         }
         due.clear();
         self.entries = entries;
+        self.branch_words = branches;
     }
 
     /// Suppresses overflows of the event until the next tick. The event continues to count.

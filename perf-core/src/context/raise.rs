@@ -48,6 +48,8 @@ impl Context {
                 && event.sampling.is_due(count.wrapping_add(n.min(RAISED_MAX)))
             {
                 wants.add(&event.shared.attr);
+                // A raised event does not wait for its branches.
+                wants.without_branches = true;
             }
         }
         wants

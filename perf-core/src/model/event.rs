@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::attr::Attr;
+use crate::attr::{Attr, SampleType};
 use crate::model::failure::EventFailure;
 use crate::model::keys::{GroupKey, Key, PoolId};
 use crate::model::lists::ListPositions;
@@ -383,6 +383,11 @@ impl Event {
 }
 
 impl Event {
+    /// Returns `true` if a sample of this event has a branch stack.
+    pub fn needs_branches(&self) -> bool {
+        self.output.is_some() && self.shared.attr.sample_type.contains(SampleType::BRANCH_STACK)
+    }
+
     /// Writes a non-sample record to the ring of the event, if any. If the ring is full, the record
     /// is counted as lost in the ring and in the opened event.
     pub fn write_record(&self, record: &impl EncodeRecord) {

@@ -1,6 +1,7 @@
 //! Registers of a vCPU at the time of an event.
 
 use crate::attr::{Attr, STACK_USER_MAX, SampleType};
+use crate::branch::{BranchEntry, BranchSampling};
 use crate::record::{CpuMode, UserRegsAndStack};
 
 /// Maximum number of entries of a call chain, equal to the kernel's default.
@@ -23,6 +24,11 @@ pub trait SampleRegs {
     fn addr(&mut self) -> u64 {
         0
     }
+    /// Appends the branches of `BRANCH_STACK` samples to `out`, newest first. Returns `false` if the
+    /// branches are not known yet; the sample then waits until a later overflow service.
+    fn branches(&mut self, _request: BranchSampling, _out: &mut Vec<BranchEntry>) -> bool {
+        true
+    }
     /// Returns the raw data of `RAW` samples (in Perfvisor, CR3 and other VMM data). Called last,
     /// and possibly more than once if many events overflow simultaneously.
     fn raw(&mut self) -> &[u8] {
@@ -40,6 +46,7 @@ pub(crate) const FROM_REGS: SampleType = SampleType::IP
     .union(SampleType::ADDR)
     .union(SampleType::CALLCHAIN)
     .union(SampleType::RAW)
+    .union(SampleType::BRANCH_STACK)
     .union(USER);
 
 /// Sample fields with user-space data.
@@ -53,6 +60,10 @@ pub(crate) struct RegsRequest {
     pub fields: SampleType,
     /// Number of user stack bytes.
     pub stack_bytes: u32,
+    /// Branch stack, if any sample has one.
+    pub branches: Option<BranchSampling>,
+    /// `true` if a sample is taken even if the branches are not known yet.
+    pub without_branches: bool,
 }
 
 impl RegsRequest {
@@ -62,18 +73,35 @@ impl RegsRequest {
         if attr.sample_type.contains(SampleType::STACK_USER) {
             self.stack_bytes = self.stack_bytes.max(attr.sample_stack_user.min(STACK_USER_MAX));
         }
+        if attr.sample_type.contains(SampleType::BRANCH_STACK) {
+            self.join_branches(attr.branches);
+        } else {
+            self.without_branches = true;
+        }
     }
 
     pub fn join(&mut self, other: Self) {
         self.sample |= other.sample;
         self.fields |= other.fields;
         self.stack_bytes = self.stack_bytes.max(other.stack_bytes);
+        self.without_branches |= other.without_branches;
+        if let Some(branches) = other.branches {
+            self.join_branches(branches);
+        }
+    }
+
+    fn join_branches(&mut self, other: BranchSampling) {
+        self.branches = Some(self.branches.map_or(other, |branches| branches.join(other)));
     }
 
     pub fn covers(self, other: Self) -> bool {
         self.sample >= other.sample
+            && self.without_branches >= other.without_branches
             && self.fields.contains(other.fields)
             && self.stack_bytes >= other.stack_bytes
+            && other
+                .branches
+                .is_none_or(|other| self.branches.is_some_and(|branches| branches.covers(other)))
     }
 }
 
@@ -84,6 +112,9 @@ pub(crate) struct RegsCache {
     ip: Option<u64>,
     addr: Option<u64>,
     chain: Option<([u64; CALLCHAIN_MAX], usize)>,
+    /// Request and result of the last [`SampleRegs::branches`].
+    branches: Option<(BranchSampling, bool)>,
+    branch_entries: Vec<BranchEntry>,
 }
 
 impl RegsCache {
@@ -95,6 +126,21 @@ impl RegsCache {
     pub fn read<'a>(&'a mut self, regs: &'a mut dyn SampleRegs, wants: RegsRequest) -> SampledRegs<'a> {
         if !wants.sample {
             return SampledRegs::default();
+        }
+        if let Some(request) = wants.branches
+            && self.branches.is_none_or(|(known, _)| !known.covers(request))
+        {
+            self.branch_entries.clear();
+            let complete = regs.branches(request, &mut self.branch_entries);
+            self.branches = Some((request, complete));
+        }
+        let complete = self.branches.is_some_and(|(_, complete)| complete);
+        if wants.branches.is_some() && !complete && !wants.without_branches {
+            // All samples wait, so nothing else is needed.
+            return SampledRegs {
+                wants,
+                ..SampledRegs::default()
+            };
         }
         let mode = self.mode(regs);
         let field = |field| wants.fields.contains(field);
@@ -124,6 +170,7 @@ impl RegsCache {
             ip: ip.unwrap_or_default(),
             addr: addr.unwrap_or_default(),
             callchain,
+            branches: complete.then_some(&self.branch_entries[..]),
             raw,
             user,
         }
@@ -139,11 +186,25 @@ pub(crate) struct SampledRegs<'a> {
     pub ip: u64,
     pub addr: u64,
     pub callchain: &'a [u64],
+    /// Branches; `None` if they were not requested or are not known yet.
+    pub branches: Option<&'a [BranchEntry]>,
     pub raw: &'a [u8],
     pub user: UserRegsAndStack<'a>,
 }
 
 impl<'a> SampledRegs<'a> {
+    /// Writes the branch stack for one event to `words`, which is empty before.
+    pub fn branches_for(&self, attr: &Attr, words: &mut Vec<u64>) {
+        let BranchSampling { filter, depth, .. } = attr.branches;
+        let branches = self.branches.unwrap_or_default().iter();
+        let selected = branches.filter(|branch| filter.contains_branch(branch));
+        words.extend(
+            selected
+                .take(depth.into())
+                .flat_map(|branch| branch.words(filter)),
+        );
+    }
+
     /// Returns the user-space data for one event, which may need less of the stack than another
     /// event.
     pub fn user_for(&self, attr: &Attr) -> UserRegsAndStack<'a> {
@@ -163,6 +224,7 @@ impl Default for SampledRegs<'_> {
             ip: 0,
             addr: 0,
             callchain: &[],
+            branches: None,
             raw: &[],
             user: UserRegsAndStack::default(),
         }

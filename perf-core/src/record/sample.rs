@@ -88,6 +88,8 @@ pub struct Sample<'a> {
     /// Raw data. Encoding pads it with zeros so that it and its 4-byte size are a multiple of 8
     /// bytes.
     pub raw: &'a [u8],
+    /// Branch stack, newest branch first, with three words per branch.
+    pub branches: WordList<'a>,
     /// User registers and stack.
     pub user: UserRegsAndStack<'a>,
 }
@@ -103,6 +105,9 @@ pub struct UserRegsAndStack<'a> {
     /// Stack bytes from the stack pointer up. The length must be a multiple of 8 for encoding.
     pub stack: &'a [u8],
 }
+
+/// Number of words of a branch.
+const BRANCH_WORDS: usize = 3;
 
 /// Fields of 8 bytes each.
 const FIXED: SampleType = SampleType::IP
@@ -182,6 +187,9 @@ impl EncodeRecord for Sample<'_> {
         if fields.contains(SampleType::RAW) {
             size += raw_size(self.raw.len());
         }
+        if fields.contains(SampleType::BRANCH_STACK) {
+            size += 8 + 8 * self.branches.len();
+        }
         if fields.intersects(USER) {
             size += self.user.size(fields);
         }
@@ -235,6 +243,12 @@ impl EncodeRecord for Sample<'_> {
             out.put(self.raw);
             // At most 7 bytes: the size is the next multiple of 8.
             out.put(&[0; 8][..size - self.raw.len()]);
+        }
+        if fields.contains(SampleType::BRANCH_STACK) {
+            put_u64(out, (self.branches.len() / BRANCH_WORDS) as u64);
+            for word in self.branches.iter() {
+                put_u64(out, word);
+            }
         }
         if fields.intersects(USER) {
             self.user.encode(fields, out);
@@ -305,6 +319,11 @@ impl<'a> Sample<'a> {
         if fields.contains(SampleType::RAW) {
             let len = body.u32("raw size")?;
             sample.raw = body.many(u64::from(len), 1, "raw data")?;
+        }
+        if fields.contains(SampleType::BRANCH_STACK) {
+            let len = body.u64("branch stack length")?;
+            let words = body.many(len, 8 * BRANCH_WORDS, "branch stack")?;
+            sample.branches = WordList::Encoded(words);
         }
         if fields.contains(SampleType::REGS_USER) {
             sample.user.abi = body.u64("ABI of registers")?;

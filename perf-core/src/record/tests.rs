@@ -4,10 +4,10 @@ use proptest::prelude::*;
 
 const ALL_TIMES: ReadFormat = ReadFormat::TOTAL_TIME_ENABLED.union(ReadFormat::TOTAL_TIME_RUNNING);
 
-/// Maps 14 bits to sample types: the eleven lowest types, IDENTIFIER, user registers and user
-/// stack.
+/// Maps 15 bits to sample types: the eleven lowest types, IDENTIFIER, user registers, user stack and
+/// branch stack.
 fn sample_type(bits: u64) -> SampleType {
-    let bits = bits & 0x7ff | (bits >> 11 & 1) << 16 | bits & 0x3000;
+    let bits = bits & 0x7ff | (bits >> 11 & 1) << 16 | bits & 0x3000 | (bits >> 14 & 1) << 11;
     SampleType::from_bits(bits).expect("all of these are defined")
 }
 
@@ -46,6 +46,7 @@ fn sample<'a>(entries: &'a [ReadEntry], ips: &'a [u64], raw: &'a [u8]) -> Sample
         },
         callchain: WordList::List(ips),
         raw,
+        branches: WordList::List(&[1, 2, 3, 4, 5, 6 << 20]),
         user: UserRegsAndStack {
             abi: 2,
             registers: WordList::List(&REGISTERS),
@@ -104,6 +105,9 @@ fn projected<'a>(
     }
     if has(SampleType::RAW) {
         left.raw = padded_raw;
+    }
+    if has(SampleType::BRANCH_STACK) {
+        left.branches = full.branches;
     }
     if has(SampleType::REGS_USER) {
         (left.user.abi, left.user.registers) = (full.user.abi, full.user.registers);
@@ -192,7 +196,7 @@ fn p32_p33_every_sample_type_in_every_read_format_has_its_size_and_round_trips()
 proptest! {
     #[test]
     fn p33_samples_round_trip(
-        mask in 0u64..1 << 14,
+        mask in 0u64..1 << 15,
         read in 0u64..1 << 5,
         values in prop::collection::vec(any::<(u64, u64, u64)>(), 0..9),
         ips in prop::collection::vec(any::<u64>(), 0..40),
@@ -211,7 +215,7 @@ proptest! {
     fn arbitrary_bytes_never_panic(
         ty in 0u32..12,
         body in prop::collection::vec(any::<u8>(), 0..300),
-        mask in 0u64..1 << 14,
+        mask in 0u64..1 << 15,
         read in 0u64..1 << 5,
         lie in prop::option::of(any::<u16>()),
         sample_id_all: bool,

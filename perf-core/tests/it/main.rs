@@ -6,6 +6,7 @@
 mod common;
 
 #[cfg(feature = "clock")]
+mod branch_stacks;
 mod clock_driver;
 #[cfg(feature = "clock")]
 mod clock_kvm;

@@ -210,6 +210,21 @@ pub struct SamplingParams {
     /// by the client; a multiple of 8, at most 32768. 0: none.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub stack_bytes: u32,
+    /// Branch stack of each sample; requires `chain_every` to be 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub branches: Option<BranchStacks>,
+}
+
+/// Branch stacks of samples. The vCPU is single-stepped after an overflow until it has taken enough
+/// branches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct BranchStacks {
+    /// Branches of a stack, as in `perf_event_attr.branch_sample_type`.
+    pub filter: u64,
+    /// Maximum number of branches in a stack, from 1 to 64.
+    pub depth: u32,
+    /// Maximum share of a vCPU's run time that the steps may take, in thousandths from 1 to 1000.
+    pub overhead_permille: u32,
 }
 
 fn one() -> u32 {

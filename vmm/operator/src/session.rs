@@ -186,6 +186,7 @@ impl SamplingSession {
                 callchain: true,
                 chain_every: 1,
                 stack_bytes: 0,
+                branches: None,
             }),
         })?;
         if let Some((event, why)) = opened.iter().find_map(|o| Some((o, o.unsupported.as_ref()?))) {
@@ -279,6 +280,7 @@ impl SamplingSession {
                     type_: o.kind,
                     config: o.config,
                     rate: self.rate,
+                    branch_filter: 0,
                     id,
                 });
             }
@@ -370,6 +372,7 @@ impl SamplingSession {
             period: sample.period,
             event_id: self.ids.get(&sample.stream_id).copied().unwrap_or(0),
             ends: raw.ends,
+            branches: &[],
             chain: &chain,
         });
     }

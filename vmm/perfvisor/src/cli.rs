@@ -124,7 +124,7 @@ pub enum CliCommand {
     /// Show the exits of a VM's vCPUs: number and duration by reason.
     Exits(ExitsArgs),
     /// Record samples of a VM's vCPUs, with guest call chains, in a perf.data file.
-    Record(RecordArgs),
+    Record(Box<RecordArgs>),
     /// Show live where a VM's vCPUs spend their time, and the guest's counters.
     Top(TopArgs),
     /// Serve metrics and profiles of this host's VMs over HTTP, for Prometheus and Pyroscope.

@@ -352,6 +352,7 @@ impl OpenOperatorEvents {
                 callchain: false,
                 chain_every: 1,
                 stack_bytes: 0,
+                branches: None,
             }),
         });
         let opened = match opened {

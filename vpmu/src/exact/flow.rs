@@ -4,6 +4,8 @@ use iced_x86::{
     ConditionCode, Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind, Register,
 };
 
+use perf_core::branch::BranchKind;
+
 use super::cpu::{CodeSize, CpuState, GuestMemory, InstructionClass};
 
 /// Maximum instruction length, in bytes.
@@ -253,6 +255,28 @@ fn is_taken(instruction: &Instruction, cpu: &CpuState) -> bool {
         ConditionCode::le => flag(ZF) || flag(SF) != flag(OF),
         ConditionCode::g => !flag(ZF) && flag(SF) == flag(OF),
         ConditionCode::None => false,
+    }
+}
+
+/// Returns the kind of a branch instruction.
+pub(super) fn branch_kind(instruction: &Instruction) -> BranchKind {
+    match instruction.mnemonic() {
+        Mnemonic::Syscall | Mnemonic::Sysenter => return BranchKind::SystemCall,
+        Mnemonic::Sysret | Mnemonic::Sysretq | Mnemonic::Sysexit | Mnemonic::Sysexitq => {
+            return BranchKind::SystemReturn;
+        }
+        Mnemonic::Iret | Mnemonic::Iretd | Mnemonic::Iretq => return BranchKind::InterruptReturn,
+        _ => {}
+    }
+    match instruction.flow_control() {
+        FlowControl::ConditionalBranch => BranchKind::Conditional,
+        FlowControl::UnconditionalBranch => BranchKind::Unconditional,
+        FlowControl::IndirectBranch => BranchKind::Indirect,
+        FlowControl::Call => BranchKind::Call,
+        FlowControl::IndirectCall => BranchKind::IndirectCall,
+        FlowControl::Return => BranchKind::Return,
+        FlowControl::Interrupt | FlowControl::Exception => BranchKind::Interrupt,
+        FlowControl::Next | FlowControl::XbeginXabortXend => BranchKind::Unknown,
     }
 }
 

@@ -50,6 +50,7 @@ mod flow;
 mod run;
 
 use iced_x86::{FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpAccess, Register};
+use perf_core::branch::{BranchEntry, BranchKind};
 use perf_core::pmu::fed::FedCounts;
 
 use crate::events::ArchEvent;
@@ -60,7 +61,7 @@ pub use cpu::{CodeSize, CpuState, GateFormat, GuestMemory, InstructionClass, gat
 pub use run::{MAX_RUN_BYTES, MAX_RUN_INSTRUCTIONS, StraightRun};
 
 use flow::{
-    NextAddress, classify, decode, element_count, is_branch, is_near, is_repeated, next_address,
+    NextAddress, branch_kind, classify, decode, element_count, is_branch, is_near, is_repeated, next_address,
     software_interrupt,
 };
 
@@ -214,6 +215,8 @@ pub struct StepMeter {
     pending: Option<PendingStep>,
     /// Address and privilege level of a repeated string instruction that a step left unfinished.
     unfinished: Option<(u64, u8)>,
+    /// Branches taken since the last [`StepMeter::take_branches`]; `None` if they are not recorded.
+    branches: Option<Vec<BranchEntry>>,
 }
 
 impl std::fmt::Debug for StepMeter {
@@ -232,6 +235,30 @@ impl StepMeter {
             info: InstructionInfoFactory::new(),
             pending: None,
             unfinished: None,
+            branches: None,
+        }
+    }
+
+    /// Starts or stops recording taken branches. An interrupt or exception is recorded as a branch
+    /// from the interrupted instruction to its handler.
+    pub fn set_branch_recording(&mut self, on: bool) {
+        self.branches = on.then(Vec::new);
+    }
+
+    /// Removes and returns the recorded branches, oldest first.
+    pub fn take_branches(&mut self) -> impl Iterator<Item = BranchEntry> + '_ {
+        self.branches.iter_mut().flat_map(|branches| branches.drain(..))
+    }
+
+    fn record_branch(&mut self, from: &CpuState, to: &CpuState, kind: BranchKind) {
+        if let Some(branches) = &mut self.branches {
+            branches.push(BranchEntry {
+                from: from.rip,
+                to: to.rip,
+                kind,
+                from_user: from.cpl != 0,
+                to_user: to.cpl != 0,
+            });
         }
     }
 
@@ -288,7 +315,7 @@ impl StepMeter {
         let before = &pending.before;
         let Some(instruction) = pending.instruction else {
             // An unreadable instruction cannot execute, so it faulted.
-            self.enter_handler(cpu, memory, &mut step);
+            self.enter_handler(before, cpu, memory, &mut step);
             return step;
         };
         if is_repeated(&instruction) && cpu.rip == before.rip && cpu.cpl == before.cpl {
@@ -310,7 +337,7 @@ impl StepMeter {
                 if let Some(at) = interrupted.filter(|at| *at != before.rip)
                     && self.retire_shadow(&pending, next, at, memory, &mut step)
                 {
-                    self.enter_handler(cpu, memory, &mut step);
+                    self.enter_handler(before, cpu, memory, &mut step);
                     return step;
                 }
                 None
@@ -318,7 +345,7 @@ impl StepMeter {
             // HLT at CPL 0 cannot fault. If RIP has moved, the vCPU halted and was woken.
             NextAddress::To(..) if instruction.mnemonic() == Mnemonic::Hlt && before.cpl == 0 => {
                 self.retire(&instruction, before, false, false, &mut step);
-                self.enter_handler(cpu, memory, &mut step);
+                self.enter_handler(before, cpu, memory, &mut step);
                 return step;
             }
             NextAddress::To(..) => None,
@@ -332,6 +359,9 @@ impl StepMeter {
                     self.unfinished = None;
                 }
                 self.retire(&instruction, before, taken, pending.iterated, &mut step);
+                if taken && is_branch(&instruction) {
+                    self.record_branch(before, cpu, branch_kind(&instruction));
+                }
             }
             None if cpu.rip == before.rip && cpu.cpl == before.cpl => {
                 // The vCPU stopped before it executed anything.
@@ -344,7 +374,7 @@ impl StepMeter {
                 {
                     self.unfinished = Some((before.rip, before.cpl));
                 }
-                self.enter_handler(cpu, memory, &mut step);
+                self.enter_handler(before, cpu, memory, &mut step);
             }
         }
         step
@@ -427,6 +457,10 @@ impl StepMeter {
             match next_address(&successor, &at, memory) {
                 NextAddress::To(target, taken) if target == end => {
                     self.retire(&successor, &at, taken, false, &mut passed);
+                    if taken && is_branch(&successor) {
+                        let (from, to) = (CpuState { rip: next, ..at }, CpuState { rip: end, ..at });
+                        self.record_branch(&from, &to, branch_kind(&successor));
+                    }
                     *step = passed;
                     return true;
                 }
@@ -471,7 +505,13 @@ impl StepMeter {
 
     /// Handles an interrupt, NMI or exception that diverted the vCPU. The vCPU is before or after
     /// the first instruction of the handler.
-    fn enter_handler(&mut self, cpu: &CpuState, memory: &mut dyn GuestMemory, step: &mut StepOutcome) {
+    fn enter_handler(
+        &mut self,
+        before: &CpuState,
+        cpu: &CpuState,
+        memory: &mut dyn GuestMemory,
+        step: &mut StepOutcome,
+    ) {
         step.event = true;
         if self.vendor == Vendor::Amd {
             step.at(cpu.cpl).add(RetiredCounts {
@@ -481,6 +521,7 @@ impl StepMeter {
             });
         }
         if (0..=255).any(|vector| memory.gate(vector) == Some(cpu.rip)) {
+            self.record_branch(before, cpu, BranchKind::Interrupt);
             return;
         }
         for vector in 0..=255 {
@@ -489,6 +530,10 @@ impl StepMeter {
             {
                 let taken = first.next_ip() != cpu.rip;
                 self.retire(&first, &at, taken, false, step);
+                self.record_branch(before, &at, BranchKind::Interrupt);
+                if taken {
+                    self.record_branch(&at, cpu, branch_kind(&first));
+                }
                 return;
             }
         }

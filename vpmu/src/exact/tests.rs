@@ -518,3 +518,51 @@ fn gates_are_read_in_each_format_of_the_table() {
     task[8 + 5] = 0x85;
     assert_eq!(find(GateFormat::Protected, task, 15, 1), None);
 }
+
+/// Returns the branches of a step at CPL 0 from [`CODE`].
+fn branches_of(code: &[u8], from: CpuState, to: CpuState) -> Vec<(u64, u64, BranchKind)> {
+    let mut meter = StepMeter::new(Vendor::Intel);
+    meter.set_branch_recording(true);
+    step_from(&mut meter, code, from, to);
+    let branches: Vec<_> = meter.take_branches().map(|b| (b.from, b.to, b.kind)).collect();
+    assert_eq!(meter.take_branches().count(), 0);
+    branches
+}
+
+/// Taken branches are recorded with their kind; a branch that is not taken and other instructions
+/// are not.
+#[test]
+fn taken_branches_are_recorded() {
+    let kernel = |code: &[u8], to| branches_of(code, at(CODE, 0), at(to, 0));
+    for (code, to, kind) in [
+        (&[0xEB, 0x10][..], CODE + 0x12, BranchKind::Unconditional),
+        (&[0x75, 0x10][..], CODE + 0x12, BranchKind::Conditional),
+        (&[0xE8, 1, 0, 0, 0][..], CODE + 6, BranchKind::Call),
+        (&[0xFF, 0xE0][..], 0, BranchKind::Indirect),
+        (&[0xFF, 0xD0][..], 0, BranchKind::IndirectCall),
+    ] {
+        assert_eq!(kernel(code, to), [(CODE, to, kind)], "{code:x?}");
+    }
+    assert_eq!(kernel(NOP, CODE + 1), []);
+    assert_eq!(kernel(&[0x74, 0x10], CODE + 2), [], "ZF is clear");
+    let called = branches_of(SYSCALL, at(CODE, 3), at(SYSTEM_CALL, 0));
+    assert_eq!(called, [(CODE, SYSTEM_CALL, BranchKind::SystemCall)]);
+}
+
+/// An interrupt is a branch to its handler. If the stop is after the first instruction of the
+/// handler, a jump there is a branch of its own.
+#[test]
+fn interrupts_are_recorded_as_branches() {
+    let fault = branches_of(RDMSR, at(CODE, 0), at(GP_HANDLER, 0));
+    assert_eq!(fault, [(CODE, GP_HANDLER, BranchKind::Interrupt)]);
+    let jumped = DEVICE_HANDLER + 0x12;
+    let interrupt = branches_of(NOP, at(CODE, 0), at(jumped, 0));
+    let expected = [
+        (CODE, DEVICE_HANDLER, BranchKind::Interrupt),
+        (DEVICE_HANDLER, jumped, BranchKind::Unconditional),
+    ];
+    assert_eq!(interrupt, expected);
+    let mut meter = StepMeter::new(Vendor::Intel);
+    step_from(&mut meter, &[0xEB, 0x10], at(CODE, 0), at(CODE + 0x12, 0));
+    assert_eq!(meter.take_branches().count(), 0, "recording is off");
+}

@@ -275,7 +275,7 @@ impl VcpuClock {
     }
 
     /// Returns the CPU time of the vCPU's thread in nanoseconds, or 0 after the thread has ended.
-    pub(crate) fn thread_ns(&self) -> u64 {
+    pub fn thread_ns(&self) -> u64 {
         let id = if current_tid() == self.tid {
             libc::CLOCK_THREAD_CPUTIME_ID
         } else {

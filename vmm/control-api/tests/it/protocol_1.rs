@@ -157,6 +157,7 @@ fn open_request_omits_defaults() {
         callchain: true,
         chain_every: 1,
         stack_bytes: 0,
+        branches: None,
     };
     let sampled = request::Open {
         vcpus: Some(vec![0, 2]),
@@ -166,6 +167,21 @@ fn open_request_omits_defaults() {
     asks(
         sampled,
         r#"{"id":7,"call":"open","events":"{cycles,kvm:exits}","vcpus":[0,2],"sampling":{"rate":999,"frequency":true,"callchain":true}}"#,
+    );
+    let branches = request::Open {
+        sampling: Some(control_api::protocol::SamplingParams {
+            branches: Some(control_api::protocol::BranchStacks {
+                filter: 10,
+                depth: 32,
+                overhead_permille: 50,
+            }),
+            ..sampling
+        }),
+        ..open.clone()
+    };
+    asks(
+        branches,
+        r#"{"id":7,"call":"open","events":"{cycles,kvm:exits}","sampling":{"rate":999,"frequency":true,"callchain":true,"branches":{"filter":10,"depth":32,"overhead_permille":50}}}"#,
     );
     let sampled = request::Open {
         sampling: Some(control_api::protocol::SamplingParams {
@@ -324,6 +340,7 @@ fn optional_fields_are_accepted() {
         callchain: true,
         chain_every: 1,
         stack_bytes: 8192,
+        branches: None,
     };
     let open = request::Open {
         events: "cycles".into(),

@@ -223,6 +223,7 @@ mod tests {
             type_: 0,
             config: 0,
             rate: EventRate::Period(1),
+            branch_filter: 0,
             id: 7,
         };
         let mut profile = Profile::new(ProfileMetadata::default(), vec![event]);
@@ -250,6 +251,7 @@ mod tests {
             period: 10,
             event_id: 7,
             ends: UnwindStops::default(),
+            branches: &[],
             chain: &[],
         });
     }

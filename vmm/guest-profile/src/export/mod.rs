@@ -54,6 +54,8 @@ pub struct EventInfo {
     pub config: u64,
     /// Sampling period or frequency.
     pub rate: EventRate,
+    /// Value of `perf_event_attr.branch_sample_type`; 0 if the samples have no branch stacks.
+    pub branch_filter: u64,
     /// Event ID that the samples refer to. Unique within a profile and not 0.
     pub id: u64,
 }
@@ -184,6 +186,43 @@ pub struct ProfileSample<'c> {
     pub ends: UnwindStops,
     /// Call chain, innermost frame first.
     pub chain: &'c [u64],
+    /// Branch stack, newest branch first.
+    pub branches: &'c [Branch],
+}
+
+/// A taken branch, as `struct perf_branch_entry`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Branch {
+    /// Address of the branch instruction.
+    pub from: u64,
+    /// Address after the branch.
+    pub to: u64,
+    /// Prediction, cycles and kind of the branch.
+    pub flags: u64,
+}
+
+impl Branch {
+    /// Returns the name of the branch's kind, as printed by `perf script`, or `None` if it is not
+    /// recorded.
+    pub fn kind(&self) -> Option<&'static str> {
+        const KINDS: [&str; 13] = [
+            "",
+            "COND",
+            "UNCOND",
+            "IND",
+            "CALL",
+            "IND_CALL",
+            "RET",
+            "SYSCALL",
+            "SYSRET",
+            "COND_CALL",
+            "COND_RET",
+            "ERET",
+            "IRQ",
+        ];
+        let kind = usize::try_from(self.flags >> 20 & 0xf).ok()?;
+        KINDS.get(kind).copied().filter(|name| !name.is_empty())
+    }
 }
 
 /// Process or thread ID of an unknown task, shown as -1 by `perf`.
@@ -222,6 +261,7 @@ pub struct Profile {
     pub symbols: Vec<SavedSymbol>,
     samples: Vec<StoredSample>,
     chains: Vec<u64>,
+    branches: Vec<Branch>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -229,6 +269,8 @@ struct StoredSample {
     fixed: ProfileSample<'static>,
     chain_at: usize,
     chain_len: usize,
+    branches_at: usize,
+    branches_len: usize,
 }
 
 impl Profile {
@@ -246,6 +288,7 @@ impl Profile {
         self.samples.push(StoredSample {
             fixed: ProfileSample {
                 chain: &[],
+                branches: &[],
                 time_ns: sample.time_ns,
                 vcpu: sample.vcpu,
                 pid: sample.pid,
@@ -259,14 +302,18 @@ impl Profile {
             },
             chain_at: self.chains.len(),
             chain_len: sample.chain.len(),
+            branches_at: self.branches.len(),
+            branches_len: sample.branches.len(),
         });
         self.chains.extend_from_slice(sample.chain);
+        self.branches.extend_from_slice(sample.branches);
     }
 
     /// Returns the samples in insertion order.
     pub fn samples(&self) -> impl ExactSizeIterator<Item = ProfileSample<'_>> {
         self.samples.iter().map(|s| ProfileSample {
             chain: &self.chains[s.chain_at..][..s.chain_len],
+            branches: &self.branches[s.branches_at..][..s.branches_len],
             ..s.fixed
         })
     }

@@ -54,6 +54,7 @@ mod sample_type {
     pub const CPU: u64 = 1 << 7;
     pub const PERIOD: u64 = 1 << 8;
     pub const RAW: u64 = 1 << 10;
+    pub const BRANCH_STACK: u64 = 1 << 11;
     pub const IDENTIFIER: u64 = 1 << 16;
     pub const ALL: u64 = IP | TID | TIME | CALLCHAIN | CPU | PERIOD | RAW | IDENTIFIER;
 }
@@ -118,6 +119,8 @@ const KERNEL_PID: u32 = u32::MAX;
 /// `CLOCK_MONOTONIC`, and the offset of the clock ID in an attribute.
 const MONOTONIC: u32 = 1;
 const ATTR_CLOCKID: usize = 92;
+/// Offset of `branch_sample_type` in an attribute.
+pub(super) const ATTR_BRANCH_FILTER: usize = 72;
 
 mod feature {
     pub const BUILD_ID: u32 = 2;
@@ -128,6 +131,7 @@ mod feature {
     pub const NRCPUS: u32 = 7;
     pub const CMDLINE: u32 = 11;
     pub const EVENT_DESC: u32 = 12;
+    pub const BRANCH_STACK: u32 = 15;
     pub const SAMPLE_TIME: u32 = 21;
     pub const CLOCKID: u32 = 23;
     pub const CLOCK_DATA: u32 = 29;
@@ -355,6 +359,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
             Some((first, last)) => (first.min(s.time_ns), last.max(s.time_ns)),
         });
         self.samples += 1;
+        let has_branches = self.has_branches(s.event_id);
         self.record(record::SAMPLE, misc, |b| {
             put64(b, s.event_id);
             put64(b, s.ip);
@@ -372,7 +377,22 @@ impl<W: Write + Seek> PerfDataWriter<W> {
             // Together with its length word, the raw data must be a multiple of 8 bytes.
             put32(b, size_of::<FileSampleData>() as u32);
             b.extend_from_slice(FileSampleData::new(s.cr3, s.cpl, s.ends).as_bytes());
+            if has_branches {
+                let branches = &s.branches[..s.branches.len().min(MAX_BRANCHES)];
+                put64(b, branches.len() as u64);
+                for branch in branches {
+                    [branch.from, branch.to, branch.flags]
+                        .into_iter()
+                        .for_each(|word| put64(b, word));
+                }
+            }
         })
+    }
+
+    /// Returns `true` if the samples of an event have branch stacks.
+    fn has_branches(&self, event_id: u64) -> bool {
+        let event = self.events.iter().find(|event| event.id == event_id);
+        event.is_some_and(|event| event.branch_filter != 0)
     }
 
     /// Writes a record of `count` samples of an event that were lost before this point.
@@ -444,6 +464,9 @@ impl<W: Write + Seek> PerfDataWriter<W> {
             put64(&mut events, e.id);
         }
         features.push((feature::EVENT_DESC, events));
+        if self.events.iter().any(|event| event.branch_filter != 0) {
+            features.push((feature::BRANCH_STACK, Vec::new()));
+        }
         if let Some((first, last)) = self.times {
             features.push((
                 feature::SAMPLE_TIME,
@@ -574,6 +597,8 @@ pub fn write<W: Write + Seek>(out: W, profile: &Profile) -> io::Result<W> {
 
 /// Maximum length of a call chain. A record holds up to 64 KiB.
 const MAX_CHAIN: usize = 4096;
+/// Maximum length of a branch stack.
+const MAX_BRANCHES: usize = 1024;
 
 /// Replaces guest markers with plain ones. perf up to 6.x drops the whole chain at a guest marker;
 /// if the CPU mode of the sample is a guest mode, the plain markers select the guest's maps.
@@ -595,7 +620,11 @@ fn put_attr(b: &mut Vec<u8>, e: &EventInfo, meta: &ProfileMetadata) {
     put32(b, ATTR_SIZE);
     put64(b, e.config);
     put64(b, rate);
-    put64(b, sample_type::ALL);
+    let branches = match e.branch_filter {
+        0 => 0,
+        _ => sample_type::BRANCH_STACK,
+    };
+    put64(b, sample_type::ALL | branches);
     put64(b, 0);
     let flags = attr_flag::MMAP
         | attr_flag::COMM
@@ -609,6 +638,8 @@ fn put_attr(b: &mut Vec<u8>, e: &EventInfo, meta: &ProfileMetadata) {
         | meta.clock.map_or(0, |_| attr_flag::USE_CLOCKID);
     put64(b, flags);
     b.resize(start + ATTR_SIZE as usize, 0);
+    let at = start + ATTR_BRANCH_FILTER;
+    b[at..at + 8].copy_from_slice(&e.branch_filter.to_le_bytes());
     if meta.clock.is_some() {
         let at = start + ATTR_CLOCKID;
         b[at..at + 4].copy_from_slice(&MONOTONIC.to_le_bytes());

@@ -11,10 +11,12 @@ use linux_perf_data::linux_perf_event_reader::{
 use linux_perf_data::{DsoKey, PerfFileReader, PerfFileRecord, UserRecordType};
 
 use super::context::{CONTEXT_KERNEL, CONTEXT_USER};
-use super::perfdata::{FOOTER_MAGIC, GUEST_KERNEL_NAME, KERNEL_NAME, MISC_MMAP_BUILD_ID, UPDATES_NAME};
+use super::perfdata::{
+    ATTR_BRANCH_FILTER, FOOTER_MAGIC, GUEST_KERNEL_NAME, KERNEL_NAME, MISC_MMAP_BUILD_ID, UPDATES_NAME,
+};
 use super::{
-    EventInfo, EventRate, FileMapping, KernelMap, NO_PID, Profile, ProfileMetadata, ProfilePerspective,
-    ProfileSample, SavedSymbol, TaskName, WallClock,
+    Branch, EventInfo, EventRate, FileMapping, KernelMap, NO_PID, Profile, ProfileMetadata,
+    ProfilePerspective, ProfileSample, SavedSymbol, TaskName, WallClock,
 };
 use crate::sample::FileSampleData;
 use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStops};
@@ -257,11 +259,15 @@ pub fn read(bytes: &[u8]) -> Result<Profile, ProfileReadError> {
                     return Err(ProfileReadError::CounterValues);
                 }
                 // Skip a damaged record; the others are still valid.
+                let filter = profile.events.get(attr_index).map_or(0, |e| e.branch_filter);
+                let branches = branches_of(&record, filter);
                 if chain_is_sane(&record)
+                    && branches.is_some()
                     && build_id_is_sane(&record)
                     && let Ok(parsed) = record.parse()
                 {
-                    add(&mut profile, &parsed, record.timestamp(), id);
+                    let branches = branches.unwrap_or_default();
+                    add(&mut profile, &parsed, record.timestamp(), id, &branches);
                 }
             }
             Ok(Some(PerfFileRecord::UserRecord(record))) => {
@@ -327,6 +333,15 @@ fn chain_is_sane(record: &RawEventRecord<'_>) -> bool {
     if record.record_type != RecordType::SAMPLE || !format.contains(SampleFormat::CALLCHAIN) {
         return true;
     }
+    let at = fixed_bytes(format);
+    let Some(length) = record.data.get(at..at + 8) else {
+        return false;
+    };
+    u64_at(&length.as_slice(), 0).is_some_and(|n| n <= record.data.len() as u64 / 8)
+}
+
+/// Returns the size of the fields before the call chain of a sample without counter values.
+fn fixed_bytes(format: SampleFormat) -> usize {
     let before = SampleFormat::IDENTIFIER
         | SampleFormat::IP
         | SampleFormat::TID
@@ -336,26 +351,73 @@ fn chain_is_sane(record: &RawEventRecord<'_>) -> bool {
         | SampleFormat::STREAM_ID
         | SampleFormat::CPU
         | SampleFormat::PERIOD;
-    let at = 8 * (format & before).bits().count_ones() as usize;
-    let Some(length) = record.data.get(at..at + 8) else {
-        return false;
-    };
-    u64_at(&length.as_slice(), 0).is_some_and(|n| n <= record.data.len() as u64 / 8)
+    8 * (format & before).bits().count_ones() as usize
 }
 
-/// Returns type and config of attribute `i` as stored. The parser provides only their
-/// interpretation.
+/// Returns the branch stack of a record, which is empty for most records. Returns `None` if it does
+/// not fit into the record. The parser provides no branches.
+fn branches_of(record: &RawEventRecord<'_>, filter: u64) -> Option<Vec<Branch>> {
+    /// `PERF_SAMPLE_BRANCH_HW_INDEX`: a word precedes the branches.
+    const HARDWARE_INDEX: u64 = 1 << 17;
+    let format = record.parse_info.sample_format;
+    if record.record_type != RecordType::SAMPLE || !format.contains(SampleFormat::BRANCH_STACK) {
+        return Some(Vec::new());
+    }
+    let data = record.data.as_slice();
+    let mut at = fixed_bytes(format);
+    let number = |at| usize::try_from(u64_at(&data, at)?).ok();
+    if format.contains(SampleFormat::CALLCHAIN) {
+        at = number(at)?.checked_mul(8)?.checked_add(at + 8)?;
+    }
+    if format.contains(SampleFormat::RAW) {
+        let size = usize::try_from(half(&data, at)?).ok()?;
+        at = at.checked_add(4)?.checked_add(size)?;
+    }
+    let count = number(at)?;
+    at += if filter & HARDWARE_INDEX == 0 { 8 } else { 16 };
+    let words = data.get(at..at.checked_add(count.checked_mul(24)?)?)?;
+    let branch = |n| {
+        Some(Branch {
+            from: u64_at(words, 24 * n)?,
+            to: u64_at(words, 24 * n + 8)?,
+            flags: u64_at(words, 24 * n + 16)?,
+        })
+    };
+    (0..count).map(branch).collect()
+}
+
+/// Fields of an attribute as stored.
+#[derive(Clone, Copy, Default)]
+struct RawAttr {
+    type_: u32,
+    config: u64,
+    /// Value of `branch_sample_type`; 0 if the samples have no branch stacks.
+    branch_filter: u64,
+}
+
+/// Returns the stored fields of attribute `i`. The parser provides only their interpretation.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "perf_event_attr.type is the lower half"
 )]
-fn raw_attr(bytes: &[u8], i: usize) -> (u32, u64) {
+fn raw_attr(bytes: &[u8], i: usize) -> RawAttr {
     let at = || {
         let (size, attrs) = (u64_at(bytes, 16)?, u64_at(bytes, 24)?);
         let at = usize::try_from(size.checked_mul(i as u64)?.checked_add(attrs)?).ok()?;
-        Some((u64_at(bytes, at)? as u32, u64_at(bytes, at.checked_add(8)?)?))
+        let field = |offset: usize| u64_at(bytes, at.checked_add(offset)?);
+        let has_branches = field(24)? & SampleFormat::BRANCH_STACK.bits() != 0;
+        let branch_filter = if has_branches && size > ATTR_BRANCH_FILTER as u64 {
+            field(ATTR_BRANCH_FILTER)?
+        } else {
+            0
+        };
+        Some(RawAttr {
+            type_: field(0)? as u32,
+            config: field(8)?,
+            branch_filter,
+        })
     };
-    at().unwrap_or((0, 0))
+    at().unwrap_or_default()
 }
 
 /// Returns the first event ID of attribute `i`. The parser omits it for files without features.
@@ -372,7 +434,11 @@ fn first_id(bytes: &[u8], i: usize) -> Option<u64> {
 
 fn event_info(
     attr: &linux_perf_data::linux_perf_event_reader::PerfEventAttr,
-    (type_, config): (u32, u64),
+    RawAttr {
+        type_,
+        config,
+        branch_filter,
+    }: RawAttr,
     name: Option<&str>,
     id: Option<u64>,
     index: usize,
@@ -387,6 +453,7 @@ fn event_info(
             SamplingPolicy::Frequency(f) => EventRate::FrequencyHz(f),
             SamplingPolicy::NoSampling => EventRate::Period(0),
         },
+        branch_filter,
         id: id.filter(|&id| id != 0).unwrap_or(index as u64 + 1),
     }
 }
@@ -408,7 +475,13 @@ fn pid(raw: i32) -> u32 {
     raw.cast_unsigned()
 }
 
-fn add(profile: &mut Profile, record: &EventRecord<'_>, time: Option<u64>, event_id: u64) {
+fn add(
+    profile: &mut Profile,
+    record: &EventRecord<'_>,
+    time: Option<u64>,
+    event_id: u64,
+    branches: &[Branch],
+) {
     let time_ns = time.unwrap_or(0);
     match record {
         EventRecord::Sample(s) => {
@@ -433,6 +506,7 @@ fn add(profile: &mut Profile, record: &EventRecord<'_>, time: Option<u64>, event
                 period: s.period.unwrap_or(1),
                 event_id,
                 ends,
+                branches,
                 chain: &chain,
             });
         }

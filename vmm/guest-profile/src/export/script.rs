@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::filter::SampleFilter;
 use super::symbolize::{NamedFrame, Symbolizer, task_label};
-use super::{ChainFrame, Profile, ProfileSample, frames};
+use super::{Branch, ChainFrame, Profile, ProfileSample, frames};
 
 /// A field of a sample, with the names of `perf script --fields`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,11 +33,13 @@ pub enum ScriptField {
     Symoff,
     /// Objects of the call chain.
     Dso,
+    /// Branch stack, newest branch first.
+    Brstack,
 }
 
 impl ScriptField {
     /// All fields and their names, in the order of the output.
-    pub const ALL: [(&'static str, Self); 11] = [
+    pub const ALL: [(&'static str, Self); 12] = [
         ("comm", Self::Comm),
         ("pid", Self::Pid),
         ("tid", Self::Tid),
@@ -49,6 +51,7 @@ impl ScriptField {
         ("sym", Self::Sym),
         ("symoff", Self::Symoff),
         ("dso", Self::Dso),
+        ("brstack", Self::Brstack),
     ];
 
     /// Returns the field with this name.
@@ -133,6 +136,7 @@ pub fn write_with(
             ScriptFormat::Text => {
                 write_head(profile, fields, sample, &mut out)?;
                 write_frames(symbols, fields, sample, &mut out)?;
+                write_branches(fields, sample, &mut out)?;
             }
             ScriptFormat::Json => {
                 serde_json::to_writer(&mut out, &json(profile, symbols, fields, sample))?;
@@ -213,6 +217,30 @@ fn write_frames(
     Ok(())
 }
 
+/// Writes the branch stack in the format of `perf script`, on a line of its own. The fields after
+/// the addresses are: prediction, transaction, abort, cycles and kind.
+fn write_branches(fields: &ScriptFields, s: &ProfileSample<'_>, out: &mut impl Write) -> io::Result<()> {
+    if !fields.has(ScriptField::Brstack) || s.branches.is_empty() {
+        return Ok(());
+    }
+    for branch in s.branches {
+        write!(out, " {}", branch_text(branch))?;
+    }
+    writeln!(out)
+}
+
+fn branch_text(branch: &Branch) -> String {
+    let Branch { from, to, flags } = branch;
+    let prediction = match flags & 3 {
+        0 => '-',
+        2 => 'P',
+        _ => 'M',
+    };
+    let cycles = flags >> 4 & 0xffff;
+    let kind = branch.kind().unwrap_or("");
+    format!("{from:#x}/{to:#x}/{prediction}/-/-/{cycles}/{kind}")
+}
+
 fn frame_text(frame: ChainFrame, named: &NamedFrame, fields: &ScriptFields) -> String {
     let mut parts = Vec::new();
     if fields.has(ScriptField::Ip) {
@@ -254,6 +282,18 @@ struct SampleJson {
     /// Call chain, innermost frame first.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     frames: Vec<FrameJson>,
+    /// Branch stack, newest branch first.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    brstack: Vec<BranchJson>,
+}
+
+/// A branch as a JSON object.
+#[derive(Serialize)]
+struct BranchJson {
+    from: String,
+    to: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kind: Option<&'static str>,
 }
 
 /// A frame as a JSON object.
@@ -299,5 +339,12 @@ fn json(
         period: fields.has(Period).then_some(s.period),
         event: fields.has(Event).then(|| event_name(profile, s)),
         cut_short: s.ends.cut_short().filter(|_| chain),
+        brstack: (s.branches.iter().filter(|_| fields.has(ScriptField::Brstack)))
+            .map(|branch| BranchJson {
+                from: format!("{:#x}", branch.from),
+                to: format!("{:#x}", branch.to),
+                kind: branch.kind(),
+            })
+            .collect(),
     }
 }

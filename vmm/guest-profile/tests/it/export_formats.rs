@@ -27,6 +27,7 @@ pub(super) fn profile() -> Profile {
         type_: 0,
         config: 0,
         rate: EventRate::FrequencyHz(1000),
+        branch_filter: 0,
         id: 3,
     };
     let mut p = Profile::new(
@@ -91,6 +92,7 @@ pub(super) fn profile() -> Profile {
             period: 10,
             event_id: 3,
             ends: UnwindStops::default(),
+            branches: &[],
             chain,
         });
     }
@@ -127,6 +129,7 @@ fn truncated_chains_are_not_reused() {
         period: 10,
         event_id: 3,
         ends,
+        branches: &[],
         chain,
     };
     let spent = UnwindStops {
@@ -178,6 +181,7 @@ fn samples_without_chain_reuse_chains_of_same_function() {
         period: 10,
         event_id: 3,
         ends: UnwindStops::default(),
+        branches: &[],
         chain: &[],
     };
     p.push(&light(500, 0x40_0120, 3));
@@ -331,6 +335,7 @@ fn interrupted_first_instruction_differs_from_return_address() {
             period: 1000,
             event_id: 3,
             ends: UnwindStops::default(),
+            branches: &[],
             chain,
         });
     }

@@ -7,7 +7,7 @@ use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::report::{self, ReportOptions, SortKey};
 use guest_profile::export::symbolize::Symbolizer;
 use guest_profile::export::{
-    EventInfo, EventRate, FileMapping, KernelMap, Profile, ProfileMetadata, ProfilePerspective,
+    Branch, EventInfo, EventRate, FileMapping, KernelMap, Profile, ProfileMetadata, ProfilePerspective,
     ProfileSample, SavedSymbol, TaskName, WallClock, perfdata, reader, script,
 };
 use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStops};
@@ -15,6 +15,7 @@ use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 use linux_perf_data::linux_perf_event_reader::CpuMode;
 use linux_perf_data::{DsoKey, PerfFileReader, PerfFileRecord, UserRecordType};
+use perf_core::branch::{BranchEntry, BranchFilter, BranchKind};
 use test_support::skip;
 
 const KALLSYMS: &str = "\
@@ -51,6 +52,7 @@ fn profile() -> Profile {
             type_: 0,
             config: 0,
             rate: EventRate::Period(1000),
+            branch_filter: 0,
             id: 7,
         }],
     );
@@ -119,6 +121,7 @@ fn profile() -> Profile {
             cr3: 0x2a5_8000,
             period: 1000,
             event_id: 7,
+            branches: &[],
             ends: UnwindStops {
                 kernel: kernel.then_some(UnwindStop::Complete),
                 user: Some(if i == 3 {
@@ -429,4 +432,42 @@ fn our_script_is_in_order_and_names_every_frame() {
     assert!(text.contains("ffffffff95200010 do_syscall_64+0x10 ([guest.kernel])\n"));
     assert!(text.contains("main+0x10 (/usr/bin/three)\n"));
     assert!(!text.contains("[unknown]"));
+}
+
+/// Branch stacks survive writing and reading, in an event that has them.
+#[test]
+fn branch_stacks_round_trip() {
+    let mut profile = profile();
+    let filter = BranchFilter::ANY | BranchFilter::KERNEL | BranchFilter::TYPE_SAVE;
+    profile.events[0].branch_filter = filter.bits();
+    let call = BranchEntry {
+        from: KERNEL + 0x10,
+        to: KERNEL + 0x100,
+        kind: BranchKind::Call,
+        ..BranchEntry::default()
+    };
+    let [from, to, flags] = call.words(filter);
+    let branches = [Branch { from, to, flags }, Branch::default()];
+    let mut written = profile.clone();
+    written.push(&ProfileSample {
+        branches: &branches,
+        ..profile.samples().next().unwrap()
+    });
+    let file = perfdata::write(Cursor::new(Vec::new()), &written)
+        .unwrap()
+        .into_inner();
+    let read = reader::read(&file).unwrap();
+    assert_eq!(read.events[0].branch_filter, filter.bits());
+    let last = read.samples().max_by_key(|s| s.branches.len()).unwrap();
+    assert_eq!(last.branches, branches);
+    assert_eq!(last.branches[0].kind(), Some("CALL"));
+    assert!(read.samples().next().unwrap().branches.is_empty());
+    // A count that exceeds the record is rejected with its sample only.
+    let mut damaged = file.clone();
+    let at = damaged
+        .windows(8)
+        .position(|word| word == from.to_le_bytes())
+        .unwrap();
+    damaged[at - 8..at].copy_from_slice(&u64::MAX.to_le_bytes());
+    assert_eq!(reader::read(&damaged).unwrap().len(), read.len() - 1);
 }

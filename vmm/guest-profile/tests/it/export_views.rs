@@ -110,6 +110,7 @@ fn report_tells_different_weights() {
         period: 11,
         event_id: 3,
         ends: UnwindStops::default(),
+        branches: &[],
         chain: &[],
     });
     assert!(report(&profile, &ReportOptions::default()).contains(NOTE));
@@ -161,6 +162,7 @@ fn call_graph_depth_is_bounded() {
             period: 1000,
             event_id: 3,
             ends: UnwindStops::default(),
+            branches: &[],
             chain: &chain[skip..],
         });
     }

@@ -1,8 +1,9 @@
 //! Translates the arguments of `run` into a machine configuration for this host.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use perf_core::error_line;
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostProbe;
 use vpmu::{
@@ -114,6 +115,7 @@ pub(super) fn build_config(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Resu
             mux,
             turn,
             stepping: backed.stepping,
+            has_rdpmc_breakpoints: args.rdpmc == RdpmcMode::Hwbp,
             limits: OperatorLimits {
                 sample_rate_hz: args.sample_limit,
                 ring_bytes: args.ring_memory,
@@ -177,12 +179,8 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
             log::warn!("{line}");
         }
     }
-    let needs_debug = policy == BackingPolicy::Exact || args.rdpmc == RdpmcMode::Hwbp;
-    let stepping = if has_pmu && needs_debug {
-        stepping::probe(kvm)?
-    } else {
-        Stepping::default()
-    };
+    let needs_debug = has_pmu && (policy == BackingPolicy::Exact || args.rdpmc == RdpmcMode::Hwbp);
+    let stepping = probe_stepping(kvm, needs_debug)?;
     if has_pmu && policy == BackingPolicy::Exact {
         backing::check_stepping(stepping, args.cpus.max())?;
     }
@@ -208,6 +206,21 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
         stepping,
         backability,
     })
+}
+
+/// Probes the stepping features of the host. A failure is an error only if the VM requires them;
+/// otherwise operators cannot record branch stacks.
+fn probe_stepping(kvm: &Kvm, required: bool) -> Result<Stepping, RunError> {
+    let started = Instant::now();
+    let stepping = match stepping::probe(kvm) {
+        Err(e) if !required => {
+            log::debug!("no branch stacks: {}", error_line(&e));
+            Stepping::default()
+        }
+        probed => probed?,
+    };
+    log::debug!("probing the steps of KVM took {:?}", started.elapsed());
+    Ok(stepping)
 }
 
 /// Removes the events that `filter` denies from the announced features.

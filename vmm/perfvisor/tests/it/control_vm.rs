@@ -115,6 +115,7 @@ fn added_vcpus_stay_if_guest_does_not_respond() {
                 callchain: false,
                 chain_every: 1,
                 stack_bytes: 0,
+                branches: None,
             }),
         })
         .unwrap();
@@ -563,6 +564,7 @@ fn client_events_end_with_connection() {
             callchain: true,
             chain_every: 10,
             stack_bytes: 0,
+            branches: None,
         };
         let opened: Vec<OpenedEvent> = dies
             .call(open("cycles,cpu-clock,task-clock", Some(sampling)))
@@ -622,6 +624,7 @@ fn unavailable_processes_and_stacks_report_reason() {
             callchain: true,
             chain_every: 1,
             stack_bytes,
+            branches: None,
         };
         let open = request::Open {
             events: "cycles".into(),

@@ -4,16 +4,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use perf_core::attr::STACK_USER_MAX;
 use perf_core::pmu::{PmuError, VcpuId, host};
 use perf_core::ring::Ring;
 use perf_core::{
-    Attr, ControlScope, Handle, OpenError, OpenFlags, OpenTarget, Role, SampleType, Session, VcpuReading,
-    error_line,
+    Attr, ControlScope, Handle, OpenError, OpenFlags, OpenTarget, Role, Session, VcpuReading, error_line,
 };
 
 use super::events::{OperatorEvent, operator_event};
 use super::rings::{RingLayout, shared_ring};
+use super::sampling::{self, rate_for, sample_with};
 use crate::devices::cpu_plug::VcpuSet;
 use crate::pmu::backing;
 use crate::pmu::{HostSampling, HostSamplingError, VmPmu};
@@ -23,15 +22,6 @@ use control_api::protocol::{
     EventReading, Failure, FailureKind, HostRingInfo, MAX_EVENTS, MAX_RING_PAGES, OpenedEvent,
     PluggedVcpuEvents, RingInfo, RingLoss, SamplingParams, VcpuPart,
 };
-
-/// Fields of each sample except the call chain.
-const SAMPLE: SampleType = SampleType::IP
-    .union(SampleType::TID)
-    .union(SampleType::TIME)
-    .union(SampleType::CPU)
-    .union(SampleType::PERIOD)
-    .union(SampleType::STREAM_ID)
-    .union(SampleType::RAW);
 
 /// Returns a [`Failure`] as an error.
 pub(super) fn fail<T>(kind: FailureKind, message: impl Into<String>) -> Result<T, Failure> {
@@ -169,16 +159,8 @@ impl EventSession {
                 format!("a connection may have {MAX_EVENTS} events; ask for fewer events or vCPUs"),
             );
         }
-        if let Some(sampling) = sampling
-            && (sampling.stack_bytes > STACK_USER_MAX || sampling.stack_bytes % 8 != 0)
-        {
-            return fail(
-                FailureKind::Invalid,
-                format!(
-                    "a sample has at most {STACK_USER_MAX} bytes of stack, a multiple of 8; not {}",
-                    sampling.stack_bytes
-                ),
-            );
+        if let Some(sampling) = sampling {
+            sampling::check(&self.pmu, sampling)?;
         }
         if sampling.is_some() && vcpus.iter().any(|v| self.rings.contains_key(v)) {
             return fail(FailureKind::Invalid, "open sampling events before their ring");
@@ -648,35 +630,6 @@ fn is_whole(group: &EventGroup) -> Result<bool, MixedGroupError> {
 /// Returns the role of user `uid`.
 pub(crate) fn role(uid: u32) -> Role {
     if uid == 0 { Role::Admin } else { Role::Operator }
-}
-
-/// Applies the operator's sampling rate unless the event has its own.
-fn sample_with(attr: &mut Attr, sampling: SamplingParams, spec: &EventSpec) {
-    let (rate, frequency) = match (spec.period, spec.frequency_hz) {
-        (Some(period), _) => (period, false),
-        (None, Some(hz)) => (hz, true),
-        (None, None) => (sampling.rate.max(1), sampling.frequency),
-    };
-    attr.sample_period = rate;
-    attr.freq = frequency;
-    attr.sample_type = SAMPLE;
-    if sampling.callchain {
-        attr.sample_type |= SampleType::CALLCHAIN;
-    }
-    if sampling.stack_bytes > 0 {
-        attr.sample_type |= SampleType::REGS_USER | SampleType::STACK_USER;
-        attr.sample_stack_user = sampling.stack_bytes;
-    }
-}
-
-/// Returns the period or frequency of an event that takes every `every`-th of the samples at
-/// `rate`.
-fn rate_for(attr: &Attr, rate: u64, every: u32) -> u64 {
-    if attr.freq {
-        (rate / u64::from(every)).max(1)
-    } else {
-        rate.saturating_mul(every.into()).min(i64::MAX as u64)
-    }
 }
 
 fn not_opened(error: OpenError) -> EventOpenError {

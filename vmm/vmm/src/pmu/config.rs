@@ -26,8 +26,10 @@ pub struct PmuConfig {
     pub hides_denied: bool,
     /// Maximum number of PMIs per second and vCPU.
     pub pmi_limit: u32,
-    /// Stepping capabilities of the host, for the exact backing.
+    /// Stepping capabilities of the host, for the exact backing and for branch stacks.
     pub stepping: Stepping,
+    /// RDPMC is emulated with hardware breakpoints.
+    pub has_rdpmc_breakpoints: bool,
     /// Priority of the guest and operators for host counters.
     pub share: SharePolicy,
     /// Multiplexing policy of events that share counters.
@@ -61,6 +63,7 @@ impl PmuConfig {
             hides_denied: false,
             pmi_limit: vpmu::DEFAULT_PMI_LIMIT,
             stepping: Stepping::default(),
+            has_rdpmc_breakpoints: false,
             share: SharePolicy::default(),
             mux: MuxPolicy::default(),
             turn: None,

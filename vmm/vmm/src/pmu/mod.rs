@@ -4,6 +4,7 @@
 //! (`vpmu`) of a vCPU to its perf-core context.
 
 pub mod backing;
+pub mod branches;
 mod config;
 pub mod countable;
 pub mod event_opener;
@@ -23,6 +24,7 @@ use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use kvm_bindings::KVM_MP_STATE_HALTED;
+use perf_core::branch::BranchFilter;
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
@@ -43,6 +45,7 @@ use vpmu::{
 use crate::kvm::cpuid;
 use crate::kvm::event_filter::KvmEventFilterError;
 use crate::kvm::vcpu_fd::VcpuFd;
+use branches::{BranchCollector, BranchStackError};
 use steal::StealClock;
 
 pub use config::{OperatorLimits, PmuConfig};
@@ -226,6 +229,17 @@ impl VmPmu {
     /// request.
     pub fn set_filter(&self, filter: Arc<EventFilter>) {
         self.filter.store(filter);
+    }
+
+    /// Checks that samples can have stacks of the branches that `filter` selects.
+    ///
+    /// # Errors
+    /// Returns [`BranchStackError`] with the reason.
+    pub fn check_branches(&self, filter: BranchFilter) -> Result<(), BranchStackError> {
+        if self.config.has_rdpmc_breakpoints {
+            return Err(BranchStackError::Breakpoints);
+        }
+        branches::check_host(self.config.stepping, filter)
     }
 
     /// Creates the PMU of vCPU `id` in its reset state. `tsc_khz` is the guest's TSC frequency, in
@@ -496,12 +510,23 @@ impl VcpuPmu {
     /// any, the vCPU's position is known now, and the next one is passed to [`VcpuPmu::feed_step`].
     #[inline]
     pub fn stepped_levels(&mut self) -> SteppedLevels {
-        let attached = self.attached.as_ref();
-        let levels = attached.map_or_else(SteppedLevels::default, |attached| {
-            attached.events.stepping_levels()
-        });
+        let levels = self.exact_levels();
+        let branches = self.samples.branches.levels();
+        let levels = SteppedLevels {
+            user: levels.user || branches.user,
+            kernel: levels.kernel || branches.kernel,
+        };
         self.step_began = levels.any().then(|| self.step_began.unwrap_or_else(Instant::now));
         levels
+    }
+
+    /// Returns the privilege levels that the exact backing steps.
+    #[inline]
+    pub fn exact_levels(&self) -> SteppedLevels {
+        let attached = self.attached.as_ref();
+        attached.map_or_else(SteppedLevels::default, |attached| {
+            attached.events.stepping_levels()
+        })
     }
 
     /// Returns how much may be fed at CPL 0 before an overflow.
@@ -517,7 +542,8 @@ impl VcpuPmu {
         let began = self.step_began.take();
         if let Some(attached) = &mut self.attached {
             self.fed_overflow |= step.feed(&attached.fed);
-            if step.lost {
+            // A burst for a branch stack steps code that nothing counts.
+            if step.lost && attached.events.needs_stepping() {
                 let lasted = began.map_or(Duration::ZERO, |began| began.elapsed());
                 let ns = u64::try_from(lasted.as_nanos()).unwrap_or(u64::MAX);
                 self.vpmu.lose_time(ns, &mut attached.events);
@@ -552,11 +578,37 @@ impl VcpuPmu {
                 }
             });
         let used_system = regs.used_system();
+        self.samples.branches.written();
         for counter in counters {
             self.vpmu.overflowed(counter, &mut attached.events);
         }
         self.samples.held(began);
         used_system
+    }
+
+    /// Returns the branch stack of the next sample.
+    #[inline]
+    pub fn branches(&mut self) -> &mut BranchCollector {
+        &mut self.samples.branches
+    }
+
+    /// Completes the branch stack, so that the next overflow service writes the samples that wait
+    /// for it.
+    pub fn complete_branches(&mut self) {
+        self.samples.branches.complete();
+        self.fed_overflow = true;
+    }
+
+    /// Sets the time that the vCPU was stepped for the next sample, in nanoseconds.
+    pub fn set_burst_time(&mut self, ns: u64) {
+        self.samples.set_burst_time(ns);
+    }
+
+    /// Returns the CPU time of the vCPU's thread, in nanoseconds.
+    pub fn thread_ns(&self) -> u64 {
+        self.attached
+            .as_ref()
+            .map_or(0, |attached| attached.clock.thread_ns())
     }
 
     /// Counts one paravirtual event. Paravirtual events have no privilege level.

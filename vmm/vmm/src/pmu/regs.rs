@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use arc_swap::{ArcSwapOption, Guard};
 use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_sregs};
 use perf_core::attr::{REGS_USER_LEN, STACK_USER_MAX};
+use perf_core::branch::{BranchEntry, BranchSampling};
 use perf_core::record::{UserRegsAndStack, WordList};
 use perf_core::{CpuMode, SampleRegs, error_line, guest_log};
 use sandbox::ThreadKind;
@@ -15,6 +16,7 @@ use smallvec::SmallVec;
 use vm_memory::GuestMemoryMmap;
 use zerocopy::IntoBytes;
 
+use super::branches::BranchCollector;
 use super::kernel_reader::{KernelReadError, KernelReader};
 use crate::kvm::registers;
 use crate::kvm::vcpu_fd::VcpuFd;
@@ -269,6 +271,10 @@ pub struct SampleCache {
     user_regs: [u64; REGS_USER_LEN],
     /// Duration of the vCPU interruption for the last sample, in nanoseconds; 0 if not measured.
     held_ns: u32,
+    /// Branch stack of the next sample.
+    pub(super) branches: BranchCollector,
+    /// Time that the vCPU was stepped for the sample, in nanoseconds.
+    burst_ns: u32,
     /// A sample was taken since the last call of `held`.
     taken: bool,
     /// Number of samples.
@@ -286,14 +292,20 @@ impl SampleCache {
         (self.samples < 64 || self.samples.is_multiple_of(MEASURE_INTERVAL)).then(Instant::now)
     }
 
+    /// Sets the time that the vCPU was stepped for the next sample.
+    pub fn set_burst_time(&mut self, ns: u64) {
+        self.burst_ns = u32::try_from(ns).unwrap_or(u32::MAX);
+    }
+
     /// Ends handling overflows. Records the cost if a sample was taken and `began` is set.
     #[inline]
     pub fn held(&mut self, began: Option<Instant>) {
         if std::mem::take(&mut self.taken) {
             self.samples = self.samples.wrapping_add(1);
-            self.held_ns = began.map_or(0, |began| {
+            let service_ns = began.map_or(0, |began| {
                 u32::try_from(began.elapsed().as_nanos()).unwrap_or(u32::MAX)
             });
+            self.held_ns = service_ns.saturating_add(std::mem::take(&mut self.burst_ns));
         }
     }
 }
@@ -307,6 +319,8 @@ impl Default for SampleCache {
             stack: Vec::new(),
             user_regs: [0; REGS_USER_LEN],
             held_ns: 0,
+            branches: BranchCollector::default(),
+            burst_ns: 0,
             taken: false,
             samples: 0,
         }
@@ -521,6 +535,10 @@ impl SampleRegs for VcpuSampleRegs<'_> {
         self.chain = Some(chain);
         self.keep_user_frames(&out[..chain.len]);
         chain.len
+    }
+
+    fn branches(&mut self, request: BranchSampling, out: &mut Vec<BranchEntry>) -> bool {
+        self.memory.branches.take(request, out)
     }
 
     fn raw(&mut self) -> &[u8] {

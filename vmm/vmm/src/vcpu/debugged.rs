@@ -18,6 +18,11 @@ impl Running {
         self.control.debugger().filter(|debugger| debugger.is_attached())
     }
 
+    /// Returns `true` if a debugger is attached.
+    pub(super) fn is_debugger_attached(&self) -> bool {
+        self.attached().is_some()
+    }
+
     /// Returns `true` if a debugger that holds the machine lets this vCPU run.
     pub(super) fn may_run(&self) -> bool {
         self.control

@@ -42,6 +42,7 @@ pub struct RdpmcConfig {
 }
 
 /// Single-stepping configuration shared by the vCPUs of a VM.
+#[derive(Clone, Debug)]
 pub struct StepperConfig {
     /// CPU vendor of the guest model.
     pub vendor: Vendor,
@@ -51,6 +52,25 @@ pub struct StepperConfig {
     pub alone: bool,
     /// Step every instruction, without straight runs.
     pub without_runs: bool,
+    /// KVM can copy registers at each exit.
+    pub syncs_registers: bool,
+}
+
+impl StepperConfig {
+    /// Creates a stepper for a vCPU.
+    pub(super) fn stepper(&self, memory: GuestMemoryMmap) -> Stepper {
+        let mut stepper = Stepper::new(self.vendor, memory, self.host, self.alone);
+        // Synchronized registers are used only where CPL 0 is emulated. A stepped and recorded
+        // guest of the lab hung when they were used elsewhere.
+        if self.syncs_registers && !self.host.user {
+            stepper = stepper.with_synced_registers();
+        }
+        if self.without_runs {
+            stepper.without_runs()
+        } else {
+            stepper
+        }
+    }
 }
 
 /// Factory for the vCPUs of a VM.
@@ -73,6 +93,8 @@ pub struct VcpuFactory {
     pub rdpmc: Option<RdpmcConfig>,
     /// Single-stepping configuration for the exact backing.
     pub stepper: Option<StepperConfig>,
+    /// Single-stepping configuration for branch stacks; `None` if they are unavailable.
+    pub bursts: Option<StepperConfig>,
     /// Pinning of vCPUs to host CPUs.
     pub pins: Pinning,
     /// Entry state of the boot processor for the loaded kernel.
@@ -167,17 +189,10 @@ impl VcpuFactory {
             vcpu.set_rdpmc_emulator(rdpmc);
         }
         if let Some(parts) = &self.stepper {
-            let mut stepper = Stepper::new(parts.vendor, self.memory.clone(), parts.host, parts.alone);
-            // Synchronized registers are used only where CPL 0 is emulated. A stepped and recorded
-            // guest of the lab hung when they were used elsewhere.
-            if self.vm.syncs_registers() && !parts.host.user {
-                stepper = stepper.with_synced_registers();
-            }
-            vcpu.set_stepper(if parts.without_runs {
-                stepper.without_runs()
-            } else {
-                stepper
-            });
+            vcpu.set_stepper(parts.stepper(self.memory.clone()));
+        }
+        if let Some(config) = &self.bursts {
+            vcpu.set_bursts(config.clone(), self.memory.clone());
         }
         Ok(vcpu)
     }

@@ -10,6 +10,7 @@
 //! 6. Handle the exit.
 
 pub mod affinity;
+mod burst;
 pub mod control;
 pub mod debugctl;
 mod debugged;
@@ -127,6 +128,7 @@ impl Running {
     /// together with the events, and the next entry may be far in the future or never occur. A
     /// recording would then lack the last periods, and a guest would not receive its PMI.
     fn stop_counting(&mut self) {
+        self.end_burst();
         let Some(pmu) = &mut self.pmu else { return };
         pmu.pause();
         kick::take_overflow();
@@ -326,7 +328,9 @@ impl Running {
         {
             pmu.feed_step(&step);
         }
+        self.collect_branches();
         self.serve_pmu(timer)?;
+        self.begin_burst_if_due(timer);
         self.check_guest_kernel().map_err(VcpuFailure::Gate)?;
         self.prepare_entry()
     }
@@ -350,6 +354,13 @@ impl Running {
             .set(tally.instructions_in_runs);
         self.slot.stats().steps_lost.set(tally.lost);
         self.slot.stats().unstepped.set(tally.unstepped);
+        if self.retire_burst_stepper() {
+            // A debugger may have breakpoints.
+            return Ok(EntryAction::Repeat);
+        }
+        let Some(pmu) = &mut self.pmu else {
+            return Ok(EntryAction::Enter);
+        };
         match prepared {
             StepAction::Enter => Ok(EntryAction::Enter),
             StepAction::Executed(step) => {

@@ -53,6 +53,12 @@ impl RegisterCache {
         }
     }
 
+    /// Disables all synchronization. Must not be called while KVM has an exit to complete.
+    pub(super) fn stop_sync(&mut self, fd: &mut ArmedVcpu) {
+        *self = Self::new(fd, false);
+        fd.sync_at_exit(SyncReg::Register, false);
+    }
+
     /// Records the return of KVM_RUN, after which the copied registers are valid.
     #[inline]
     pub(super) fn after_run(&mut self, for_signal: bool) {

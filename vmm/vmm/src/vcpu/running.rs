@@ -8,10 +8,13 @@ use std::sync::Arc;
 use std::sync::mpsc::{Sender, SyncSender};
 
 use kvm_bindings::kvm_debug_exit_arch;
+use vm_memory::GuestMemoryMmap;
 
+use super::burst::Bursts;
 use super::control::{RunControl, StopReason};
 use super::debugctl::DebugControl;
 use super::exit_times::ExitClock;
+use super::factory::StepperConfig;
 use super::failure::{VcpuFailure, VcpuStartError};
 use super::kick;
 use super::kvm_vcpu::{KvmVcpu, KvmVcpuParts};
@@ -106,6 +109,7 @@ pub struct Vcpu {
     pub(super) debug_control: Option<DebugControl>,
     pub(super) rdpmc: Option<RdpmcEmulator>,
     pub(super) stepper: Option<Stepper>,
+    pub(super) bursts: Bursts,
     pub(super) on_first_entry: Option<Box<dyn FnOnce() + Send>>,
     /// Host CPU to which the thread is pinned.
     pub(super) pin: Option<usize>,
@@ -140,6 +144,7 @@ impl Vcpu {
             debug_control: None,
             rdpmc: None,
             stepper: None,
+            bursts: Bursts::default(),
             on_first_entry: None,
             pin: None,
             last_read: LastRdpmc::default(),
@@ -161,6 +166,11 @@ impl Vcpu {
     /// Enables single-stepping for the exact backing.
     pub fn set_stepper(&mut self, stepper: Stepper) {
         self.stepper = Some(stepper);
+    }
+
+    /// Enables branch stacks of samples.
+    pub fn set_bursts(&mut self, config: StepperConfig, memory: GuestMemoryMmap) {
+        self.bursts = Bursts::new(config, memory);
     }
 
     /// Forwards the bits of a trapped IA32_DEBUGCTL that do not belong to the PMU to KVM.
@@ -204,8 +214,10 @@ pub(super) struct Running {
     pub(super) debug_control: Option<DebugControl>,
     /// RDPMC emulation; `None` if RDPMC is not emulated.
     pub(super) rdpmc: Option<RdpmcEmulator>,
-    /// Single-stepping for the exact backing.
+    /// Single-stepping for the exact backing and for branch stacks.
     pub(super) stepper: Option<Stepper>,
+    /// Branch stacks of samples.
+    pub(super) bursts: Bursts,
     pub(super) last_read: LastRdpmc,
     pub(super) sent_nmi: PendingNmi,
     pub(super) registers: RegisterCache,
@@ -251,6 +263,7 @@ impl Running {
             debug_control: vcpu.debug_control,
             rdpmc: vcpu.rdpmc,
             stepper: vcpu.stepper,
+            bursts: vcpu.bursts,
             last_read: vcpu.last_read,
             sent_nmi: vcpu.sent_nmi,
             save_phase: SavePhase::None,

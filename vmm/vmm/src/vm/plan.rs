@@ -9,6 +9,7 @@ use guest_patching::running::RunningKernelPatcher;
 use guest_patching::sites::RdpmcSites;
 use guest_patching::uncounted::UncountableEvents;
 use kvm_bindings::CpuId;
+use perf_core::branch::BranchFilter;
 use perf_core::error_line;
 use perf_core::pmu::host::HostProbe;
 use snapshot::state::MachineShape;
@@ -112,6 +113,13 @@ impl<'a> VmPlan<'a> {
     ) -> Result<VcpuFactory, VmError> {
         let breakpoints = self.breakpoints(loaded)?;
         let gate = gate && breakpoints.len() < BREAKPOINTS;
+        let stepping = StepperConfig {
+            vendor: model.vendor(),
+            host: self.config.pmu.stepping,
+            alone: self.config.cpus.max() == 1,
+            without_runs: std::env::var_os(WITHOUT_RUNS).is_some(),
+            syncs_registers: fd.syncs_registers(),
+        };
         Ok(VcpuFactory {
             vm: fd.clone(),
             bus: bus.clone(),
@@ -121,12 +129,11 @@ impl<'a> VmPlan<'a> {
             breakpoints,
             traps_debug_control: model.intel_version() >= 2,
             rdpmc: self.rdpmc_parts(loaded, ram, gate, uncounted),
-            stepper: self.stepped.then(|| StepperConfig {
-                vendor: model.vendor(),
-                host: self.config.pmu.stepping,
-                alone: self.config.cpus.max() == 1,
-                without_runs: std::env::var_os(WITHOUT_RUNS).is_some(),
-            }),
+            stepper: self.stepped.then(|| stepping.clone()),
+            bursts: pmu
+                .check_branches(BranchFilter::KERNEL)
+                .is_ok()
+                .then_some(stepping),
             entry: loaded.entry,
             pins: self.config.pins.clone(),
         })

@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::Args;
 
 use super::super::files::SymbolArgs;
+use super::branches::{BranchFilterArg, BranchOverhead, branch_stacks};
 use super::error::RecordError;
 use super::remote::ControlPipes;
 use super::switch::SwitchTrigger;
@@ -14,9 +15,12 @@ use crate::values::{VcpuList, integer_in_range, parse_bytes, parse_output, parse
 use control_api::protocol::SamplingParams;
 use guest_profile::export::build_id_dir::BuildIdDir;
 use perf_core::attr::STACK_USER_MAX;
+use perf_core::branch::MAX_BRANCH_DEPTH;
 
 /// Default sampling frequency, in Hz.
 const DEFAULT_FREQUENCY_HZ: u64 = 1000;
+/// Default sampling frequency with branch stacks, in Hz.
+const DEFAULT_BRANCH_HZ: u64 = 100;
 /// Default frequency of samples that stop the vCPU, in Hz. At 65 µs each, they take about 0.3 % of
 /// its time.
 const DEFAULT_CHAINS_HZ: u64 = 50;
@@ -88,7 +92,7 @@ pub struct RecordArgs {
     /// Sample every N events.
     #[arg(short = 'c', long = "count", value_name = "N", value_parser = integer_in_range(1..=(1u64 << 62) - 1))]
     pub period: Option<u64>,
-    /// Set the sampling frequency per vCPU, in Hz [default: 1000]
+    /// Set the sampling frequency per vCPU, in Hz [default: 1000; 100 with branch stacks]
     #[arg(short = 'F', long = "freq", value_name = "HZ", conflicts_with = "period", value_parser = integer_in_range(1..=(1u64 << 32) - 1))]
     pub frequency: Option<u64>,
     /// Select how call chains are unwound: fp (frame pointers in programs, unwind tables or frame
@@ -102,6 +106,21 @@ pub struct RecordArgs {
     /// 0.5 % of its time; with -c every 20th sample]
     #[arg(long, value_name = "N", value_parser = integer_in_range(1..=1_000_000u32))]
     pub chain_every: Option<u32>,
+    /// Record the branches that the vCPU takes after each overflow, as -j any. The vCPU is single-stepped
+    /// until it has taken enough branches.
+    #[arg(short = 'b', long, conflicts_with_all = ["branch_filter", "chain_every"])]
+    pub branch_any: bool,
+    /// Record the branches that these words select, as in any,u: any, any_call, any_ret, ind_call, ind_jmp,
+    /// call, cond; u and k for the levels; save_type for the kind of each branch.
+    #[arg(short = 'j', long, value_name = "FILTER", conflicts_with = "chain_every")]
+    pub branch_filter: Option<BranchFilterArg>,
+    /// Maximum number of branches per sample, up to 64.
+    #[arg(long, value_name = "N", default_value = "32", value_parser = integer_in_range(1..=MAX_BRANCH_DEPTH))]
+    pub branch_depth: u16,
+    /// Maximum share of a vCPU's run time that branch stacks may take. Fewer samples are taken if they
+    /// would exceed it.
+    #[arg(long, value_name = "PERCENT", default_value = "5%")]
+    pub branch_overhead: BranchOverhead,
     /// Sources of symbols; the guest's memory by default.
     #[command(flatten)]
     pub symbols: SymbolArgs,
@@ -210,8 +229,15 @@ impl RecordArgs {
     }
 
     pub(super) fn sampling(&self) -> SamplingParams {
-        let rate = self.period.or(self.frequency).unwrap_or(DEFAULT_FREQUENCY_HZ);
+        let branches = branch_stacks(self);
+        let default_hz = match branches {
+            Some(_) => DEFAULT_BRANCH_HZ,
+            None => DEFAULT_FREQUENCY_HZ,
+        };
+        let rate = self.period.or(self.frequency).unwrap_or(default_hz);
         let by_default = match self.period {
+            // The host's kernel takes no branch stacks.
+            _ if branches.is_some() => 1,
             Some(_) => DEFAULT_CHAIN_EVERY,
             None => u32::try_from(rate / DEFAULT_CHAINS_HZ).unwrap_or(u32::MAX).max(1),
         };
@@ -229,6 +255,7 @@ impl RecordArgs {
                 CallGraph::Dwarf(bytes) => bytes,
                 CallGraph::Fp | CallGraph::None => 0,
             },
+            branches,
         }
     }
 }

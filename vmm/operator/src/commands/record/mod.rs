@@ -1,6 +1,7 @@
 //! `perfvisor record`: writes samples of a VM's vCPUs to a `perf.data` file.
 
 mod args;
+mod branches;
 mod code;
 mod error;
 mod names;
@@ -212,6 +213,12 @@ fn sample(
         }
     }
     streams.settle(u64::MAX, recording)?;
+    let vcpus = streams.rings.len();
+    if let Some(summary) = recording.branch_totals().summary(clock.start.elapsed(), vcpus)
+        && !args.quiet
+    {
+        log::info!("{summary}");
+    }
     if !gone && let Ok(losses) = client.call(request::RingLosses) {
         recording.add_losses(losses.iter().map(|l| l.lost).sum())?;
     }

@@ -13,6 +13,7 @@ use perf_core::record::Sample as RingSample;
 use super::super::select::name_or_pid;
 use super::super::{OperatorCommandError, connect, create_private, files, say};
 use super::args::{CallGraph, RecordArgs};
+use super::branches::BranchTotals;
 use super::code::{ProgramCache, UnwindTotals};
 use super::error::RecordError;
 use super::names::RecordedSymbols;
@@ -20,12 +21,12 @@ use super::switch::OutputSwitch;
 use crate::session::task_name;
 use crate::signals::StopSignals;
 use control_api::client::Client;
-use control_api::protocol::{OpenedEvent, SamplingParams};
+use control_api::protocol::{BranchStacks, OpenedEvent, SamplingParams};
 use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::perfdata::PerfDataWriter;
 use guest_profile::export::{
-    EventInfo, EventRate, FileMapping, NO_PID, Profile, ProfileMetadata, ProfilePerspective, ProfileSample,
-    SavedSymbol, TaskName, WallClock,
+    Branch, EventInfo, EventRate, FileMapping, NO_PID, Profile, ProfileMetadata, ProfilePerspective,
+    ProfileSample, SavedSymbol, TaskName, WallClock,
 };
 use guest_profile::merge::{LightSample, SampleTask, SampleTotals};
 use guest_profile::sample::SampleData;
@@ -64,6 +65,10 @@ pub(super) struct Recording {
     mapped: Profile,
     known: HashSet<(u32, u64, u64, u64)>,
     chain: Vec<u64>,
+    /// Parameters and statistics of branch stacks.
+    branch_stacks: Option<BranchStacks>,
+    branches: Vec<Branch>,
+    branch_totals: BranchTotals,
     last_ns: u64,
     /// Time of the last VM sample by stream ID.
     last_full_ns: HashMap<u64, u64>,
@@ -106,6 +111,7 @@ impl Recording {
                         type_: o.kind,
                         config: o.config,
                         rate,
+                        branch_filter: sampling.branches.map_or(0, |stacks| stacks.filter),
                         id: o.id,
                     };
                     events.push((o.index, event));
@@ -159,6 +165,9 @@ impl Recording {
             mapped: Profile::default(),
             known: HashSet::new(),
             chain: Vec::new(),
+            branch_stacks: sampling.branches,
+            branches: Vec::new(),
+            branch_totals: BranchTotals::default(),
             last_ns: 0,
             last_full_ns: HashMap::new(),
             with_chain: 0,
@@ -247,6 +256,7 @@ impl Recording {
         self.note((!kernel).then_some(pid), sample.ip);
         self.note_chain(kernel, pid);
         self.last_ns = self.last_ns.max(sample.time_ns);
+        self.take_branches(sample, raw.held_ns);
         let event_id = self.event_id(sample.stream_id);
         let time_ns = self.file_ns(sample.time_ns);
         self.writer
@@ -261,9 +271,26 @@ impl Recording {
                 period,
                 event_id,
                 ends,
+                branches: &self.branches,
                 chain: &self.chain,
             })
             .map_err(RecordError::Write)
+    }
+
+    /// Copies the branch stack of a sample.
+    fn take_branches(&mut self, sample: &RingSample<'_>, held_ns: u32) {
+        self.branches.clear();
+        let Some(stacks) = self.branch_stacks else { return };
+        let mut words = sample.branches.iter();
+        while let (Some(from), Some(to), Some(flags)) = (words.next(), words.next(), words.next()) {
+            self.branches.push(Branch { from, to, flags });
+        }
+        self.branch_totals.add(stacks, self.branches.len(), held_ns);
+    }
+
+    /// Returns the statistics of the branch stacks.
+    pub(super) fn branch_totals(&self) -> BranchTotals {
+        self.branch_totals
     }
 
     /// Writes a sample of the host kernel, attributed to the task `whose`.
@@ -292,6 +319,7 @@ impl Recording {
                 period: light.period,
                 event_id,
                 ends: UnwindStops::default(),
+                branches: &[],
                 chain: &[],
             })
             .map_err(RecordError::Write)

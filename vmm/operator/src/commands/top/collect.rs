@@ -85,6 +85,7 @@ impl Collector {
             callchain: false,
             chain_every: 1,
             stack_bytes: 0,
+            branches: None,
         };
         let sampled: Vec<OpenedEvent> = client.call(request::Open {
             events: args.event.clone(),

@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::time::Duration;
 
-use control_api::protocol::SamplingParams;
+use control_api::protocol::{BranchStacks, SamplingParams};
 use event_manager::{EventManager, SubscriberId, SubscriberOps};
 use proptest::prelude::*;
 use serde_json::json;
@@ -299,6 +299,11 @@ fn requests(a: u32, b: u64, words: &str) -> Vec<Call> {
         callchain: true,
         chain_every: a,
         stack_bytes: a,
+        branches: a.is_multiple_of(3).then_some(BranchStacks {
+            filter: b,
+            depth: a,
+            overhead_permille: a,
+        }),
     };
     let open = |vcpus: Option<Vec<u32>>, whole, sampling| Call::Open {
         events: words.into(),
@@ -486,6 +491,7 @@ fn failed_event_list_leaves_no_event_open() {
             callchain: false,
             chain_every: 1,
             stack_bytes,
+            branches: None,
         }),
     };
     let failure = served.ask(&mut peer, &open("task-clock", 12)).unwrap_err();

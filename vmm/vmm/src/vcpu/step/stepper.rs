@@ -1,5 +1,6 @@
 //! The stepper of a vCPU: mode, current step, and statistics.
 
+use perf_core::branch::BranchEntry;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 use vpmu::Vendor;
 use vpmu::exact::{CpuState, GuestMemory, InstructionClass, StepMeter};
@@ -209,6 +210,21 @@ impl Stepper {
     /// Returns the statistics so far.
     pub fn tally(&self) -> StepStats {
         self.tally
+    }
+
+    /// Starts or stops recording taken branches.
+    pub fn set_branch_recording(&mut self, on: bool) {
+        self.meter.set_branch_recording(on);
+    }
+
+    /// Removes and returns the recorded branches, oldest first.
+    pub fn take_branches(&mut self) -> impl Iterator<Item = BranchEntry> + '_ {
+        self.meter.take_branches()
+    }
+
+    /// Returns `true` if flags saved in guest memory may contain the stepper's trap flag.
+    pub fn has_strays(&self) -> bool {
+        self.strays
     }
 
     /// Handles a PMU register write, after which counting may start inside the kernel.

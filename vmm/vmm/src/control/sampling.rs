@@ -1,0 +1,118 @@
+//! Sampling parameters of an operator's events.
+
+use control_api::events::list::EventSpec;
+use control_api::protocol::{BranchStacks, Failure, FailureKind, SamplingParams};
+use perf_core::attr::STACK_USER_MAX;
+use perf_core::branch::{BranchFilter, BranchSampling, MAX_BRANCH_DEPTH};
+use perf_core::{Attr, SampleType, error_line};
+
+use super::session::fail;
+use crate::pmu::VmPmu;
+
+/// Fields of each sample except the call chain.
+const SAMPLE: SampleType = SampleType::IP
+    .union(SampleType::TID)
+    .union(SampleType::TIME)
+    .union(SampleType::CPU)
+    .union(SampleType::PERIOD)
+    .union(SampleType::STREAM_ID)
+    .union(SampleType::RAW);
+
+/// Checks the parameters against the limits of samples and the capabilities of the host.
+///
+/// # Errors
+/// Returns a [`Failure`] of kind [`FailureKind::Invalid`] or [`FailureKind::Unsupported`].
+pub(super) fn check(pmu: &VmPmu, sampling: SamplingParams) -> Result<(), Failure> {
+    if sampling.stack_bytes > STACK_USER_MAX || !sampling.stack_bytes.is_multiple_of(8) {
+        return fail(
+            FailureKind::Invalid,
+            format!(
+                "a sample has at most {STACK_USER_MAX} bytes of stack, a multiple of 8; not {}",
+                sampling.stack_bytes
+            ),
+        );
+    }
+    let Some(stacks) = sampling.branches else {
+        return Ok(());
+    };
+    let filter = BranchFilter::from_bits(stacks.filter);
+    let Some(filter) = filter.filter(|filter| filter.intersects(BranchFilter::KINDS)) else {
+        return fail(
+            FailureKind::Invalid,
+            format!("unsupported branch filter {:#x}", stacks.filter),
+        );
+    };
+    if !(1..=u32::from(MAX_BRANCH_DEPTH)).contains(&stacks.depth) {
+        return fail(
+            FailureKind::Invalid,
+            format!("the depth of a branch stack must be between 1 and {MAX_BRANCH_DEPTH}"),
+        );
+    }
+    if !(1..=1000).contains(&stacks.overhead_permille) {
+        return fail(
+            FailureKind::Invalid,
+            "the overhead of branch stacks must be between 1 and 1000 thousandths",
+        );
+    }
+    if sampling.chain_every > 1 {
+        return fail(
+            FailureKind::Invalid,
+            "samples with branch stacks are taken by the VMM; chain_every must be 1",
+        );
+    }
+    let levels = match filter & BranchFilter::LEVELS {
+        none if none.is_empty() => BranchFilter::LEVELS,
+        levels => levels,
+    };
+    pmu.check_branches(levels)
+        .or_else(|e| fail(FailureKind::Unsupported, error_line(&e)))
+}
+
+/// Returns the branch stack parameters of an event. Without a privilege level in the filter, the
+/// stacks have the branches at the levels that the event counts.
+fn branch_sampling(stacks: BranchStacks, attr: &Attr) -> BranchSampling {
+    let mut filter = BranchFilter::from_bits_truncate(stacks.filter);
+    if !filter.intersects(BranchFilter::LEVELS) {
+        filter.set(BranchFilter::USER, !attr.exclude_user);
+        filter.set(BranchFilter::KERNEL, !attr.exclude_kernel);
+    }
+    let number = |n| u16::try_from(n).unwrap_or(u16::MAX);
+    BranchSampling {
+        filter,
+        depth: number(stacks.depth),
+        overhead_permille: number(stacks.overhead_permille),
+    }
+}
+
+/// Applies the operator's sampling rate unless the event has its own.
+pub(super) fn sample_with(attr: &mut Attr, sampling: SamplingParams, spec: &EventSpec) {
+    let (rate, frequency) = match (spec.period, spec.frequency_hz) {
+        (Some(period), _) => (period, false),
+        (None, Some(hz)) => (hz, true),
+        (None, None) => (sampling.rate.max(1), sampling.frequency),
+    };
+    attr.sample_period = rate;
+    attr.freq = frequency;
+    attr.sample_type = SAMPLE;
+    if sampling.callchain {
+        attr.sample_type |= SampleType::CALLCHAIN;
+    }
+    if sampling.stack_bytes > 0 {
+        attr.sample_type |= SampleType::REGS_USER | SampleType::STACK_USER;
+        attr.sample_stack_user = sampling.stack_bytes;
+    }
+    if let Some(stacks) = sampling.branches {
+        attr.sample_type |= SampleType::BRANCH_STACK;
+        attr.branches = branch_sampling(stacks, attr);
+    }
+}
+
+/// Returns the period or frequency of an event that takes every `every`-th of the samples at
+/// `rate`.
+pub(super) fn rate_for(attr: &Attr, rate: u64, every: u32) -> u64 {
+    if attr.freq {
+        (rate / u64::from(every)).max(1)
+    } else {
+        rate.saturating_mul(every.into()).min(i64::MAX as u64)
+    }
+}

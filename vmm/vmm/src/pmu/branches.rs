@@ -1,0 +1,212 @@
+//! Branch stacks of samples. The vCPU is single-stepped after an overflow ([`crate::vcpu`]), and its
+//! taken branches are collected here until the sample is written.
+
+use perf_core::branch::{BranchEntry, BranchFilter, BranchSampling};
+use vpmu::SteppedLevels;
+
+use crate::kvm::stepping::Stepping;
+
+/// Reason why a VM cannot record branch stacks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BranchStackError {
+    /// KVM cannot single-step guests.
+    #[error("branch stacks: this host's KVM does not single-step guests")]
+    NoSteps,
+    /// KVM cannot block interrupts during a step.
+    #[error(
+        "branch stacks: this host's KVM cannot block interrupts during a step (Linux 5.14 and later can)"
+    )]
+    NoBlocking,
+    /// KVM cannot single-step user code.
+    #[error(
+        "branch stacks: this host's KVM does not single-step user code; record the kernel's branches with -j any,k"
+    )]
+    KernelOnly,
+    /// Hardware breakpoints at RDPMC instructions.
+    #[error("branch stacks: unsupported with --rdpmc hwbp, whose breakpoints the steps would miss")]
+    Breakpoints,
+}
+
+/// Checks that a host with these stepping features can record the branches that `filter` selects.
+///
+/// # Errors
+/// Returns [`BranchStackError::NoSteps`], [`BranchStackError::NoBlocking`] or
+/// [`BranchStackError::KernelOnly`].
+pub fn check_host(host: Stepping, filter: BranchFilter) -> Result<(), BranchStackError> {
+    if !host.kernel {
+        return Err(BranchStackError::NoSteps);
+    }
+    if filter.contains(BranchFilter::USER) && !host.user {
+        return Err(BranchStackError::KernelOnly);
+    }
+    // A KVM that emulates CPL 0 needs no trap flag, and interrupts do not disturb its steps.
+    if host.user && !host.blocks_interrupts {
+        return Err(BranchStackError::NoBlocking);
+    }
+    Ok(())
+}
+
+/// State of the branch stack of a vCPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum StackState {
+    /// No sample waits for a stack.
+    #[default]
+    Idle,
+    /// A sample waits for a stack.
+    Requested(BranchSampling),
+    /// Branches are being collected.
+    Collecting(BranchSampling),
+    /// The stack is complete, or no more branches can be collected.
+    Complete,
+}
+
+/// Branch stack of the next sample of a vCPU.
+#[derive(Debug, Default)]
+pub struct BranchCollector {
+    state: StackState,
+    /// Collected branches, oldest first.
+    branches: Vec<BranchEntry>,
+}
+
+impl BranchCollector {
+    /// Appends the branches to `out`, newest first. Returns `false` and requests a stack if there is
+    /// none.
+    pub fn take(&mut self, request: BranchSampling, out: &mut Vec<BranchEntry>) -> bool {
+        match &mut self.state {
+            StackState::Complete => {
+                out.extend(self.branches.iter().rev());
+                return true;
+            }
+            StackState::Idle => self.state = StackState::Requested(request),
+            StackState::Requested(known) => *known = known.join(request),
+            StackState::Collecting(_) => {}
+        }
+        false
+    }
+
+    /// Returns the request of a waiting sample whose stack is not being collected yet.
+    #[inline]
+    pub fn requested(&self) -> Option<BranchSampling> {
+        match self.state {
+            StackState::Requested(request) => Some(request),
+            _ => None,
+        }
+    }
+
+    /// Starts collecting branches for the waiting sample.
+    pub fn begin(&mut self) {
+        if let StackState::Requested(request) = self.state {
+            self.branches.clear();
+            self.state = StackState::Collecting(request);
+        }
+    }
+
+    /// Adds a branch. Returns `true` if the stack has its full depth.
+    pub fn add(&mut self, branch: BranchEntry) -> bool {
+        let StackState::Collecting(request) = self.state else {
+            return true;
+        };
+        let depth = usize::from(request.depth);
+        if self.branches.len() < depth && request.filter.contains_branch(&branch) {
+            self.branches.push(branch);
+        }
+        self.branches.len() >= depth
+    }
+
+    /// Ends collecting. Waiting samples get the branches so far.
+    pub fn complete(&mut self) {
+        match self.state {
+            StackState::Collecting(_) => {}
+            StackState::Requested(_) | StackState::Idle => self.branches.clear(),
+            StackState::Complete => return,
+        }
+        self.state = StackState::Complete;
+    }
+
+    /// Discards a complete stack, after its samples were written.
+    #[inline]
+    pub fn written(&mut self) {
+        if self.state == StackState::Complete {
+            self.state = StackState::Idle;
+        }
+    }
+
+    /// Returns the privilege levels that must be stepped.
+    #[inline]
+    pub fn levels(&self) -> SteppedLevels {
+        match self.state {
+            StackState::Collecting(request) => levels(request.filter),
+            _ => SteppedLevels::default(),
+        }
+    }
+}
+
+/// Returns the privilege levels whose branches `filter` selects.
+pub fn levels(filter: BranchFilter) -> SteppedLevels {
+    SteppedLevels {
+        user: filter.contains(BranchFilter::USER),
+        kernel: filter.contains(BranchFilter::KERNEL),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(filter: BranchFilter, depth: u16) -> BranchSampling {
+        BranchSampling {
+            filter: filter | BranchFilter::ANY,
+            depth,
+            overhead_permille: 50,
+        }
+    }
+
+    #[test]
+    fn host_without_user_steps_refuses_user_branches() {
+        let mut host = Stepping::default();
+        let kernel = BranchFilter::KERNEL;
+        assert_eq!(check_host(host, kernel), Err(BranchStackError::NoSteps));
+        host.kernel = true;
+        assert_eq!(check_host(host, kernel), Ok(()));
+        let user = kernel | BranchFilter::USER;
+        assert_eq!(check_host(host, user), Err(BranchStackError::KernelOnly));
+        host.user = true;
+        assert_eq!(check_host(host, user), Err(BranchStackError::NoBlocking));
+        host.blocks_interrupts = true;
+        assert_eq!(check_host(host, user), Ok(()));
+    }
+
+    /// A stack has the newest branch first and ends at its depth. A stack that is completed early
+    /// has the branches so far.
+    #[test]
+    fn stack_has_newest_branch_first() {
+        let mut collector = BranchCollector::default();
+        let mut out = Vec::new();
+        let asked = request(BranchFilter::KERNEL, 2);
+        assert!(!collector.take(asked, &mut out));
+        assert_eq!(collector.requested(), Some(asked));
+        assert!(!collector.levels().any());
+        collector.begin();
+        assert!(collector.levels().kernel && !collector.levels().user);
+        let branch = |from| BranchEntry {
+            from,
+            ..BranchEntry::default()
+        };
+        let user = BranchEntry {
+            from_user: true,
+            to_user: true,
+            ..branch(9)
+        };
+        assert!(!collector.add(branch(1)) && !collector.add(user));
+        assert!(!collector.take(asked, &mut out) && out.is_empty());
+        assert!(collector.add(branch(2)));
+        collector.complete();
+        assert!(collector.take(asked, &mut out));
+        assert_eq!(out.iter().map(|b| b.from).collect::<Vec<_>>(), [2, 1]);
+        collector.written();
+        out.clear();
+        assert!(!collector.take(asked, &mut out));
+        collector.complete();
+        assert!(collector.take(asked, &mut out) && out.is_empty());
+    }
+}
