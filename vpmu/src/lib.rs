@@ -63,6 +63,7 @@ mod lost;
 mod model;
 mod names;
 pub mod registers;
+mod share;
 pub mod sim;
 pub mod sources;
 mod state;
@@ -82,6 +83,7 @@ pub use index::{CounterIndex, MAX_COUNTERS, MAX_FIXED, MAX_GENERAL, MsrAddress, 
 pub use limit::DEFAULT_PMI_LIMIT;
 pub use model::PmuModel;
 pub use names::{CounterNumbers, Generation, ModelError, PmuModelName, Vendor};
+pub use share::{PmiShare, PmiShareError};
 pub use sources::{EventSource, EventSources};
 pub use state::{StateError, fix_checksum};
 pub use vpmu::{CounterView, Cpl, MsrReadOutcome, MsrWriteOutcome, PmiCounts, PmiReadiness, Vpmu};
