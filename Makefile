@@ -139,7 +139,7 @@ sanitize-address:
 	$(call SANITIZE,address) ring_process::
 
 # Files of perf-core, and the tests that are to notice. Line counts of what is generated for Debug and Display say nothing.
-MUTANTS ?= src/ring/mod.rs src/ring/protocol.rs src/schedule/mod.rs src/schedule/seats.rs src/schedule/group.rs src/time.rs src/context/overflow.rs
+MUTANTS ?= src/ring/mod.rs src/ring/protocol.rs src/schedule/mod.rs src/schedule/counter_assignments.rs src/schedule/group.rs src/time.rs src/context/overflow.rs
 MUTANT_TESTS := --lib --test=it
 # Modules of the program "it" that take long or measure time: they are left out.
 MUTANT_SKIP := clock_driver clock_kvm examples host_cpu kernel_parity kvm_driver mux_quality ring_kernel ring_threads stress

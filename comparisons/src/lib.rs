@@ -4,10 +4,10 @@
 use std::process::ExitCode;
 
 use integration::artefacts::{describe, target_dir};
-use integration::beside::QEMU;
 use integration::lab::LabOptions;
-use integration::place::TestHost;
 use integration::process::Command;
+use integration::qemu_comparison::QEMU;
+use integration::test_host::TestHost;
 use serde_json::Value;
 
 /// Any error of a comparison.

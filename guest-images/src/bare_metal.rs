@@ -12,16 +12,16 @@ pub static BUILTIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/selftest.e
 
 /// Bare-metal guest.
 #[derive(Debug, Clone, Copy)]
-pub struct Guest {
+pub struct BareMetalGuest {
     /// Name of the guest and of its file, without `.elf`.
     pub name: &'static str,
     /// One-line description.
     pub purpose: &'static str,
-    /// Contents of [`Guest::image`], compressed with gzip.
+    /// Contents of [`BareMetalGuest::image`], compressed with gzip.
     pub packed: &'static [u8],
 }
 
-impl Guest {
+impl BareMetalGuest {
     /// Returns the ELF64 image, which has a multiboot 1 header in its first 8 KiB.
     ///
     /// # Panics
@@ -57,28 +57,28 @@ pub static RDPMC_TESTS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rdpmc.
 pub static VALIDATE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/validate.elf"));
 
 /// All bare-metal guests.
-pub static GUESTS: [Guest; 5] = [
-    Guest {
+pub static GUESTS: [BareMetalGuest; 5] = [
+    BareMetalGuest {
         name: "selftest",
         purpose: "the built-in guest: counts known work and shows it",
         packed: packed!("selftest"),
     },
-    Guest {
+    BareMetalGuest {
         name: "vpmu",
         purpose: "tests of the virtual PMU from inside, in TAP",
         packed: packed!("vpmu"),
     },
-    Guest {
+    BareMetalGuest {
         name: "exact",
         purpose: "hand-counted code for exact counting, in TAP",
         packed: packed!("exact"),
     },
-    Guest {
+    BareMetalGuest {
         name: "rdpmc",
         purpose: "RDPMC that no search of the file finds, in TAP",
         packed: packed!("rdpmc"),
     },
-    Guest {
+    BareMetalGuest {
         name: "validate",
         purpose: "measures what perfvisor validate asks for",
         packed: packed!("validate"),
@@ -94,7 +94,7 @@ pub static GUESTS: [Guest; 5] = [
 pub fn write_all(dir: &Path) -> io::Result<Vec<PathBuf>> {
     let named = |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
     std::fs::create_dir_all(dir).map_err(|e| named(dir, e))?;
-    let write = |guest: &Guest| {
+    let write = |guest: &BareMetalGuest| {
         let path = dir.join(format!("{}.elf", guest.name));
         std::fs::write(&path, guest.image()).map_err(|e| named(&path, e))?;
         Ok(path)

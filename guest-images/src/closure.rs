@@ -11,7 +11,7 @@ use object::Endianness;
 use object::elf;
 use object::read::elf::{Dyn as _, FileHeader as _, ProgramHeader as _};
 
-use crate::deb::{Archive, DebError};
+use crate::deb::{DebError, DebianArchive};
 
 /// Debian's library directories for amd64, newest layout first.
 const LIBRARY_DIRS: [&str; 4] = [
@@ -48,7 +48,7 @@ pub enum ClosureError {
 /// Unpacks the libraries that `program` (a path below `root`, from `package`) needs into `root`.
 /// Returns the file that provides each library, by library name.
 pub fn complete(
-    archive: &mut Archive<'_>,
+    archive: &mut DebianArchive<'_>,
     package: &str,
     root: &Path,
     program: &str,

@@ -20,13 +20,13 @@ const S_IFCHR: u32 = 0o020_000;
 ///
 /// Entries are owned by root, have no time stamps and get increasing inode numbers, so equal inputs
 /// produce equal bytes.
-pub struct Archive<W: Write> {
+pub struct CpioArchive<W: Write> {
     out: W,
     written: u64,
     next_inode: u32,
 }
 
-impl<W: Write> Archive<W> {
+impl<W: Write> CpioArchive<W> {
     /// Starts an archive that is written to `out`.
     pub fn new(out: W) -> Self {
         Self {
@@ -140,7 +140,7 @@ mod tests {
 
     #[test]
     fn entries_read_back_as_written() {
-        let mut archive = Archive::new(Vec::new());
+        let mut archive = CpioArchive::new(Vec::new());
         archive.directory("bin").unwrap();
         archive.file("/bin/tool", 0o755, b"12345").unwrap();
         archive.symlink("bin/other", "tool").unwrap();
@@ -158,7 +158,7 @@ mod tests {
     #[test]
     fn archive_is_padded_for_concatenation() {
         for size in 0..9 {
-            let mut archive = Archive::new(Vec::new());
+            let mut archive = CpioArchive::new(Vec::new());
             archive.file("x", 0o644, &vec![7; size]).unwrap();
             assert_eq!(archive.finish().unwrap().len() % 512, 0, "file of {size} bytes");
         }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{fs, io};
 
-use crate::progress::Progress;
+use crate::progress::ProgressLog;
 
 /// Error returned when a package is unavailable.
 #[derive(Debug, thiserror::Error)]
@@ -25,10 +25,10 @@ pub enum DebError {
         source: io::Error,
     },
     /// The configured sources do not offer the package.
-    #[error("the configured apt sources offer no {0} (try: sudo apt-get update)")]
+    #[error("package {0} not found in the configured apt sources; run `sudo apt-get update`")]
     NotOffered(String),
     /// The machine's release has no backports, or apt is configured for another release.
-    #[error("no backports: {0}")]
+    #[error("backports unavailable: {0}")]
     NoBackports(String),
     /// apt-get or dpkg-deb failed.
     #[error("{command} failed: {message}")]
@@ -53,11 +53,11 @@ pub enum DebError {
 ///
 /// Each apt command reads the whole package list, which takes about a second on a slow machine.
 /// Queries and downloads are therefore batched, and results are cached.
-pub struct Archive<'a> {
+pub struct DebianArchive<'a> {
     cache: PathBuf,
     /// Options common to all apt commands.
     options: Vec<OsString>,
-    progress: &'a Progress,
+    progress: &'a ProgressLog,
     /// Control records of candidate versions, or `None` for names that the sources do not offer.
     records: BTreeMap<String, Option<Record>>,
     /// Versions of all fetched or cached packages, by package name.
@@ -73,9 +73,9 @@ struct Record {
     depends: BTreeSet<String>,
 }
 
-impl<'a> Archive<'a> {
+impl<'a> DebianArchive<'a> {
     /// Creates an archive that downloads to `cache`, creating the directory if needed.
-    pub fn new(cache: &Path, progress: &'a Progress) -> Result<Self, DebError> {
+    pub fn new(cache: &Path, progress: &'a ProgressLog) -> Result<Self, DebError> {
         fs::create_dir_all(cache).map_err(|source| DebError::Io {
             path: cache.to_owned(),
             source,
@@ -93,7 +93,7 @@ impl<'a> Archive<'a> {
     /// Creates an archive for the backports of the machine's Debian release, from the mirror
     /// configured in apt, with apt's state in `lists`. An unreachable mirror is only detected by
     /// the first query.
-    pub fn backports(cache: &Path, lists: &Path, progress: &'a Progress) -> Result<Self, DebError> {
+    pub fn backports(cache: &Path, lists: &Path, progress: &'a ProgressLog) -> Result<Self, DebError> {
         Self::suite(cache, lists, progress, |codename| format!("{codename}-backports"))
     }
 
@@ -103,7 +103,7 @@ impl<'a> Archive<'a> {
         cache: &Path,
         lists: &Path,
         suite: &str,
-        progress: &'a Progress,
+        progress: &'a ProgressLog,
     ) -> Result<Self, DebError> {
         Self::suite(cache, lists, progress, |_| suite.to_owned())
     }
@@ -112,7 +112,7 @@ impl<'a> Archive<'a> {
     fn suite(
         cache: &Path,
         lists: &Path,
-        progress: &'a Progress,
+        progress: &'a ProgressLog,
         name: impl FnOnce(&str) -> String,
     ) -> Result<Self, DebError> {
         let mut archive = Self::new(cache, progress)?;
@@ -462,10 +462,10 @@ mod tests {
     }
 
     #[test]
-    fn the_cache_is_searched_by_exact_version() {
+    fn cache_is_searched_by_exact_version() {
         let dir = tempfile::tempdir().unwrap();
-        let progress = Progress::quiet();
-        let archive = Archive::new(dir.path(), &progress).unwrap();
+        let progress = ProgressLog::quiet();
+        let archive = DebianArchive::new(dir.path(), &progress).unwrap();
         fs::write(dir.path().join("tool_1%3a2.0-3_amd64.deb"), "x").unwrap();
         assert!(archive.cached("tool", "1:2.0-3").is_some());
         assert!(archive.cached("tool", "1:2.0").is_none());

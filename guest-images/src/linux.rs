@@ -9,13 +9,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{fs, io};
 
-use kernel_images::{ImageError, bzimage};
+use kernel_images::{KernelImageError, bzimage};
 
 use crate::closure::{self, ClosureError};
 use crate::cpio;
-use crate::deb::{Archive, DebError};
+use crate::deb::{DebError, DebianArchive};
 use crate::modules::{self, ModuleError};
-use crate::progress::Progress;
+use crate::progress::ProgressLog;
 
 const GUEST_INIT: &str = include_str!("../init/guest");
 const LAB_INIT: &str = include_str!("../init/lab");
@@ -102,15 +102,15 @@ pub enum BuildError {
     Module(#[from] ModuleError),
     /// Failure to unpack the kernel image.
     #[error(transparent)]
-    Kernel(#[from] ImageError),
+    Kernel(#[from] KernelImageError),
     /// Package without a kernel image.
     #[error("package {0} holds no boot/vmlinuz-*: not a kernel image package")]
     NoKernel(String),
     /// Archive without a kernel of the requested kind.
-    #[error("the configured apt sources offer no {0} (try: sudo apt-get update)")]
+    #[error("package {0} not found in the configured apt sources; run `sudo apt-get update`")]
     NoneOffered(&'static str),
     /// Missing or failing C compiler.
-    #[error("cannot build the guest's test program: {0} (try: sudo apt-get install gcc libc6-dev)")]
+    #[error("cannot build the guest's test program: {0}; run `sudo apt-get install gcc libc6-dev`")]
     Compiler(String),
     /// Failure to read or write a file.
     #[error("{path}")]
@@ -295,7 +295,7 @@ pub fn ensure(
     target_dir: &Path,
     choice: &KernelChoice,
     refresh: bool,
-    progress: &Progress,
+    progress: &ProgressLog,
 ) -> Result<GuestImages, BuildError> {
     let base = target_dir.join("guest");
     fs::create_dir_all(&base).map_err(io_error(&base))?;
@@ -317,7 +317,7 @@ fn build(
     base: &Path,
     images: &GuestImages,
     choice: &KernelChoice,
-    progress: &Progress,
+    progress: &ProgressLog,
 ) -> Result<(), BuildError> {
     let directory = &images.directory;
     fs::create_dir_all(directory).map_err(io_error(directory))?;
@@ -332,7 +332,7 @@ fn build(
     if root.exists() {
         fs::remove_dir_all(&root).map_err(io_error(&root))?;
     }
-    let mut archive = Archive::new(&base.join("debs"), progress)?;
+    let mut archive = DebianArchive::new(&base.join("debs"), progress)?;
 
     let (package, mut elsewhere) = choose_kernel(&mut archive, base, choice, progress)?;
     let source = elsewhere.as_mut().unwrap_or(&mut archive);
@@ -396,7 +396,7 @@ fn build(
     let manifest: String = archive
         .versions()
         .iter()
-        .chain(elsewhere.iter().flat_map(Archive::versions))
+        .chain(elsewhere.iter().flat_map(DebianArchive::versions))
         .map(|(name, version)| format!("{name} {version}\n"))
         .collect();
     write(&images.manifest, manifest.as_bytes())?;
@@ -407,14 +407,14 @@ fn build(
 
 /// Returns the package of the requested kernel, and the archive that offers it if not `archive`.
 fn choose_kernel<'p>(
-    archive: &mut Archive<'p>,
+    archive: &mut DebianArchive<'p>,
     base: &Path,
     choice: &KernelChoice,
-    progress: &'p Progress,
-) -> Result<(String, Option<Archive<'p>>), BuildError> {
+    progress: &'p ProgressLog,
+) -> Result<(String, Option<DebianArchive<'p>>), BuildError> {
     if let KernelChoice::Debian13(kernel) = choice {
         let lists = base.join(kernel.suite());
-        let mut suite = Archive::of_suite(&base.join("debs"), &lists, kernel.suite(), progress)?;
+        let mut suite = DebianArchive::of_suite(&base.join("debs"), &lists, kernel.suite(), progress)?;
         let package = kernel_package(&mut suite, choice)?;
         return Ok((package, Some(suite)));
     }
@@ -427,7 +427,7 @@ fn choose_kernel<'p>(
 
 /// Fetches the packages of a kernel. From 7.1 on, the image, the modules and the list of built-in
 /// modules are separate packages, on which the kernel package depends.
-fn fetch_kernel(source: &mut Archive<'_>, package: &str) -> Result<Vec<PathBuf>, BuildError> {
+fn fetch_kernel(source: &mut DebianArchive<'_>, package: &str) -> Result<Vec<PathBuf>, BuildError> {
     let parts = ["linux-base-", "linux-binary-", "linux-modules-"];
     let is_part = |name: &String| parts.iter().any(|kind| name.starts_with(kind));
     let others = source.dependencies([package])?.into_iter().filter(is_part);
@@ -437,7 +437,7 @@ fn fetch_kernel(source: &mut Archive<'_>, package: &str) -> Result<Vec<PathBuf>,
 }
 
 /// Returns the package that contains the kernel itself.
-fn kernel_package(archive: &mut Archive<'_>, choice: &KernelChoice) -> Result<String, BuildError> {
+fn kernel_package(archive: &mut DebianArchive<'_>, choice: &KernelChoice) -> Result<String, BuildError> {
     let name = match choice {
         KernelChoice::Cloud => "linux-image-cloud-amd64",
         KernelChoice::Generic => "linux-image-amd64",
@@ -481,12 +481,12 @@ fn newer_in_backports<'p>(
     base: &Path,
     choice: &KernelChoice,
     offered: Option<&str>,
-    progress: &'p Progress,
-) -> Option<(Archive<'p>, String)> {
+    progress: &'p ProgressLog,
+) -> Option<(DebianArchive<'p>, String)> {
     if *choice != KernelChoice::Newest {
         return None;
     }
-    let found = Archive::backports(&base.join("debs"), &base.join("backports"), progress)
+    let found = DebianArchive::backports(&base.join("debs"), &base.join("backports"), progress)
         .and_then(|mut archive| archive.names(IMAGE).map(|names| (archive, names)));
     match found {
         Ok((archive, names)) => {
@@ -723,9 +723,9 @@ fn lab_archive(root: &Path, module_dir: &Path) -> Result<Vec<u8>, BuildError> {
 
 /// Builds an archive in memory, so that only file accesses can fail.
 fn archive_in_memory(
-    fill: impl FnOnce(&mut cpio::Archive<Vec<u8>>) -> io::Result<()>,
+    fill: impl FnOnce(&mut cpio::CpioArchive<Vec<u8>>) -> io::Result<()>,
 ) -> Result<Vec<u8>, BuildError> {
-    let mut archive = cpio::Archive::new(Vec::new());
+    let mut archive = cpio::CpioArchive::new(Vec::new());
     fill(&mut archive)
         .and_then(|()| archive.finish())
         .map_err(io_error(Path::new("initramfs archive")))

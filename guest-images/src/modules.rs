@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
-use kernel_images::{ImageError, bzimage};
+use kernel_images::{KernelImageError, bzimage};
 use object::{Object as _, ObjectSection as _};
 
 /// Error returned when modules cannot be collected.
@@ -24,9 +24,9 @@ pub enum ModuleError {
     },
     /// Failure to decompress a module.
     #[error(transparent)]
-    Unpack(#[from] ImageError),
+    Unpack(#[from] KernelImageError),
     /// A module that exists neither as a file nor built into the kernel.
-    #[error("the kernel package has no module {0}")]
+    #[error("module {0} not found in the kernel package")]
     NotFound(String),
     /// A module file that is not a valid ELF object.
     #[error("{path}: not a readable module: {message}")]

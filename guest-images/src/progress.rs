@@ -11,13 +11,13 @@ const INTERVAL: Duration = Duration::from_secs(10);
 
 /// Progress messages on standard error, each with the elapsed time in seconds.
 #[derive(Clone)]
-pub struct Progress {
+pub struct ProgressLog {
     start: Instant,
     what: String,
     quiet: bool,
 }
 
-impl Progress {
+impl ProgressLog {
     /// Creates progress messages that start with `what`.
     pub fn new(what: &str) -> Self {
         Self {
@@ -110,7 +110,7 @@ mod tests {
     fn ticker_prints_until_it_is_dropped() {
         let count = Arc::new(AtomicU32::new(0));
         let counted = Arc::clone(&count);
-        let ticker = Progress::new("test").tick_every(Duration::from_millis(1), move || {
+        let ticker = ProgressLog::new("test").tick_every(Duration::from_millis(1), move || {
             counted.fetch_add(1, Ordering::Relaxed);
             "a tick of a test".to_owned()
         });
@@ -124,6 +124,6 @@ mod tests {
 
     #[test]
     fn quiet_progress_has_no_ticker() {
-        assert!(Progress::quiet().begin("nothing").0.is_none());
+        assert!(ProgressLog::quiet().begin("nothing").0.is_none());
     }
 }

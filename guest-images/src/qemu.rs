@@ -11,9 +11,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use crate::deb::{Archive, DebError};
+use crate::deb::{DebError, DebianArchive};
 use crate::linux::{BuildError, compile};
-use crate::progress::Progress;
+use crate::progress::ProgressLog;
 
 /// Program name of the lab's QEMU.
 const PROGRAM: &str = "qemu-system-x86_64";
@@ -65,13 +65,13 @@ const PLUGIN_FLAGS: [&str; 7] = [
 #[derive(Debug, thiserror::Error)]
 pub enum QemuError {
     /// No QEMU is installed.
-    #[error("no {PROGRAM}: install it with \"make setup\"")]
+    #[error("{PROGRAM} not found; install it with `make setup`")]
     Missing,
     /// The file that the environment variable names is not QEMU.
-    #[error("{OVERRIDE}={0}: not a QEMU that runs")]
+    #[error("{OVERRIDE}={0}: not a working QEMU")]
     Named(PathBuf),
     /// The backports provide no QEMU that runs on this machine.
-    #[error("{OVERRIDE}={BACKPORTS}: no QEMU to run")]
+    #[error("{OVERRIDE}={BACKPORTS}: QEMU not found")]
     Fetch(#[from] FetchError),
     /// The plugin could not be built.
     #[error("cannot build QEMU's plugin")]
@@ -94,7 +94,7 @@ pub enum FetchError {
         source: std::io::Error,
     },
     /// Program that does not start.
-    #[error("{0} does not start; a library may be missing (try: ldd {0})")]
+    #[error("{0} does not start; check for missing libraries with `ldd {0}`")]
     DoesNotStart(PathBuf),
 }
 
@@ -169,7 +169,7 @@ impl Qemu {
 /// Returns [`QemuError::Missing`] if there is no QEMU, [`QemuError::Named`] or [`QemuError::Fetch`]
 /// if the one that PERFVISOR_QEMU names cannot be run, and [`QemuError::Plugin`] if the plugin
 /// cannot be compiled.
-pub fn ensure(target_dir: &Path, progress: &Progress) -> Result<Qemu, QemuError> {
+pub fn ensure(target_dir: &Path, progress: &ProgressLog) -> Result<Qemu, QemuError> {
     let mut qemu = match std::env::var_os(OVERRIDE).map(PathBuf::from) {
         Some(program) if program == Path::new(BACKPORTS) => {
             of_backports(&target_dir.join("guest"), progress)?
@@ -190,7 +190,7 @@ pub fn ensure(target_dir: &Path, progress: &Progress) -> Result<Qemu, QemuError>
 }
 
 /// Returns the QEMU of the release's backports, unpacked below `base`. Fetches it if needed.
-fn of_backports(base: &Path, progress: &Progress) -> Result<Qemu, FetchError> {
+fn of_backports(base: &Path, progress: &ProgressLog) -> Result<Qemu, FetchError> {
     let io = |path: &Path| {
         let path = path.to_owned();
         move |source| FetchError::Io { path, source }
@@ -212,7 +212,7 @@ fn of_backports(base: &Path, progress: &Progress) -> Result<Qemu, FetchError> {
 }
 
 /// Fetches and unpacks QEMU. Creates `root` only after all packages have been unpacked.
-fn fetch(base: &Path, directory: &Path, root: &Path, progress: &Progress) -> Result<(), FetchError> {
+fn fetch(base: &Path, directory: &Path, root: &Path, progress: &ProgressLog) -> Result<(), FetchError> {
     let io = |path: &Path| {
         let path = path.to_owned();
         move |source| FetchError::Io { path, source }
@@ -221,7 +221,7 @@ fn fetch(base: &Path, directory: &Path, root: &Path, progress: &Progress) -> Res
     if part.exists() {
         fs::remove_dir_all(&part).map_err(io(&part))?;
     }
-    let mut archive = Archive::backports(&base.join("debs"), &base.join("backports"), progress)?;
+    let mut archive = DebianArchive::backports(&base.join("debs"), &base.join("backports"), progress)?;
     let debs = archive.fetch(&PACKAGES)?;
     let _unpacking = progress.begin("unpacking QEMU");
     for deb in debs {
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn the_plugin_is_compiled_once() {
+    fn plugin_is_compiled_once() {
         let directory = tempfile::tempdir().unwrap();
         let first = plugin(directory.path()).unwrap();
         let modified = fs::metadata(&first).unwrap().modified().unwrap();

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 
 use guest_images::linux::{self, GuestImages, KernelChoice};
-use guest_images::progress::Progress;
+use guest_images::progress::ProgressLog;
 use guest_images::qemu::{self, Qemu};
 
 /// Target of the static binaries. The lab has no shared libraries, so the host's target is linked
@@ -82,7 +82,7 @@ pub fn images() -> Result<&'static GuestImages, ArtefactError> {
 /// # Errors
 /// Returns an error if the images cannot be built.
 pub fn images_of(choice: &KernelChoice) -> Result<GuestImages, ArtefactError> {
-    linux::ensure(&target_dir(), choice, false, &Progress::new("guest")).map_err(|error| {
+    linux::ensure(&target_dir(), choice, false, &ProgressLog::new("guest")).map_err(|error| {
         ArtefactError(format!(
             "cannot build the Linux guest: {} (see docs/guide/guest-images.md)",
             describe(&error)
@@ -96,7 +96,7 @@ pub fn images_of(choice: &KernelChoice) -> Result<GuestImages, ArtefactError> {
 /// Returns an error if QEMU is not installed or its plugin cannot be built.
 pub fn qemu() -> Result<&'static Qemu, ArtefactError> {
     static QEMU: OnceLock<Result<Qemu, ArtefactError>> = OnceLock::new();
-    let ensure = || qemu::ensure(&target_dir(), &Progress::new("lab"));
+    let ensure = || qemu::ensure(&target_dir(), &ProgressLog::new("lab"));
     QEMU.get_or_init(|| ensure().map_err(|error| ArtefactError(describe(&error))))
         .as_ref()
         .map_err(Clone::clone)
@@ -126,7 +126,7 @@ pub fn bare_metal_dir() -> Result<&'static Path, ArtefactError> {
 
 /// Static programs for the lab.
 #[derive(Debug, Clone)]
-pub struct Binaries {
+pub struct LabBinaries {
     /// Path of the VMM.
     pub perfvisor: PathBuf,
     /// Path of the lab's agent.
@@ -142,16 +142,16 @@ pub struct Binaries {
 ///
 /// # Errors
 /// Returns an error if the build fails.
-pub fn binaries() -> Result<&'static Binaries, ArtefactError> {
-    static BINARIES: OnceLock<Result<Binaries, ArtefactError>> = OnceLock::new();
+pub fn binaries() -> Result<&'static LabBinaries, ArtefactError> {
+    static BINARIES: OnceLock<Result<LabBinaries, ArtefactError>> = OnceLock::new();
     BINARIES
         .get_or_init(build_binaries)
         .as_ref()
         .map_err(Clone::clone)
 }
 
-fn build_binaries() -> Result<Binaries, ArtefactError> {
-    let in_directory = |directory: &Path| Binaries {
+fn build_binaries() -> Result<LabBinaries, ArtefactError> {
+    let in_directory = |directory: &Path| LabBinaries {
         perfvisor: directory.join("perfvisor"),
         lab_agent: directory.join("lab-agent"),
         guest_agent: directory.join("perfvisor-agent"),
@@ -173,7 +173,7 @@ fn build_binaries() -> Result<Binaries, ArtefactError> {
 /// On a terminal cargo displays its own progress. Otherwise a line with its state is printed every
 /// ten seconds.
 fn build_static(what: &str, arguments: &[&str]) -> Result<String, ArtefactError> {
-    let progress = Progress::new("lab");
+    let progress = ProgressLog::new("lab");
     progress.step(&format!("building {what}"));
     let (verb, rest) = arguments.split_at(1);
     let is_terminal = stderr().is_terminal();
@@ -215,7 +215,7 @@ fn build_static(what: &str, arguments: &[&str]) -> Result<String, ArtefactError>
 
 /// Reads cargo's standard error until it ends. Prints cargo's last line every ten seconds and
 /// returns its warnings and errors.
-fn follow_cargo(progress: &Progress, messages: impl Read) -> String {
+fn follow_cargo(progress: &ProgressLog, messages: impl Read) -> String {
     let last = Arc::new(Mutex::new((0, String::from("starting"))));
     let shown = Arc::clone(&last);
     let _ticker = progress.tick_with(move || {
@@ -293,7 +293,7 @@ mod tests {
     #[test]
     fn cargo_progress_is_filtered_from_messages() {
         let text = "   Compiling a v1.0.0\nwarning: unused\n --> src/lib.rs:1\n  |\n    Finished `release`\n";
-        let kept = follow_cargo(&Progress::quiet(), text.as_bytes());
+        let kept = follow_cargo(&ProgressLog::quiet(), text.as_bytes());
         assert_eq!(kept, "warning: unused\n --> src/lib.rs:1\n  |\n");
     }
 }

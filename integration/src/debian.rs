@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use crate::artefacts::target_dir;
 use crate::lab::LabOptions;
 use crate::limit::Limit;
-use crate::place::{TestHost, TestHostError};
 use crate::process::{Command, Process};
+use crate::test_host::{TestHost, TestHostError};
 
 /// Kernel command line: root file system, console and clock.
 pub const CMDLINE: &str = "root=/dev/vda rw console=ttyS0 tsc=reliable no_timer_check nokaslr";

@@ -1,8 +1,8 @@
 //! Measures the host resources that a VMM uses in addition to guest memory.
 
 use crate::limit::Limit;
-use crate::place::{TestHost, TestHostError};
 use crate::process::Command;
+use crate::test_host::{TestHost, TestHostError};
 
 /// File with the process ID of a VMM started by [`tracked`].
 const PID_FILE: &str = "vmm.pid";

@@ -8,14 +8,14 @@ use std::time::Duration;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use guest_images::cpio::Archive;
+use guest_images::cpio::CpioArchive;
 
 use crate::artefacts;
 use crate::limit::Limit;
 use crate::parse::judge_kernel_log;
-use crate::place::{TestHost, TestHostError};
 use crate::process::{Command, Output, ProcessError, last_lines};
 use crate::report;
+use crate::test_host::{TestHost, TestHostError};
 
 /// Section with kernel messages that the guest's init prints after the script.
 const KERNEL_LOG: &str = "kernel-log";
@@ -259,7 +259,7 @@ impl LinuxGuest {
 
     /// Builds an archive of this guest's files and the script.
     fn archive(&self, script: Option<&String>) -> std::io::Result<Vec<u8>> {
-        let mut archive = Archive::new(Vec::new());
+        let mut archive = CpioArchive::new(Vec::new());
         let mut made = BTreeSet::new();
         for file in &self.files {
             // Add parent directories first, because the kernel does not create them.
@@ -331,7 +331,7 @@ pub struct Section {
 
 /// The parsed console of a guest.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Console {
+pub struct GuestConsoleLog {
     /// Guest time from the start of the kernel to its first process, in seconds.
     pub boot_seconds: Option<f64>,
     /// Output by section name. A later section replaces an earlier one of the same name.
@@ -342,7 +342,7 @@ pub struct Console {
     pub done: Option<i32>,
 }
 
-impl Console {
+impl GuestConsoleLog {
     /// Parses the text of a console.
     pub fn parse(text: &str) -> Self {
         enum ParserState {
@@ -409,7 +409,7 @@ impl Console {
 /// The result of a completed guest.
 pub struct GuestRun {
     /// Parsed console.
-    pub console: Console,
+    pub console: GuestConsoleLog,
     /// Complete text of the console.
     pub text: String,
     /// Standard error of Perfvisor.
@@ -427,7 +427,7 @@ impl GuestRun {
         let vmm_log = output.stderr_text();
         let log = keep_console(name, &text, &vmm_log)?;
         Ok(Self {
-            console: Console::parse(&text),
+            console: GuestConsoleLog::parse(&text),
             text,
             vmm_log,
             status: output.code(),
@@ -523,7 +523,7 @@ mod tests {
 
     #[test]
     fn sections_files_and_statuses_are_found_between_kernel_messages() {
-        let console = Console::parse(
+        let console = GuestConsoleLog::parse(
             "[    0.1] Linux version\r\n@@pv boot 2.01\r\n@@pv begin stat\r\nline one\r\n\r\n\
              no newline@@pv end stat 3\r\nnoise\r\n@@pv file x.bin\r\naGVs\r\nbG8=\r\n\
              @@pv eof x.bin\r\n@@pv done 0\r\n",
@@ -546,7 +546,7 @@ mod tests {
 
     #[test]
     fn section_of_dead_guest_has_no_status() {
-        let console = Console::parse("@@pv begin a\ntext\nKernel panic\n");
+        let console = GuestConsoleLog::parse("@@pv begin a\ntext\nKernel panic\n");
         assert_eq!(console.sections["a"].status, None);
         assert!(console.sections["a"].text.contains("Kernel panic"));
         assert_eq!(console.done, None);
@@ -554,7 +554,7 @@ mod tests {
 
     #[test]
     fn damaged_files_and_stray_markers_are_ignored() {
-        let console = Console::parse("@@pv end x 0\n@@pv file f\n!!!\n@@pv eof f\n@@pv\n@@pv what\n");
+        let console = GuestConsoleLog::parse("@@pv end x 0\n@@pv file f\n!!!\n@@pv eof f\n@@pv\n@@pv what\n");
         assert!(console.files.is_empty() && console.sections.is_empty());
     }
 }

@@ -21,20 +21,22 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use guest_images::linux::GuestImages;
-use guest_images::progress::Progress as BootProgress;
+use guest_images::progress::ProgressLog;
 use guest_images::qemu::Qemu;
 use tempfile::TempDir;
 
-use crate::artefacts::{self, Binaries};
+use crate::artefacts::{self, LabBinaries};
 use crate::monitor::Monitor;
-use crate::process::{Command, OutputSink, Process, ProcessControl, ProcessError, Progress};
-use lab_agent::wire::{Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start, StreamMode, WindowSize, read_frame};
+use crate::process::{Command, OutputSink, Process, ProcessControl, ProcessError, ProcessProgress};
+use lab_agent::wire::{
+    Frame, FrameKind, MAX_PAYLOAD_BYTES, NewFile, StartRequest, StreamMode, WindowSize, read_frame,
+};
 
 pub use error::LabError;
 use error::SETPRIV;
 pub use initrd::invalid_path_reason;
 use initrd::write_initrd;
-use link::{Link, TransferBuffer};
+use link::{AgentLink, TransferBuffer};
 use logs::{LabLogs, QemuExit};
 pub use options::LabOptions;
 
@@ -44,7 +46,7 @@ const BOOT_LIMIT: Duration = Duration::from_secs(900);
 
 /// A running lab host. Switched off on drop and when the process exits.
 pub struct Lab {
-    link: Arc<Link>,
+    link: Arc<AgentLink>,
     log: PathBuf,
     kernel_release: String,
     boot_time: Duration,
@@ -130,7 +132,7 @@ impl Lab {
                 tail: logs.tail(),
             }
         };
-        let _ticker = BootProgress::new("lab").tick("the lab host boots …");
+        let _ticker = ProgressLog::new("lab").tick("the lab host boots …");
         let deadline = started + BOOT_LIMIT;
         let stream = accept(&listener, deadline, &ending).map_err(|error| boot_error(error.to_string()))?;
         let hello = greeting(&stream, deadline).map_err(|error| boot_error(error.to_string()))?;
@@ -140,7 +142,7 @@ impl Lab {
         let reader = stream
             .try_clone()
             .map_err(|error| boot_error(error.to_string()))?;
-        let link = Arc::new(Link::new(stream));
+        let link = Arc::new(AgentLink::new(stream));
         let receiver = Arc::clone(&link);
         thread::spawn(move || receiver.receive(reader, &logs));
         Ok(Self {
@@ -208,7 +210,7 @@ impl Lab {
     /// # Errors
     /// Returns an error if the lab has ended. A missing program is reported by [`Process::wait`].
     pub fn start(&self, command: &Command) -> Result<Process, ProcessError> {
-        let (process, _) = self.start_with(command, StreamMode::Pipes, Progress::default())?;
+        let (process, _) = self.start_with(command, StreamMode::Pipes, ProcessProgress::default())?;
         Ok(process)
     }
 
@@ -223,14 +225,14 @@ impl Lab {
         streams: StreamMode,
         sink: OutputSink,
     ) -> Result<(Process, RemoteProcess), ProcessError> {
-        self.start_with(command, streams, Progress::with_sink(sink))
+        self.start_with(command, streams, ProcessProgress::with_sink(sink))
     }
 
     fn start_with(
         &self,
         command: &Command,
         streams: StreamMode,
-        progress: Progress,
+        progress: ProcessProgress,
     ) -> Result<(Process, RemoteProcess), ProcessError> {
         let id = self.link.new_id();
         let progress = Arc::new(progress);
@@ -241,14 +243,14 @@ impl Lab {
         self.link
             .report_to(id, &progress)
             .map_err(|refusal| gone(refusal.0))?;
-        let start = Start {
+        let start = StartRequest {
             argv: command.argv.clone(),
             env: command.env.clone(),
             streams,
         };
         let payload = serde_json::to_vec(&start).map_err(|error| gone(error.to_string()))?;
         self.link
-            .send(Kind::Start, id, &payload)
+            .send(FrameKind::Start, id, &payload)
             .map_err(|error| gone(error.to_string()))?;
         let remote = RemoteProcess {
             link: Arc::clone(&self.link),
@@ -269,11 +271,12 @@ impl Lab {
                 path: path.to_owned(),
                 mode,
             };
-            self.link.send(Kind::Create, id, &serde_json::to_vec(&new)?)?;
+            self.link
+                .send(FrameKind::Create, id, &serde_json::to_vec(&new)?)?;
             for piece in data.chunks(MAX_PAYLOAD_BYTES) {
-                self.link.send(Kind::Data, id, piece)?;
+                self.link.send(FrameKind::Data, id, piece)?;
             }
-            self.link.send(Kind::Done, id, &[])
+            self.link.send(FrameKind::Done, id, &[])
         };
         send().map_err(|error| LabError::Transfer {
             path: path.to_owned(),
@@ -307,7 +310,7 @@ impl Lab {
     fn fetch(&self, path: &str, buffer: TransferBuffer) -> Result<TransferBuffer, LabError> {
         let id = self.link.start_transfer(buffer);
         self.link
-            .send(Kind::Fetch, id, path.as_bytes())
+            .send(FrameKind::Fetch, id, path.as_bytes())
             .map_err(|error| LabError::Transfer {
                 path: path.to_owned(),
                 message: error.to_string(),
@@ -327,7 +330,7 @@ impl Drop for Lab {
 /// A remote handle of a process in the lab.
 #[derive(Clone)]
 pub struct RemoteProcess {
-    link: Arc<Link>,
+    link: Arc<AgentLink>,
     id: u32,
 }
 
@@ -338,10 +341,10 @@ impl RemoteProcess {
     /// Returns an error if the lab has ended.
     pub fn write(&self, bytes: &[u8]) -> io::Result<()> {
         if bytes.is_empty() {
-            return self.link.send(Kind::Stdin, self.id, &[]);
+            return self.link.send(FrameKind::Stdin, self.id, &[]);
         }
         for piece in bytes.chunks(MAX_PAYLOAD_BYTES) {
-            self.link.send(Kind::Stdin, self.id, piece)?;
+            self.link.send(FrameKind::Stdin, self.id, piece)?;
         }
         Ok(())
     }
@@ -349,13 +352,13 @@ impl RemoteProcess {
     /// Sends a signal to the process group, best effort.
     pub fn signal(&self, number: i32) {
         // The processes end with the lab, so the error can be ignored.
-        let _ = self.link.send(Kind::Signal, self.id, &number.to_le_bytes());
+        let _ = self.link.send(FrameKind::Signal, self.id, &number.to_le_bytes());
     }
 
     /// Sets the window size of the terminal, best effort.
     pub fn resize(&self, size: WindowSize) {
         if let Ok(payload) = serde_json::to_vec(&size) {
-            let _ = self.link.send(Kind::Resize, self.id, &payload);
+            let _ = self.link.send(FrameKind::Resize, self.id, &payload);
         }
     }
 }
@@ -476,20 +479,20 @@ fn is_emulator_bug(log: &Path) -> bool {
     has(log, "Oops: int3") && has(&log.with_extension("qemu"), "executes a breakpoint that is gone")
 }
 
-/// Why no handshake was received from the agent of a lab.
+/// Reason why no handshake was received from the agent of a lab.
 #[derive(Debug, thiserror::Error)]
 enum HandshakeFailure {
     #[error(transparent)]
     Os(#[from] io::Error),
-    #[error("QEMU ended at once ({0})")]
+    #[error("QEMU exited immediately ({0})")]
     Ended(String),
     #[error("QEMU did not connect")]
     NotConnected,
-    #[error("it ended before its agent greeted")]
+    #[error("the lab host exited before its agent connected")]
     HungUp,
-    #[error("{0:?} instead of a greeting")]
-    Other(Kind),
-    #[error("no greeting from its agent: {0}")]
+    #[error("unexpected first frame {0:?}")]
+    Other(FrameKind),
+    #[error("no handshake from the agent: {0}")]
     NoGreeting(#[source] io::Error),
 }
 
@@ -528,7 +531,7 @@ fn greeting(stream: &UnixStream, deadline: Instant) -> Result<String, HandshakeF
     let mut input = stream.take(1 << 20);
     let hello = match read_frame(&mut input) {
         Ok(Some(Frame {
-            kind: Kind::Hello,
+            kind: FrameKind::Hello,
             payload,
             ..
         })) => String::from_utf8_lossy(&payload).into_owned(),
@@ -543,7 +546,7 @@ fn greeting(stream: &UnixStream, deadline: Instant) -> Result<String, HandshakeF
 /// Writes the lab's initrd to a temporary directory, which the returned value removes on drop.
 fn make_initrd(
     host: &GuestImages,
-    binaries: &Binaries,
+    binaries: &LabBinaries,
     options: &LabOptions,
 ) -> Result<(TempDir, PathBuf), LabError> {
     let error = |path: &Path| {

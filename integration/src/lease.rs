@@ -8,10 +8,10 @@ use std::thread;
 use crate::artefacts;
 use crate::lab::LabOptions;
 use crate::limit::Limit;
-use crate::place::{KvmKind, LabHost, TestHost, TestHostError, probe_kvm};
-use crate::pool::{Grant, LabNeed, Pool, PoolError};
+use crate::pool::{LabNeed, Pool, PoolError, PoolGrant};
 use crate::process::Command;
 use crate::report::HostUse;
+use crate::test_host::{KvmKind, LabHost, TestHost, TestHostError, probe_kvm};
 
 pub use crate::pool::LeaseAccess;
 
@@ -41,7 +41,7 @@ done
 rm -rf /run/perfvisor /tmp/* || exit 1
 ";
 
-/// Why a test host cannot be leased.
+/// Reason why a test host cannot be leased.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum LeaseError {
     /// The pool rejected the request.
@@ -61,7 +61,7 @@ impl From<TestHostError> for LeaseError {
 /// An admission to the pool, which counts against its limit.
 struct Admission {
     watch: HostUse,
-    grant: Grant<LabHost>,
+    grant: PoolGrant<LabHost>,
 }
 
 impl Admission {

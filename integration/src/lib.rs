@@ -1,13 +1,12 @@
 //! Runs real guests and parses their output.
 //!
-//! A *scenario* is a guest with a script. It runs in a [`place::TestHost`]: on this machine's KVM if
-//! that supports Linux guests, otherwise in the lab host, a QEMU that emulates a processor with
-//! AMD-V. Tests are independent of this choice.
+//! A *scenario* is a guest with a script. It runs in a [`test_host::TestHost`]: on this machine's
+//! KVM if that supports Linux guests, otherwise in the lab host, a QEMU that emulates a processor
+//! with AMD-V. Tests are independent of this choice.
 //!
 //! All operations have time limits. Consoles are saved in `target/integration`.
 
 pub mod artefacts;
-pub mod beside;
 pub mod debian;
 pub mod footprint;
 pub mod guest;
@@ -18,7 +17,8 @@ pub mod limit;
 pub mod measure;
 mod monitor;
 pub mod parse;
-pub mod place;
 mod pool;
 pub mod process;
+pub mod qemu_comparison;
 mod report;
+pub mod test_host;

@@ -36,13 +36,13 @@ impl Limit {
         since_start: Duration,
         silent: Duration,
         still: Duration,
-    ) -> Option<Overrun> {
+    ) -> Option<ExceededLimit> {
         if since_start >= self.overall {
-            Some(Overrun::Overall(self.overall))
+            Some(ExceededLimit::Overall(self.overall))
         } else if silent >= self.silent {
-            Some(Overrun::Silent(self.silent))
+            Some(ExceededLimit::Silent(self.silent))
         } else if still >= self.still {
-            Some(Overrun::Still(self.still))
+            Some(ExceededLimit::Still(self.still))
         } else {
             None
         }
@@ -69,7 +69,7 @@ impl From<Duration> for Limit {
 
 /// The limit that was exceeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Overrun {
+pub enum ExceededLimit {
     /// [`Limit::still`] was exceeded.
     Still(Duration),
     /// [`Limit::silent`] was exceeded.
@@ -78,7 +78,7 @@ pub enum Overrun {
     Overall(Duration),
 }
 
-impl fmt::Display for Overrun {
+impl fmt::Display for ExceededLimit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Still(bound) => write!(f, "hung: no output and no CPU time for {bound:?}"),
@@ -102,12 +102,21 @@ mod tests {
         };
         assert_eq!(limit.overrun(s(299), s(59), s(9)), None);
         assert_eq!(limit.left(s(299), s(59), s(9)), s(1));
-        assert_eq!(limit.overrun(s(300), s(0), s(0)), Some(Overrun::Overall(s(300))));
-        assert_eq!(limit.overrun(s(100), s(60), s(0)), Some(Overrun::Silent(s(60))));
-        assert_eq!(limit.overrun(s(100), s(11), s(10)), Some(Overrun::Still(s(10))));
+        assert_eq!(
+            limit.overrun(s(300), s(0), s(0)),
+            Some(ExceededLimit::Overall(s(300)))
+        );
+        assert_eq!(
+            limit.overrun(s(100), s(60), s(0)),
+            Some(ExceededLimit::Silent(s(60)))
+        );
+        assert_eq!(
+            limit.overrun(s(100), s(11), s(10)),
+            Some(ExceededLimit::Still(s(10)))
+        );
         assert_eq!(
             Limit::from(s(5)).overrun(s(5), s(0), s(0)),
-            Some(Overrun::Overall(s(5)))
+            Some(ExceededLimit::Overall(s(5)))
         );
     }
 }

@@ -1,6 +1,6 @@
 //! Limits the number of labs of this process and assigns them to tests.
 //!
-//! A [`Pool`] admits requests up to its limits of labs and memory. A [`Grant`] is an admitted
+//! A [`Pool`] admits requests up to its limits of labs and memory. A [`PoolGrant`] is an admitted
 //! request; dropping it frees its share. Shared labs remain in the pool between two grants, by
 //! their options.
 //!
@@ -28,7 +28,7 @@ const LONGEST_FIRST: [&str; 8] = [
     "nested", "exact", "kexec", "devices", "lab", "kernels", "models", "hotplug",
 ];
 
-/// How a request shares the pool with others.
+/// Whether a request can share a lab with other requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LeaseAccess {
     /// Runs concurrently with other requests, up to the pool's limit.
@@ -46,11 +46,11 @@ pub(crate) struct LabNeed {
     pub(crate) memory_mib: u64,
 }
 
-/// Why a request was rejected.
+/// Reason why a request was rejected.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum PoolError {
     /// The thread already holds a grant. Two such threads could deadlock.
-    #[error("this thread holds a place already; drop it before another one is requested")]
+    #[error("this thread already holds a lease; drop it before requesting another one")]
     AlreadyHeld,
     /// The environment variable is invalid.
     #[error("{LIMIT_VARIABLE}={0}: must be a number from 1")]
@@ -242,7 +242,7 @@ impl<L> Pool<L> {
         self: &Arc<Self>,
         access: LeaseAccess,
         lab: Option<LabNeed>,
-    ) -> Result<(Grant<L>, Option<L>), PoolError> {
+    ) -> Result<(PoolGrant<L>, Option<L>), PoolError> {
         let thread = thread::current();
         let mut state = self.lock();
         if state.running.iter().any(|running| running.thread == thread.id()) {
@@ -267,7 +267,7 @@ impl<L> Pool<L> {
         self.changed.notify_all();
         drop(evicted);
         let pool = Arc::clone(self);
-        Ok((Grant { pool, ticket }, warm))
+        Ok((PoolGrant { pool, ticket }, warm))
     }
 
     fn release(&self, ticket: u64, idle: Option<IdleLab<L>>) {
@@ -280,12 +280,12 @@ impl<L> Pool<L> {
 }
 
 /// An admitted request.
-pub(crate) struct Grant<L> {
+pub(crate) struct PoolGrant<L> {
     pool: Arc<Pool<L>>,
     ticket: u64,
 }
 
-impl<L> Grant<L> {
+impl<L> PoolGrant<L> {
     /// Ends the grant and leaves its lab to the next request with the same key.
     pub(crate) fn return_lab(self, key: String, memory_mib: u64, lab: L) {
         let idle = IdleLab { key, memory_mib, lab };
@@ -293,7 +293,7 @@ impl<L> Grant<L> {
     }
 }
 
-impl<L> Drop for Grant<L> {
+impl<L> Drop for PoolGrant<L> {
     fn drop(&mut self) {
         self.pool.release(self.ticket, None);
     }

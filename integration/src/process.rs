@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use lab_agent::cpu_time::{WATCH_PERIOD, cpu_ticks_of_group};
 use lab_agent::ordered::OutputStream;
-use lab_agent::wire::Ended;
+use lab_agent::wire::ProcessExit;
 
-use crate::limit::{Limit, Overrun};
+use crate::limit::{ExceededLimit, Limit};
 
-/// Why a process could not be run to its end.
+/// Reason why a process could not be run to its end.
 #[derive(Debug, thiserror::Error)]
 pub enum ProcessError {
     /// The process could not be started.
@@ -30,14 +30,14 @@ pub enum ProcessError {
         /// Command line of the process.
         command: String,
         /// Limit that was exceeded.
-        overrun: Overrun,
+        overrun: ExceededLimit,
         /// Time since the last output. A long time suggests a hang, a short time slowness.
         silent: Duration,
         /// Last lines of the output.
         tail: String,
     },
     /// The lab ended while the process was running.
-    #[error("{command}: the lab host is gone: {message}")]
+    #[error("{command}: the lab host has exited: {message}")]
     LabGone {
         /// Command line of the process.
         command: String,
@@ -110,7 +110,7 @@ pub struct Output {
     /// Standard error.
     pub stderr: Vec<u8>,
     /// Exit status, or the signal that killed the process.
-    pub ended: Ended,
+    pub ended: ProcessExit,
     /// Run time as seen locally.
     pub elapsed: Duration,
 }
@@ -148,7 +148,7 @@ pub type OutputSink = Box<dyn Fn(OutputStream, &[u8]) + Send + Sync>;
 /// The output and state of a process, shared between its handle and the threads that receive its
 /// output.
 #[derive(Default)]
-pub(crate) struct Progress {
+pub(crate) struct ProcessProgress {
     state: Mutex<ProcessState>,
     changed: Condvar,
     sink: Option<OutputSink>,
@@ -168,12 +168,12 @@ struct ProcessState {
 
 #[derive(Clone)]
 enum OutputEnd {
-    Exited(Ended),
+    Exited(ProcessExit),
     NotStarted(String),
     LabGone(String),
 }
 
-impl Progress {
+impl ProcessProgress {
     /// Creates the progress of a process whose output goes to `sink`.
     pub(crate) fn with_sink(sink: OutputSink) -> Self {
         Self {
@@ -204,7 +204,7 @@ impl Progress {
         self.changed.notify_all();
     }
 
-    pub(crate) fn exited(&self, ended: Ended) {
+    pub(crate) fn exited(&self, ended: ProcessExit) {
         self.lock().end.get_or_insert(OutputEnd::Exited(ended));
         self.changed.notify_all();
     }
@@ -235,7 +235,7 @@ impl Progress {
         start: Instant,
         limit: Limit,
         mut done: impl FnMut(&ProcessState) -> bool,
-    ) -> Result<(), Overrun> {
+    ) -> Result<(), ExceededLimit> {
         let began = Instant::now();
         let mut state = self.lock();
         loop {
@@ -279,12 +279,16 @@ pub(crate) trait ProcessControl: Send {
 pub struct Process {
     command: String,
     started: Instant,
-    progress: Arc<Progress>,
+    progress: Arc<ProcessProgress>,
     control: Box<dyn ProcessControl>,
 }
 
 impl Process {
-    pub(crate) fn new(command: &Command, progress: Arc<Progress>, control: Box<dyn ProcessControl>) -> Self {
+    pub(crate) fn new(
+        command: &Command,
+        progress: Arc<ProcessProgress>,
+        control: Box<dyn ProcessControl>,
+    ) -> Self {
         Self {
             command: command.line(),
             started: Instant::now(),
@@ -315,7 +319,7 @@ impl Process {
             .process_group(0)
             .spawn()
             .map_err(|error| start_error(error.to_string()))?;
-        let progress = Arc::new(Progress::default());
+        let progress = Arc::new(ProcessProgress::default());
         let pid = i32::try_from(child.id()).unwrap_or(0);
         let control = LocalProcess {
             pid,
@@ -334,11 +338,11 @@ impl Process {
             pump(stdout, |bytes| feed.output(OutputStream::Stdout, bytes));
             let _ = errors.join();
             feed.exited(match child.wait() {
-                Ok(status) => Ended {
+                Ok(status) => ProcessExit {
                     code: status.code(),
                     signal: status.signal(),
                 },
-                Err(_) => Ended {
+                Err(_) => ProcessExit {
                     code: None,
                     signal: None,
                 },
@@ -461,7 +465,7 @@ impl Process {
         })
     }
 
-    fn timed_out(&self, overrun: Overrun, look: impl FnOnce() -> String) -> ProcessError {
+    fn timed_out(&self, overrun: ExceededLimit, look: impl FnOnce() -> String) -> ProcessError {
         let (silent, mut tail) = {
             let state = self.progress.lock();
             let mut tail = last_lines(&text(&state.stdout), 30);
@@ -593,7 +597,7 @@ mod tests {
         let still = Command::shell("sleep 1000");
         let [busy, still] = [busy, still].map(|command| Process::start_here(&command).unwrap());
         let error = still.wait(limit).unwrap_err();
-        let bound = Overrun::Still(limit.still);
+        let bound = ExceededLimit::Still(limit.still);
         assert!(
             matches!(&error, ProcessError::TimedOut { overrun, .. } if *overrun == bound),
             "{error}"

@@ -6,8 +6,8 @@ use std::time::Duration;
 /// Period at which the CPU time of a running process group is read.
 pub const WATCH_PERIOD: Duration = Duration::from_secs(5);
 
-/// CPU time that the processes of a group have used, and their children that have ended, in clock ticks of
-/// the kernel. It may fall when one ends.
+/// Returns the CPU time used by the processes of a group and their exited children, in clock ticks
+/// of the kernel. May decrease when a process exits.
 pub fn cpu_ticks_of_group(group: i32) -> u64 {
     let Ok(processes) = fs::read_dir("/proc") else {
         return 0;
@@ -25,10 +25,10 @@ pub fn cpu_ticks_of_group(group: i32) -> u64 {
         .sum()
 }
 
-/// From a line of `/proc/PID/stat`, if the process is of this group.
+/// Parses a line of `/proc/PID/stat` if the process belongs to `group`.
 fn ticks(stat: &str, group: i32) -> Option<u64> {
-    // The name, in parentheses, may hold anything. Behind it: state, parent, group, …; user and system time
-    // are fields 14 and 15 of proc(5), those of ended children 16 and 17.
+    // The name, in parentheses, may contain anything. It is followed by state, parent, group and so
+    // on; user and system time are fields 14 and 15 of proc(5), those of exited children 16 and 17.
     let mut fields = stat.rsplit_once(") ")?.1.split(' ').skip(2);
     if fields.next()?.parse() != Ok(group) {
         return None;

@@ -1,25 +1,26 @@
-//! An interrupt for each of the lab's processors, again and again.
+//! Periodic interrupts for each processor of the lab.
 //!
-//! QEMU loses an interrupt now and then: VMRUN sets a bit of the processor's pending interrupts without the
-//! lock under which QEMU's timers set theirs (`cpu->interrupt_request` in `helper_vmrun`, seen in 7.2). If it
-//! was the timer's, the processor waits for it for ever, and with it the guest, until any other interrupt
-//! comes: then both are seen. So one comes.
+//! QEMU occasionally loses an interrupt: VMRUN sets a bit of the processor's pending interrupts
+//! without the lock under which QEMU's timers set theirs (`cpu->interrupt_request` in
+//! `helper_vmrun`, seen in 7.2). If this loses a timer interrupt, the processor and its guest wait
+//! forever, until any other interrupt makes both visible. This module therefore raises one
+//! periodically.
 //!
-//! The first processor never runs a guest and loses none. A thread there wakes one on each of the others,
-//! which the kernel announces by an interrupt.
+//! The first processor never runs a guest and loses none. A thread there wakes a thread on each
+//! other processor, which the kernel signals by an interrupt.
 
 use std::io;
 use std::mem;
 use std::thread::{self, Thread};
 use std::time::Duration;
 
-/// The longest that a processor stands still.
+/// Interval of the interrupts.
 const PERIOD: Duration = Duration::from_millis(50);
 
-/// Beats until the process is killed.
+/// Raises interrupts until the process is killed.
 ///
 /// # Errors
-/// When a thread cannot be started or bound to its processor.
+/// Returns the error of starting a thread or binding it to its processor.
 pub fn beat() -> io::Result<()> {
     let processors = thread::available_parallelism()?.get();
     let mut woken: Vec<Thread> = Vec::new();
@@ -47,11 +48,11 @@ pub fn beat() -> io::Result<()> {
     }
 }
 
-/// Keeps the calling thread on a processor.
+/// Binds the calling thread to a processor.
 #[expect(unsafe_code, reason = "calls of the system")]
 fn bind(processor: usize) -> io::Result<()> {
-    // SAFETY: a cpu_set_t is an array of integers, for which all zeroes are valid; CPU_SET checks its bounds;
-    // the call reads as many bytes as it is told and gets.
+    // SAFETY: a cpu_set_t is an array of integers, for which all zeroes are valid; CPU_SET checks
+    // its bounds; the call reads only the given number of bytes.
     let result = unsafe {
         let mut set: libc::cpu_set_t = mem::zeroed();
         libc::CPU_SET(processor, &mut set);
@@ -64,8 +65,8 @@ fn bind(processor: usize) -> io::Result<()> {
     }
 }
 
-/// Lets the calling thread run as soon as it is woken: for others the kernel may wait until its next tick,
-/// which may be what was lost.
+/// Makes the kernel run the calling thread as soon as it is woken. For ordinary threads the kernel
+/// may wait for its next tick, which may be the lost interrupt.
 #[expect(unsafe_code, reason = "calls of the system")]
 fn before_others() -> io::Result<()> {
     // SAFETY: a sched_param is integers, for which zero is valid; the call reads it.

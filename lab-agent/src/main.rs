@@ -24,25 +24,25 @@ use lab_agent::cpu_time::{WATCH_PERIOD, cpu_ticks_of_group};
 use lab_agent::heartbeat;
 use lab_agent::ordered::{self, OrderedOutput, OutputStream};
 use lab_agent::terminal;
-use lab_agent::wire::{Ended, Frame, Kind, MAX_PAYLOAD_BYTES, NewFile, Start, StreamMode};
+use lab_agent::wire::{Frame, FrameKind, MAX_PAYLOAD_BYTES, NewFile, ProcessExit, StartRequest, StreamMode};
 use lab_agent::wire::{read_frame, write_frame};
 
-/// The way to the runner, shared by all threads.
+/// Connection to the runner, shared by all threads.
 #[derive(Clone)]
 struct Runner(Arc<Mutex<File>>);
 
 impl Runner {
-    fn send(&self, kind: Kind, id: u32, payload: &[u8]) -> io::Result<()> {
+    fn send(&self, kind: FrameKind, id: u32, payload: &[u8]) -> io::Result<()> {
         let mut port = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         write_frame(&mut *port, kind, id, payload)
     }
 
-    fn send_json(&self, kind: Kind, id: u32, value: &impl serde::Serialize) -> io::Result<()> {
+    fn send_json(&self, kind: FrameKind, id: u32, value: &impl serde::Serialize) -> io::Result<()> {
         self.send(kind, id, &serde_json::to_vec(value)?)
     }
 
     fn send_failure(&self, id: u32, what: &str, error: &io::Error) -> io::Result<()> {
-        self.send(Kind::Failed, id, format!("{what}: {error}").as_bytes())
+        self.send(FrameKind::Failed, id, format!("{what}: {error}").as_bytes())
     }
 }
 
@@ -66,11 +66,11 @@ fn main() -> ExitCode {
 
 fn serve(path: &str) -> io::Result<()> {
     let mut input = OpenOptions::new().read(true).write(true).open(path)?;
-    // A port can be opened only once; the copy shares the opening.
+    // A port can be opened only once, so the file is duplicated.
     let runner = Runner(Arc::new(Mutex::new(input.try_clone()?)));
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let _in_use = InUse::keep();
-    runner.send(Kind::Hello, 0, release.trim().as_bytes())?;
+    runner.send(FrameKind::Hello, 0, release.trim().as_bytes())?;
     let mut processes = HashMap::new();
     let mut files = HashMap::new();
     while let Some(frame) = read_frame(&mut input)? {
@@ -79,30 +79,31 @@ fn serve(path: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Software events that VMs and perf use, by number (`perf_sw_ids`): clocks, page faults, context switches,
-/// migrations.
+/// Software events that VMs and perf use, by number (`perf_sw_ids`): clocks, page faults, context
+/// switches, migrations.
 const SOFTWARE_EVENTS: std::ops::RangeInclusive<u64> = 0..=6;
 
-/// Virtual machines with a vCPU each, and perf events, that do nothing for as long as the lab runs.
+/// Idle virtual machines with one vCPU each, and perf events, that exist for as long as the lab
+/// runs.
 ///
-/// The kernel patches its own code, its scheduler's among it, when the first VM, the first vCPU without a
-/// local APIC in the kernel, with one that is switched off, or the first event comes, and when the last one
-/// goes. QEMU before 8.1 may then need all its translations afresh (docs/guide/lab.md). With these there is
-/// neither a first nor a last.
+/// The kernel patches its own code, including the scheduler, when the first VM, the first vCPU
+/// without an in-kernel local APIC or with a disabled one, or the first event is created, and when
+/// the last one is destroyed. QEMU before 8.1 may then discard all its translations
+/// (docs/guide/lab.md). These objects prevent both.
 struct InUse {
-    /// None of them ever runs.
+    /// VMs whose vCPUs never run.
     _vms: Vec<(VmFd, VcpuFd)>,
     _events: Vec<OwnedFd>,
 }
 
 impl InUse {
-    /// What there is of them: the lab works without, most of the time.
+    /// Creates as many of the objects as possible. The lab usually works without them.
     fn keep() -> Self {
         let _events = SOFTWARE_EVENTS
             .filter_map(|config| software_event(config).ok())
             .collect();
         let vms = [vm_without_apic(), vm_with_apic_off()].into_iter();
-        // A kernel without KVM is the tests' to find.
+        // Tests detect a kernel without KVM.
         let _vms = vms.filter_map(Result::ok).collect();
         Self { _vms, _events }
     }
@@ -126,16 +127,16 @@ fn software_event(config: u64) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// A vCPU without a local APIC in the kernel (`kvm_has_noapic_vcpu`).
+/// Creates a vCPU without an in-kernel local APIC (`kvm_has_noapic_vcpu`).
 fn vm_without_apic() -> Result<(VmFd, VcpuFd), kvm_ioctls::Error> {
     let vm = Kvm::new()?.create_vm()?;
     let vcpu = vm.create_vcpu(0)?;
     Ok((vm, vcpu))
 }
 
-/// A vCPU whose local APIC is off in both ways: by its spurious-vector register, as after any reset
-/// (`apic_sw_disabled`), and by IA32_APIC_BASE (`apic_hw_disabled`; SDM volume 3A, "Enabling or Disabling the
-/// Local APIC").
+/// Creates a vCPU whose local APIC is disabled both by its spurious-vector register, as after a
+/// reset (`apic_sw_disabled`), and by IA32_APIC_BASE (`apic_hw_disabled`; SDM volume 3A, "Enabling
+/// or Disabling the Local APIC").
 fn vm_with_apic_off() -> Result<(VmFd, VcpuFd), kvm_ioctls::Error> {
     const APIC_GLOBAL_ENABLE: u64 = 1 << 11;
     let vm = Kvm::new()?.create_vm()?;
@@ -147,7 +148,7 @@ fn vm_with_apic_off() -> Result<(VmFd, VcpuFd), kvm_ioctls::Error> {
     Ok((vm, vcpu))
 }
 
-/// A process the runner may still write to or signal.
+/// A process to which the runner can still write or send signals.
 struct Running {
     pid: i32,
     stdin: Option<Input>,
@@ -167,7 +168,7 @@ impl Input {
         }
     }
 
-    /// Ends the input. On a terminal the user would type Ctrl-D, at the start of a line.
+    /// Closes the input. On a terminal this sends Ctrl-D at the start of a line.
     fn close(self) {
         const END_OF_TRANSMISSION: &[u8] = &[4];
         if let Self::Terminal(mut terminal) = self {
@@ -176,7 +177,7 @@ impl Input {
     }
 }
 
-/// Where the output of a process comes from.
+/// Source of the output of a process.
 enum OutputSource {
     Pipes(ChildStdout, ChildStderr),
     Ordered(OrderedOutput),
@@ -191,8 +192,8 @@ fn handle(
 ) -> io::Result<()> {
     let Frame { kind, id, payload } = frame;
     match kind {
-        Kind::Start => {
-            let start: Start = serde_json::from_slice(&payload)?;
+        FrameKind::Start => {
+            let start: StartRequest = serde_json::from_slice(&payload)?;
             match spawn(&start) {
                 Ok((child, stdin, output)) => {
                     let pid = i32::try_from(child.id()).unwrap_or(0);
@@ -204,30 +205,31 @@ fn handle(
                 Err(error) => runner.send_failure(id, &start.argv.join(" "), &error)?,
             }
         }
-        Kind::Stdin => {
+        FrameKind::Stdin => {
             if let Some(process) = processes.get_mut(&id) {
                 let gone = match &mut process.stdin {
                     Some(stdin) if !payload.is_empty() => stdin.write(&payload).is_err(),
                     _ => true,
                 };
-                // An empty payload closes it; a process that is gone cannot read any more.
+                // An empty payload closes the input; a process that has exited cannot read any
+                // more.
                 if gone && let Some(stdin) = process.stdin.take() {
                     stdin.close();
                 }
             }
         }
-        Kind::Signal => {
+        FrameKind::Signal => {
             if let (Some(process), Ok(number)) = (processes.get(&id), payload.try_into()) {
                 signal(process.pid, i32::from_le_bytes(number));
             }
         }
-        Kind::Resize => {
+        FrameKind::Resize => {
             let terminal = processes.get(&id).and_then(|process| process.stdin.as_ref());
             if let Some(Input::Terminal(terminal)) = terminal {
                 terminal::set_window_size(terminal, serde_json::from_slice(&payload)?);
             }
         }
-        Kind::Create => {
+        FrameKind::Create => {
             let new: NewFile = serde_json::from_slice(&payload)?;
             match create(&new) {
                 Ok(file) => {
@@ -236,7 +238,7 @@ fn handle(
                 Err(error) => runner.send_failure(id, &new.path, &error)?,
             }
         }
-        Kind::Data => {
+        FrameKind::Data => {
             if let Some(mut file) = files.remove(&id) {
                 match file.write_all(&payload) {
                     Ok(()) => {
@@ -246,18 +248,23 @@ fn handle(
                 }
             }
         }
-        Kind::Done => {
-            // Absent when creating or writing failed, which was reported then.
+        FrameKind::Done => {
+            // Absent if creating or writing failed, which was reported at that time.
             if files.remove(&id).is_some() {
-                runner.send(Kind::Done, id, &[])?;
+                runner.send(FrameKind::Done, id, &[])?;
             }
         }
-        Kind::Fetch => {
+        FrameKind::Fetch => {
             let path = String::from_utf8_lossy(&payload).into_owned();
             let runner = runner.clone();
             thread::spawn(move || fetch(&path, id, &runner));
         }
-        Kind::Hello | Kind::Stdout | Kind::Stderr | Kind::Exit | Kind::Failed | Kind::Used => {
+        FrameKind::Hello
+        | FrameKind::Stdout
+        | FrameKind::Stderr
+        | FrameKind::Exit
+        | FrameKind::Failed
+        | FrameKind::Used => {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidData,
                 format!("{kind:?} is not for the agent"),
@@ -267,8 +274,8 @@ fn handle(
     Ok(())
 }
 
-/// Starts a process, with both ways to it.
-fn spawn(start: &Start) -> io::Result<(Child, Input, OutputSource)> {
+/// Starts a process. Returns it with its input and output.
+fn spawn(start: &StartRequest) -> io::Result<(Child, Input, OutputSource)> {
     let (program, arguments) = start
         .argv
         .split_first()
@@ -276,13 +283,13 @@ fn spawn(start: &Start) -> io::Result<(Child, Input, OutputSource)> {
     let mut command = Command::new(program);
     command.args(arguments).envs(start.env.iter().cloned());
     if let StreamMode::Terminal(size) = start.streams {
-        // The terminal makes it the leader of a session, and with that of a process group.
+        // The terminal makes the process the leader of a session and of a process group.
         let terminal = terminal::attach(&mut command, size)?;
         let child = command.spawn()?;
         let output = OutputSource::Terminal(terminal.try_clone()?);
         return Ok((child, Input::Terminal(terminal), output));
     }
-    // A group of its own, so that a signal reaches its children too.
+    // A separate process group, so that signals also reach the children.
     command.stdin(Stdio::piped()).process_group(0);
     let ordered = match start.streams {
         StreamMode::Ordered => {
@@ -308,58 +315,58 @@ fn spawn(start: &Start) -> io::Result<(Child, Input, OutputSource)> {
     Ok((child, Input::Pipe(stdin), output))
 }
 
-/// Forwards what a process prints, then how it ended.
+/// Forwards the output of a process, then its exit status.
 fn watch(mut child: Child, output: OutputSource, id: u32, runner: &Runner) {
     let (ended, watching) = mpsc::channel();
     let watch = {
         let (runner, group) = (runner.clone(), i32::try_from(child.id()).unwrap_or(0));
-        thread::spawn(move || tell_what_is_used(group, id, &runner, &watching))
+        thread::spawn(move || report_cpu_time(group, id, &runner, &watching))
     };
     match output {
         OutputSource::Pipes(stdout, stderr) => {
             let errors = {
                 let runner = runner.clone();
-                thread::spawn(move || forward(stderr, Kind::Stderr, id, &runner))
+                thread::spawn(move || forward(stderr, FrameKind::Stderr, id, &runner))
             };
-            forward(stdout, Kind::Stdout, id, runner);
+            forward(stdout, FrameKind::Stdout, id, runner);
             let _ = errors.join();
         }
         OutputSource::Ordered(mut output) => {
             // Fails when the runner has hung up.
             let _ = output.forward(|stream, bytes| match stream {
-                OutputStream::Stdout => runner.send(Kind::Stdout, id, bytes),
-                OutputStream::Stderr => runner.send(Kind::Stderr, id, bytes),
+                OutputStream::Stdout => runner.send(FrameKind::Stdout, id, bytes),
+                OutputStream::Stderr => runner.send(FrameKind::Stderr, id, bytes),
             });
         }
-        OutputSource::Terminal(terminal) => forward(terminal, Kind::Stdout, id, runner),
+        OutputSource::Terminal(terminal) => forward(terminal, FrameKind::Stdout, id, runner),
     }
     drop(ended);
     let _ = watch.join();
     let ended = match child.wait() {
-        Ok(status) => Ended {
+        Ok(status) => ProcessExit {
             code: status.code(),
             signal: status.signal(),
         },
-        Err(_) => Ended {
+        Err(_) => ProcessExit {
             code: None,
             signal: None,
         },
     };
     // The runner may have hung up; then the main loop ends the agent.
-    let _ = runner.send_json(Kind::Exit, id, &ended);
+    let _ = runner.send_json(FrameKind::Exit, id, &ended);
 }
 
-/// Tells again and again how much CPU time a process group has used, until the other end of `ended` is gone.
-fn tell_what_is_used(group: i32, id: u32, runner: &Runner, ended: &mpsc::Receiver<()>) {
+/// Periodically reports the CPU time of a process group until the sender of `ended` is dropped.
+fn report_cpu_time(group: i32, id: u32, runner: &Runner, ended: &mpsc::Receiver<()>) {
     while ended.recv_timeout(WATCH_PERIOD) == Err(mpsc::RecvTimeoutError::Timeout) {
         let ticks = cpu_ticks_of_group(group);
-        if runner.send(Kind::Used, id, &ticks.to_le_bytes()).is_err() {
+        if runner.send(FrameKind::Used, id, &ticks.to_le_bytes()).is_err() {
             return;
         }
     }
 }
 
-fn forward(mut pipe: impl Read, kind: Kind, id: u32, runner: &Runner) {
+fn forward(mut pipe: impl Read, kind: FrameKind, id: u32, runner: &Runner) {
     let mut buffer = vec![0; MAX_PAYLOAD_BYTES];
     loop {
         match pipe.read(&mut buffer) {
@@ -391,7 +398,7 @@ fn create(new: &NewFile) -> io::Result<File> {
 
 fn fetch(path: &str, id: u32, runner: &Runner) {
     let result = (|| {
-        // The open of a FIFO would wait for a writer, and a device need not end.
+        // Opening a FIFO would wait for a writer, and reading a device may not end.
         if !fs::metadata(path)?.is_file() {
             return Err(io::Error::other("not a regular file"));
         }
@@ -400,9 +407,9 @@ fn fetch(path: &str, id: u32, runner: &Runner) {
         loop {
             let length = file.read(&mut buffer)?;
             if length == 0 {
-                return runner.send(Kind::Done, id, &[]);
+                return runner.send(FrameKind::Done, id, &[]);
             }
-            runner.send(Kind::Data, id, &buffer[..length])?;
+            runner.send(FrameKind::Data, id, &buffer[..length])?;
         }
     })();
     if let Err(error) = result {

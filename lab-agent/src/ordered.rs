@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sink_that_fails_ends_the_forwarding() {
+    fn sink_that_fails_ends_the_forwarding() {
         let (mut output, mut input) = pipes().unwrap();
         io::Write::write_all(&mut input.stdout, b"x").unwrap();
         let error = output

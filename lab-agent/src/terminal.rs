@@ -1,4 +1,4 @@
-//! Terminals on both sides of the lab: the user's here, and the one of a command there.
+//! Terminals of the lab's users and of commands in the lab.
 #![expect(unsafe_code, reason = "ioctl for the window size")]
 
 use std::fs::File;
@@ -12,7 +12,7 @@ use nix::sys::termios::{SetArg, Termios, cfmakeraw, tcgetattr, tcsetattr};
 
 use crate::wire::WindowSize;
 
-/// Raw mode of the terminal on standard input. The former mode returns when this is dropped.
+/// Raw mode of the terminal on standard input. Dropping it restores the former mode.
 pub struct RawMode {
     former: Termios,
 }
@@ -54,7 +54,7 @@ pub fn window_size(terminal: impl AsFd) -> Option<WindowSize> {
     };
     // SAFETY: TIOCGWINSZ writes one winsize, which lives until the call has returned.
     let result = unsafe { libc::ioctl(terminal.as_fd().as_raw_fd(), libc::TIOCGWINSZ, &raw mut size) };
-    // A serial line that nobody has told its size has none.
+    // A serial line without a configured size reports zero.
     (result == 0 && size.ws_row > 0 && size.ws_col > 0).then_some(WindowSize {
         rows: size.ws_row,
         columns: size.ws_col,
@@ -89,13 +89,13 @@ mod tests {
 
     use super::*;
 
-    /// Everything that `command` prints on a terminal of this size.
+    /// Returns the output of `script` on a terminal of this size.
     fn output(script: &str, size: WindowSize, meanwhile: impl FnOnce(&File)) -> String {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
         let mut master = attach(&mut command, size).unwrap();
         let mut child = command.spawn().unwrap();
-        // The command holds the other end of the terminal, which would never be closed.
+        // The command holds the other end of the terminal, which would otherwise never close.
         drop(command);
         meanwhile(&master);
         let mut text = Vec::new();
@@ -122,7 +122,7 @@ mod tests {
         let changed = output(script, size, |master| {
             assert_eq!(window_size(master), Some(size));
             let mut byte = [0];
-            // Its first line is there: it has seen the first size.
+            // After the first line, the command has read the first size.
             (&*master).read_exact(&mut byte).unwrap();
             set_window_size(master, other);
         });
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_has_no_window_size() {
+    fn pipe_has_no_window_size() {
         let (reader, _writer) = io::pipe().unwrap();
         assert_eq!(window_size(&reader), None);
     }

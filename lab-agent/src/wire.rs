@@ -1,45 +1,46 @@
-//! What the test runner and the lab's agent say to each other over the serial port.
+//! Protocol between the test runner and the lab's agent over the serial port.
 //!
-//! A frame is a kind, the id of the process or file transfer it belongs to, a length, and that
-//! many bytes. The side that starts something chooses its id.
+//! A frame consists of a kind, the ID of its process or file transfer, a length, and that many
+//! bytes. The side that starts a process or transfer chooses its ID.
 
 use std::io::{self, Read, Write};
 
 use serde::{Deserialize, Serialize};
 
-/// Longest payload of a frame, in bytes. Longer data is sent in pieces.
+/// Maximum payload of a frame, in bytes. Longer data is sent in pieces.
 pub const MAX_PAYLOAD_BYTES: usize = 64 << 10;
 
-/// Bytes before the payload: kind, id, length.
+/// Size of the header in bytes: kind, ID, length.
 const HEADER_BYTES: usize = 9;
 
-/// What a frame means.
+/// Kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Kind {
-    /// Agent: it is up. The payload says which kernel.
+pub enum FrameKind {
+    /// Agent: greeting. Payload: the release of the kernel.
     Hello = 1,
-    /// Runner: start a process. Payload: [`Start`] as JSON.
+    /// Runner: start a process. Payload: [`StartRequest`] as JSON.
     Start = 2,
-    /// Runner: bytes for a process's standard input; none closes it.
+    /// Runner: standard input of a process. An empty payload closes it.
     Stdin = 3,
     /// Runner: send a signal to the process group. Payload: its number, 4 bytes little-endian.
     Signal = 4,
-    /// Agent: bytes from a process's standard output.
+    /// Agent: standard output of a process.
     Stdout = 5,
-    /// Agent: bytes from a process's standard error.
+    /// Agent: standard error of a process.
     Stderr = 6,
-    /// Agent: a process has ended. Payload: [`Ended`] as JSON.
+    /// Agent: a process has exited. Payload: [`ProcessExit`] as JSON.
     Exit = 7,
     /// Runner: create a file. Payload: [`NewFile`] as JSON.
     Create = 8,
     /// Either: bytes of a file.
     Data = 9,
-    /// Either: the file is complete. From the agent also the answer to `Create`'s last piece.
+    /// Either: the file is complete. The agent also acknowledges the last piece of `Create` with
+    /// this.
     Done = 10,
     /// Runner: send a file. Payload: its path.
     Fetch = 11,
-    /// Agent: that did not work. Payload: why, as text.
+    /// Agent: the operation failed. Payload: the reason as text.
     Failed = 12,
     /// Agent: CPU time that a process and its children have used so far, in clock ticks, 8 bytes
     /// little-endian.
@@ -48,9 +49,9 @@ pub enum Kind {
     Resize = 14,
 }
 
-impl Kind {
+impl FrameKind {
     fn from_byte(byte: u8) -> Option<Self> {
-        use Kind::*;
+        use FrameKind::*;
         [
             Hello, Start, Stdin, Signal, Stdout, Stderr, Exit, Create, Data, Done, Fetch, Failed, Used,
             Resize,
@@ -60,29 +61,29 @@ impl Kind {
     }
 }
 
-/// One message.
+/// A frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
-    /// What it means.
-    pub kind: Kind,
-    /// The process or transfer it belongs to.
+    /// Kind of the frame.
+    pub kind: FrameKind,
+    /// ID of the process or transfer.
     pub id: u32,
-    /// Depends on the kind.
+    /// Payload; its format depends on the kind.
     pub payload: Vec<u8>,
 }
 
 /// A process to start.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Start {
+pub struct StartRequest {
     /// Program and arguments.
     pub argv: Vec<String>,
     /// Variables added to the environment.
     pub env: Vec<(String, String)>,
-    /// How its standard streams are connected.
+    /// Connection of the standard streams.
     pub streams: StreamMode,
 }
 
-/// How the standard streams of a process in the lab are connected to the runner.
+/// Connection of the standard streams of a process in the lab to the runner.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StreamMode {
     /// Pipes of the usual size. The order between standard output and standard error is
@@ -105,9 +106,9 @@ pub struct WindowSize {
     pub columns: u16,
 }
 
-/// How a process ended: one of the two is set.
+/// Exit of a process; exactly one field is set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ended {
+pub struct ProcessExit {
     /// Exit status.
     pub code: Option<i32>,
     /// Signal that killed it.
@@ -117,18 +118,19 @@ pub struct Ended {
 /// A file to create.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct NewFile {
-    /// Where; missing directories are created.
+    /// Path of the file. Missing directories are created.
     pub path: String,
     /// Permission bits.
     pub mode: u32,
 }
 
-/// Writes one frame in a single write, so that frames of several threads do not mix when each
-/// holds the writer's lock.
+/// Writes one frame in a single write, so that frames of several threads do not mix if each holds
+/// the writer's lock.
 ///
 /// # Errors
-/// When the other side is gone, or the payload is longer than [`MAX_PAYLOAD_BYTES`].
-pub fn write_frame(out: &mut impl Write, kind: Kind, id: u32, payload: &[u8]) -> io::Result<()> {
+/// Returns an error if the peer has closed the connection or the payload is longer than
+/// [`MAX_PAYLOAD_BYTES`].
+pub fn write_frame(out: &mut impl Write, kind: FrameKind, id: u32, payload: &[u8]) -> io::Result<()> {
     if payload.len() > MAX_PAYLOAD_BYTES {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "frame too long"));
     }
@@ -143,7 +145,7 @@ pub fn write_frame(out: &mut impl Write, kind: Kind, id: u32, payload: &[u8]) ->
 /// Reads one frame, or `None` at the end of the stream.
 ///
 /// # Errors
-/// When the stream fails, ends inside a frame, or carries something that is no frame.
+/// Returns an error if the stream fails, ends inside a frame, or contains an invalid frame.
 pub fn read_frame(input: &mut impl Read) -> io::Result<Option<Frame>> {
     let mut header = [0; HEADER_BYTES];
     let first = loop {
@@ -158,7 +160,7 @@ pub fn read_frame(input: &mut impl Read) -> io::Result<Option<Frame>> {
     input.read_exact(&mut header[1..])?;
     let invalid = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
     let kind =
-        Kind::from_byte(header[0]).ok_or_else(|| invalid(format!("no frame kind {:#x}", header[0])))?;
+        FrameKind::from_byte(header[0]).ok_or_else(|| invalid(format!("no frame kind {:#x}", header[0])))?;
     let id = u32::from_le_bytes([header[1], header[2], header[3], header[4]]);
     let length = u32::from_le_bytes([header[5], header[6], header[7], header[8]]) as usize;
     if length > MAX_PAYLOAD_BYTES {
@@ -178,14 +180,14 @@ mod tests {
     #[test]
     fn frame_round_trips() {
         let mut bytes = Vec::new();
-        write_frame(&mut bytes, Kind::Stdout, 7, b"hello").unwrap();
-        write_frame(&mut bytes, Kind::Stdin, 8, b"").unwrap();
+        write_frame(&mut bytes, FrameKind::Stdout, 7, b"hello").unwrap();
+        write_frame(&mut bytes, FrameKind::Stdin, 8, b"").unwrap();
         let mut input = &bytes[..];
         let first = read_frame(&mut input).unwrap().unwrap();
         assert_eq!(
             first,
             Frame {
-                kind: Kind::Stdout,
+                kind: FrameKind::Stdout,
                 id: 7,
                 payload: b"hello".to_vec()
             }
@@ -194,7 +196,7 @@ mod tests {
         assert_eq!(
             second,
             Frame {
-                kind: Kind::Stdin,
+                kind: FrameKind::Stdin,
                 id: 8,
                 payload: vec![]
             }
@@ -221,12 +223,12 @@ mod tests {
             columns: 132,
         };
         for streams in [StreamMode::Pipes, StreamMode::Ordered, StreamMode::Terminal(size)] {
-            let start = Start {
+            let start = StartRequest {
                 argv: vec!["sh".into(), "-c".into(), "echo \"a b\"".into()],
                 env: vec![("TERM".into(), "xterm".into())],
                 streams,
             };
-            let read: Start = serde_json::from_slice(&serde_json::to_vec(&start).unwrap()).unwrap();
+            let read: StartRequest = serde_json::from_slice(&serde_json::to_vec(&start).unwrap()).unwrap();
             assert_eq!(
                 (read.argv, read.env, read.streams),
                 (start.argv, start.env, streams)
@@ -237,13 +239,13 @@ mod tests {
     #[test]
     fn garbage_and_truncation_are_errors_and_allocate_nothing_large() {
         assert!(read_frame(&mut &[0xEE; 64][..]).is_err());
-        let mut long = vec![Kind::Data as u8, 0, 0, 0, 0];
+        let mut long = vec![FrameKind::Data as u8, 0, 0, 0, 0];
         long.extend(u32::MAX.to_le_bytes());
         assert!(read_frame(&mut &long[..]).is_err());
         let mut bytes = Vec::new();
-        write_frame(&mut bytes, Kind::Data, 1, b"12345").unwrap();
+        write_frame(&mut bytes, FrameKind::Data, 1, b"12345").unwrap();
         bytes.pop();
         assert!(read_frame(&mut &bytes[..]).is_err());
-        assert!(write_frame(&mut Vec::new(), Kind::Data, 1, &[0; MAX_PAYLOAD_BYTES + 1]).is_err());
+        assert!(write_frame(&mut Vec::new(), FrameKind::Data, 1, &[0; MAX_PAYLOAD_BYTES + 1]).is_err());
     }
 }

@@ -1,8 +1,9 @@
 //! Cost of the core itself: a tick, a read, scheduling a vCPU in and out.
 //!
-//! The driver does nothing, so that the times are the core's alone; kernel reads beside them are
-//! the cost for a conventional application. Figures are printed at the end with their targets:
-//! ratios where there is a peer, because ratios rather than times are comparable across machines.
+//! The driver does nothing, so that the times are the core's alone; kernel reads are shown for
+//! comparison: the cost for a conventional application. Figures are printed at the end with their
+//! targets: ratios where there is a peer, because ratios rather than times are comparable across
+//! machines.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 mod nothing;
@@ -20,17 +21,17 @@ use test_support::figures::{self, Figure, Target as Goal};
 use test_support::steps;
 
 struct Setup {
-    core: Core,
+    core: PerfCore,
     vcpu: Arc<VcpuContext>,
     session: Session,
 }
 
 fn setup(slots: usize, clock: Option<Arc<dyn Clock>>) -> Setup {
-    let mut config = CoreConfig::default();
+    let mut config = PerfCoreConfig::default();
     if let Some(clock) = clock {
         config.clock = clock;
     }
-    let core = Core::new(config);
+    let core = PerfCore::new(config);
     core.register(Arc::new(NoopPmu { slots }));
     let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
     vcpu.sched_in();
@@ -203,7 +204,7 @@ impl Ticking {
         let setup = setup(4, Some(Arc::clone(&clock) as Arc<dyn Clock>));
         let events = (0..groups).map(|_| setup.open(None)).collect();
         let new = Self { clock, setup, events };
-        // Every group has been on; the first turn is cheaper because no slice ends.
+        // Every group has been on; the first interval is cheaper because no slice ends.
         (0..groups + 10).for_each(|_| new.tick());
         new
     }

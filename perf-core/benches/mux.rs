@@ -1,6 +1,6 @@
-//! Cost of multiplexing and of the clock driver: a turn with 10, 1,000 and 100,000 groups on four
-//! slots, a slice and an estimate, a guest entry and exit of the clock with and without a user, and
-//! a clock reading.
+//! Cost of multiplexing and of the clock driver: an interval with 10, 1,000 and 100,000 groups on
+//! four slots, a slice and an estimate, a guest entry and exit of the clock with and without a
+//! user, and a clock reading.
 
 use std::hint::black_box;
 use std::sync::Arc;

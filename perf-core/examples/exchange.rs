@@ -27,7 +27,7 @@ fn switch(a: &VcpuContext, b: &VcpuContext, n: u32) -> (Duration, u32) {
 /// # Errors
 /// Returns the error of any event, ring or setting.
 pub fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let core = Core::builder()
+    let core = PerfCore::builder()
         .driver(Arc::new(HostPmu::software(None)))
         .build()?;
     let session = core.session(0, Role::Admin);

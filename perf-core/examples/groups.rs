@@ -32,7 +32,7 @@ impl SampleRegs for UserModeRegs {
 /// Returns the error of any event, ring or setting.
 pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     // Overflows are polled below, so the overflow signal may be one that is ignored by default.
-    let core = Core::builder()
+    let core = PerfCore::builder()
         .driver(Arc::new(HostPmu::software(Some(libc::SIGURG))))
         .build()?;
     let thread = core.add_thread(0)?;

@@ -15,7 +15,7 @@ use perf_core::*;
 use shared::*;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let core = Core::new(CoreConfig::default());
+    let core = PerfCore::new(PerfCoreConfig::default());
     core.register(Arc::new(HostPmu::software(None)));
     let session = core.session(0, Role::Admin);
     let wide = |config| {

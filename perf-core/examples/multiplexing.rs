@@ -23,13 +23,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             std::process::exit(2);
         }
     };
-    let core = Core::new(CoreConfig {
-        clock: Arc::new(OwnTime),
+    let core = PerfCore::new(PerfCoreConfig {
+        clock: Arc::new(ThreadTimeClock),
         mux,
         tick_hz: 1000,
-        ..CoreConfig::default()
+        ..PerfCoreConfig::default()
     });
-    core.register(Arc::new(FewCounters {
+    core.register(Arc::new(LimitedPmu {
         host: HostPmu::software(None),
         slots: 2,
     }));
@@ -55,8 +55,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let shared = (0..4)
         .map(|_| open(software(PAGE_FAULTS), None))
         .collect::<Result<Vec<_>, _>>()?;
-    // A group of two does not fit beside the pinned event: it waits, and its reading shows that it
-    // was not counted.
+    // A group of two does not fit together with the pinned event: it waits, and its reading shows
+    // that it was not counted.
     let group = open(software(TASK_CLOCK), None)?;
     let _second = open(software(CONTEXT_SWITCHES), Some(&group))?;
     group.disable(ControlScope::Event)?;

@@ -57,7 +57,7 @@ impl SampleRegs for InterruptedExit<'_> {
 /// # Errors
 /// Returns the error of any event, ring or setting.
 pub fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let core = Core::builder().build()?;
+    let core = PerfCore::builder().build()?;
     let session = core.session(0, Role::Admin);
     let open = |attr, target, cookie| {
         let flags = OpenFlags {

@@ -36,7 +36,7 @@ struct Sampled {
 }
 
 impl Sampled {
-    fn new(core: &Core, session: &Session, attr: Attr) -> Result<Self, Box<dyn std::error::Error>> {
+    fn new(core: &PerfCore, session: &Session, attr: Attr) -> Result<Self, Box<dyn std::error::Error>> {
         let target = OpenTarget::Vcpu(VcpuId(0));
         let handle = core.open(session, attr, target, None, OpenFlags::default())?;
         let reader = RingReader::of(handle.map(64, true)?);
@@ -82,10 +82,10 @@ impl Sampled {
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     ignore_sigio()?;
     let signal = count_signals();
-    let core = Core::new(CoreConfig {
+    let core = PerfCore::new(PerfCoreConfig {
         tick_hz: 250,
         sample_rate_hz: 5_000,
-        ..CoreConfig::default()
+        ..PerfCoreConfig::default()
     });
     core.register(Arc::new(HostPmu::software(Some(signal))));
     let vcpu = core.add_vcpu(VcpuId(0), tid())?;

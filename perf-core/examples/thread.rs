@@ -16,9 +16,9 @@ const PERIOD_NS: u64 = 1_000_000;
 
 /// Registers without an instruction pointer, which only a signal handler could provide. Samples
 /// have a time and a period only.
-struct NoRegs;
+struct UnavailableRegs;
 
-impl SampleRegs for NoRegs {
+impl SampleRegs for UnavailableRegs {
     fn mode(&mut self) -> CpuMode {
         CpuMode::User
     }
@@ -29,7 +29,7 @@ impl SampleRegs for NoRegs {
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     // Overflows are polled below, so the overflow signal may be one that is ignored by default.
-    let core = Core::builder()
+    let core = PerfCore::builder()
         .driver(Arc::new(HostPmu::software(Some(libc::SIGURG))))
         .build()?;
     // 0 is the calling thread.
@@ -55,11 +55,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for n in 0..20_000_000u64 {
         sum = std::hint::black_box(sum.wrapping_mul(31).wrapping_add(n));
         if n % 100_000 == 0 {
-            thread.service_overflows(&mut NoRegs, &mut |_| {});
+            thread.service_overflows(&mut UnavailableRegs, &mut |_| {});
         }
     }
     clock.disable(ControlScope::Event)?;
-    thread.service_overflows(&mut NoRegs, &mut |_| {});
+    thread.service_overflows(&mut UnavailableRegs, &mut |_| {});
 
     let format = RecordFormat {
         sample_type: clock.attr().sample_type,

@@ -30,8 +30,8 @@ impl EventType {
     pub const SIM: Self = Self(0x102);
     /// Perfvisor extension: counts supplied by the VMM (exact backing, paravirtual events).
     pub const FED: Self = Self(0x103);
-    /// Perfvisor extension: software events raised by the VMM (`SoftwareEventId`). The core serves them
-    /// itself.
+    /// Perfvisor extension: software events raised by the VMM (`SoftwareEventId`). The core serves
+    /// them itself.
     pub const VMM: Self = Self(0x104);
     /// Perfvisor extension: statistics of the host scheduler about a vCPU thread.
     pub const SCHED: Self = Self(0x105);
@@ -183,13 +183,13 @@ pub struct Attr {
 pub enum AttrError {
     /// Unsupported size, or nonzero bytes beyond the known layout (`E2BIG`). The supported size has
     /// been written back to the caller's `size` field.
-    #[error("attribute size not supported, this version knows {supported} bytes")]
+    #[error("unsupported attribute size; this version supports {supported} bytes")]
     TooBig {
         /// Size that this version supports, in bytes.
         supported: u32,
     },
     /// Buffer that is shorter than its `size` field (`EFAULT`).
-    #[error("attribute of {size} bytes in a buffer of {available}")]
+    #[error("an attribute of {size} bytes does not fit into the buffer of {available} bytes")]
     Fault {
         /// Value of the `size` field, in bytes.
         size: u32,

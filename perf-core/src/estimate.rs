@@ -17,8 +17,8 @@
 //! Slices are not independent, because a phase of the guest lasts longer than a slice. The error
 //! from the gaps follows from the autocorrelation of the rate, and slices reveal three properties
 //! of it: the mean square of steps from slice to slice, ⟨d²⟩; the mean product of two consecutive
-//! steps, ⟨dd'⟩; and, for slices that were also read in the middle ([`Estimator::mid_slice`]), the mean
-//! square of the difference between the two halves, ⟨h²⟩. With slices of length l and gaps of
+//! steps, ⟨dd'⟩; and, for slices that were also read in the middle ([`Estimator::mid_slice`]), the
+//! mean square of the difference between the two halves, ⟨h²⟩. With slices of length l and gaps of
 //! length g, where l + g = 1:
 //!
 //! | rate | ⟨d²⟩ | ⟨dd'⟩ | ⟨h²⟩ | variance per gap |

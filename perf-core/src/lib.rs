@@ -7,13 +7,13 @@
 //!
 //! # Glossary
 //!
-//! - **event**: a countable occurrence, opened with [`Core::open`] and accessed through its
+//! - **event**: a countable occurrence, opened with [`PerfCore::open`] and accessed through its
 //!   [`Handle`].
 //! - **vCPU context**, **VM context**: the set of events of one vCPU, or of the whole machine.
 //! - **group**: a leader and its siblings, scheduled on the PMU together or not at all.
-//! - **slot**: one hardware counter. A driver with [`pmu::PmuCapacity::Counters`] has a fixed set of
-//!   slots for each vCPU and reports which of them can hold an event ([`Pmu::constraint`]). Events
-//!   of all other drivers are *software* events and need no slot.
+//! - **slot**: one hardware counter. A driver with [`pmu::PmuCapacity::Counters`] has a fixed set
+//!   of slots for each vCPU and reports which of them can hold an event ([`Pmu::constraint`]).
+//!   Events of all other drivers are *software* events and need no slot.
 //! - **pinned**: always scheduled, or in the error state. **flexible**: multiplexed. **exclusive**:
 //!   alone on the PMU.
 //! - **family**: a VM-wide event and its children, one in each vCPU context.
@@ -47,7 +47,7 @@
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! // Overflows are looked for below, so the signal that tells of them may be one that is ignored by default.
-//! let core = Core::builder()
+//! let core = PerfCore::builder()
 //!     .driver(Arc::new(HostPmu::software(Some(libc::SIGURG))))
 //!     .build()?;
 //! let thread = core.add_thread(0)?;
@@ -95,7 +95,7 @@
 //! use perf_core::*;
 //!
 //! # fn example(driver: Arc<dyn Pmu>) -> Result<(), Box<dyn std::error::Error>> {
-//! let core = Core::new(CoreConfig::default());
+//! let core = PerfCore::new(PerfCoreConfig::default());
 //! core.register(driver);
 //! let vcpu = core.add_vcpu(VcpuId(0), 4711 /* host thread that runs it */)?;
 //!
@@ -176,8 +176,8 @@ pub mod time;
 pub use diagnostics::{error_line, guest_log};
 
 pub use crate::api::{
-    ConfigError, ContextPin, ControlScope, CoreBuilder, GroupReading, GuestMapping, Handle, Knob, KnobError,
-    LockedContext, OpenFlags, OpenTarget, Reading, Session, VcpuReading,
+    ConfigError, ContextPin, ControlScope, GroupReading, GuestMapping, Handle, Knob, KnobError,
+    LockedContext, OpenFlags, OpenTarget, PerfCoreBuilder, Reading, Session, VcpuReading,
 };
 pub use crate::attr::{Attr, EventType, ReadFormat, SampleType};
 pub use crate::context::ContextStats;
@@ -190,6 +190,6 @@ pub use crate::pmu::{Pmu, PmuEvent, VcpuId};
 pub use crate::record::CpuMode;
 pub use crate::sample::OverflowReport;
 pub use crate::schedule::{SharePolicy, UnknownSharePolicy};
-pub use crate::service::config::{CoreConfig, Role};
-pub use crate::service::core::{Core, VcpuContext};
+pub use crate::service::config::{PerfCoreConfig, Role};
+pub use crate::service::core::{PerfCore, VcpuContext};
 pub use crate::service::error::{ControlError, MapError, OpenError};

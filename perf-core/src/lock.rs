@@ -1,9 +1,9 @@
 //! Mutexes with a lock order.
 //!
-//! A thread acquires locks only in the order of their [`Rank`], which prevents deadlocks. Builds
-//! with debug assertions check the order on every blocking acquisition and panic with the names of
-//! both ranks on a violation, so every test of this crate and of its users also tests the lock
-//! order. Release builds do not check.
+//! A thread acquires locks only in the order of their [`LockRank`], which prevents deadlocks.
+//! Builds with debug assertions check the order on every blocking acquisition and panic with the
+//! names of both ranks on a violation, so every test of this crate and of its users also tests the
+//! lock order. Release builds do not check.
 //!
 //! Rings are lock-free; see [`crate::ring`].
 
@@ -12,7 +12,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
 /// The data that a lock protects, in the order in which the locks are taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Rank {
+pub(crate) enum LockRank {
     /// Set of events and vCPUs, locked while either is added or removed.
     Topology,
     /// Output ring of an event. The locks of an event and of the event whose ring it shares are
@@ -37,7 +37,7 @@ pub(crate) enum Rank {
 /// the others.
 #[derive(Debug)]
 pub(crate) struct Lock<T> {
-    rank: Rank,
+    rank: LockRank,
     inner: Mutex<T>,
 }
 
@@ -52,7 +52,7 @@ pub(crate) struct Guard<G> {
 }
 
 impl<T> Lock<T> {
-    pub fn new(rank: Rank, value: T) -> Self {
+    pub fn new(rank: LockRank, value: T) -> Self {
         Self {
             rank,
             inner: Mutex::new(value),
@@ -108,7 +108,7 @@ pub(crate) use unchecked::LockRecord;
 mod checked {
     use std::cell::Cell;
 
-    use crate::lock::Rank;
+    use crate::lock::LockRank;
 
     /// Maximum number of locks that a thread may hold at once.
     const MOST: usize = 8;
@@ -117,12 +117,12 @@ mod checked {
         /// Locks held by this thread. Constant-initialized and without `RefCell`, because a signal
         /// handler may interrupt any access. Handlers try to lock contexts and restore this list
         /// before they return.
-        static HELD: [Cell<Option<(Rank, usize)>>; MOST] = const { [const { Cell::new(None) }; MOST] };
+        static HELD: [Cell<Option<(LockRank, usize)>>; MOST] = const { [const { Cell::new(None) }; MOST] };
     }
 
     /// Record that this thread holds a lock.
     #[derive(Debug)]
-    pub(crate) struct LockRecord(Option<(Rank, usize)>);
+    pub(crate) struct LockRecord(Option<(LockRank, usize)>);
 
     impl LockRecord {
         /// Checks the lock order before a blocking acquisition.
@@ -130,16 +130,16 @@ mod checked {
         /// # Panics
         ///
         /// Panics if this thread holds a lock that must be acquired after this one.
-        pub fn wait(rank: Rank, address: usize) -> Self {
+        pub fn wait(rank: LockRank, address: usize) -> Self {
             HELD.with(|held| {
                 let under_topology = held
                     .iter()
-                    .any(|h| h.get().is_some_and(|(r, _)| r == Rank::Topology));
+                    .any(|h| h.get().is_some_and(|(r, _)| r == LockRank::Topology));
                 for (other, at) in held.iter().filter_map(Cell::get) {
                     let fine = match rank {
                         _ if other != rank => other < rank,
-                        Rank::Context => under_topology && at < address,
-                        Rank::Output => under_topology && at != address,
+                        LockRank::Context => under_topology && at < address,
+                        LockRank::Output => under_topology && at != address,
                         _ => false,
                     };
                     assert!(fine, "lock order: {rank:?} is taken while {other:?} is held");
@@ -149,7 +149,7 @@ mod checked {
         }
 
         /// Records a lock that was acquired without blocking.
-        pub fn got(rank: Rank, address: usize) -> Self {
+        pub fn got(rank: LockRank, address: usize) -> Self {
             let note = (rank, address);
             let noted = HELD.with(|held| {
                 let free = held.iter().find(|h| h.get().is_none());
@@ -173,18 +173,18 @@ mod checked {
 
 #[cfg(not(debug_assertions))]
 mod unchecked {
-    use crate::lock::Rank;
+    use crate::lock::LockRank;
 
     /// Empty record, because release builds do not check the lock order.
     #[derive(Debug)]
     pub(crate) struct LockRecord;
 
     impl LockRecord {
-        pub fn wait(_rank: Rank, _address: usize) -> Self {
+        pub fn wait(_rank: LockRank, _address: usize) -> Self {
             Self
         }
 
-        pub fn got(_rank: Rank, _address: usize) -> Self {
+        pub fn got(_rank: LockRank, _address: usize) -> Self {
             Self
         }
     }
@@ -208,14 +208,14 @@ mod tests {
     #[test]
     fn lock_order_violation_panics() {
         let all = [
-            Rank::Topology,
-            Rank::Output,
-            Rank::Family,
-            Rank::Context,
-            Rank::Drivers,
-            Rank::Opened,
-            Rank::Memory,
-            Rank::Session,
+            LockRank::Topology,
+            LockRank::Output,
+            LockRank::Family,
+            LockRank::Context,
+            LockRank::Drivers,
+            LockRank::Opened,
+            LockRank::Memory,
+            LockRank::Session,
         ];
         for (a, first) in all.iter().enumerate() {
             for (b, second) in all.iter().enumerate() {
@@ -229,13 +229,13 @@ mod tests {
 
     #[test]
     fn locks_of_same_rank_are_ordered() {
-        let families = [Lock::new(Rank::Family, ()), Lock::new(Rank::Family, ())];
+        let families = [Lock::new(LockRank::Family, ()), Lock::new(LockRank::Family, ())];
         assert!(violates_order(&families[0], &families[1]));
-        let contexts = [Lock::new(Rank::Context, ()), Lock::new(Rank::Context, ())];
+        let contexts = [Lock::new(LockRank::Context, ()), Lock::new(LockRank::Context, ())];
         assert!(violates_order(&contexts[0], &contexts[1]), "nobody else has two");
-        let outputs = [Lock::new(Rank::Output, ()), Lock::new(Rank::Output, ())];
+        let outputs = [Lock::new(LockRank::Output, ()), Lock::new(LockRank::Output, ())];
         assert!(violates_order(&outputs[1], &outputs[0]));
-        let topology = Lock::new(Rank::Topology, ());
+        let topology = Lock::new(LockRank::Topology, ());
         let _topology = topology.lock();
         assert!(!violates_order(&outputs[1], &outputs[0]), "nobody else has two");
         assert!(!violates_order(&contexts[0], &contexts[1]), "by address");
@@ -250,7 +250,10 @@ mod tests {
     /// of release.
     #[test]
     fn try_lock_is_exempt_from_lock_order() {
-        let (topology, context) = (Lock::new(Rank::Topology, ()), Lock::new(Rank::Context, ()));
+        let (topology, context) = (
+            Lock::new(LockRank::Topology, ()),
+            Lock::new(LockRank::Context, ()),
+        );
         let held = context.lock();
         let tried = topology.try_lock().expect("nobody has it");
         drop(held);

@@ -60,9 +60,9 @@ struct Baseline {
     instructions: BTreeMap<String, f64>,
 }
 
-struct NoRegs;
+struct UnavailableRegs;
 
-impl SampleRegs for NoRegs {
+impl SampleRegs for UnavailableRegs {
     fn mode(&mut self) -> CpuMode {
         CpuMode::GuestKernel
     }
@@ -74,7 +74,7 @@ impl SampleRegs for NoRegs {
 
 /// Perf core with one vCPU, fed counts and a driver with several slots.
 struct BenchMachine {
-    core: Core,
+    core: PerfCore,
     session: Session,
     context: Arc<VcpuContext>,
     fed: Arc<FedCounts>,
@@ -84,9 +84,9 @@ struct BenchMachine {
 impl BenchMachine {
     fn new(slots: usize) -> Self {
         let clock = Arc::new(ManualClock::new());
-        let core = Core::new(CoreConfig {
+        let core = PerfCore::new(PerfCoreConfig {
             clock: Arc::clone(&clock) as Arc<dyn Clock>,
-            ..CoreConfig::default()
+            ..PerfCoreConfig::default()
         });
         let fed = Arc::new(FedCounts::new(fed::SELECTORS));
         let driver = FedPmu::new();
@@ -198,11 +198,13 @@ impl BenchGuest {
             events,
             ..
         } = self;
-        machine.context.service_overflows(&mut NoRegs, &mut |report| {
-            if let Some(counter) = PerfCoreEvents::counter_of(report.cookie) {
-                vpmu.overflowed(counter, events);
-            }
-        });
+        machine
+            .context
+            .service_overflows(&mut UnavailableRegs, &mut |report| {
+                if let Some(counter) = PerfCoreEvents::counter_of(report.cookie) {
+                    vpmu.overflowed(counter, events);
+                }
+            });
         self.vpmu.reconcile(&mut self.events);
         self.vpmu.pmi_delivered(n);
         self.vpmu.observe_handler(false, n);

@@ -24,7 +24,7 @@ use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
 use perf_core::pmu::fed::{FedCounts, FedPmu};
 use perf_core::pmu::host::{HostPmu, HostProbe};
-use perf_core::{Core, CoreConfig, CpuMode, SampleRegs, VcpuContext};
+use perf_core::{CpuMode, PerfCore, PerfCoreConfig, SampleRegs, VcpuContext};
 use vpmu::registers::{IA32_PERF_GLOBAL_CTRL, IA32_PERF_GLOBAL_STATUS_RESET, IA32_PERFEVTSEL0, IA32_PMC0};
 use vpmu::{
     BackingPolicy, CpuidRegs, EventSources, MsrAddress, MsrReadOutcome, MsrWriteOutcome, PerfCoreEvents,
@@ -67,9 +67,9 @@ extern "C" fn on_overflow(_: libc::c_int) {
 struct Memory([u8; MEMORY_BYTES]);
 
 /// Register source for operator samples, which this example does not support.
-struct NoRegs;
+struct UnavailableRegs;
 
-impl SampleRegs for NoRegs {
+impl SampleRegs for UnavailableRegs {
     fn mode(&mut self) -> CpuMode {
         CpuMode::GuestKernel
     }
@@ -92,7 +92,7 @@ impl Pmu {
     /// 1. Create one perf core per VM with the sources of this host, and a register file and a
     ///    context per vCPU. Must run on the vCPU thread, whose time and events are counted.
     pub(crate) fn new(model: PmuModel, tsc_khz: u32) -> Result<Self, Box<dyn Error>> {
-        let core = Core::new(CoreConfig::default());
+        let core = PerfCore::new(PerfCoreConfig::default());
         let host = HostProbe::run();
         if host.hardware_pmu {
             core.register(Arc::new(HostPmu::hardware(Some(SIGNAL), &host)));
@@ -108,7 +108,9 @@ impl Pmu {
         core.register(Arc::new(fed));
         let context = core.add_vcpu(VCPU, clock.tid())?;
         context.sched_in();
-        let hardware = host.hardware_pmu.then(|| vpmu::HostPmu::vendor(&mut cpuid));
+        let hardware = host
+            .hardware_pmu
+            .then(|| vpmu::HostPmuProperties::vendor(&mut cpuid));
         let sources = EventSources::new(BackingPolicy::Auto, hardware, |_| None);
         Ok(Self {
             registers: Vpmu::new(model),
@@ -125,9 +127,10 @@ impl Pmu {
             self.clock.tick(Some(0));
         }
         let mut counters = Vec::new();
-        self.context.service_overflows(&mut NoRegs, &mut |overflowed| {
-            counters.extend(PerfCoreEvents::counter_of(overflowed.cookie));
-        });
+        self.context
+            .service_overflows(&mut UnavailableRegs, &mut |overflowed| {
+                counters.extend(PerfCoreEvents::counter_of(overflowed.cookie));
+            });
         for counter in counters {
             self.registers.overflowed(counter, &mut self.events);
         }

@@ -8,7 +8,7 @@
 use crate::events::{EventRequest, EventSelect};
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
 use crate::model::PmuModel;
-use crate::names::{Generation, Vendor};
+use crate::model_name::{PmuGeneration, Vendor};
 use crate::vendor::{Register, Registers, VendorOps, WriteEffect, general_msrs, general_request, selector};
 
 /// PerfEvtSeln (0xC0010000..=0xC0010003). Present on every model.
@@ -78,7 +78,9 @@ impl VendorOps for Amd {
             PERF_LEGACY_CTL0..=0xC001_0007 if model.is_off() => Some(Register::Absent),
             PERF_LEGACY_CTL0..=0xC001_0003 => general(msr.0 - PERF_LEGACY_CTL0, Register::Selector),
             PERF_LEGACY_CTR0..=0xC001_0007 => general(msr.0 - PERF_LEGACY_CTR0, Register::Counter),
-            PERF_CTL0..=0xC001_021D if matches!(generation, Generation::AmdCore | Generation::AmdV2) => {
+            PERF_CTL0..=0xC001_021D
+                if matches!(generation, PmuGeneration::AmdCore | PmuGeneration::AmdV2) =>
+            {
                 let offset = msr.0 - PERF_CTL0;
                 general(
                     offset / 2,
@@ -89,7 +91,7 @@ impl VendorOps for Amd {
                     },
                 )
             }
-            PERF_CNTR_GLOBAL_STATUS..=PERF_CNTR_GLOBAL_STATUS_SET if generation == Generation::AmdV2 => {
+            PERF_CNTR_GLOBAL_STATUS..=PERF_CNTR_GLOBAL_STATUS_SET if generation == PmuGeneration::AmdV2 => {
                 Some(match msr.0 {
                     PERF_CNTR_GLOBAL_STATUS => Register::GlobalStatus,
                     PERF_CNTR_GLOBAL_CTL => Register::GlobalControl,
@@ -103,7 +105,7 @@ impl VendorOps for Amd {
 
     /// APM vol. 3, RDPMC: ECX holds the counter number. The K7 has only four counters.
     fn rdpmc(&self, model: &PmuModel, index: RdpmcIndex) -> Option<CounterIndex> {
-        if model.generation() == Generation::AmdK7 && index.0 >= LEGACY_COUNTERS {
+        if model.generation() == PmuGeneration::AmdK7 && index.0 >= LEGACY_COUNTERS {
             return None;
         }
         CounterIndex::general(index.0).filter(|&c| model.has(c))
@@ -168,8 +170,8 @@ impl VendorOps for Amd {
         (request.user || request.kernel).then_some(request)
     }
 
-    /// Returns whether exactly one of the host-only and guest-only bits is set. Both together select
-    /// no restriction.
+    /// Returns whether exactly one of the host-only and guest-only bits is set. Both together
+    /// select no restriction.
     fn depends_on_svme(&self, selector: u64) -> bool {
         !matches!(selector & (GUEST_ONLY | HOST_ONLY), 0 | 0x300_0000_0000)
     }
@@ -185,11 +187,11 @@ impl VendorOps for Amd {
 
     fn state_msrs(&self, model: &PmuModel) -> Vec<MsrAddress> {
         let global: &[u32] = match model.generation() {
-            Generation::AmdV2 => &[PERF_CNTR_GLOBAL_CTL, PERF_CNTR_GLOBAL_STATUS],
+            PmuGeneration::AmdV2 => &[PERF_CNTR_GLOBAL_CTL, PERF_CNTR_GLOBAL_STATUS],
             _ => &[],
         };
         let general = match model.generation() {
-            Generation::AmdCore | Generation::AmdV2 => {
+            PmuGeneration::AmdCore | PmuGeneration::AmdV2 => {
                 general_msrs(model, |n| [PERF_CTL0 + 2 * n, PERF_CTR0 + 2 * n])
             }
             _ => general_msrs(model, |n| [PERF_LEGACY_CTL0 + n, PERF_LEGACY_CTR0 + n]),
@@ -202,7 +204,7 @@ impl VendorOps for Amd {
     }
 
     fn has_status(&self, model: &PmuModel) -> bool {
-        model.generation() == Generation::AmdV2
+        model.generation() == PmuGeneration::AmdV2
     }
 
     /// Returns `false`: delivery does not mask any local vector table entry (APM vol. 2 §16.4).

@@ -3,7 +3,7 @@
 use crate::events::{ArchEvent, CountableEvents};
 use crate::host_pmu::{CpuidRegs, EXT1_ECX_PERFCTR_CORE, EXT22_EAX_PERFMON_V2};
 use crate::model::PmuModel;
-use crate::names::Generation;
+use crate::model_name::PmuGeneration;
 
 pub use crate::host_pmu::{LEAF_AMD_PERFMON_V2, LEAF_ARCH_PERFMON};
 
@@ -58,10 +58,10 @@ impl PmuModel {
     /// passes it through [`PmuModel::adjust_cpuid`].
     pub fn required_leaves(&self) -> &'static [u32] {
         match self.generation() {
-            Generation::Off(_) => &[],
-            Generation::Intel(_) => &[LEAF_ARCH_PERFMON],
-            Generation::AmdK7 | Generation::AmdCore => &[0x8000_0001],
-            Generation::AmdV2 => &[0x8000_0001, LEAF_AMD_PERFMON_V2],
+            PmuGeneration::Off(_) => &[],
+            PmuGeneration::Intel(_) => &[LEAF_ARCH_PERFMON],
+            PmuGeneration::AmdK7 | PmuGeneration::AmdCore => &[0x8000_0001],
+            PmuGeneration::AmdV2 => &[0x8000_0001, LEAF_AMD_PERFMON_V2],
         }
     }
 
@@ -97,7 +97,7 @@ impl PmuModel {
             }
             (0x8000_0001, _) => {
                 regs.ecx &= !(EXT1_ECX_OTHER_PMU | EXT1_ECX_PERFCTR_CORE);
-                if matches!(self.generation(), Generation::AmdCore | Generation::AmdV2) {
+                if matches!(self.generation(), PmuGeneration::AmdCore | PmuGeneration::AmdV2) {
                     regs.ecx |= EXT1_ECX_PERFCTR_CORE;
                 }
             }
@@ -106,7 +106,7 @@ impl PmuModel {
             (0x8000_001B | 0x8000_001C, _) => *regs = CpuidRegs::default(),
             (LEAF_AMD_PERFMON_V2, _) => {
                 *regs = CpuidRegs::default();
-                if self.generation() == Generation::AmdV2 {
+                if self.generation() == PmuGeneration::AmdV2 {
                     regs.eax = EXT22_EAX_PERFMON_V2;
                     regs.ebx = self.general();
                 }
@@ -154,14 +154,14 @@ impl PmuModel {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::names::CounterNumbers;
+    use crate::model_name::CounterNumbers;
 
     fn intel(version: u8, general: u32, fixed: u32) -> PmuModel {
         let numbers = CounterNumbers {
             general,
             fixed: Some(fixed),
         };
-        PmuModel::new(Generation::Intel(version), Some(numbers), None).unwrap()
+        PmuModel::new(PmuGeneration::Intel(version), Some(numbers), None).unwrap()
     }
 
     fn leaf(
@@ -236,7 +236,7 @@ mod tests {
         assert_eq!(hidden.ecx, !(1 << 2 | 1 << 4));
         let ext = leaf(&PmuModel::AMD, 0x8000_0001, 0, CountableEvents::NONE, ONES);
         assert_eq!(ext.ecx, !EXT1_ECX_OTHER_PMU);
-        let k7 = PmuModel::new(Generation::AmdK7, None, None).unwrap();
+        let k7 = PmuModel::new(PmuGeneration::AmdK7, None, None).unwrap();
         assert_eq!(
             leaf(&k7, 0x8000_0001, 0, CountableEvents::NONE, ONES).ecx,
             !(EXT1_ECX_OTHER_PMU | EXT1_ECX_PERFCTR_CORE)
@@ -255,7 +255,7 @@ mod tests {
             general: 15,
             fixed: None,
         };
-        let model = PmuModel::new(Generation::AmdV2, Some(numbers), None).unwrap();
+        let model = PmuModel::new(PmuGeneration::AmdV2, Some(numbers), None).unwrap();
         let v2 = leaf(
             &model,
             LEAF_AMD_PERFMON_V2,
@@ -309,9 +309,9 @@ mod tests {
             intel(5, 2, 1),
             intel(5, 8, 0).with_fixed_bitmap(0b1010).unwrap(),
             PmuModel::AMD,
-            PmuModel::new(Generation::AmdK7, None, None).unwrap(),
+            PmuModel::new(PmuGeneration::AmdK7, None, None).unwrap(),
             PmuModel::new(
-                Generation::AmdV2,
+                PmuGeneration::AmdV2,
                 Some(CounterNumbers {
                     general: 11,
                     fixed: None,

@@ -7,7 +7,7 @@
 //! start.
 
 use crate::events::{ArchEvent, EventRequest, EventSelect, EventSelection, GuestEvent, UnitMask};
-use crate::names::Vendor;
+use crate::model_name::Vendor;
 
 /// BR_INST_RETIRED: event select of retired branches on Intel processors.
 const BR_INST_RETIRED: EventSelect = EventSelect(0xC4);

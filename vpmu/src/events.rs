@@ -6,7 +6,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::names::{Vendor, printable};
+use crate::model_name::{Vendor, printable};
 
 /// Event select: 8 bits on Intel, 12 bits on AMD (EVNTSEL bits 35:32 and 7:0).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -357,8 +357,8 @@ pub(crate) const ARCHITECTURAL_SELECTS: [u16; 13] = [
 /// stores are BR_INST_RETIRED.NEAR_TAKEN and MEM_INST_RETIRED.ALL_LOADS/ALL_STORES, with unchanged
 /// numbers since Haswell. Conditional branches are BR_INST_RETIRED.COND since Ice Lake, the sum of
 /// taken (0x01) and not taken (0x10). Before Ice Lake, 0x01 alone counted all conditional branches,
-/// so the union of both masks has the same meaning there. [`crate::Vpmu::set_signature`] selects the
-/// numbers that differ between generations.
+/// so the union of both masks has the same meaning there. [`crate::Vpmu::set_signature`] selects
+/// the numbers that differ between generations.
 ///
 /// AMD: PPR "Core Performance Monitor Counters", PMCx076, PMCx0C0, PMCx0C2 to PMCx0C4, PMCx0D1,
 /// PMCx029, PMCx120.
@@ -486,7 +486,7 @@ impl FromStr for BackingPolicy {
 
 /// Error returned for an unknown `--backing` value.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("unknown backing \"{0}\": choose auto, hardware, clock, exact, kvm or none")]
+#[error("unknown backing \"{0}\"; must be auto, hardware, clock, exact, kvm or none")]
 pub struct UnknownPolicy(String);
 
 /// Mechanism that counts for a counter.
@@ -623,7 +623,7 @@ mod tests {
         let error = "best".parse::<BackingPolicy>().unwrap_err().to_string();
         assert_eq!(
             error,
-            "unknown backing \"best\": choose auto, hardware, clock, exact, kvm or none"
+            "unknown backing \"best\"; must be auto, hardware, clock, exact, kvm or none"
         );
     }
 

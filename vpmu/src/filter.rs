@@ -13,7 +13,7 @@ use crate::events::{
     decode_fixed, paravirtual_select,
 };
 use crate::index::MAX_FIXED;
-use crate::names::Vendor;
+use crate::model_name::Vendor;
 
 /// Maximum number of filter entries.
 pub const MAX_ENTRIES: usize = 4096;
@@ -75,7 +75,7 @@ pub enum FilterError {
     Read(#[source] std::io::Error),
     /// File exceeds [`MAX_FILE_BYTES`].
     #[error(
-        "the event filter has {0} bytes: at most {MAX_FILE_BYTES} are read; shorten it with masked entries"
+        "the event filter has {0} bytes; must be at most {MAX_FILE_BYTES}; shorten it with masked entries"
     )]
     TooLarge(u64),
     /// Invalid TOML, or an unknown or missing field.
@@ -88,13 +88,12 @@ pub enum FilterError {
     },
     /// Too many entries.
     #[error(
-        "the event filter has {0} entries: at most {MAX_ENTRIES} are possible; join some with umask-mask and umask-match"
+        "the event filter has {0} entries; must be at most {MAX_ENTRIES}; merge some with \
+        umask-mask and umask-match"
     )]
     TooManyEntries(usize),
     /// Field value out of range.
-    #[error(
-        "entry {entry} of the event filter: {field} = {value:#x} is out of range, the highest is {limit:#x}; correct the entry"
-    )]
+    #[error("entry {entry} of the event filter: {field} = {value:#x} must be at most {limit:#x}")]
     OutOfRange {
         /// Number of the entry, from 1.
         entry: usize,
@@ -115,7 +114,7 @@ pub enum FilterError {
     NeverMatches(usize),
     /// Bitmap with bits of nonexistent fixed counters.
     #[error(
-        "fixed-counters = {0:#x} of the event filter: there are {MAX_FIXED} fixed counters, bits 0 to 3; clear the others"
+        "fixed-counters = {0:#x} of the event filter: only bits 0 to 3, one per fixed counter, may be set"
     )]
     FixedCounters(u64),
 }
@@ -526,7 +525,7 @@ mod tests {
             ),
             (
                 "action = \"deny\"\nevents = [{ select = 0x1000 }]",
-                "entry 1 of the event filter: select = 0x1000 is out of range, the highest is 0xfff; correct the entry",
+                "entry 1 of the event filter: select = 0x1000 must be at most 0xfff",
             ),
             (
                 "action = \"deny\"\nevents = [{ select = 1 }, { select = 1, umask-mask = 3 }]",
@@ -538,7 +537,7 @@ mod tests {
             ),
             (
                 "action = \"deny\"\nfixed-counters = 0x10",
-                "fixed-counters = 0x10 of the event filter: there are 4 fixed counters, bits 0 to 3; clear the others",
+                "fixed-counters = 0x10 of the event filter: only bits 0 to 3, one per fixed counter, may be set",
             ),
         ] {
             assert_eq!(EventFilter::from_toml(text).unwrap_err().to_string(), message);
@@ -562,7 +561,7 @@ mod tests {
     }
 
     #[test]
-    fn the_number_of_entries_is_limited() {
+    fn number_of_entries_is_limited() {
         let entry = FilterEntrySpec {
             select: 1,
             umask: None,

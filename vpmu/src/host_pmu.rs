@@ -1,6 +1,6 @@
 //! CPUID register values and detection of the host PMU from CPUID.
 
-use crate::names::{Generation, Vendor};
+use crate::model_name::{PmuGeneration, Vendor};
 
 /// Output registers of the CPUID instruction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -30,9 +30,9 @@ pub(crate) const EXT22_EAX_PERFMON_V2: u32 = 1;
 
 /// Properties of the host PMU as reported by CPUID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HostPmu {
+pub struct HostPmuProperties {
     /// PMU generation. Versions above 5 are reported as 5, which they are compatible with.
-    pub generation: Generation,
+    pub generation: PmuGeneration,
     /// Number of general-purpose counters.
     pub general: u32,
     /// Bitmap of fixed counters: bit n is set if fixed counter n exists.
@@ -41,7 +41,7 @@ pub struct HostPmu {
     pub width: u32,
 }
 
-impl HostPmu {
+impl HostPmuProperties {
     /// Returns the vendor whose PMU the host implements. All processors other than AMD and Hygon
     /// count as Intel.
     pub fn vendor(host: &mut CpuidReader<'_>) -> Vendor {
@@ -78,7 +78,7 @@ impl HostPmu {
                     _ => run | leaf.ecx,
                 };
                 Some(Self {
-                    generation: Generation::Intel(version.min(5) as u8),
+                    generation: PmuGeneration::Intel(version.min(5) as u8),
                     general,
                     fixed_bitmap,
                     width: leaf.eax >> 16 & 0xFF,
@@ -96,9 +96,9 @@ impl HostPmu {
                     None
                 };
                 let (generation, general) = match v2 {
-                    Some(leaf) if core => (Generation::AmdV2, leaf.ebx & 0xF),
-                    _ if core => (Generation::AmdCore, 6),
-                    _ => (Generation::AmdK7, 4),
+                    Some(leaf) if core => (PmuGeneration::AmdV2, leaf.ebx & 0xF),
+                    _ if core => (PmuGeneration::AmdCore, 6),
+                    _ => (PmuGeneration::AmdK7, 4),
                 };
                 Some(Self {
                     generation,

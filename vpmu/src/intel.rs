@@ -6,7 +6,7 @@
 use crate::events::{EventRequest, EventSelect, EventSelection, decode_fixed};
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex, counters_in};
 use crate::model::PmuModel;
-use crate::names::Vendor;
+use crate::model_name::Vendor;
 use crate::vendor::{Register, Registers, VendorOps, WriteEffect, general_msrs, general_request, selector};
 
 /// IA32_PMCn (0xC1..=0xC8). Requires CPUID.0AH:EAX\[15:8\] > n. A write stores bits 31:0,

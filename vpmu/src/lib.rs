@@ -47,7 +47,6 @@
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
 mod amd;
-pub mod backing;
 mod counter_events;
 pub mod cpuid;
 mod dialect;
@@ -61,7 +60,8 @@ mod intel;
 mod limit;
 mod lost;
 mod model;
-mod names;
+mod model_name;
+pub mod perf_core_events;
 pub mod registers;
 mod share;
 pub mod sim;
@@ -71,18 +71,18 @@ mod vendor;
 mod vpmu;
 mod width;
 
-pub use backing::{PerfCoreEvents, SteppedLevels};
 pub use counter_events::{CounterEvents, CounterTimes, EnableOutcome, EventLoss, UnavailableReason};
 pub use events::{
     ArchEvent, Backing, BackingPolicy, CountableEvents, EventRequest, EventSelect, EventSelection,
     GuestEvent, ParavirtualEvent, UnitMask,
 };
 pub use filter::EventFilter;
-pub use host_pmu::{CpuidReader, CpuidRegs, HostPmu};
+pub use host_pmu::{CpuidReader, CpuidRegs, HostPmuProperties};
 pub use index::{CounterIndex, MAX_COUNTERS, MAX_FIXED, MAX_GENERAL, MsrAddress, RdpmcIndex, counters_in};
 pub use limit::DEFAULT_PMI_LIMIT;
 pub use model::PmuModel;
-pub use names::{CounterNumbers, Generation, ModelError, PmuModelName, Vendor};
+pub use model_name::{CounterNumbers, ModelError, PmuGeneration, PmuModelName, Vendor};
+pub use perf_core_events::{PerfCoreEvents, SteppedLevels};
 pub use share::{PmiShare, PmiShareError};
 pub use sources::{EventSource, EventSources};
 pub use state::{StateError, fix_checksum};

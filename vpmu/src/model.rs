@@ -3,15 +3,15 @@
 use std::fmt;
 
 use crate::events::{ArchEvent, CountableEvents};
-use crate::host_pmu::{CpuidReader, HostPmu};
+use crate::host_pmu::{CpuidReader, HostPmuProperties};
 use crate::index::{CounterIndex, MAX_FIXED, MAX_GENERAL};
-use crate::names::{CounterNumbers, Generation, ModelError, PmuModelName, Vendor};
+use crate::model_name::{CounterNumbers, ModelError, PmuGeneration, PmuModelName, Vendor};
 use crate::width::CounterWidth;
 
 /// PMU model. All properties are within the limits of the generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PmuModel {
-    generation: Generation,
+    generation: PmuGeneration,
     general: u8,
     /// Bitmap of fixed counters: bit n is set if fixed counter n exists.
     fixed_bitmap: u8,
@@ -28,7 +28,7 @@ impl PmuModel {
     /// The `--pmu intel` model: version 2 with four general-purpose and three fixed counters of 48
     /// bits.
     pub const INTEL: Self = Self {
-        generation: Generation::Intel(2),
+        generation: PmuGeneration::Intel(2),
         general: 4,
         fixed_bitmap: 0b111,
         width: CounterWidth::W48,
@@ -36,7 +36,7 @@ impl PmuModel {
     };
     /// The `--pmu amd` model: the core extension with six counters of 48 bits.
     pub const AMD: Self = Self {
-        generation: Generation::AmdCore,
+        generation: PmuGeneration::AmdCore,
         general: 6,
         fixed_bitmap: 0,
         width: CounterWidth::W48,
@@ -56,13 +56,13 @@ impl PmuModel {
         let plain = counters.is_none() && width.is_none();
         let generation = match name {
             PmuModelName::Generation(generation) => generation,
-            PmuModelName::Auto => match HostPmu::vendor(host) {
-                Vendor::Intel => Generation::Intel(2),
-                Vendor::Amd => Generation::AmdCore,
+            PmuModelName::Auto => match HostPmuProperties::vendor(host) {
+                Vendor::Intel => PmuGeneration::Intel(2),
+                Vendor::Amd => PmuGeneration::AmdCore,
             },
             PmuModelName::Host if plain => return Self::host(host),
             PmuModelName::Host => return Err(ModelError::NotAdjustable("host")),
-            PmuModelName::Off if plain => return Ok(Self::off(HostPmu::vendor(host))),
+            PmuModelName::Off if plain => return Ok(Self::off(HostPmuProperties::vendor(host))),
             PmuModelName::Off => return Err(ModelError::NotAdjustable("off")),
         };
         Self::new(generation, counters, width)
@@ -79,7 +79,7 @@ impl PmuModel {
         reason = "checked above to be at most 15, and 4"
     )]
     pub fn new(
-        generation: Generation,
+        generation: PmuGeneration,
         counters: Option<CounterNumbers>,
         width: Option<u32>,
     ) -> Result<Self, ModelError> {
@@ -92,7 +92,7 @@ impl PmuModel {
         check_numbers(generation, general, fixed)?;
         let bits = width.unwrap_or(48);
         let (may_have, limit) = match generation {
-            Generation::Intel(_) => (Self::INTEL_WIDTHS.contains(&bits), "32 to 48"),
+            PmuGeneration::Intel(_) => (Self::INTEL_WIDTHS.contains(&bits), "32 to 48"),
             // AMD's CPUID does not report the counter width.
             _ => (bits == 48, "48 only"),
         };
@@ -110,7 +110,7 @@ impl PmuModel {
         // With four counters the core extension's CPUID bit must stay clear, which makes the model
         // a K7.
         let generation = match (generation, general) {
-            (Generation::AmdCore, 4) => Generation::AmdK7,
+            (PmuGeneration::AmdCore, 4) => PmuGeneration::AmdK7,
             _ => generation,
         };
         Ok(Self {
@@ -125,7 +125,7 @@ impl PmuModel {
     /// Returns a model without a PMU for a processor of `vendor`.
     pub const fn off(vendor: Vendor) -> Self {
         Self {
-            generation: Generation::Off(vendor),
+            generation: PmuGeneration::Off(vendor),
             general: 0,
             fixed_bitmap: 0,
             width: CounterWidth::W48,
@@ -141,14 +141,14 @@ impl PmuModel {
     /// Returns [`ModelError::HostHasNone`] if the host's CPUID reports no PMU.
     #[expect(clippy::cast_possible_truncation, reason = "constants, and at most four bits")]
     pub fn host(host: &mut CpuidReader<'_>) -> Result<Self, ModelError> {
-        let pmu = HostPmu::read(host).ok_or(ModelError::HostHasNone)?;
+        let pmu = HostPmuProperties::read(host).ok_or(ModelError::HostHasNone)?;
         let generation = pmu.generation;
         let general = match generation {
-            Generation::Intel(_) => pmu.general.min(8),
+            PmuGeneration::Intel(_) => pmu.general.min(8),
             _ => pmu.general.min(MAX_GENERAL as u32),
         };
         let bits = match generation {
-            Generation::Intel(_) => pmu.width.min(*Self::INTEL_WIDTHS.end()),
+            PmuGeneration::Intel(_) => pmu.width.min(*Self::INTEL_WIDTHS.end()),
             _ => 48,
         };
         let model = Self::new(
@@ -161,12 +161,12 @@ impl PmuModel {
         )
         .map_err(|_| ModelError::HostHasNone)?;
         let fixed_bitmap = match generation {
-            Generation::Intel(2..=4) => {
+            PmuGeneration::Intel(2..=4) => {
                 // Before version 5, CPUID can only enumerate a contiguous range of fixed counters
                 // from 0.
                 ((1u32 << pmu.fixed_bitmap.trailing_ones().min(MAX_FIXED as u32)) - 1) as u8
             }
-            Generation::Intel(5) => (pmu.fixed_bitmap & 0xF) as u8,
+            PmuGeneration::Intel(5) => (pmu.fixed_bitmap & 0xF) as u8,
             _ => 0,
         };
         Ok(Self {
@@ -175,13 +175,13 @@ impl PmuModel {
         })
     }
 
-    const fn default_numbers(generation: Generation) -> CounterNumbers {
+    const fn default_numbers(generation: PmuGeneration) -> CounterNumbers {
         let (general, fixed) = match generation {
-            Generation::Off(_) => (0, 0),
-            Generation::Intel(1) => (4, 0),
-            Generation::Intel(_) => (4, 3),
-            Generation::AmdK7 => (4, 0),
-            Generation::AmdCore | Generation::AmdV2 => (6, 0),
+            PmuGeneration::Off(_) => (0, 0),
+            PmuGeneration::Intel(1) => (4, 0),
+            PmuGeneration::Intel(_) => (4, 3),
+            PmuGeneration::AmdK7 => (4, 0),
+            PmuGeneration::AmdCore | PmuGeneration::AmdV2 => (6, 0),
         };
         CounterNumbers {
             general,
@@ -234,8 +234,8 @@ impl PmuModel {
     pub(crate) fn with_fixed_bitmap(self, bitmap: u8) -> Option<Self> {
         let run_from_zero = bitmap & bitmap.wrapping_add(1) == 0;
         let possible = match self.generation {
-            Generation::Intel(5) => bitmap < 1 << MAX_FIXED,
-            Generation::Intel(2..=4) => bitmap < 1 << MAX_FIXED && run_from_zero,
+            PmuGeneration::Intel(5) => bitmap < 1 << MAX_FIXED,
+            PmuGeneration::Intel(2..=4) => bitmap < 1 << MAX_FIXED && run_from_zero,
             _ => bitmap == 0,
         };
         possible.then_some(Self {
@@ -249,7 +249,7 @@ impl PmuModel {
     #[must_use]
     pub const fn with_transactions(self) -> Self {
         Self {
-            transactions: matches!(self.generation, Generation::Intel(_)),
+            transactions: matches!(self.generation, PmuGeneration::Intel(_)),
             ..self
         }
     }
@@ -276,7 +276,7 @@ impl PmuModel {
     }
 
     /// Returns the generation.
-    pub const fn generation(&self) -> Generation {
+    pub const fn generation(&self) -> PmuGeneration {
         self.generation
     }
 
@@ -287,14 +287,14 @@ impl PmuModel {
 
     /// Returns whether the guest has no PMU.
     pub const fn is_off(&self) -> bool {
-        matches!(self.generation, Generation::Off(_))
+        matches!(self.generation, PmuGeneration::Off(_))
     }
 
     /// Returns the version of Intel architectural performance monitoring, or 0 on AMD models and
     /// without a PMU.
     pub const fn intel_version(&self) -> u8 {
         match self.generation {
-            Generation::Intel(version) => version,
+            PmuGeneration::Intel(version) => version,
             _ => 0,
         }
     }
@@ -332,36 +332,36 @@ impl PmuModel {
 
 /// Validates the numbers of general-purpose and fixed counters for a generation.
 #[expect(clippy::cast_possible_truncation, reason = "constants")]
-fn check_numbers(generation: Generation, general: u32, fixed: u32) -> Result<(), ModelError> {
+fn check_numbers(generation: PmuGeneration, general: u32, fixed: u32) -> Result<(), ModelError> {
     let (may_have, limit, remedy) = match generation {
-        Generation::Off(_) => (
+        PmuGeneration::Off(_) => (
             general == 0,
             "none",
             "choose a model by name, for example --pmu intel",
         ),
         // Linux ignores the PMU of a processor with a single counter (X86_FEATURE_ARCH_PERFMON
         // stays clear).
-        Generation::Intel(_) => (
+        PmuGeneration::Intel(_) => (
             (2..=8).contains(&general),
             "2 to 8",
-            "ask for a number in that range",
+            "choose a number in this range",
         ),
-        Generation::AmdK7 => (
+        PmuGeneration::AmdK7 => (
             general == 4,
             "4",
             "choose --pmu amd for 6, or --pmu amd-v2 for 4 to 15",
         ),
         // CPUID enumerates the core extension with one bit that means six counters. Four counters
         // without the bit are a K7; five counters cannot be enumerated.
-        Generation::AmdCore => (
+        PmuGeneration::AmdCore => (
             general == 4 || general == 6,
             "4 (without the core extension) or 6",
-            "choose --pmu amd-v2, whose CPUID can tell any number from 4 to 15",
+            "choose --pmu amd-v2, whose CPUID can report any number from 4 to 15",
         ),
-        Generation::AmdV2 => (
+        PmuGeneration::AmdV2 => (
             (4..=MAX_GENERAL as u32).contains(&general),
             "4 to 15",
-            "ask for a number in that range",
+            "choose a number in this range",
         ),
     };
     if !may_have {
@@ -374,20 +374,20 @@ fn check_numbers(generation: Generation, general: u32, fixed: u32) -> Result<(),
     }
 
     let (may_have, limit, remedy) = match generation {
-        Generation::Intel(2..) => (
+        PmuGeneration::Intel(2..) => (
             fixed <= MAX_FIXED as u32,
             "0 to 4",
-            "ask for a number in that range, or leave it out for 3",
+            "choose a number in this range, or omit it for 3",
         ),
-        Generation::Intel(_) => (
+        PmuGeneration::Intel(_) => (
             fixed == 0,
             "none",
-            "fixed counters exist from --pmu intel-v2; leave the +FIXED part out",
+            "fixed counters exist from --pmu intel-v2; omit +FIXED",
         ),
         _ => (
             fixed == 0,
             "none",
-            "fixed counters exist on Intel models only; leave the +FIXED part out",
+            "fixed counters exist on Intel models only; omit +FIXED",
         ),
     };
     if !may_have {
@@ -463,7 +463,7 @@ mod tests {
     fn four_counter_amd_model_lacks_core_extension() {
         assert_eq!(
             build("amd", Some("4"), None).unwrap().generation(),
-            Generation::AmdK7
+            PmuGeneration::AmdK7
         );
     }
 
@@ -474,67 +474,67 @@ mod tests {
                 "intel-v9",
                 None,
                 None,
-                "unknown PMU model \"intel-v9\": choose auto, host, off, intel, intel-v1 to intel-v5, amd, amd-k7 or amd-v2",
+                "unknown PMU model \"intel-v9\"; must be auto, host, off, intel, intel-v1 to intel-v5, amd, amd-k7 or amd-v2",
             ),
             (
                 "intel",
                 Some("four"),
                 None,
-                "cannot read the counter numbers \"four\": give GP or GP+FIXED as decimal numbers, for example 4 or 4+3",
+                "invalid counter numbers \"four\"; must be GP or GP+FIXED, for example 4 or 4+3",
             ),
             (
                 "intel",
                 Some("9"),
                 None,
-                "9 general-purpose counters: intel-v2 can have 2 to 8; ask for a number in that range",
+                "9 general-purpose counters: intel-v2 supports 2 to 8; choose a number in this range",
             ),
             (
                 "intel-v4",
                 Some("1+3"),
                 None,
-                "1 general-purpose counters: intel-v4 can have 2 to 8; ask for a number in that range",
+                "1 general-purpose counters: intel-v4 supports 2 to 8; choose a number in this range",
             ),
             (
                 "amd",
                 Some("5"),
                 None,
-                "5 general-purpose counters: amd can have 4 (without the core extension) or 6; choose --pmu amd-v2, whose CPUID can tell any number from 4 to 15",
+                "5 general-purpose counters: amd supports 4 (without the core extension) or 6; choose --pmu amd-v2, whose CPUID can report any number from 4 to 15",
             ),
             (
                 "intel-v1",
                 Some("4+3"),
                 None,
-                "3 fixed counters: intel-v1 can have none; fixed counters exist from --pmu intel-v2; leave the +FIXED part out",
+                "3 fixed counters: intel-v1 supports none; fixed counters exist from --pmu intel-v2; omit +FIXED",
             ),
             (
                 "intel-v3",
                 Some("4+5"),
                 None,
-                "5 fixed counters: intel-v3 can have 0 to 4; ask for a number in that range, or leave it out for 3",
+                "5 fixed counters: intel-v3 supports 0 to 4; choose a number in this range, or omit it for 3",
             ),
             (
                 "amd",
                 None,
                 Some(40),
-                "a counter width of 40 bits: amd can have 48 only; leave --pmu-width out for 48",
+                "a counter width of 40 bits: amd supports 48 only; omit --pmu-width for 48",
             ),
             (
                 "intel",
                 None,
                 Some(64),
-                "a counter width of 64 bits: intel-v2 can have 32 to 48; leave --pmu-width out for 48",
+                "a counter width of 64 bits: intel-v2 supports 32 to 48; omit --pmu-width for 48",
             ),
             (
                 "off",
                 Some("4"),
                 None,
-                "--pmu off takes no counter numbers and no width: choose a model by name, for example --pmu intel-v2",
+                "--pmu off does not support --pmu-counters and --pmu-width; choose a model by name, for example --pmu intel-v2",
             ),
             (
                 "host",
                 None,
                 None,
-                "--pmu host: this host's CPUID shows no PMU to copy; choose a model by name, for example --pmu intel",
+                "--pmu host: no PMU found in this host's CPUID; choose a model by name, for example --pmu intel",
             ),
         ] {
             assert_eq!(build(name, counters, width).unwrap_err().to_string(), message);
@@ -587,24 +587,24 @@ mod tests {
         let numbers = |m: PmuModel| (m.generation(), m.general(), m.fixed_bitmap());
         let new = |generation| PmuModel::new(generation, None, None).unwrap();
         let at_most = |n| move |m: &PmuModel| m.general() + m.fixed() <= n;
-        let intel = new(Generation::Intel(2));
+        let intel = new(PmuGeneration::Intel(2));
         assert_eq!(intel.lowered(|_| true), intel);
         assert_eq!(
             numbers(intel.lowered(at_most(6))),
-            (Generation::Intel(2), 3, 0b111)
+            (PmuGeneration::Intel(2), 3, 0b111)
         );
         assert_eq!(
             numbers(intel.lowered(at_most(3))),
-            (Generation::Intel(2), 2, 0b001)
+            (PmuGeneration::Intel(2), 2, 0b001)
         );
-        assert_eq!(numbers(intel.lowered(|_| false)), (Generation::Intel(2), 2, 0));
+        assert_eq!(numbers(intel.lowered(|_| false)), (PmuGeneration::Intel(2), 2, 0));
         // The core extension's CPUID bit cannot express five counters; four are expressed by a
         // clear bit.
-        let amd = new(Generation::AmdCore);
-        assert_eq!(numbers(amd.lowered(at_most(5))), (Generation::AmdK7, 4, 0));
-        let v2 = new(Generation::AmdV2);
-        assert_eq!(numbers(v2.lowered(at_most(5))), (Generation::AmdV2, 5, 0));
-        assert_eq!(numbers(v2.lowered(|_| false)), (Generation::AmdV2, 4, 0));
+        let amd = new(PmuGeneration::AmdCore);
+        assert_eq!(numbers(amd.lowered(at_most(5))), (PmuGeneration::AmdK7, 4, 0));
+        let v2 = new(PmuGeneration::AmdV2);
+        assert_eq!(numbers(v2.lowered(at_most(5))), (PmuGeneration::AmdV2, 5, 0));
+        assert_eq!(numbers(v2.lowered(|_| false)), (PmuGeneration::AmdV2, 4, 0));
         let off = PmuModel::off(Vendor::Intel);
         assert_eq!(off.lowered(|_| false), off);
     }

@@ -5,7 +5,7 @@
 
 use crate::index::MsrAddress;
 use crate::model::PmuModel;
-use crate::names::Vendor;
+use crate::model_name::Vendor;
 use crate::vendor::VendorOps;
 
 pub use crate::amd::{

@@ -2,9 +2,9 @@
 //! the availability bits of the guest's CPUID.
 //!
 //! For each architectural event, `row` returns the event numbers of the host kernel, the clock
-//! driver and the exact backing. Only `EventSources::candidates` reads this table. The callers then apply
-//! their own rules: guest requests may have a counter mask or edge detect, operator events ignore
-//! the guest's policy, and CPUID only reports events that are known to count.
+//! driver and the exact backing. Only `EventSources::candidates` reads this table. The callers then
+//! apply their own rules: guest requests may have a counter mask or edge detect, operator events
+//! ignore the guest's policy, and CPUID only reports events that are known to count.
 
 use perf_core::pmu::{clock, sched};
 use perf_core::{Attr, EventType};
@@ -15,7 +15,7 @@ use crate::events::{
     ParavirtualEvent,
 };
 use crate::fed;
-use crate::names::Vendor;
+use crate::model_name::Vendor;
 
 /// `PERF_COUNT_SW_*` numbers of the host software events that back paravirtual events.
 mod software {

@@ -13,7 +13,7 @@
 use crate::counter_events::CounterEvents;
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 use crate::model::PmuModel;
-use crate::names::{CounterNumbers, Generation, Vendor};
+use crate::model_name::{CounterNumbers, PmuGeneration, Vendor};
 use crate::registers;
 use crate::share::{HandlerPhase, SavedHandler};
 use crate::vendor::{Register, Registers, WriteEffect};
@@ -48,12 +48,10 @@ const fn layout_version(vendor: Vendor) -> u16 {
 #[non_exhaustive]
 pub enum StateError {
     /// Missing magic.
-    #[error("this is no saved PMU state: it does not begin with PVPM")]
+    #[error("not a saved PMU state: it does not start with PVPM")]
     Magic,
     /// Truncated data or trailing bytes.
-    #[error(
-        "the saved PMU state has {have} bytes where {need} belong: it was cut off or joined with something else"
-    )]
+    #[error("the saved PMU state has {have} bytes; must be {need}; it is truncated or has extra data")]
     Length {
         /// Actual length, in bytes.
         have: usize,
@@ -65,7 +63,8 @@ pub enum StateError {
     Checksum,
     /// Unsupported layout version.
     #[error(
-        "the saved PMU state has layout version {have}, this program reads up to {known}: restore it with a newer one"
+        "unsupported layout version {have} of the saved PMU state; must be at most {known}; \
+        restore it with a newer program"
     )]
     Version {
         /// Layout version of the saved state.
@@ -75,7 +74,8 @@ pub enum StateError {
     },
     /// Saved state of a different model.
     #[error(
-        "the saved state is of a PMU {saved}, this one is {here}: start the VM with the same --pmu options"
+        "the saved state is for a PMU {saved}, but this one is {here}; start the VM with the same \
+        --pmu options"
     )]
     OtherModel {
         /// Saved model.
@@ -84,7 +84,7 @@ pub enum StateError {
         here: PmuModel,
     },
     /// Field value that is impossible for a PMU.
-    #[error("the saved PMU state is not one a PMU can be in: {0}")]
+    #[error("invalid saved PMU state: {0}")]
     Impossible(&'static str),
 }
 
@@ -390,12 +390,12 @@ const fn vendor_byte(vendor: Vendor) -> u8 {
 )]
 fn write_model(body: &mut Vec<u8>, model: &PmuModel) {
     let (kind, version) = match model.generation() {
-        Generation::Off(vendor) => (0, vendor_byte(vendor)),
-        Generation::Intel(version) if model.has_transactions() => (5, version),
-        Generation::Intel(version) => (1, version),
-        Generation::AmdK7 => (2, 0),
-        Generation::AmdCore => (3, 0),
-        Generation::AmdV2 => (4, 0),
+        PmuGeneration::Off(vendor) => (0, vendor_byte(vendor)),
+        PmuGeneration::Intel(version) if model.has_transactions() => (5, version),
+        PmuGeneration::Intel(version) => (1, version),
+        PmuGeneration::AmdK7 => (2, 0),
+        PmuGeneration::AmdCore => (3, 0),
+        PmuGeneration::AmdV2 => (4, 0),
     };
     body.extend([
         kind,
@@ -410,12 +410,12 @@ fn read_model(reader: &mut Reader<'_>) -> Result<PmuModel, StateError> {
     const BAD: StateError = StateError::Impossible("there is no such model");
     let (kind, version) = (reader.u8()?, reader.u8()?);
     let generation = match (kind, version) {
-        (0, 1) => Generation::Off(Vendor::Intel),
-        (0, 2) => Generation::Off(Vendor::Amd),
-        (1 | 5, 1..=5) => Generation::Intel(version),
-        (2, 0) => Generation::AmdK7,
-        (3, 0) => Generation::AmdCore,
-        (4, 0) => Generation::AmdV2,
+        (0, 1) => PmuGeneration::Off(Vendor::Intel),
+        (0, 2) => PmuGeneration::Off(Vendor::Amd),
+        (1 | 5, 1..=5) => PmuGeneration::Intel(version),
+        (2, 0) => PmuGeneration::AmdK7,
+        (3, 0) => PmuGeneration::AmdCore,
+        (4, 0) => PmuGeneration::AmdV2,
         _ => return Err(BAD),
     };
     let general = u32::from(reader.u8()?);
@@ -525,7 +525,7 @@ mod tests {
     }
 
     #[test]
-    fn the_checksum_is_the_usual_one() {
+    fn checksum_is_the_usual_one() {
         assert_eq!(crc32(b"123456789"), 0xCBF4_3926);
     }
 
@@ -698,7 +698,7 @@ mod tests {
             .to_string();
         assert_eq!(
             error,
-            "the saved state is of a PMU intel-v2 with 4+3 counters of 48 bits, this one is amd with 6 counters of 48 bits: start the VM with the same --pmu options"
+            "the saved state is for a PMU intel-v2 with 4+3 counters of 48 bits, but this one is amd with 6 counters of 48 bits; start the VM with the same --pmu options"
         );
     }
 }

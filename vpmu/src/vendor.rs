@@ -7,7 +7,7 @@
 use crate::events::{EventRequest, EventSelect, EventSelection, UnitMask, decode};
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
 use crate::model::PmuModel;
-use crate::names::Vendor;
+use crate::model_name::Vendor;
 
 /// Vendor-independent role of a PMU register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

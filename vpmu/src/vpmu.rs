@@ -53,9 +53,10 @@ pub enum MsrWriteOutcome {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Cpl(pub u8);
 
-/// Divisor of the tolerated PMI delay. Each instruction reported by [`Vpmu::count_emulated_instruction`]
-/// delays an armed overflow by one count. Re-arming the host event costs system calls, so the delay
-/// is tolerated up to this fraction of the armed period, which is within the normal PMI skid.
+/// Divisor of the tolerated PMI delay. Each instruction reported by
+/// [`Vpmu::count_emulated_instruction`] delays an armed overflow by one count. Re-arming the host
+/// event costs system calls, so the delay is tolerated up to this fraction of the armed period,
+/// which is within the normal PMI skid.
 const MAX_DELAY_DIVISOR: u64 = 256;
 
 /// Event that a counter must count after reconciliation.
@@ -792,7 +793,8 @@ impl Vpmu {
         if self.warned & bit == 0 {
             self.warned |= bit;
             log::warn!(
-                "the guest counts {event} events, which nothing here can count: the counter stays as it is"
+                "the guest programmed {event} events, which no backing supports; the counter does \
+                not count"
             );
         }
     }

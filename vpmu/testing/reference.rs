@@ -33,7 +33,7 @@ pub type UncountablePredicate = fn(bool, Option<u64>, u32) -> bool;
 pub const UNCOUNTABLE_SELECT: u64 = 0x55;
 
 #[derive(Clone, Debug)]
-pub struct Reference {
+pub struct ReferencePmu {
     pub kind: ReferenceKind,
     pub gp: u32,
     pub fixed: u32,
@@ -56,7 +56,7 @@ pub struct Reference {
     uncountable: UncountablePredicate,
 }
 
-impl Reference {
+impl ReferencePmu {
     pub fn new(
         kind: ReferenceKind,
         gp: u32,

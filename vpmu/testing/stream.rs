@@ -1,5 +1,5 @@
 //! Stream of guest and host operations, decoded from bytes and applied to a [`Vpmu`] and to the
-//! [`Reference`].
+//! [`ReferencePmu`].
 //!
 //! Every byte string is a valid stream, so fuzzers, proptest and random generators can all provide
 //! input.
@@ -10,7 +10,7 @@ use vpmu::filter::{FilterAction, FilterEntrySpec, FilterSpec};
 use vpmu::sim::SimEvents;
 use vpmu::*;
 
-use super::reference::{Reference, ReferenceKind, UNCOUNTABLE_SELECT, select_of};
+use super::reference::{ReferenceKind, ReferencePmu, UNCOUNTABLE_SELECT, select_of};
 
 /// Reader of numbers from a byte string. Returns zeros after the end.
 pub struct ByteSource<'a> {
@@ -51,7 +51,7 @@ impl<'a> ByteSource<'a> {
 pub struct CheckedPmu<H> {
     vpmu: Vpmu,
     events: H,
-    reference: Reference,
+    reference: ReferencePmu,
     filter: Arc<EventFilter>,
     /// Set while notifications are delayed, so that the PMU may lag behind the reference.
     late: bool,
@@ -126,12 +126,12 @@ impl<H: TestEvents> CheckedPmu<H> {
             48
         };
         let generation = match kind {
-            ReferenceKind::IntelOff => Generation::Off(Vendor::Intel),
-            ReferenceKind::AmdOff => Generation::Off(Vendor::Amd),
-            ReferenceKind::Intel(version) => Generation::Intel(version as u8),
-            ReferenceKind::K7 => Generation::AmdK7,
-            ReferenceKind::Core => Generation::AmdCore,
-            ReferenceKind::V2 => Generation::AmdV2,
+            ReferenceKind::IntelOff => PmuGeneration::Off(Vendor::Intel),
+            ReferenceKind::AmdOff => PmuGeneration::Off(Vendor::Amd),
+            ReferenceKind::Intel(version) => PmuGeneration::Intel(version as u8),
+            ReferenceKind::K7 => PmuGeneration::AmdK7,
+            ReferenceKind::Core => PmuGeneration::AmdCore,
+            ReferenceKind::V2 => PmuGeneration::AmdV2,
         };
         let numbers = CounterNumbers {
             general: gp,
@@ -140,7 +140,7 @@ impl<H: TestEvents> CheckedPmu<H> {
         let model = PmuModel::new(generation, Some(numbers), Some(width)).expect("a model within its limits");
         let mut addresses: Vec<u32> = model.trapped_msrs().into_iter().flatten().collect();
         // Existing registers are added once more, so that most accesses hit them.
-        let reference = Reference::new(kind, gp, fixed, width, H::uncountable);
+        let reference = ReferencePmu::new(kind, gp, fixed, width, H::uncountable);
         let existing: Vec<u32> = addresses
             .iter()
             .copied()

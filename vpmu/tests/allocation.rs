@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use perf_core::pmu::VcpuId;
 use perf_core::pmu::fed::{FedCounts, FedPmu};
-use perf_core::{Core, CoreConfig};
+use perf_core::{PerfCore, PerfCoreConfig};
 use vpmu::registers::*;
 use vpmu::sim::SimEvents;
 use vpmu::*;
@@ -17,14 +17,14 @@ fn allocations(work: impl FnOnce()) -> u64 {
 }
 
 #[test]
-fn the_counter_counts() {
+fn counter_counts() {
     assert_eq!(allocations(|| drop(std::hint::black_box(vec![1u8; 100]))), 1);
 }
 
 #[test]
 fn register_access_does_not_allocate() {
     let v2 = PmuModel::new(
-        Generation::AmdV2,
+        PmuGeneration::AmdV2,
         Some(CounterNumbers {
             general: 15,
             fixed: None,
@@ -33,7 +33,7 @@ fn register_access_does_not_allocate() {
     )
     .unwrap();
     let v5 = PmuModel::new(
-        Generation::Intel(5),
+        PmuGeneration::Intel(5),
         Some(CounterNumbers {
             general: 8,
             fixed: Some(4),
@@ -93,9 +93,9 @@ fn register_access_does_not_allocate() {
     }
 }
 
-struct NoRegs;
+struct UnavailableRegs;
 
-impl perf_core::SampleRegs for NoRegs {
+impl perf_core::SampleRegs for UnavailableRegs {
     fn mode(&mut self) -> perf_core::CpuMode {
         perf_core::CpuMode::GuestKernel
     }
@@ -109,7 +109,7 @@ impl perf_core::SampleRegs for NoRegs {
 #[test]
 fn sampling_on_perf_core_does_not_allocate() {
     let vcpu = VcpuId(0);
-    let core = Core::new(CoreConfig::default());
+    let core = PerfCore::new(PerfCoreConfig::default());
     let fed = Arc::new(FedCounts::new(fed::SELECTORS));
     let driver = FedPmu::new();
     driver.add_vcpu(vcpu, fed.clone());
@@ -141,7 +141,7 @@ fn sampling_on_perf_core_does_not_allocate() {
         }
         let mut overflowed = [None; 4];
         let mut reports = 0;
-        context.service_overflows(&mut NoRegs, &mut |report| {
+        context.service_overflows(&mut UnavailableRegs, &mut |report| {
             overflowed[reports] = PerfCoreEvents::counter_of(report.cookie);
             reports += 1;
         });

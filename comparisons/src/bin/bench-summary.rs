@@ -1,9 +1,10 @@
-//! Collects what criterion measured into one JSON file, for comparing runs.
+//! Collects the results of criterion in one JSON file, to compare runs.
 //!
-//! Usage: `bench-summary CRITERION_DIR OUTPUT`. Each entry: the benchmark's name, the median and
-//! its 95 % confidence interval, in nanoseconds per iteration. Ratios compare across machines, times do not:
-//! what a benchmark left in `*-ratios.json` is taken over, and where a group has entries that begin with
-//! `perf-core` beside others, the best of those over each is added. Ratios are printed as well.
+//! Usage: `bench-summary CRITERION_DIR OUTPUT`. Each entry has the benchmark's name, the median and
+//! its 95 % confidence interval, in nanoseconds per iteration. Ratios can be compared across
+//! machines, times cannot: ratios in `*-ratios.json` files are included, and for groups in which
+//! entries that begin with `perf-core` have peers, the ratio of the best peer to each of them is
+//! added. Ratios are also printed.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -56,7 +57,7 @@ fn summarise(criterion: &Path, output: &Path) -> io::Result<usize> {
     Ok(count)
 }
 
-/// By group: how many times longer the best peer takes than `perf-core`.
+/// Returns, by group, the ratio of the time of the best peer to that of `perf-core`.
 fn peers(results: &[Value]) -> Map<String, Value> {
     let mut ratios = Map::new();
     let named = |entry: &Value| {
@@ -82,7 +83,7 @@ fn peers(results: &[Value]) -> Map<String, Value> {
     ratios
 }
 
-/// Finds `new/estimates.json` with the `benchmark.json` that names it.
+/// Finds each `new/estimates.json` together with its `benchmark.json`.
 fn collect(directory: &Path, results: &mut Vec<Value>) -> io::Result<()> {
     for entry in fs::read_dir(directory)? {
         let path = entry?.path();

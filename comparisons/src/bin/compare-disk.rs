@@ -1,7 +1,8 @@
-//! `make compare-disk`: the Debian image under Perfvisor and under QEMU with KVM, in the same lab, by turns.
+//! Compares the Debian image under Perfvisor and under QEMU with KVM, alternately in the same lab
+//! (`make compare-disk`).
 //!
-//! Same kernel, initrd, image (a fresh one each turn), command line, memory, and devices: a root disk, a
-//! second disk, a tap device with vhost-net, entropy. `docs/measurements.md` has the table.
+//! Kernel, initrd, command line, memory and devices are the same: a root disk from a fresh image, a
+//! second disk, a tap device with vhost-net, and entropy. `docs/measurements.md` has the results.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -12,13 +13,13 @@ use std::time::{Duration, Instant};
 use clap::{Parser, value_parser};
 use comparisons::{Failure, exit_code, qemu, spread, write_figures};
 use integration::artefacts::target_dir;
-use integration::beside::{PC_FIRMWARE, qemu_files};
 use integration::debian::{CMDLINE, Debian, says};
 use integration::footprint::{footprint, tracked};
 use integration::lab::LabOptions;
 use integration::limit::Limit;
-use integration::place::TestHost;
 use integration::process::Command;
+use integration::qemu_comparison::{PC_FIRMWARE, qemu_files};
+use integration::test_host::TestHost;
 use serde_json::json;
 
 const LIMIT: Limit = Limit {
@@ -27,10 +28,11 @@ const LIMIT: Limit = Limit {
 };
 const GUEST_MIB: u64 = 768;
 const MAC: &str = "02:00:00:00:00:01";
-/// The guest's address by that, on the lab's side of its tap device, and the lab's on the guest's.
+/// Address of the guest that follows from its MAC address, with the lab's tap device as scope, and
+/// address of the lab.
 const GUEST: &str = "fe80::ff:fe00:1%pvtap0";
 const LAB: &str = "fe80::ff:fe00:fe";
-/// The lab's network, statistics, and the image's programs.
+/// Script that prepares the lab: network, KVM statistics, and the programs of the image.
 const SET_UP: &str = "mount -t debugfs none /sys/kernel/debug; \
     tunctl -t pvtap0 >/dev/null && ip link set pvtap0 address 02:00:00:00:00:fe && ip link set pvtap0 up && \
     mkdir -p /debian && mount -o ro DISK /debian && mount -t proc proc /debian/proc && \
@@ -38,7 +40,8 @@ const SET_UP: &str = "mount -t debugfs none /sys/kernel/debug; \
     (chroot /debian iperf3 -s >/dev/null 2>&1 &) && truncate -s 256M /tmp/data.img && \
     dd if=/dev/zero of=/tmp/data.img bs=1M count=256 conv=notrunc 2>/dev/null";
 
-/// What the guest measures, each as a line `NAME VALUE I/OS`, where those of a network are MB.
+/// Script of the guest. Prints a line `NAME VALUE I/OS` for each load; I/OS are megabytes for
+/// network loads.
 const MEASURE: &str = r#"
 disk() {
 	echo "begin $1"
@@ -61,7 +64,7 @@ net receive -R
 echo begin end
 "#;
 
-/// A row of the table: name of the figure, its words, its unit, and whether more is better.
+/// A row of the table: name, label, unit, and `true` if larger values are better.
 const ROWS: [(&str, &str, &str, bool); 18] = [
     ("login", "exec to login", "s", false),
     ("rss", "resident memory beyond the guest's", "MB", false),
@@ -100,24 +103,24 @@ const ROWS: [(&str, &str, &str, bool); 18] = [
 
 type Figures = BTreeMap<String, f64>;
 
-/// The Debian image under Perfvisor and under QEMU, by turns, in the lab.
+/// Compares the Debian image under Perfvisor and under QEMU, alternately in the lab.
 #[derive(clap::Parser)]
 #[command(name = "compare-disk")]
 struct Options {
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = value_parser!(u8).range(1..=9))]
     rounds: u8,
-    /// How long each load lasts
+    /// Set the duration of each load, in seconds
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = value_parser!(u32).range(1..=600))]
     seconds: u32,
-    /// How long the lab's KVM waits awake for a halted vCPU
+    /// Set the time that the lab's KVM polls for a halted vCPU, in nanoseconds
     #[arg(long, value_name = "NS", value_parser = value_parser!(u32).range(..=1_000_000))]
     halt_poll_ns: Option<u32>,
-    /// A third VM by turns: Perfvisor with these arguments as well, as in "--halt-poll-ns host"
+    /// Also measure Perfvisor with these additional arguments, for example "--halt-poll-ns host"
     #[arg(long, value_name = "ARGUMENTS", allow_hyphen_values = true)]
     also: Option<String>,
 }
 
-/// Who has its turn, in this order.
+/// The compared VMMs, in order.
 const OURS: &str = "Perfvisor";
 const THEIRS: &str = "QEMU";
 
@@ -133,7 +136,8 @@ fn compare(asked: &Options) -> Result<bool, Failure> {
         .chain(also.as_deref())
         .chain([THEIRS])
         .collect();
-    // The last one has the lab's programs; each is a function of the lab's PCI bus.
+    // The last disk contains the programs of the lab. Each disk is a function of the PCI bus of the
+    // lab.
     let disks = u8::try_from(ways.len())? * rounds + 1;
     if disks > 22 {
         return Err("that is more disks than the lab has room for; at most 7 rounds with --also".into());
@@ -200,7 +204,7 @@ fn compare(asked: &Options) -> Result<bool, Failure> {
     Ok(true)
 }
 
-/// The same machine under QEMU.
+/// Returns the command of the same machine under QEMU.
 fn qemu_command(debian: &Debian, disk: usize) -> Command {
     let drive = |name: &str, file: &str| format!("file={file},format=raw,if=none,id={name}");
     qemu("pc", GUEST_MIB, &debian.kernel, &debian.initrd, CMDLINE)
@@ -227,13 +231,13 @@ fn qemu_command(debian: &Debian, disk: usize) -> Command {
         .args(["-device", "virtio-rng-pci"])
 }
 
-/// One VM from its start to the end of what it measures.
+/// Runs one VM from its start to the end of its measurements.
 fn turn(place: &TestHost, command: &Command) -> Result<Figures, Failure> {
     let started = Instant::now();
     let mut vm = place.start(&tracked(place, command))?;
     says(&vm, "login:", LIMIT)?;
     let mut figures = Figures::from([("login".to_owned(), started.elapsed().as_secs_f64())]);
-    // Until it answers, as a user would; then what the VM holds is what it holds in use.
+    // The memory of the VMM is measured in use, after the guest has responded to a user.
     let ssh = "chroot /debian ssh -i /tmp/key -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR";
     let ready = format!(
         "until {ssh} -o ConnectTimeout=5 root@{GUEST} systemctl is-system-running --wait; do sleep 1; done"
@@ -242,7 +246,7 @@ fn turn(place: &TestHost, command: &Command) -> Result<Figures, Failure> {
     let held = footprint(place, GUEST_MIB)?;
     figures.insert("rss".to_owned(), held.rss_kib as f64 / 1024.0);
     figures.insert("anonymous".to_owned(), held.anonymous_kib as f64 / 1024.0);
-    // KVM's statistics are read as each line comes.
+    // Reads KVM's statistics at each line.
     let measure = format!(
         "{ssh} root@{GUEST} sh </tmp/measure 2>&1 | while read -r line; do echo \"$line $(cd /sys/kernel/debug/kvm; echo $(cat exits halt_exits))\"; done"
     );
@@ -279,8 +283,8 @@ fn turn(place: &TestHost, command: &Command) -> Result<Figures, Failure> {
     Ok(figures)
 }
 
-/// The table, in Markdown: medians, with the least and the most of the turns.
-/// "Better" compares the first way with QEMU.
+/// Returns a Markdown table of medians with minimum and maximum. "Better" compares the first VMM
+/// with QEMU.
 fn table(all: &BTreeMap<&str, Vec<Figures>>, ways: &[&str]) -> String {
     let mut out = format!(
         "| | {} | better |\n|---|{}---|\n",

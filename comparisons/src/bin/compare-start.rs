@@ -1,7 +1,9 @@
-//! `make compare-start`: a small Linux guest under Perfvisor and under QEMU's microvm and pc, by turns, in
-//! one lab: how long it takes to its init, and what the VMM holds then.
+//! Compares the start of a small Linux guest under Perfvisor and under QEMU's microvm and pc
+//! machines, alternately in one lab: the time until the guest's init runs, and the memory of the
+//! VMM at that point (`make compare-start`).
 //!
-//! Same kernel, initrd, command line, memory and vCPUs. Prints a table of medians, and writes all figures.
+//! Kernel, initrd, command line, memory and vCPUs are the same. Prints a table of medians and
+//! writes all values to a file.
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -9,23 +11,24 @@ use std::time::Instant;
 
 use clap::{Parser, value_parser};
 use comparisons::{Failure, exit_code, lab, qemu, spread, write_figures};
-use integration::beside::{MICROVM_FIRMWARE, PC_FIRMWARE, qemu_files};
 use integration::debian::says;
 use integration::footprint::{footprint, tracked};
 use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
 use integration::limit::Limit;
-use integration::place::TestHost;
 use integration::process::Command;
+use integration::qemu_comparison::{MICROVM_FIRMWARE, PC_FIRMWARE, qemu_files};
+use integration::test_host::TestHost;
 use serde_json::json;
 
 const GUEST_MIB: u32 = 256;
-/// It has nothing to do; it is looked at and killed.
+/// Script of the guest, which idles until the VM is killed.
 const SCRIPT: &str = "sleep 100000";
-/// What its init prints as soon as it runs.
+/// First output of the guest's init.
 const INIT: &str = "@@pv boot";
 
-/// How long a Linux guest takes to its init under Perfvisor and under QEMU, by turns, in the lab.
+/// Compares the time until a Linux guest's init runs under Perfvisor and under QEMU, alternately in
+/// the lab.
 #[derive(clap::Parser)]
 #[command(name = "compare-start")]
 struct Options {
@@ -33,14 +36,14 @@ struct Options {
     rounds: u32,
 }
 
-/// What one start showed.
+/// Results of one start.
 #[derive(Debug, Clone, Copy, serde::Serialize)]
 struct Start {
-    /// From exec to the init's first line, by the clock of this machine.
+    /// Time from exec to the first line of init, in seconds of this machine's clock.
     init_s: f64,
-    /// Resident memory beyond the guest's.
+    /// Resident memory in addition to guest memory, in KiB.
     rss_kib: u64,
-    /// What of it is no page of a file.
+    /// Part of this memory that is not backed by files, in KiB.
     anonymous_kib: u64,
 }
 
@@ -50,7 +53,7 @@ fn main() -> ExitCode {
 
 fn compare(rounds: u32) -> Result<bool, Failure> {
     let mut files = qemu_files(&PC_FIRMWARE)?;
-    // Both machines use one of them.
+    // Some firmware files are used by both machines.
     for file in MICROVM_FIRMWARE {
         let name = file.trim_start_matches('/').to_owned();
         if files.iter().all(|(other, _)| *other != name) {
@@ -108,7 +111,7 @@ fn compare(rounds: u32) -> Result<bool, Failure> {
     Ok(true)
 }
 
-/// The guest of `perfvisor` under QEMU's `machine`.
+/// Returns the command that runs the guest of `perfvisor` under QEMU with `machine`.
 fn of_qemu(perfvisor: &Command, machine: &str) -> Result<Command, Failure> {
     let value = |flag: &str| {
         let mut words = perfvisor.argv.iter().skip_while(|word| *word != flag);
@@ -119,7 +122,7 @@ fn of_qemu(perfvisor: &Command, machine: &str) -> Result<Command, Failure> {
     Ok(qemu(machine, GUEST_MIB.into(), kernel, initrd, value("--cmdline")?).args(["-smp", "1"]))
 }
 
-/// One VM from its start to its init.
+/// Runs one VM until its init runs.
 fn turn(place: &TestHost, command: &Command) -> Result<Start, Failure> {
     let started = Instant::now();
     let mut vm = place.start(&tracked(place, command))?;

@@ -1,9 +1,9 @@
-//! `make compare`: Perfvisor's vPMU beside KVM's own, in the same place, by turns.
+//! Compares Perfvisor's vPMU with KVM's own (`make compare`).
 //!
-//! KVM's own vPMU needs a host PMU, and a Perfvisor guest has one: ours. So a Linux guest runs in the lab,
-//! and in it, with `--nested`, a second Linux guest: in one turn with `--backing hardware`, in the next with
-//! `--backing kvm`. What is measured there are exits, which are what a vPMU costs, and how right the guest's
-//! perf is. `docs/measurements.md` has the table.
+//! KVM's own vPMU needs a host PMU, which a Perfvisor guest has. A Linux guest with `--nested`
+//! therefore runs in the lab, and starts a second Linux guest alternately with `--backing hardware`
+//! and `--backing kvm`. The comparison measures the number of exits, which determines the cost of a
+//! vPMU, and the accuracy of perf in the guest. `docs/measurements.md` has the results.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -17,29 +17,31 @@ use integration::artefacts;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
 use integration::limit::Limit;
-use integration::place::{TestHost, TestHostError};
+use integration::test_host::{TestHost, TestHostError};
 use serde_json::{Value, json};
 
-/// For a machine that does other things too: an exit of the inner guest costs half a millisecond and more.
+/// Limits for a loaded machine, on which an exit of the inner guest can take more than half a
+/// millisecond.
 const LIMIT: Limit = Limit {
     silent: Duration::from_secs(3000),
     overall: Duration::from_secs(4 * 3600),
     ..Limit::GENEROUS
 };
-/// What an exit costs on silicon, for the projection.
+/// Assumed cost of an exit on hardware, for the projection, in microseconds.
 const EXIT_US: f64 = 1.5;
-/// Counters of the guest's PMU, so many events are sampled at a time.
+/// Number of counters of the guest's PMU, which limits the number of events that are sampled at the
+/// same time.
 const COUNTERS: f64 = 6.0;
-/// How often perf samples in the projection, for each event that is on.
+/// Sampling frequency of each active event in the projection, in Hz.
 const HZ: f64 = 1000.0;
-/// How long a turn of events that share counters lasts in the inner guest, in ms.
+/// Multiplexing interval in the inner guest, in milliseconds.
 const TURN_MS: f64 = 250.0;
-/// The kernel's own interval of turns, for the projection.
+/// The kernel's default multiplexing interval, for the projection, in milliseconds.
 const KERNEL_TURN_MS: f64 = 4.0;
-/// The two ways.
+/// Values of `--backing` that are compared.
 const WAYS: [&str; 2] = ["hardware", "kvm"];
-/// What the inner guest runs. Each phase is announced, and `sleep` lets the host read KVM's statistics before
-/// it begins. The work is the same in all.
+/// Script of the inner guest. Each phase is announced, and `sleep` lets the host read KVM's
+/// statistics before the phase begins. All phases do the same work.
 const INNER: &str = r#"
 phase() {
 	echo "@@phase $1 pmi=$(awk '/PMI:/ {print $2}' /proc/interrupts) ctxt=$(awk '/^ctxt/ {print $2}' /proc/stat)"
@@ -65,7 +67,7 @@ for f in 1 10; do perf script -i /tmp/$f -F comm 2>/dev/null | wc -l | sed "s/^/
 dmesg | sed -n 's/.*tsc: Detected \([0-9.]*\) MHz.*/@@result tsc_mhz \1/p'
 "#;
 
-/// What the outer guest runs: the inner one, and KVM's statistics at each phase.
+/// Script of the outer guest: runs the inner guest and reads KVM's statistics at each phase.
 const OUTER: &str = r#"
 mount -t debugfs none /sys/kernel/debug
 while read -r m; do insmod /lib/modules/$m || exit 1; done </lib/modules/order
@@ -89,23 +91,23 @@ for round in ROUNDS; do
 done
 "#;
 
-/// Perfvisor's vPMU beside KVM's own, by turns, in a guest's guest in the lab.
+/// Compares Perfvisor's vPMU with KVM's own in a nested guest in the lab.
 #[derive(clap::Parser)]
 #[command(name = "compare")]
 struct Options {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = value_parser!(u32).range(1..=20))]
     rounds: u32,
-    /// Turns of the loop that is the work
+    /// Set the number of iterations of the measured loop
     #[arg(long, value_name = "N", default_value_t = 1_500_000_000,
         value_parser = value_parser!(u64).range(1..=1 << 40))]
     work: u64,
-    /// Messages of perf bench sched pipe
+    /// Set the number of messages of perf bench sched pipe
     #[arg(long, value_name = "N", default_value_t = 50,
         value_parser = value_parser!(u32).range(1..=1_000_000))]
     switches: u32,
-    // A PMI takes tens of milliseconds in a guest's guest, and what the first level does for it is counted
-    // with it: with a shorter period than that the guest would do nothing else.
-    /// Cycles between two samples of perf record
+    // In a nested guest a PMI takes tens of milliseconds, including the work of the first level. A
+    // shorter period would leave no time for the guest.
+    /// Set the sampling period of perf record, in cycles
     #[arg(long, value_name = "N", default_value_t = 1_000_000_000,
         value_parser = value_parser!(u64).range(1..=1 << 40))]
     period: u64,
@@ -152,26 +154,29 @@ fn compare(options: &Options) -> Result<bool, Failure> {
     Ok(true)
 }
 
-/// What one turn of one way came to.
+/// Results of one round with one backing.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Figures {
-    /// With one event, and with ten that take turns; less those of the same events with a period that is
-    /// never reached, in as much time. Not a number where there is no figure, as in the two that follow.
+    /// Exits per PMI with one event and with ten multiplexed events, minus the exits of the same
+    /// events with a period that is never reached, scaled to the same time. NaN if not measurable,
+    /// like the next two fields.
     exits_per_pmi: [f64; 2],
-    /// By ten events that take turns, for each turn.
+    /// Exits per multiplexing interval of ten events.
     exits_per_turn: f64,
     exits_per_switch: f64,
-    /// With one event and with ten: the guest's CPU time over that of the same work alone, less one.
+    /// Relative increase of CPU time with one event and with ten, compared with the same work
+    /// alone.
     slowdown: [f64; 2],
-    /// PMIs of the same.
+    /// PMIs with one event and with ten.
     pmis: [f64; 2],
-    /// `cycles:u` over CPU time and the TSC's frequency, less one.
+    /// Relative error of `cycles:u`, compared with CPU time times the TSC frequency.
     count_error: f64,
-    /// The worst and the mean of ten events that take turns, likewise.
+    /// Relative errors of ten multiplexed events: that of the event farthest from the mean, and the
+    /// mean.
     mux_error: [f64; 2],
 }
 
-/// What there was at the beginning of a phase.
+/// Counts at the start of a phase.
 #[derive(Debug, Clone, Copy, Default)]
 struct Mark {
     pmis: f64,
@@ -180,8 +185,8 @@ struct Mark {
     up_seconds: f64,
 }
 
-/// A cost, if that is what it is: where the rest of the guest took more than what was looked for, there is no
-/// figure.
+/// Returns `value` if it is a valid cost. Returns NaN if it is not positive, because then the
+/// variation of the rest of the guest exceeds the measured cost.
 fn cost(value: f64) -> f64 {
     if value.is_finite() && value > 0.0 {
         value
@@ -190,13 +195,14 @@ fn cost(value: f64) -> f64 {
     }
 }
 
-/// The number after `key=` among words.
+/// Returns the number after `key=`.
 fn field(line: &str, key: &str) -> Option<f64> {
     line.split_whitespace()
         .find_map(|word| word.strip_prefix(key)?.strip_prefix('=')?.parse().ok())
 }
 
-/// The inner guest's lines with KVM's statistics behind them; `None` if one is missing.
+/// Parses the inner guest's lines, which end with KVM's statistics. Returns `None` if one is
+/// missing.
 fn figures(text: &str) -> Option<Figures> {
     let mut marks: Vec<(&str, Mark)> = Vec::new();
     let mut seconds: BTreeMap<&str, f64> = BTreeMap::new();
@@ -217,7 +223,7 @@ fn figures(text: &str) -> Option<Figures> {
             let csv = || value.split(',').next()?.parse::<f64>().ok();
             match name {
                 "counted" => counted = csv(),
-                // An event that never got a turn has no count: it is no figure.
+                // An event that was never scheduled has no count.
                 "turn" => turns.push(csv()?),
                 "tsc_mhz" => tsc_hz = value.parse::<f64>().ok().map(|mhz| mhz * 1e6),
                 _ => {
@@ -231,7 +237,7 @@ fn figures(text: &str) -> Option<Figures> {
             }
         }
     }
-    // How much a phase added.
+    // Increase during a phase.
     let during = |name: &str, of: fn(&Mark) -> f64| {
         let at = marks.iter().position(|(phase, _)| *phase == name)?;
         Some(of(&marks.get(at + 1)?.1) - of(&marks[at].1))
@@ -240,7 +246,7 @@ fn figures(text: &str) -> Option<Figures> {
     let pmis = |name| during(name, |mark| mark.pmis);
     let cpu = |name| seconds.get(name).copied().filter(|cpu| *cpu > 0.0);
     let long = |name| during(name, |mark| mark.up_seconds).filter(|seconds| *seconds > 0.0);
-    // The phase without what is looked for may have been shorter or longer.
+    // The reference phase may have another duration.
     let more = |name, without| Some(exits(name)? - exits(without)? * long(name)? / long(without)?);
     let turns_of = |name| lasted.get(name).map(|long| long * 1e3 / TURN_MS);
     let slowdown = |name| Some(cpu(name)? / cpu("alone")? - 1.0);
@@ -262,12 +268,11 @@ fn figures(text: &str) -> Option<Figures> {
         count_error: error(counted?, "count")?,
         mux_error: [error(worst, "mux")?, error(mean, "mux")?],
     };
-    // Without an interrupt there is nothing by which to divide.
+    // Without a PMI the exits per PMI are undefined.
     all.pmis.iter().all(|n| *n >= 1.0).then_some(all)
 }
 
-/// A row of the table: its words, what it takes of a turn, its unit, and what it would be at the price of an
-/// exit on silicon.
+/// A row of the table: label, value, unit, and projection to the cost of an exit on hardware.
 type Measure = (
     &'static str,
     fn(&Figures) -> f64,
@@ -334,7 +339,7 @@ const MEASURES: [Measure; 11] = [
     ),
 ];
 
-/// A figure with its unit; a dash where there is none.
+/// Formats a value with its unit; a dash for NaN.
 fn shown(value: f64, unit: &str) -> String {
     if value.is_nan() {
         "-".to_owned()
@@ -343,19 +348,19 @@ fn shown(value: f64, unit: &str) -> String {
     }
 }
 
-/// What so many exits would take on silicon.
+/// Formats the projected time of this number of exits on hardware.
 fn at_price(exits: f64) -> String {
     shown(exits * EXIT_US, " µs")
 }
 
-/// What the exits of `events` that are sampled a thousand times a second cost, and of turns in the kernel's
-/// interval, each at its price on silicon.
+/// Formats the projected slowdown of `events` sampled at [`HZ`] and multiplexed with the kernel's
+/// interval.
 fn slowed(exits_per_pmi: f64, events: f64, exits_per_turn: f64) -> String {
     let a_second = exits_per_pmi * events * HZ + exits_per_turn * 1e3 / KERNEL_TURN_MS;
     shown(a_second * EXIT_US / 1e6 * 100.0, " %")
 }
 
-/// Of the turns that gave a figure.
+/// Returns the median of the values that are not NaN.
 fn median(values: Vec<f64>) -> f64 {
     spread(values)[1]
 }
@@ -429,7 +434,7 @@ fn measure(options: &Options, place: &TestHost) -> Result<GuestRun, TestHostErro
         .replace("SWITCHES", &options.switches.to_string());
     let rounds: Vec<String> = (1..=options.rounds).map(|n| n.to_string()).collect();
     let outer = OUTER.replace("ROUNDS", &rounds.join(" "));
-    // The inner guest's script is a file of its initrd.
+    // The initrd contains the inner guest's script.
     let mut initrd = read(&images.initrd)?;
     initrd.extend(script_archive(&inner).map_err(|error| TestHostError::File {
         path: "scripts/compare".into(),
@@ -441,7 +446,7 @@ fn measure(options: &Options, place: &TestHost) -> Result<GuestRun, TestHostErro
         .file("inner/vmlinux", 0o644, read(&images.vmlinux)?)
         .file("inner/initrd", 0o644, initrd)
         .memory_mib(1400)
-        // The watchdog of the first level would hold one of the counters.
+        // The watchdog of the first level would use one of the counters.
         .cmdline("nowatchdog")
         .script(outer)
         .args(["--nested", "--stats"])
@@ -450,7 +455,7 @@ fn measure(options: &Options, place: &TestHost) -> Result<GuestRun, TestHostErro
 }
 
 fn script_archive(script: &str) -> std::io::Result<Vec<u8>> {
-    let mut archive = guest_images::cpio::Archive::new(Vec::new());
+    let mut archive = guest_images::cpio::CpioArchive::new(Vec::new());
     archive.file("scripts/compare", 0o644, script.as_bytes())?;
     archive.finish()
 }
@@ -488,8 +493,8 @@ mod tests {
                 @@result tsc_mhz 1000.0 exits=1 up=1\n"
     }
 
-    /// Exits are those of a phase less those of the same without samples, and each figure is divided by its
-    /// own.
+    /// Exits are the difference between a phase and its reference phase, and each value is divided
+    /// by the count of its own phase.
     #[test]
     fn figures_are_differences_of_phases() {
         let f = figures(&text()).unwrap();
@@ -511,12 +516,12 @@ mod tests {
         );
     }
 
-    /// What the rest of the guest takes in a longer phase is no cost of what is measured, and never a
-    /// negative one.
+    /// Exits of the reference phase are scaled to the duration of the measured phase. Negative
+    /// results count as not measurable.
     #[test]
     fn phases_without_the_measured_are_scaled_to_the_time_of_those_with_it() {
         let longer = text().replace("exits=200 up=10", "exits=200 up=-10");
-        // 60 exits in 30 seconds, and in ten 1,260 beside 100 PMIs.
+        // 60 exits in 30 seconds, and 1,260 with 100 PMIs in 10 seconds.
         assert_eq!(
             figures(&longer).unwrap().exits_per_pmi[0],
             (1260.0 - 20.0) / 100.0
@@ -528,7 +533,7 @@ mod tests {
 
     /// A figure that was not measured is `None`, not zero.
     #[test]
-    fn a_missing_line_gives_no_figures() {
+    fn missing_line_gives_no_figures() {
         for word in [
             "@@phase end",
             "@@result counted",

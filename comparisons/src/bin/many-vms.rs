@@ -1,11 +1,11 @@
-//! What a guest costs beside others: one host, some VMs, each with four counters on, while the operator
-//! scrapes all of them once a second and records all.
+//! Measures the cost of a guest on a host with several VMs, each with four active counters, while
+//! the operator scrapes all of them once a second and records all.
 //!
-//! Every guest does the same piece of work. Its price is the CPU time of its VM's threads, from the first
-//! line of the work to its last, over what the guest had of it by its own count: the clock behind its
-//! counters leaves out what is done for it outside. So it does not matter how long it waited for a processor,
-//! nor how fast that was just then. The numbers of VMs take turns, each with an operator and with none: what
-//! a guest among many costs without anybody who looks is the host's, and the VM's own.
+//! Every guest does the same work. The cost is the CPU time of the VM's threads during the work,
+//! divided by the guest's own CPU time according to its counters, whose clock excludes the work of
+//! the VMM. The result therefore depends neither on waiting for a processor nor on its speed. Each
+//! number of VMs is measured with and without an operator; the latter shows the cost of the host
+//! and of the VM itself.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -20,44 +20,45 @@ use clap::{Parser, value_parser};
 use comparisons::{Failure, spread};
 use integration::artefacts::beside;
 
-/// What the last number of VMs may cost more than the first, for each guest: what the project promises.
+/// Maximum cost per guest with the largest number of VMs, relative to the smallest: the target of
+/// the project.
 const MOST_MORE: f64 = 1.10;
-/// Four events of an AMD model at CPL 3: cycles of the vCPU's clock, which this host need not have a PMU for.
+/// Four events of an AMD model at CPL 3: cycles of the vCPU's clock, which need no host PMU.
 const COUNTERS: &str = "c=0x10076 c=0x10076 c=0x10076 c=0x10076";
 
-/// What a guest costs, alone and beside others, with four counters on, under an exporter and record --all.
+/// Measures the cost of a guest, alone and with others, with four active counters, an exporter and
+/// record --all.
 #[derive(clap::Parser)]
 #[command(name = "many-vms")]
 struct Options {
-    /// The program that is measured
+    /// Use this perfvisor binary
     #[arg(long, value_name = "FILE", default_value_os_t = beside("perfvisor"))]
     perfvisor: PathBuf,
-    /// Numbers of VMs, by turns
+    /// Measure these numbers of VMs, alternately
     #[arg(long, value_name = "N,N,...", value_delimiter = ',', default_values_t = [1, 2, 10, 50],
         value_parser = value_parser!(u8).range(1..=200))]
     vms: Vec<u8>,
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = value_parser!(u8).range(1..=200))]
     rounds: u8,
-    /// Turns of the loop that is the work
+    /// Set the number of iterations of the measured loop
     #[arg(long, value_name = "N", default_value_t = 3_000_000_000,
         value_parser = value_parser!(u64).range(1..=1 << 40))]
     work: u64,
-    /// Where the figures go, too
+    /// Also write the results to this file, as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
 
-/// What one turn of one number of VMs measured.
+/// Results of one round with one number of VMs.
 #[derive(Clone, Copy)]
 struct Turn {
-    /// CPU time of a VM's process for the work, the median of all, s.
+    /// Median CPU time of a VM's process for the work, in seconds.
     guest_s: f64,
-    /// That over the guest's own time, the median of all.
+    /// Median ratio of this time to the guest's own CPU time.
     over_own: f64,
-    /// What is beyond its own time, for each second that passed, in parts of a processor.
+    /// CPU time in excess of the guest's own time per second, as a fraction of one CPU.
     beyond: f64,
-    /// CPU time of the exporter and of the recorder for each VM and second that passed, in parts of a
-    /// processor.
+    /// CPU time of the exporter and of the recorder per VM and second, as a fraction of one CPU.
     exporter: f64,
     recorder: f64,
     scrapes: u64,
@@ -73,7 +74,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// CPU time of all threads of a process that are there, s, to the nanosecond (/proc/PID/task/TID/schedstat).
+/// Returns the CPU time of all current threads of a process, in seconds
+/// (/proc/PID/task/TID/schedstat).
 fn cpu_s(pid: u32) -> f64 {
     let tasks = fs::read_dir(format!("/proc/{pid}/task"))
         .into_iter()
@@ -90,7 +92,7 @@ fn median(all: Vec<f64>) -> f64 {
     spread(all)[1]
 }
 
-/// A process with lines in and out, ended with this.
+/// A child process with line-based input and output. Killed on drop.
 struct Talker {
     child: Child,
     stdin: ChildStdin,
@@ -110,7 +112,7 @@ impl Talker {
         Ok(self.stdin.flush()?)
     }
 
-    /// Waits for a line with these words.
+    /// Waits for a line that contains these words.
     fn hear(&mut self, words: &str) -> Result<String, Failure> {
         loop {
             let mut line = String::new();
@@ -135,7 +137,7 @@ impl Drop for Talker {
     }
 }
 
-/// A process of the operator's, ended with this.
+/// An operator's process. Killed on drop.
 struct Operator(Child);
 
 impl Drop for Operator {
@@ -145,8 +147,8 @@ impl Drop for Operator {
     }
 }
 
-/// CPU seconds of each of these for their piece of work, all at once: `begin` sets one off, `end` waits for
-/// it.
+/// Runs the work of all guests concurrently and returns the CPU seconds of each. `begin` starts the
+/// work of one guest, `end` waits for it.
 fn all_at_once(
     all: Vec<Talker>,
     begin: impl Fn(&mut Talker) -> Result<(), Failure>,
@@ -157,8 +159,7 @@ fn all_at_once(
     for one in &mut all {
         begin(one)?;
     }
-    // Each is waited for by a thread of its own: the time is taken when it has ended, not when its turn
-    // comes.
+    // One thread waits for each guest, so that its time is taken at its own end.
     let waiting: Vec<_> = all
         .into_iter()
         .zip(before)
@@ -180,7 +181,7 @@ fn all_at_once(
     Ok((times, back))
 }
 
-/// Asks the exporter for all VMs' metrics once a second until told to stop.
+/// Scrapes the metrics of all VMs once a second until `stop` is set.
 fn scrape(socket: PathBuf, stop: Arc<AtomicBool>, done: Arc<AtomicU64>) {
     while !stop.load(Ordering::Relaxed) {
         let asked = UnixStream::connect(&socket).and_then(|mut stream| {
@@ -196,7 +197,7 @@ fn scrape(socket: PathBuf, stop: Arc<AtomicBool>, done: Arc<AtomicU64>) {
     }
 }
 
-/// The program with `arguments`, whose sockets are in `place`.
+/// Returns the command with `arguments` that uses the sockets in `place`.
 fn perfvisor(options: &Options, place: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(&options.perfvisor);
     command
@@ -206,7 +207,8 @@ fn perfvisor(options: &Options, place: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// So many VMs whose guests are ready for their piece of work, and the frequency of their time stamp counter.
+/// Starts `vms` VMs and waits until their guests are ready. Returns them with the frequency of
+/// their TSC.
 fn guests(options: &Options, vms: usize, place: &Path) -> Result<(Vec<Talker>, f64), Failure> {
     let mut guests = Vec::new();
     let mut tsc_hz = 0.0;
@@ -238,14 +240,14 @@ fn guests(options: &Options, vms: usize, place: &Path) -> Result<(Vec<Talker>, f
     Ok((guests, tsc_hz))
 }
 
-/// A command that runs beside the guests.
+/// Starts an operator command that runs during the measurement.
 fn operator(options: &Options, place: &Path, arguments: &[&str]) -> Result<Operator, Failure> {
     let mut command = perfvisor(options, place, arguments);
     Ok(Operator(command.stdout(Stdio::null()).spawn()?))
 }
 
-/// What guests counted in their work, beside the CPU seconds that each took for it: over its own time, and
-/// beyond it as a share of one CPU for each VM in `passed` seconds.
+/// Returns the median ratio of VM to guest CPU time, and the excess CPU time per VM as a fraction
+/// of one CPU over `passed` seconds.
 fn over_and_beyond(
     guests: &mut [Talker],
     guest_s: &[f64],
@@ -266,8 +268,7 @@ fn over_and_beyond(
     Ok((median(over_own), median(beyond)))
 }
 
-/// So many VMs work at once, and nobody looks: CPU time of a guest's work over the guest's own, the median of
-/// all.
+/// Measures `vms` VMs without an operator. Returns the median ratio of VM to guest CPU time.
 fn turn_unobserved(options: &Options, vms: usize, place: &Path) -> Result<f64, Failure> {
     let (guests, tsc_hz) = guests(options, vms, place)?;
     let began = Instant::now();
@@ -276,7 +277,7 @@ fn turn_unobserved(options: &Options, vms: usize, place: &Path) -> Result<f64, F
     Ok(over_and_beyond(&mut guests, &guest_s, tsc_hz, passed)?.0)
 }
 
-/// One measurement: so many VMs work at once, while all are scraped and recorded.
+/// Measures `vms` VMs while all are scraped and recorded.
 fn turn(options: &Options, vms: usize, place: &Path) -> Result<Turn, Failure> {
     let (guests, tsc_hz) = guests(options, vms, place)?;
     let socket = place.join("exporter");

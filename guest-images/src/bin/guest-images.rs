@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use guest_images::linux::{KernelChoice, ensure};
-use guest_images::progress::Progress;
+use guest_images::progress::ProgressLog;
 
 const USAGE: &str = "\
 usage: guest-images [--target-dir DIR] [--refresh] [KERNEL...]
@@ -39,7 +39,7 @@ fn main() -> ExitCode {
         choices.push(KernelChoice::default());
     }
     for choice in &choices {
-        let progress = Progress::new("guest");
+        let progress = ProgressLog::new("guest");
         match ensure(&target_dir, choice, refresh, &progress) {
             Ok(images) => report(&images),
             Err(error) => {

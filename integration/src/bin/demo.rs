@@ -9,7 +9,7 @@ use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
 use integration::limit::Limit;
 use integration::parse::{parse_report, parse_stat, tsc_hz};
-use integration::place::{KvmKind, TestHost, TestHostError, probe_kvm};
+use integration::test_host::{KvmKind, TestHost, TestHostError, probe_kvm};
 
 const LIMIT: Limit = Limit::GENEROUS;
 

@@ -8,12 +8,12 @@ use crate::artefacts::ArtefactError;
 /// Part of Debian's base system.
 pub(super) const SETPRIV: &str = "setpriv";
 
-/// Why the lab is unavailable.
+/// Reason why the lab is unavailable.
 #[derive(Debug, thiserror::Error)]
 pub enum LabError {
     /// The program that starts QEMU and ends it together with this process cannot be executed. QEMU
     /// itself was checked before.
-    #[error("{SETPRIV} cannot be started: it is in the package util-linux")]
+    #[error("cannot start {SETPRIV}; install the package util-linux")]
     Start(#[source] io::Error),
     /// A file for the lab could not be built.
     #[error(transparent)]
@@ -28,7 +28,7 @@ pub enum LabError {
         source: io::Error,
     },
     /// The lab did not boot.
-    #[error("the lab host did not come up: {reason}; its console is in {log}, and ends with:\n{tail}")]
+    #[error("the lab host did not start: {reason}; its console is in {log} and ends with:\n{tail}")]
     Boot {
         /// The event that did not occur.
         reason: String,

@@ -5,18 +5,18 @@ use std::fs::{self, File};
 use std::io::{self, BufWriter, Write as _};
 use std::path::{Path, PathBuf};
 
-use guest_images::cpio::Archive;
+use guest_images::cpio::CpioArchive;
 use guest_images::linux::GuestImages;
 
 use super::options::LabOptions;
-use crate::artefacts::Binaries;
+use crate::artefacts::LabBinaries;
 
 /// Writes the lab's own initrd, followed by an archive with Perfvisor, the agent and the guest.
 pub(super) fn write_initrd(
     path: &Path,
     host: &GuestImages,
     guest: &GuestImages,
-    binaries: &Binaries,
+    binaries: &LabBinaries,
     options: &LabOptions,
 ) -> io::Result<()> {
     let mut out = BufWriter::new(File::create(path)?);
@@ -25,7 +25,7 @@ pub(super) fn write_initrd(
     if options.perf {
         append(&host.perf_cpio)?;
     }
-    let mut archive = Archive::new(out);
+    let mut archive = CpioArchive::new(out);
     // Directories may repeat those of previous archives: the kernel keeps existing directories and
     // only changes their mode.
     for directory in directories(&options.files) {
@@ -99,7 +99,7 @@ fn directories(files: &[(String, PathBuf)]) -> BTreeSet<&str> {
     directories
 }
 
-fn add<W: io::Write>(archive: &mut Archive<W>, name: &str, mode: u32, file: &Path) -> io::Result<()> {
+fn add<W: io::Write>(archive: &mut CpioArchive<W>, name: &str, mode: u32, file: &Path) -> io::Result<()> {
     let data = fs::read(file)
         .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", file.display())))?;
     archive.file(name, mode, &data)

@@ -13,14 +13,14 @@ use super::error::LabError;
 use super::logs::LabLogs;
 use lab_agent::ordered::OutputStream;
 
-use crate::process::Progress;
-use lab_agent::wire::{Ended, Frame, Kind, read_frame, write_frame};
+use crate::process::ProcessProgress;
+use lab_agent::wire::{Frame, FrameKind, ProcessExit, read_frame, write_frame};
 
 /// Timeout of one file transfer.
 const TRANSFER_LIMIT: Duration = Duration::from_secs(900);
 
 /// The connection to the agent, with all requests that wait for an answer.
-pub(super) struct Link {
+pub(super) struct AgentLink {
     stream: Mutex<UnixStream>,
     next_id: AtomicU32,
     waiting: Mutex<PendingRequests>,
@@ -29,7 +29,7 @@ pub(super) struct Link {
 
 #[derive(Default)]
 struct PendingRequests {
-    processes: HashMap<u32, Arc<Progress>>,
+    processes: HashMap<u32, Arc<ProcessProgress>>,
     transfers: HashMap<u32, Transfer>,
     gone: Option<Refusal>,
 }
@@ -86,7 +86,7 @@ impl TransferBuffer {
 #[derive(Clone, Debug)]
 pub(super) struct Refusal(pub(super) String);
 
-impl Link {
+impl AgentLink {
     pub(super) fn new(stream: UnixStream) -> Self {
         Self {
             stream: Mutex::new(stream),
@@ -102,7 +102,7 @@ impl Link {
     }
 
     /// Delivers frames of process `id` to `progress`, or returns why the connection has ended.
-    pub(super) fn report_to(&self, id: u32, progress: &Arc<Progress>) -> Result<(), Refusal> {
+    pub(super) fn report_to(&self, id: u32, progress: &Arc<ProcessProgress>) -> Result<(), Refusal> {
         let mut waiting = self.waiting();
         if let Some(reason) = &waiting.gone {
             return Err(reason.clone());
@@ -120,7 +120,7 @@ impl Link {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn send(&self, kind: Kind, id: u32, payload: &[u8]) -> io::Result<()> {
+    pub(super) fn send(&self, kind: FrameKind, id: u32, payload: &[u8]) -> io::Result<()> {
         let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
         write_frame(&mut *stream, kind, id, payload)
     }
@@ -154,8 +154,8 @@ impl Link {
         let Frame { kind, id, payload } = frame;
         let mut waiting = self.waiting();
         match kind {
-            Kind::Stdout | Kind::Stderr => {
-                let stream = if kind == Kind::Stdout {
+            FrameKind::Stdout | FrameKind::Stderr => {
+                let stream = if kind == FrameKind::Stdout {
                     OutputStream::Stdout
                 } else {
                     OutputStream::Stderr
@@ -167,13 +167,13 @@ impl Link {
                     progress.output(stream, &payload);
                 }
             }
-            Kind::Used => {
+            FrameKind::Used => {
                 if let (Some(progress), Ok(ticks)) = (waiting.processes.get(&id), payload.try_into()) {
                     progress.used(u64::from_le_bytes(ticks));
                 }
             }
-            Kind::Exit => {
-                let ended = serde_json::from_slice(&payload).unwrap_or(Ended {
+            FrameKind::Exit => {
+                let ended = serde_json::from_slice(&payload).unwrap_or(ProcessExit {
                     code: None,
                     signal: None,
                 });
@@ -181,7 +181,7 @@ impl Link {
                     progress.exited(ended);
                 }
             }
-            Kind::Data => {
+            FrameKind::Data => {
                 if let Some(transfer) = waiting.transfers.get_mut(&id) {
                     transfer.take(&payload);
                     if transfer.result.is_some() {
@@ -189,13 +189,13 @@ impl Link {
                     }
                 }
             }
-            Kind::Done => {
+            FrameKind::Done => {
                 if let Some(transfer) = waiting.transfers.get_mut(&id) {
                     transfer.result.get_or_insert(Ok(()));
                     self.answered.notify_all();
                 }
             }
-            Kind::Failed => {
+            FrameKind::Failed => {
                 let message = String::from_utf8_lossy(&payload).into_owned();
                 if let Some(progress) = waiting.processes.remove(&id) {
                     progress.not_started(message);
@@ -205,13 +205,13 @@ impl Link {
                 }
             }
             // Frames for the agent. An agent that sends them is broken; waiting requests time out.
-            Kind::Hello
-            | Kind::Start
-            | Kind::Stdin
-            | Kind::Signal
-            | Kind::Create
-            | Kind::Fetch
-            | Kind::Resize => {}
+            FrameKind::Hello
+            | FrameKind::Start
+            | FrameKind::Stdin
+            | FrameKind::Signal
+            | FrameKind::Create
+            | FrameKind::Fetch
+            | FrameKind::Resize => {}
         }
     }
 

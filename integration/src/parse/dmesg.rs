@@ -72,17 +72,17 @@ pub fn complaints(dmesg: &str) -> Vec<&str> {
         .collect()
 }
 
-/// Why the log of a guest's kernel is rejected.
+/// Reason why the log of a guest's kernel is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum KernelLogError {
     /// The first message is missing.
-    #[error("the kernel's messages do not begin with its version, some are lost: {0:?}")]
+    #[error("kernel messages are missing at the start: {0:?}")]
     Beginning(String),
     /// There are too few messages, or their number is missing.
-    #[error("{0:?} messages of the kernel: not all were read")]
+    #[error("incomplete kernel log: {0:?} messages")]
     Few(String),
     /// The kernel reported problems.
-    #[error("the guest's kernel complains:\n{}", .0.join("\n"))]
+    #[error("errors in the guest's kernel log:\n{}", .0.join("\n"))]
     Complaints(Vec<String>),
 }
 

@@ -22,9 +22,9 @@ pub struct PerfStat {
     pub counts: Vec<StatCount>,
 }
 
-/// Why a count is missing from a `perf stat` output.
+/// Reason why a count is missing from a `perf stat` output.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum StatError {
+pub enum PerfStatError {
     /// The event is not listed.
     #[error("perf stat printed no line for {0}")]
     NoSuchEvent(String),
@@ -37,29 +37,31 @@ impl PerfStat {
     /// Returns the count of an event, summed over all CPUs.
     ///
     /// # Errors
-    /// Returns [`StatError::NoSuchEvent`] or [`StatError::NotCounted`].
-    pub fn value(&self, event: &str) -> Result<f64, StatError> {
+    /// Returns [`PerfStatError::NoSuchEvent`] or [`PerfStatError::NotCounted`].
+    pub fn value(&self, event: &str) -> Result<f64, PerfStatError> {
         let mut sum = None;
         for count in self.counts.iter().filter(|count| count.event == event) {
             let value = count
                 .value
-                .ok_or_else(|| StatError::NotCounted(event.to_owned()))?;
+                .ok_or_else(|| PerfStatError::NotCounted(event.to_owned()))?;
             sum = Some(sum.unwrap_or(0.0) + value);
         }
-        sum.ok_or_else(|| StatError::NoSuchEvent(event.to_owned()))
+        sum.ok_or_else(|| PerfStatError::NoSuchEvent(event.to_owned()))
     }
 
     /// Returns the count of an event on one CPU, from output with `-A`.
     ///
     /// # Errors
     /// Returns the same errors as [`PerfStat::value`].
-    pub fn value_on(&self, event: &str, cpu: u32) -> Result<f64, StatError> {
+    pub fn value_on(&self, event: &str, cpu: u32) -> Result<f64, PerfStatError> {
         let count = self
             .counts
             .iter()
             .find(|count| count.event == event && count.cpu == Some(cpu))
-            .ok_or_else(|| StatError::NoSuchEvent(format!("{event} on CPU {cpu}")))?;
-        count.value.ok_or_else(|| StatError::NotCounted(event.to_owned()))
+            .ok_or_else(|| PerfStatError::NoSuchEvent(format!("{event} on CPU {cpu}")))?;
+        count
+            .value
+            .ok_or_else(|| PerfStatError::NotCounted(event.to_owned()))
     }
 }
 
@@ -162,17 +164,17 @@ fn parse_csv_line(line: &str) -> Option<StatCount> {
     })
 }
 
-/// Why the output of `perf stat -d` is rejected.
+/// Reason why the output of `perf stat -d` is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DetailError {
     /// A line contains a count of 0.
-    #[error("nobody counted this: {0}")]
+    #[error("not counted: {0}")]
     Uncounted(String),
     /// A required event is missing.
-    #[error("perf stat -d shows no {0}")]
+    #[error("perf stat -d does not show {0}")]
     Missing(String),
     /// There are fewer hardware events than a plain `perf stat -d` has on any vendor.
-    #[error("perf stat -d shows {0} hardware events only")]
+    #[error("perf stat -d shows only {0} hardware events")]
     Few(usize),
 }
 
@@ -245,11 +247,11 @@ spin: iterations=234000000 seconds=0.500651 cpu_seconds=0.498840
         assert_eq!(stat.value("cycles:u"), Ok(1_499_012_345.0));
         assert_eq!(
             stat.value("ref-cycles"),
-            Err(StatError::NotCounted("ref-cycles".into()))
+            Err(PerfStatError::NotCounted("ref-cycles".into()))
         );
         assert_eq!(
             stat.value("branches"),
-            Err(StatError::NoSuchEvent("branches".into()))
+            Err(PerfStatError::NoSuchEvent("branches".into()))
         );
         assert_eq!(stat.counts.len(), 4);
     }

@@ -2,7 +2,7 @@
 
 /// The result of a TAP run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Tap {
+pub struct TapReport {
     /// Number of planned tests; `None` without a plan.
     pub planned: Option<usize>,
     /// Reason for skipping all tests, from a plan without tests.
@@ -15,7 +15,7 @@ pub struct Tap {
     pub failed: Vec<String>,
 }
 
-impl Tap {
+impl TapReport {
     /// Returns whether all planned tests ran and none failed.
     pub fn all_passed(&self) -> bool {
         self.failed.is_empty() && self.planned == Some(self.passed.len() + self.skipped.len())
@@ -23,8 +23,8 @@ impl Tap {
 }
 
 /// Parses TAP 13. Skips other lines.
-pub fn parse_tap(text: &str) -> Tap {
-    let mut tap = Tap::default();
+pub fn parse_tap(text: &str) -> TapReport {
+    let mut tap = TapReport::default();
     for line in text.lines() {
         let line = line.trim_end();
         if let Some(plan) = line.strip_prefix("1..") {

@@ -7,8 +7,8 @@ use std::path::Path;
 use integration::artefacts;
 use integration::limit::Limit;
 use integration::measure::skipped;
-use integration::place::{KvmKind, probe_kvm};
 use integration::process::{Command, Output, Process};
+use integration::test_host::{KvmKind, probe_kvm};
 
 use crate::refusal::check_refusal;
 
@@ -35,8 +35,8 @@ fn refused(arguments: &[&str], words: &[&str]) {
 
 #[test]
 fn values_out_of_range_name_the_value_and_the_range() {
-    refused(&["run", "--cpus", "0"], &["'0'", "1 to 64"]);
-    refused(&["run", "--cpus", "65"], &["'65'", "1 to 64"]);
+    refused(&["run", "--cpus", "0"], &["'0'", "between 1 and 64"]);
+    refused(&["run", "--cpus", "65"], &["'65'", "between 1 and 64"]);
     refused(&["run", "--memory", "15M"], &["15M", "16M"]);
     refused(&["run", "--memory", "lots"], &["lots"]);
     refused(
@@ -60,8 +60,11 @@ fn cli_mistakes_are_reported_with_remedy() {
         &["comes first", "perfvisor ctl no-such-vm status"],
     );
     refused(&["ctl", "pause"], &["perfvisor ctl NAME pause"]);
-    refused(&["ctl", "no-such-vm", "vcpus", "-1"], &["'-1'", "1 to 64"]);
-    refused(&["record", "-F", "-1"], &["'-1'", "1 to 2^32 - 1"]);
+    refused(
+        &["ctl", "no-such-vm", "vcpus", "-1"],
+        &["'-1'", "between 1 and 64"],
+    );
+    refused(&["record", "-F", "-1"], &["'-1'", "between 1 and 2^32 - 1"]);
     refused(&["exits", "-i", "-1"], &["'-1'", "above 0"]);
     refused(&["stat", "-e", "cylces"], &["'cylces'", "did you mean 'cycles'?"]);
     refused(&["list", "cylces"], &["'cylces'", "did you mean 'cycles'?"]);
@@ -72,7 +75,7 @@ fn cli_mistakes_are_reported_with_remedy() {
     // perf has no event table for it; without perf, the message says so.
     refused(
         &["list", "vendor", "--cpuid", "Nobodys-1-2-3"],
-        &["vendor's events by name are not known"],
+        &["names of the vendor's events are unavailable"],
     );
     for command in ["report", "annotate", "script"] {
         refused(&[command, "-i", "/no/such/file"], &["/no/such/file"]);
@@ -86,15 +89,15 @@ fn cli_mistakes_are_reported_with_remedy() {
 fn kvm_vpmu_is_rejected_if_missing_or_incompatible() {
     refused(
         &["run", "--backing", "kvm", "--rdpmc", "hwbp"],
-        &["--rdpmc hwbp", "KVM answers"],
+        &["--rdpmc hwbp", "KVM handles RDPMC"],
     );
     refused(
         &["run", "--backing", "kvm", "--pmi-limit", "9"],
-        &["--pmi-limit", "leave"],
+        &["--pmi-limit", "omit"],
     );
     refused(
         &["run", "--backing", "kvm", "--pmi-share", "off"],
-        &["--pmi-share", "leave"],
+        &["--pmi-share", "omit"],
     );
     let check = run(&["check", "--json"]);
     let report: serde_json::Value = serde_json::from_slice(&check.stdout).unwrap();

@@ -1,14 +1,14 @@
-//! Tests that the tests named in docs/reference/vpmu-tests.md (behavior of the virtual PMU) and
-//! docs/faults.md (faults around a VM) exist, and that each register of docs/reference/vpmu.md has
-//! a row.
+//! Tests that the tests named in vpmu/tests/inventory.md (behavior of the virtual PMU) and
+//! integration/tests/faults.md (faults around a VM) exist, and that each register of
+//! docs/reference/vpmu.md has a row.
 
 use std::collections::BTreeSet;
 use std::fs;
 
 use integration::artefacts::workspace;
 
-const PAGE: &str = "docs/reference/vpmu-tests.md";
-const FAULTS: &str = "docs/faults.md";
+const PAGE: &str = "vpmu/tests/inventory.md";
+const FAULTS: &str = "integration/tests/faults.md";
 
 fn read(path: &str) -> String {
     fs::read_to_string(workspace().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))

@@ -1,5 +1,5 @@
-//! Tests that KVM system calls are made only in `vmm/vmm/src/kvm`, where each has an owning type and an
-//! error that names it.
+//! Tests that KVM system calls are made only in `vmm/vmm/src/kvm`, where each has an owning type
+//! and an error that names it.
 
 use std::process::Command;
 

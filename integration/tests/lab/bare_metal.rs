@@ -4,8 +4,8 @@ use integration::lease::{LeaseAccess, TestHostLease};
 use integration::limit::Limit;
 use integration::measure::{measured_in_parts, skipped};
 use integration::parse::parse_tap;
-use integration::place::{KvmKind, TestHost, probe_kvm};
 use integration::process::{Command, Output};
+use integration::test_host::{KvmKind, TestHost, probe_kvm};
 
 const LIMIT: Limit = Limit::GENEROUS;
 
@@ -121,12 +121,12 @@ fn the_vpmu_test_kernel_passes(place: &TestHost) {
 }
 
 #[test]
-fn the_built_in_guest_sees_what_it_expects_here() {
+fn built_in_guest_sees_what_it_expects_here() {
     the_built_in_guest_sees_what_it_expects(&here());
 }
 
 #[test]
-fn the_vpmu_test_kernel_passes_here() {
+fn vpmu_test_kernel_passes_here() {
     the_vpmu_test_kernel_passes(&here());
 }
 
@@ -142,7 +142,7 @@ fn builtin_guest_passes_on_hardware_kvm() {
 }
 
 #[test]
-fn the_vpmu_test_kernel_passes_on_a_real_kvm() {
+fn vpmu_test_kernel_passes_on_a_real_kvm() {
     if probe_kvm() == KvmKind::Hardware {
         return skipped("this machine's own KVM is a real one, and was tested", false);
     }

@@ -3,8 +3,8 @@
 
 use integration::lease::LeaseAccess;
 use integration::limit::Limit;
-use integration::place::TestHost;
 use integration::process::Command;
+use integration::test_host::TestHost;
 
 use crate::refusal::check_refusal;
 
@@ -38,7 +38,7 @@ fn unusable_hosts_are_reported_with_remedy() {
         "mode=$(stat -c %a /dev/kvm); chmod 600 /dev/kvm; echo 'nobody:x:99:99::/:/bin/sh' >>/etc/passwd; \
          su -s /bin/sh nobody -c 'perfvisor run'; s=$?; chmod $mode /dev/kvm; sed -i /^nobody:/d /etc/passwd; exit $s",
     );
-    check_refusal(&output, "no permission", &["/dev/kvm", "permission"]);
+    check_refusal(&output, "permission denied", &["/dev/kvm", "permission"]);
     let output = run("mv /dev/kvm /dev/away; perfvisor run; s=$?; mv /dev/away /dev/kvm; exit $s");
     check_refusal(&output, "no /dev/kvm", &["/dev/kvm"]);
 }

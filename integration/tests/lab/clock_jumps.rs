@@ -4,8 +4,8 @@
 use integration::lab::LabOptions;
 use integration::lease::LeaseAccess;
 use integration::measure::skipped;
-use integration::place::TestHost;
 use integration::process::Command;
+use integration::test_host::TestHost;
 
 use crate::common::{LIMIT, perfvisor, run};
 

@@ -2,8 +2,8 @@
 
 use integration::guest::LinuxGuest;
 use integration::limit::Limit;
-use integration::place::TestHost;
 use integration::process::{Command, Process};
+use integration::test_host::TestHost;
 
 /// Limits of every operation.
 pub const LIMIT: Limit = Limit::GENEROUS;

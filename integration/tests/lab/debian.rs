@@ -12,8 +12,8 @@ use integration::debian::{Debian, says};
 use integration::lab::LabOptions;
 use integration::limit::Limit;
 use integration::parse::parse_stat_csv;
-use integration::place::TestHost;
 use integration::process::{Command, Output};
+use integration::test_host::TestHost;
 
 const LIMIT: Limit = Limit::GENEROUS;
 

@@ -5,8 +5,8 @@ use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
 use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
-use integration::place::{TestHost, TestHostError};
 use integration::process::Command;
+use integration::test_host::{TestHost, TestHostError};
 
 use crate::shared_guests::{self, GuestPart};
 

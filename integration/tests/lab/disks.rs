@@ -6,8 +6,8 @@ use std::path::Path;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
 use integration::measure::skipped;
-use integration::place::TestHost;
 use integration::process::{Command, Output};
+use integration::test_host::TestHost;
 use tempfile::TempDir;
 
 const SIGKILL: i32 = 9;

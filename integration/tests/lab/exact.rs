@@ -7,9 +7,9 @@
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lease::LeaseAccess;
 use integration::limit::Limit;
-use integration::parse::{Tap, judge_detail, parse_stat_csv, parse_tap};
-use integration::place::{KvmKind, TestHost, probe_kvm};
+use integration::parse::{TapReport, judge_detail, parse_stat_csv, parse_tap};
 use integration::process::Command;
+use integration::test_host::{KvmKind, TestHost, probe_kvm};
 
 use crate::shared_guests::{self, GuestPart};
 
@@ -21,7 +21,7 @@ const MODELS: [&str; 8] = [
 
 /// Runs `exact.elf` and checks that its tests ran: without exact counting, the guest prints an
 /// empty plan and exits successfully.
-fn hand_counted_code(place: &TestHost, model: &str, cpus: u32, words: &str) -> Tap {
+fn hand_counted_code(place: &TestHost, model: &str, cpus: u32, words: &str) -> TapReport {
     let kernel = place
         .bare_metal_guest("exact")
         .unwrap_or_else(|error| panic!("{error}"));

@@ -10,8 +10,8 @@ use std::collections::BTreeMap;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
 use integration::parse::parse_stat_csv;
-use integration::place::TestHost;
 use integration::process::{Command, Output, Process};
+use integration::test_host::TestHost;
 
 const LIMIT: Limit = Limit::GENEROUS;
 
@@ -22,8 +22,9 @@ const ROUNDS: u32 = 2;
 /// the guest.
 const PERIOD: u64 = 20_000_000;
 
-/// Linux leaves a new CPU offline until the administrator or a udev rule brings it online. `begun`
-/// waits until the host observes, which it signals by plugging in a vCPU.
+/// Linux leaves a new CPU offline until the administrator or a udev rule brings it online. The
+/// function `begun` of the script waits until the host has started to observe; the host signals
+/// this by plugging in a vCPU.
 const SCRIPT: &str = r#"
 onliner() {
     while true; do

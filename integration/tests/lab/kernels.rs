@@ -15,7 +15,7 @@ use integration::lab::LabOptions;
 use integration::limit::Limit;
 use integration::measure::MEASUREMENTS;
 use integration::parse::{parse_stat_csv, pmu_driver_lines, tsc_hz};
-use integration::place::TestHost;
+use integration::test_host::TestHost;
 
 const LIMIT: Limit = Limit::GENEROUS;
 

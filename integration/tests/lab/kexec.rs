@@ -6,7 +6,7 @@ use integration::artefacts;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
 use integration::parse::{complaints, judge_detail};
-use integration::place::TestHost;
+use integration::test_host::TestHost;
 
 const LIMIT: Limit = Limit::GENEROUS;
 

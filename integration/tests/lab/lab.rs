@@ -6,8 +6,8 @@ use integration::guest::LinuxGuest;
 use integration::lab::{Lab, LabOptions};
 use integration::lease::{LeaseAccess, LeaseError};
 use integration::limit::Limit;
-use integration::place::{LabHost, TestHost};
 use integration::process::{Command, ProcessError};
+use integration::test_host::{LabHost, TestHost};
 
 const LIMIT: Limit = Limit::GENEROUS;
 

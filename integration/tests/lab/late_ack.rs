@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
-use integration::place::{KvmKind, TestHost, probe_kvm};
+use integration::test_host::{KvmKind, TestHost, probe_kvm};
 
 /// Two events overflow at different rates (both count the same on the clock backing, so their
 /// periods differ) during `$WORK`, in addition to the watchdog's event.
@@ -19,7 +19,8 @@ section record sh -c 'perf record -q -o /tmp/perf.data -e cycles/period=40000000
 section nmis grep -E "NMI|PMI" /proc/interrupts
 "#;
 
-/// perf's own test of CPUID-based values, including the TSC frequency (`#system_tsc_freq`).
+/// Script of a test in perf's own test suite: values derived from CPUID, including the TSC
+/// frequency (`#system_tsc_freq`).
 const FREQUENCY: &str = r#"
 section expressions perf test "Simple expression parser"
 "#;

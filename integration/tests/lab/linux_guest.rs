@@ -9,7 +9,7 @@ use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
 use integration::measure::{MEASUREMENTS, OutOfTolerance, measured, within_tolerance};
 use integration::parse::{PerfStat, parse_report, parse_stat, parse_stat_csv, pmu_driver_lines, tsc_hz};
-use integration::place::TestHost;
+use integration::test_host::TestHost;
 
 /// Sampling period of `perf record -c`: about forty samples per second on the clock backing. A
 /// sample costs a guest in the lab at least a millisecond of CPU time, but no cycles
@@ -110,7 +110,7 @@ impl ModelTests {
         tsc_hz(run.section("dmesg")).unwrap_or_else(|| panic!("no TSC frequency in dmesg\n{run}"))
     }
 
-    fn the_driver_is_found(&self, run: &GuestRun) -> Result<(), OutOfTolerance> {
+    fn driver_is_found(&self, run: &GuestRun) -> Result<(), OutOfTolerance> {
         let lines = pmu_driver_lines(run.section("dmesg"));
         assert!(
             lines.iter().any(|line| line.contains(self.driver)),
@@ -139,7 +139,7 @@ impl ModelTests {
         Ok(())
     }
 
-    fn an_idle_guest_counts_no_cycles(&self, run: &GuestRun) -> Result<(), OutOfTolerance> {
+    fn idle_guest_counts_no_cycles(&self, run: &GuestRun) -> Result<(), OutOfTolerance> {
         let stat = parse_stat(run.section("idle"));
         let seconds = value(run, &stat, "cpu-clock") / 1e3;
         let share = value(run, &stat, "cycles") / (seconds * self.tsc_hz(run));
@@ -306,8 +306,8 @@ macro_rules! for_model {
             static MODEL: ModelTests = ModelTests::new($pmu, $driver);
 
             #[test]
-            fn the_driver_is_found() {
-                MODEL.one_cpu("the_driver_is_found", ModelTests::the_driver_is_found);
+            fn driver_is_found() {
+                MODEL.one_cpu("driver_is_found", ModelTests::driver_is_found);
             }
 
             #[test]
@@ -316,10 +316,10 @@ macro_rules! for_model {
             }
 
             #[test]
-            fn an_idle_guest_counts_no_cycles() {
+            fn idle_guest_counts_no_cycles() {
                 MODEL.one_cpu(
-                    "an_idle_guest_counts_no_cycles",
-                    ModelTests::an_idle_guest_counts_no_cycles,
+                    "idle_guest_counts_no_cycles",
+                    ModelTests::idle_guest_counts_no_cycles,
                 );
             }
 
@@ -354,7 +354,7 @@ for_model!(intel, "intel", "Intel PMU driver");
 for_model!(amd, "amd", "AMD PMU driver");
 
 #[test]
-fn chains_are_told_apart_by_sample() {
+fn chains_belong_to_their_samples() {
     let script = "three \n\t  401a heavy\n\t  402b work\n\t  403c main\n\nthree \n\t 401b light\n\n";
     assert!(chain_reaches(script, "heavy", "main"));
     assert!(!chain_reaches(script, "light", "main"));

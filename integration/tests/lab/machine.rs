@@ -7,8 +7,8 @@ use integration::guest::LinuxGuest;
 use integration::limit::Limit;
 use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
-use integration::place::TestHost;
 use integration::process::{Command, Process};
+use integration::test_host::TestHost;
 
 const LIMIT: Limit = Limit::GENEROUS;
 /// Maximum time without output from a guest that makes progress.
@@ -234,7 +234,7 @@ fn jailed_linux_has_disk_sockets_and_reboots() {
     run.expect_success();
     let cycles = parse_stat_csv(run.section("stat")).value("cycles");
     assert!(cycles.is_ok_and(|cycles| cycles > 0.0), "{run}");
-    assert!(!run.vmm_log.contains("stays behind"), "{run}");
+    assert!(!run.vmm_log.contains("will not be removed"), "{run}");
     let left = shell(&format!("ls -A '{dir}/perfvisor'; rm -rf '{dir}'"));
     assert_eq!(left.stdout_text(), "", "{run}");
     if has_group {

@@ -4,7 +4,7 @@
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
 use integration::parse::{judge_detail, parse_stat_csv, pmu_driver_lines};
-use integration::place::TestHost;
+use integration::test_host::TestHost;
 
 use crate::shared_guests::{self, GuestPart};
 
@@ -83,7 +83,7 @@ impl ExpectedPmu {
             let counted = value.parse::<u64>().is_ok_and(|count| count > 0);
             assert!(
                 counted || value == "<not supported>",
-                "nobody counted this: {line}\n{run}"
+                "not counted: {line}\n{run}"
             );
             assert!(
                 !(counted && line.contains("ref-cycles") && self.pmu == "intel-v1"),

@@ -8,12 +8,12 @@ use std::path::Path;
 use std::sync::OnceLock;
 
 use integration::artefacts;
-use integration::guest::{Console, GuestRun, LinuxGuest};
+use integration::guest::{GuestConsoleLog, GuestRun, LinuxGuest};
 use integration::lease::TestHostLease;
 use integration::limit::Limit;
 use integration::measure::skipped;
 use integration::parse::{judge_detail, judge_kernel_log, parse_stat_csv, parse_tap, tsc_hz};
-use integration::place::{TestHost, TestHostError};
+use integration::test_host::{TestHost, TestHostError};
 
 use crate::shared_guests::{self, GuestPart};
 
@@ -146,7 +146,7 @@ fn driver_tests(place: &TestHost, mut guest: LinuxGuest) -> Result<(LinuxGuest, 
 
 /// The part of the shared guest.
 pub const AMD: GuestPart = GuestPart {
-    tests: &["nested::the_driver_tests_pass_in_an_amd_guest"],
+    tests: &["nested::driver_tests_pass_in_an_amd_guest"],
     prepare: || _ = driver_programs(),
     add: |place, guest| Ok(driver_tests(place, guest)?),
 };
@@ -162,10 +162,7 @@ fn the_driver_tests_have_passed(pmu: &str, run: &GuestRun) {
             "{results:?}\n{run}"
         );
         // The driver reports that the kernel multiplexes.
-        assert!(
-            !text.contains("took the counter of a pinned event away"),
-            "{text}"
-        );
+        assert!(!text.contains("took the counter of a pinned event"), "{text}");
         assert!(!text.contains("skipped:") && !text.contains("SKIP:"), "{text}");
     }
     let refused = results(run.section("user-reads-refused"));
@@ -175,7 +172,7 @@ fn the_driver_tests_have_passed(pmu: &str, run: &GuestRun) {
 }
 
 #[test]
-fn the_driver_tests_pass_in_an_intel_guest() {
+fn driver_tests_pass_in_an_intel_guest() {
     driver_programs();
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     let guest = LinuxGuest::new("driver-tests-intel", "intel").limit(LIMIT);
@@ -186,7 +183,7 @@ fn the_driver_tests_pass_in_an_intel_guest() {
 }
 
 #[test]
-fn the_driver_tests_pass_in_an_amd_guest() {
+fn driver_tests_pass_in_an_amd_guest() {
     the_driver_tests_have_passed("amd", shared_guests::AMD.run());
 }
 
@@ -440,7 +437,7 @@ const LINUX_WITH_DISK: &str = "seq 1 400000 | head -c 1048576 >/tmp/first; cp /t
 #[test]
 fn guest_with_kvm_vpmu_uses_disks() {
     let Some(run) = second_levels() else { return };
-    let inner = Console::parse(&run.section("disk").replace("@@inner", "@@pv"));
+    let inner = GuestConsoleLog::parse(&run.section("disk").replace("@@inner", "@@pv"));
     let section = |name: &str| inner.sections.get(name).unwrap_or_else(|| panic!("{run}"));
     let stat = parse_stat_csv(&section("stat").text);
     let cycles = stat
@@ -462,7 +459,7 @@ fn perf_stat_in_nested_linux_shows_no_uncounted_numbers() {
     let Some(run) = second_levels() else { return };
     for model in DETAIL_MODELS {
         let section = run.section(&format!("inner-{model}"));
-        let inner = Console::parse(&section.replace("@@inner", "@@pv"));
+        let inner = GuestConsoleLog::parse(&section.replace("@@inner", "@@pv"));
         let log = inner.sections.get("kernel-log");
         let log = log.unwrap_or_else(|| panic!("{model}\n{run}"));
         judge_kernel_log(&log.text).unwrap_or_else(|why| panic!("{model}: {why}\n{run}"));
@@ -474,7 +471,7 @@ fn perf_stat_in_nested_linux_shows_no_uncounted_numbers() {
 
 /// Checks `perf stat -d` of a nested guest.
 #[track_caller]
-fn detail_is_counted(what: &str, inner: &Console, run: &GuestRun) {
+fn detail_is_counted(what: &str, inner: &GuestConsoleLog, run: &GuestRun) {
     let detail = inner
         .sections
         .get("detail")
@@ -536,7 +533,7 @@ fn second_levels() -> Option<&'static GuestRun> {
 fn run_second_levels(place: &TestHost) -> Result<GuestRun, TestHostError> {
     let bare_metal = artefacts::bare_metal_dir()?;
     let images = artefacts::images()?;
-    let mut script = guest_images::cpio::Archive::new(Vec::new());
+    let mut script = guest_images::cpio::CpioArchive::new(Vec::new());
     script.file("scripts/detail", 0o644, DETAIL.as_bytes()).unwrap();
     script.file("scripts/disk", 0o644, DISK.as_bytes()).unwrap();
     let mut initrd = read(&images.initrd);

@@ -4,12 +4,12 @@
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
-use integration::place::TestHost;
 use integration::process::{Command, Process};
+use integration::test_host::TestHost;
 
 const LIMIT: Limit = Limit::GENEROUS;
 /// Prefix of perfvisor's message about the backend that moves frames.
-const MOVED_BY: &str = "frames are moved by ";
+const MOVED_BY: &str = "back end: ";
 
 /// Creates the file to transfer, served from `/tmp/www`: 16 MiB of distinct lines, so that
 /// reordering is detected.

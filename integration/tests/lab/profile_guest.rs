@@ -9,8 +9,8 @@ use integration::lab::LabOptions;
 use integration::lease::{LeaseAccess, TestHostLease};
 use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
-use integration::place::TestHost;
 use integration::process::{Command, Process};
+use integration::test_host::TestHost;
 use linux_perf_data::{PerfFileReader, PerfFileRecord};
 
 use crate::common::{LIMIT, loaded, perfvisor, run};
@@ -291,7 +291,7 @@ fn metrics_are_sensible(place: &TestHost) {
     let asked = sum("perfvisor_guest_counter_pmi_requests_total", "");
     assert!(
         sum("perfvisor_vcpu_pmis_total", "") <= asked + 1.0,
-        "{asked} asked for"
+        "{asked} requested"
     );
 }
 

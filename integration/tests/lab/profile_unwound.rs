@@ -5,8 +5,8 @@
 use integration::artefacts;
 use integration::guest::LinuxGuest;
 use integration::measure::skipped;
-use integration::place::TestHost;
 use integration::process::Command;
+use integration::test_host::TestHost;
 
 use crate::common::{loaded, perfvisor, run};
 
@@ -94,7 +94,7 @@ fn stock_program_without_frame_pointers_is_unwound() {
     // Statistics of the recorder: only chains that reached an outermost frame are complete.
     let numbers: Vec<u64> = said
         .lines()
-        .find(|line| line.contains("samples had a program's stack"))
+        .find(|line| line.contains("samples had a user stack"))
         .unwrap()
         .split(|c: char| !c.is_ascii_digit())
         .filter_map(|word| word.parse().ok())

@@ -9,8 +9,8 @@ use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
 use integration::limit::Limit;
 use integration::measure::skipped;
-use integration::place::TestHost;
 use integration::process::Command;
+use integration::test_host::TestHost;
 
 const LIMIT: Limit = Limit::GENEROUS;
 
@@ -117,8 +117,8 @@ fn shared_directory_is_visible_on_both_sides() {
         Some("from the host"),
         "{run}"
     );
-    assert!(run.vmm_log.contains("the back end has ended"), "{run}");
-    assert!(run.vmm_log.contains("another back end is there"), "{run}");
+    assert!(run.vmm_log.contains("the back end has exited"), "{run}");
+    assert!(run.vmm_log.contains("connected to a new back end"), "{run}");
     // No process remains after the VM has exited.
     let left = shell(
         &place,

@@ -1,16 +1,16 @@
 //! Linux guests shared by the tests of several modules: a single boot runs the scripts of all of
 //! them.
 //!
-//! A test adds a [`GuestPart`] to the guest with the required configuration and checks its own sections.
-//! Only parts of selected tests run, so the tests of a single module take no longer than with a
-//! guest of their own.
+//! A test adds a [`GuestPart`] to the guest with the required configuration and checks its own
+//! sections. Only parts of selected tests run, so the tests of a single module take no longer than
+//! with a guest of their own.
 
 use std::error::Error;
 use std::sync::OnceLock;
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::Limit;
-use integration::place::TestHost;
+use integration::test_host::TestHost;
 
 use crate::{devices, exact, models, nested, user_rdpmc};
 

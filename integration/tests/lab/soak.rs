@@ -10,8 +10,8 @@ use integration::debian::{Debian, says};
 use integration::footprint::{Footprint, footprint, tracked};
 use integration::lab::LabOptions;
 use integration::limit::Limit;
-use integration::place::TestHost;
 use integration::process::Command;
+use integration::test_host::TestHost;
 
 const LIMIT: Limit = Limit {
     overall: std::time::Duration::from_secs(4 * 3600),

@@ -12,8 +12,8 @@ use integration::lease::{LeaseAccess, TestHostLease};
 use integration::limit::Limit;
 use integration::measure::skipped;
 use integration::parse::parse_tap;
-use integration::place::{KvmKind, TestHost, probe_kvm};
 use integration::process::Command;
+use integration::test_host::{KvmKind, TestHost, probe_kvm};
 
 use crate::nested::{self, GuestTests};
 use crate::shared_guests::{self, GuestPart, is_selected};
@@ -191,7 +191,7 @@ fn the_program_reads_its_counters(pmu: &str, run: &GuestRun) {
 /// A Perfvisor in the guest detects that programs can read counters by RDPMC, and its host driver
 /// uses this.
 #[test]
-fn the_host_driver_reads_counters_in_a_guest() {
+fn host_driver_reads_counters_in_a_guest() {
     let Some(run) = intel_guest() else { return };
     assert!(run.section("test").contains("1 passed"), "{run}");
     run.expect_success();
@@ -202,7 +202,7 @@ fn the_host_driver_reads_counters_in_a_guest() {
 fn intel_guest() -> Option<&'static GuestRun> {
     static RUN: OnceLock<Option<Result<GuestRun, String>>> = OnceLock::new();
     let run = RUN.get_or_init(|| {
-        let tests = is_selected("user_rdpmc::the_host_driver_reads_counters_in_a_guest")
+        let tests = is_selected("user_rdpmc::host_driver_reads_counters_in_a_guest")
             .then(|| nested::HARDWARE.build());
         let place = newest()?;
         let mut guest = LinuxGuest::new("selfread-intel", "intel")
@@ -258,7 +258,7 @@ fn vmm_warns_about_non_counting_user_rdpmc() {
     let faults = run.section("faults").trim() == "true";
     let said = run
         .vmm_log
-        .contains("programs of the guest that use RDPMC read counters that do not count");
+        .contains("programs in the guest that use RDPMC read counters that do not count");
     assert_eq!(said, !faults, "{run}");
     assert_eq!(run.section("announced").trim() == "1", faults, "{run}");
     assert_eq!(field(run, "answered", "reads=") > 0, faults, "{run}");

@@ -4,8 +4,8 @@
 use integration::lease::{LeaseAccess, TestHostLease};
 use integration::limit::Limit;
 use integration::measure::skipped;
-use integration::place::{KvmKind, TestHost, probe_kvm};
 use integration::process::{Command, Output};
+use integration::test_host::{KvmKind, TestHost, probe_kvm};
 use serde_json::Value;
 
 /// Limits for `validate`, which prints nothing until it is done.
@@ -43,6 +43,22 @@ fn find<'a>(report: &'a Value, wanted: &'a [(&str, &str)]) -> impl Iterator<Item
         .filter(|row| wanted.iter().all(|(key, value)| row[*key] == *value))
 }
 
+/// Checks that at least one row matches `wanted` and that all matching rows passed. A row that other
+/// load left undecided is a skip, which is printed.
+#[track_caller]
+fn passed_or_undecided(report: &Value, wanted: &[(&str, &str)]) {
+    let (undecided, decided): (Vec<&Value>, Vec<&Value>) =
+        find(report, wanted).partition(|row| row["verdict"] == "too busy to tell");
+    assert!(undecided.len() + decided.len() > 0, "no row with {wanted:?}");
+    for row in undecided {
+        assert_eq!(row["of_time"], true, "{row:#}");
+        skipped(&format!("too busy to tell: {row}"), false);
+    }
+    for row in decided {
+        assert_eq!(row["verdict"], "PASS", "{row:#}");
+    }
+}
+
 /// Checks that at least one row matches `wanted` and that all matching rows passed.
 #[track_caller]
 fn passed(report: &Value, wanted: &[(&str, &str)]) {
@@ -64,12 +80,12 @@ fn the_built_in_rows_are_right(report: &Value) {
     assert_eq!(report["failed"], 0);
     let built_in = ("guest_kind", "built-in");
     passed(report, &[built_in, ("event", "cycles"), ("check", "counting")]);
-    passed(report, &[built_in, ("check", "multiplexing")]);
+    passed_or_undecided(report, &[built_in, ("check", "multiplexing")]);
     for policy in ["guest-first", "operator-first", "strict"] {
         let workload = format!("--share {policy}");
-        passed(report, &[built_in, ("workload", &workload)]);
+        passed_or_undecided(report, &[built_in, ("workload", &workload)]);
     }
-    passed(
+    passed_or_undecided(
         report,
         &[
             built_in,
@@ -77,7 +93,7 @@ fn the_built_in_rows_are_right(report: &Value) {
             ("workload", "operator's samples"),
         ],
     );
-    passed(
+    passed_or_undecided(
         report,
         &[
             built_in,
@@ -107,8 +123,8 @@ fn the_built_in_rows_are_right(report: &Value) {
         }
     }
     for row in rows(report) {
-        let unsupported = row["verdict"] == "not supported here";
-        assert_eq!(unsupported, row["reason"].is_string(), "{row:#}");
+        let passed = row["verdict"] == "PASS";
+        assert_eq!(passed, row["reason"].is_null(), "{row:#}");
     }
 }
 
@@ -138,12 +154,12 @@ fn print_results(pmu: &str, report: &Value) {
 }
 
 #[test]
-fn nothing_fails_here_with_an_intel_pmu() {
+fn intel_validation_passes_on_this_host() {
     validate_passes_here("intel");
 }
 
 #[test]
-fn nothing_fails_here_with_an_amd_pmu() {
+fn amd_validation_passes_on_this_host() {
     validate_passes_here("amd");
 }
 
@@ -173,7 +189,7 @@ fn bad_input_is_one_line() {
     for (arguments, word) in [
         (&["--pmu", "off"][..], "intel or amd"),
         (&["--pmu", "vax"], "vax"),
-        (&["--tolerance", "lots"], "0 to 50"),
+        (&["--tolerance", "lots"], "between 0 and 50"),
         (&["--kernel", "k"], "--initrd"),
         (
             &["--kernel", "/no/kernel", "--initrd", "/no/initrd"],
@@ -233,12 +249,12 @@ fn a_linux_guest_counts_right(pmu: &str) {
 
 #[test]
 #[ignore = "two minutes each, on a machine that does nothing else: make validate-lab"]
-fn a_linux_guest_counts_right_with_an_intel_pmu() {
+fn linux_guest_counts_right_with_an_intel_pmu() {
     a_linux_guest_counts_right("intel");
 }
 
 #[test]
 #[ignore = "two minutes each, on a machine that does nothing else: make validate-lab"]
-fn a_linux_guest_counts_right_with_an_amd_pmu() {
+fn linux_guest_counts_right_with_an_amd_pmu() {
     a_linux_guest_counts_right("amd");
 }

@@ -6,8 +6,8 @@
 use integration::artefacts;
 use integration::guest::LinuxGuest;
 use integration::limit::Limit;
-use integration::place::TestHost;
 use integration::process::{Command, Output};
+use integration::test_host::TestHost;
 
 const LIMIT: Limit = Limit::GENEROUS;
 
@@ -87,7 +87,7 @@ fn vsock_agent_runs_commands_and_copies_files() {
     };
 
     streams_and_ends(&guest);
-    what_is_not_there(&guest);
+    missing_paths(&guest);
     copies(&guest);
     many_at_once(&guest);
     a_client_that_dies(&guest);
@@ -151,12 +151,12 @@ fn streams_and_ends(guest: &VsockTest<'_>) {
     assert!(perf.success() && cycles.is_some_and(|n| n > 1_000_000), "{count}");
 }
 
-fn what_is_not_there(guest: &VsockTest<'_>) {
-    guest.refused(&["exec", "vsock-test", "--", "/no/such"], 2, "no such command");
+fn missing_paths(guest: &VsockTest<'_>) {
+    guest.refused(&["exec", "vsock-test", "--", "/no/such"], 2, "command not found");
     guest.refused(
         &["exec", "-C", "/no", "vsock-test", "--", "true"],
         2,
-        "no such directory",
+        "directory not found",
     );
     guest.refused(&["exec", "nobody", "--", "true"], 2, "no VM named 'nobody'");
     guest.refused(&["cp", "vsock-test:/no/such", "/tmp/x"], 2, "No such file");

@@ -12,14 +12,14 @@ use super::traces::{MS, STEP_NS, TICK_NS, Trace};
 /// Seeds for the published figures.
 pub const HOLD_OUT: Range<u64> = 5_000_000..5_000_120;
 
-/// Initial length of the adaptive policy's turns, in ticks.
+/// Initial length of the adaptive policy's intervals, in ticks.
 pub const PACE: f64 = 0.146;
 /// Name of the kind of traces that [`in_step`] creates.
 pub const IN_STEP: &str = "in-step";
 /// Name of the kind of traces that [`of_kind`] constructs against plain rotation.
 pub const IN_STEP_ROTATE: &str = "in-step-rotate";
-/// All kinds that [`of_kind`] creates: those of [`trace`], rhythms constructed against either
-/// policy, and three on which no policy or estimator was chosen.
+/// All kinds that [`of_kind`] creates: those of [`trace`], rhythms that are adversarial for one of
+/// the policies, and three held-out kinds that were not used to choose a policy or an estimator.
 pub const ALL_KINDS: [&str; 15] = [
     "steady",
     "bursts",
@@ -75,8 +75,8 @@ fn drawn(kind: &str, seed: u64) -> Trace {
     let length_ns = rng.u64(4_000..12_000) * MS;
     let steps = (length_ns / STEP_NS) as usize;
     let tick_ms = TICK_NS as f64 / MS as f64;
-    // A turn stops one group, so the reference's rotation takes one turn per group, and a slice one
-    // turn per slot.
+    // Each rotation stops one group, so the reference's cycle takes one interval per group, and a
+    // slice one interval per slot.
     let near = |rng: &mut Rng, ms: f64| {
         let ratio = f64::from(rng.u32(1..=4)) / f64::from(rng.u32(1..=4));
         let pace = [1.0, 1.0, 0.618, 0.382, 0.25, 0.236][rng.usize(0..6)];

@@ -1,5 +1,5 @@
-//! Theoretical limits at a given number of turns: a bound for every estimator, and two ideas that
-//! were tried.
+//! Theoretical limits at a given number of intervals: a bound for every estimator, and two ideas
+//! that were tried.
 //!
 //! # The bound
 //! For a rate with a correlation that decreases exponentially with time, three errors are computed
@@ -68,15 +68,15 @@ fn telegraph(gap: f64, time: f64) -> f64 {
     variance
 }
 
-/// A turn: its duration, and the counts of the events in it.
+/// An interval: its duration, and the counts of the events in it.
 struct Segment {
     length: f64,
     counts: Vec<(usize, f64)>,
 }
 
-/// Mean errors over the events of a trace, with one turn per tick.
+/// Mean errors over the events of a trace, with one interval per tick.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct IdeaErrors {
+pub struct PolicyErrors {
     /// Round robin, linear scaling.
     pub rotate: f64,
     /// A different order in each rotation, linear scaling.
@@ -85,7 +85,7 @@ pub struct IdeaErrors {
     pub together: f64,
 }
 
-impl IdeaErrors {
+impl PolicyErrors {
     /// Adds `other` with a weight.
     pub fn add(&mut self, other: &Self, weight: f64) {
         self.rotate += weight * other.rotate;
@@ -95,11 +95,11 @@ impl IdeaErrors {
 }
 
 /// Measures both ideas on `trace`.
-pub fn ideas(trace: &Trace, seed: u64) -> IdeaErrors {
+pub fn ideas(trace: &Trace, seed: u64) -> PolicyErrors {
     let mut rng = Rng::with_seed(seed);
     let regular = segments(trace, &mut rng, false);
     let shuffled = segments(trace, &mut rng, true);
-    IdeaErrors {
+    PolicyErrors {
         rotate: error(trace, &regular, |e| scaled(&regular.1, e)),
         shuffled: error(trace, &shuffled, |e| scaled(&shuffled.1, e)),
         together: error(trace, &regular, |e| with_others(&regular.1, e)),
@@ -168,7 +168,7 @@ fn scaled(run: &[Segment], event: usize) -> f64 {
 }
 
 /// Estimates an event's rate as its mean plus a fraction of the deviation of the other events that
-/// were on. The fraction is a regression over the turns in which the event itself was on.
+/// were on. The fraction is a regression over the intervals in which the event itself was on.
 fn with_others(run: &[Segment], event: usize) -> f64 {
     let events = 1 + run.iter().flat_map(|s| &s.counts).map(|c| c.0).max().unwrap_or(0);
     let means: Vec<f64> = (0..events).map(|e| mean_rate(run, e)).collect();

@@ -217,7 +217,7 @@ fn through_a_core() {
     }
 }
 
-/// Compares the policies at the same number of turns.
+/// Compares the policies at the same number of intervals.
 fn at_equal_turns() {
     println!(
         "\nat equal turns: the least error there can be, over that of linear scaling; slices are a quarter of a period"
@@ -239,9 +239,9 @@ fn at_equal_turns() {
         "{:<16}{:>16}{:>16}{:>22}{:>8}",
         "kind", "rotate, linear", "shuffled, linear", "rotate, with others", "ratio"
     );
-    let mut all = limits::IdeaErrors::default();
+    let mut all = limits::PolicyErrors::default();
     for kind in family::ALL_KINDS {
-        let mut sum = limits::IdeaErrors::default();
+        let mut sum = limits::PolicyErrors::default();
         for seed in family::HOLD_OUT.take(CORE_TRACES) {
             let ideas = limits::ideas(&family::of_kind(kind, seed), SEEDS[0]);
             sum.add(&ideas, 1.0 / CORE_TRACES as f64);
@@ -252,7 +252,7 @@ fn at_equal_turns() {
     print_ideas("all", &all);
 }
 
-fn print_ideas(name: &str, ideas: &limits::IdeaErrors) {
+fn print_ideas(name: &str, ideas: &limits::PolicyErrors) {
     println!(
         "{name:<16}{:>14.3} %{:>14.3} %{:>20.3} %{:>8.2}",
         100.0 * ideas.rotate,
@@ -262,7 +262,7 @@ fn print_ideas(name: &str, ideas: &limits::IdeaErrors) {
     );
 }
 
-/// Measures the cost of longer turns, for hosts with expensive kicks.
+/// Measures the cost of longer intervals, for hosts with expensive kicks.
 fn by_length() {
     println!("\nadaptive by the first length of its turns, interpolating, mean error");
     println!(

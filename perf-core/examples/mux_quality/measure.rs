@@ -201,7 +201,7 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
     result
 }
 
-/// Performs the same run through a [`Core`] with a simulated PMU. Returns the estimates of the
+/// Performs the same run through a [`PerfCore`] with a simulated PMU. Returns the estimates of the
 /// events' handles in the order of the trace, and the number of group starts.
 pub fn run_core(trace: &Trace, policy: MuxPolicy, turn_ns: u64, seed: u64) -> (Vec<CoreEstimate>, u64) {
     let mut rng = Rng::with_seed(seed);
@@ -211,11 +211,11 @@ pub fn run_core(trace: &Trace, policy: MuxPolicy, turn_ns: u64, seed: u64) -> (V
     let start = rng.u64(0..TICK_NS * n as u64);
     let clock = Arc::new(ManualClock::new());
     clock.advance(start);
-    let core = Core::new(CoreConfig {
+    let core = PerfCore::new(PerfCoreConfig {
         clock: Arc::clone(&clock) as Arc<dyn Clock>,
         mux: policy,
         tick_hz: 1_000_000_000 / turn_ns,
-        ..CoreConfig::default()
+        ..PerfCoreConfig::default()
     });
     let pmu = Arc::new(SimPmu::with_slots(trace.slots));
     core.register(Arc::clone(&pmu) as Arc<dyn Pmu>);
@@ -234,7 +234,7 @@ pub fn run_core(trace: &Trace, policy: MuxPolicy, turn_ns: u64, seed: u64) -> (V
     let mut now = start;
     while now < trace.length_ns {
         let due = core.next_turn_ns().unwrap_or(u64::MAX).max(now + 1);
-        // Under rotation every tick is a turn.
+        // Under rotation every tick is an interval.
         let due = match policy {
             MuxPolicy::Rotate if now == start => now + 1,
             MuxPolicy::Rotate => now + turn_ns,

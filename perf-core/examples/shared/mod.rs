@@ -33,9 +33,9 @@ pub fn tid() -> i32 {
 /// The CPU time of the calling thread. This process has one vCPU and one thread, so this is the
 /// vCPU's time, unaffected by other load on the machine.
 #[derive(Debug)]
-pub struct OwnTime;
+pub struct ThreadTimeClock;
 
-impl Clock for OwnTime {
+impl Clock for ThreadTimeClock {
     fn now_ns(&self) -> u64 {
         let mut now = libc::timespec {
             tv_sec: 0,
@@ -92,20 +92,20 @@ pub fn touch(pages: usize) {
 
 /// Computes for `time` of CPU time.
 pub fn spin(time: Duration) {
-    let end = OwnTime.now_ns() + time.as_nanos() as u64;
-    while OwnTime.now_ns() < end {
+    let end = ThreadTimeClock.now_ns() + time.as_nanos() as u64;
+    while ThreadTimeClock.now_ns() < end {
         black_box((0..1000u64).sum::<u64>());
     }
 }
 
 /// The host's software events with a limited number of counters, for multiplexing on any machine.
 #[derive(Debug)]
-pub struct FewCounters {
+pub struct LimitedPmu {
     pub host: HostPmu,
     pub slots: usize,
 }
 
-impl Pmu for FewCounters {
+impl Pmu for LimitedPmu {
     fn name(&self) -> &'static str {
         "few"
     }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use crate::mux::MuxPolicy;
 use crate::pmu::Pmu;
 use crate::schedule::SharePolicy;
-use crate::service::config::CoreConfig;
-use crate::service::core::Core;
+use crate::service::config::PerfCoreConfig;
+use crate::service::core::PerfCore;
 use crate::time::Clock;
 
 /// Maximum tick frequency, in hertz (a multiplexing interval of one microsecond).
@@ -18,9 +18,9 @@ const KB_MAX: u64 = u64::MAX >> 11;
 
 /// A setting that is out of range.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{setting} of {value} is out of range: it takes {least} to {most}")]
+#[error("{setting}: {value} is out of range; must be between {least} and {most}")]
 pub struct ConfigError {
-    /// Name of the [`CoreConfig`] field.
+    /// Name of the [`PerfCoreConfig`] field.
     pub setting: &'static str,
     /// Rejected value.
     pub value: i128,
@@ -30,7 +30,7 @@ pub struct ConfigError {
     pub most: i128,
 }
 
-impl CoreConfig {
+impl PerfCoreConfig {
     /// Checks that each setting is in range.
     ///
     /// # Errors
@@ -59,23 +59,23 @@ impl CoreConfig {
     }
 }
 
-/// A builder of a [`Core`]. See [`Core::builder`].
+/// A builder of a [`PerfCore`]. See [`PerfCore::builder`].
 #[derive(Debug, Default)]
-pub struct CoreBuilder {
-    config: CoreConfig,
+pub struct PerfCoreBuilder {
+    config: PerfCoreConfig,
     drivers: Vec<Arc<dyn Pmu>>,
 }
 
-impl Core {
-    /// Creates a builder with the settings of [`CoreConfig::default`].
+impl PerfCore {
+    /// Creates a builder with the settings of [`PerfCoreConfig::default`].
     ///
     #[cfg_attr(feature = "sim", doc = "```")]
     #[cfg_attr(not(feature = "sim"), doc = "```ignore")]
     /// use std::sync::Arc;
     /// use perf_core::pmu::sim::SimPmu;
-    /// use perf_core::{Core, SharePolicy};
+    /// use perf_core::{PerfCore, SharePolicy};
     ///
-    /// let core = Core::builder()
+    /// let core = PerfCore::builder()
     ///     .share(SharePolicy::OperatorFirst)
     ///     .tick_hz(1000)
     ///     .sample_rate_hz(50_000)
@@ -83,13 +83,13 @@ impl Core {
     ///     .build()?;
     /// assert_eq!(core.share(), SharePolicy::OperatorFirst);
     ///
-    /// let error = Core::builder().tick_hz(0).build().unwrap_err();
+    /// let error = PerfCore::builder().tick_hz(0).build().unwrap_err();
     /// assert_eq!(error.to_string(), "tick_hz of 0 is out of range: it takes 1 to 1000000");
     /// # Ok::<(), perf_core::ConfigError>(())
     /// ```
     #[must_use]
-    pub fn builder() -> CoreBuilder {
-        CoreBuilder::default()
+    pub fn builder() -> PerfCoreBuilder {
+        PerfCoreBuilder::default()
     }
 }
 
@@ -106,37 +106,37 @@ macro_rules! setters {
     };
 }
 
-impl CoreBuilder {
+impl PerfCoreBuilder {
     setters! {
-        /// Sets [`CoreConfig::clock`].
+        /// Sets [`PerfCoreConfig::clock`].
         clock: Arc<dyn Clock>;
-        /// Sets [`CoreConfig::share`].
+        /// Sets [`PerfCoreConfig::share`].
         share: SharePolicy;
-        /// Sets [`CoreConfig::mux`].
+        /// Sets [`PerfCoreConfig::mux`].
         mux: MuxPolicy;
-        /// Sets [`CoreConfig::tick_hz`].
+        /// Sets [`PerfCoreConfig::tick_hz`].
         tick_hz: u64;
-        /// Sets [`CoreConfig::paranoid`].
+        /// Sets [`PerfCoreConfig::paranoid`].
         paranoid: i32;
-        /// Sets [`CoreConfig::sample_rate_hz`].
+        /// Sets [`PerfCoreConfig::sample_rate_hz`].
         sample_rate_hz: u64;
-        /// Sets [`CoreConfig::mlock_kb`].
+        /// Sets [`PerfCoreConfig::mlock_kb`].
         mlock_kb: u64;
-        /// Sets [`CoreConfig::memlock_kb`].
+        /// Sets [`PerfCoreConfig::memlock_kb`].
         memlock_kb: u64;
-        /// Sets [`CoreConfig::host_cpus`].
+        /// Sets [`PerfCoreConfig::host_cpus`].
         host_cpus: usize;
-        /// Sets [`CoreConfig::reserved_slots`].
+        /// Sets [`PerfCoreConfig::reserved_slots`].
         reserved_slots: usize;
-        /// Sets [`CoreConfig::overcommit`].
+        /// Sets [`PerfCoreConfig::overcommit`].
         overcommit: bool;
-        /// Sets [`CoreConfig::owner_uid`].
+        /// Sets [`PerfCoreConfig::owner_uid`].
         owner_uid: u32;
-        /// Sets [`CoreConfig::pid`].
+        /// Sets [`PerfCoreConfig::pid`].
         pid: u32;
     }
 
-    /// Registers a driver, like [`Core::register`].
+    /// Registers a driver, like [`PerfCore::register`].
     #[must_use]
     pub fn driver(mut self, driver: Arc<dyn Pmu>) -> Self {
         self.drivers.push(driver);
@@ -148,9 +148,9 @@ impl CoreBuilder {
     /// # Errors
     ///
     /// Returns a [`ConfigError`] if a setting is out of range.
-    pub fn build(self) -> Result<Core, ConfigError> {
+    pub fn build(self) -> Result<PerfCore, ConfigError> {
         self.config.check()?;
-        let core = Core::new(self.config);
+        let core = PerfCore::new(self.config);
         for driver in self.drivers {
             core.register(driver);
         }

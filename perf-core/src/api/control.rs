@@ -4,7 +4,7 @@ use crate::api::handle::Handle;
 use crate::model::failure::EventFailureCause;
 use crate::model::state::EventState;
 use crate::service::error::ControlError;
-use crate::service::opened::EventRef;
+use crate::service::open_events::EventRef;
 
 /// The scope of a control call: an event or its whole group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,4 +1,4 @@
-//! Drivers, timer calls and statistics of a [`Core`].
+//! Drivers, timer calls and statistics of a [`PerfCore`].
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -7,9 +7,9 @@ use crate::context::ContextStats;
 use crate::model::state::TickWork;
 use crate::pmu::{Pmu, VcpuId};
 use crate::schedule::SharePolicy;
-use crate::service::core::{Core, Driver, VcpuContext};
+use crate::service::core::{Driver, PerfCore, VcpuContext};
 
-impl Core {
+impl PerfCore {
     /// Registers a driver. If several drivers serve an event type, the one registered first is
     /// used.
     pub fn register(&self, pmu: Arc<dyn Pmu>) {
@@ -37,14 +37,15 @@ impl Core {
     /// Performs the periodic work of the core: rotates waiting groups, adjusts frequencies,
     /// unthrottles events, and checks periodically that running events still count.
     ///
-    /// The VM timer calls this method [`crate::CoreConfig::tick_hz`] times per second while
-    /// [`Core::needs_tick`] returns `true`. Locks one context at a time and takes no other lock.
+    /// The VM timer calls this method [`crate::PerfCoreConfig::tick_hz`] times per second while
+    /// [`PerfCore::needs_tick`] returns `true`. Locks one context at a time and takes no other
+    /// lock.
     pub fn tick(&self) {
         self.tick_after(1);
     }
 
-    /// Performs [`Core::tick`] for a timer that has expired `expirations` times since the last call
-    /// because its thread was late.
+    /// Performs [`PerfCore::tick`] for a timer that has expired `expirations` times since the last
+    /// call because its thread was late.
     ///
     /// Groups rotate once. Frequencies are adjusted by the elapsed time, because treating the
     /// overflows of several ticks as those of one tick would make the period too long.
@@ -66,15 +67,15 @@ impl Core {
             .any(|v| v.errors() != v.handled_errors.load(Ordering::Relaxed))
     }
 
-    /// Returns `true` if [`Core::tick`] has work to do or may get some. Otherwise the VMM may
+    /// Returns `true` if [`PerfCore::tick`] has work to do or may get some. Otherwise the VMM may
     /// disarm its timer and check again after each call that opens or enables an event.
     #[must_use]
     pub fn needs_tick(&self) -> bool {
         self.tick_need() != TickWork::None
     }
 
-    /// Returns the work of [`Core::tick`], for timers that expire less often when there is little
-    /// work.
+    /// Returns the work of [`PerfCore::tick`], for timers that expire less often when there is
+    /// little work.
     #[must_use]
     pub fn tick_need(&self) -> TickWork {
         // Each lock is released before the next one is acquired.
@@ -84,9 +85,9 @@ impl Core {
         needs.max().unwrap_or_default().max(vm)
     }
 
-    /// Returns the time of [`crate::CoreConfig::clock`] at which [`Core::rotate`] is due, if groups
-    /// share slots. Under [`crate::mux::MuxPolicy::Adaptive`] the intervals are irregular; under
-    /// rotation this is the time of the next tick.
+    /// Returns the time of [`crate::PerfCoreConfig::clock`] at which [`PerfCore::rotate`] is due,
+    /// if groups share slots. Under [`crate::mux::MuxPolicy::Adaptive`] the intervals are
+    /// irregular; under rotation this is the time of the next tick.
     #[must_use]
     pub fn next_turn_ns(&self) -> Option<u64> {
         let vcpus = self.inner.vcpus.load();
@@ -98,7 +99,8 @@ impl Core {
         first.into_iter().chain(vm).min()
     }
 
-    /// Performs the rotation part of [`Core::tick`], for timers that follow [`Core::next_turn_ns`].
+    /// Performs the rotation part of [`PerfCore::tick`], for timers that follow
+    /// [`PerfCore::next_turn_ns`].
     pub fn rotate(&self) {
         for vcpu in self.inner.vcpus.load().iter() {
             let cell = vcpu.cell.load();

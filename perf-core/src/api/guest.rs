@@ -2,7 +2,7 @@
 
 use crate::pmu::VcpuId;
 use crate::record::{CpuMode, MappingName, MmapRecord, RecordMisc, SampleId};
-use crate::service::core::Core;
+use crate::service::core::PerfCore;
 use crate::service::sideband::write_to;
 
 /// A named range of guest memory, for MMAP records.
@@ -20,7 +20,7 @@ pub struct GuestMapping<'a> {
     pub kernel: bool,
 }
 
-impl Core {
+impl PerfCore {
     /// Writes an MMAP record for `mapping` to the rings of interested events.
     pub fn mmap_record(&self, mapping: &GuestMapping<'_>) {
         let core = &self.inner;

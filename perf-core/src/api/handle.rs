@@ -8,7 +8,7 @@ use crate::model::failure::EventFailure;
 use crate::model::state::EventState;
 use crate::service::config::User;
 use crate::service::core::CoreInner;
-use crate::service::opened::EventRef;
+use crate::service::open_events::EventRef;
 
 /// A handle of an open event. Dropping it closes the event and its children. The siblings of a
 /// closed leader become leaders of their own groups.
@@ -87,8 +87,8 @@ impl Handle {
         &self.inner.event.shared.attr
     }
 
-    /// Returns the state of the event, or [`EventState::Off`] after it was closed. An enabled family is
-    /// inactive itself, although its children may be active.
+    /// Returns the state of the event, or [`EventState::Off`] after it was closed. An enabled
+    /// family is inactive itself, although its children may be active.
     #[must_use]
     pub fn state(&self) -> EventState {
         let event = &self.inner.event;

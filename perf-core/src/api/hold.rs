@@ -76,8 +76,8 @@ impl LockedContext<'_> {
     /// Pauses the event and returns its count.
     ///
     /// The event remains scheduled: it keeps its slot and its times advance. A pair of `pause` and
-    /// [`LockedContext::go_on`] costs a fraction of [`Handle::stop`] and [`Handle::start`]. The pause also
-    /// ends when the event is scheduled out and in again for another reason.
+    /// [`LockedContext::go_on`] costs a fraction of [`Handle::stop`] and [`Handle::start`]. The
+    /// pause also ends when the event is scheduled out and in again for another reason.
     ///
     /// # Errors
     ///

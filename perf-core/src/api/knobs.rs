@@ -2,27 +2,27 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::service::core::Core;
+use crate::service::core::PerfCore;
 
 /// A setting that can be read and changed as text at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Knob {
-    /// [`crate::CoreConfig::paranoid`], from -1 to 2.
+    /// [`crate::PerfCoreConfig::paranoid`], from -1 to 2.
     Paranoid,
-    /// [`crate::CoreConfig::sample_rate_hz`], at least 1.
+    /// [`crate::PerfCoreConfig::sample_rate_hz`], at least 1.
     SampleRateHz,
-    /// [`crate::CoreConfig::mlock_kb`].
+    /// [`crate::PerfCoreConfig::mlock_kb`].
     MlockKb,
-    /// [`crate::CoreConfig::reserved_slots`], up to the number of slots of the smallest PMU. Takes
+    /// [`crate::PerfCoreConfig::reserved_slots`], up to the number of slots of the smallest PMU. Takes
     /// effect immediately.
     ReservedSlots,
-    /// [`crate::CoreConfig::overcommit`], 0 or 1.
+    /// [`crate::PerfCoreConfig::overcommit`], 0 or 1.
     Overcommit,
 }
 
 /// An invalid value of a knob (`EINVAL`).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{text:?} is no value for this setting: it takes {expected}")]
+#[error("invalid value {text:?}: must be {expected}")]
 pub struct KnobError {
     /// Rejected text.
     pub text: String,
@@ -30,7 +30,7 @@ pub struct KnobError {
     pub expected: String,
 }
 
-impl Core {
+impl PerfCore {
     /// Returns a setting as decimal text with a newline, in the format of the kernel's sysctl
     /// files.
     #[must_use]

@@ -8,10 +8,10 @@ use crate::api::handle::Handle;
 use crate::model::output::Output;
 use crate::notify::PollState;
 use crate::ring::{PAGE_SIZE, Ring, RingMode};
-use crate::service::core::Core;
+use crate::service::core::PerfCore;
 use crate::service::error::{ControlError, MapError};
 
-impl Core {
+impl PerfCore {
     /// Returns the number of ring memory pages currently charged to user `uid`.
     #[must_use]
     pub fn ring_pages(&self, uid: u32) -> u64 {
@@ -144,7 +144,7 @@ impl Handle {
     /// # use std::sync::Arc;
     /// # use perf_core::{pmu::sim::SimPmu, *};
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// # let core = Core::builder().driver(Arc::new(SimPmu::with_slots(4))).build()?;
+    /// # let core = PerfCore::builder().driver(Arc::new(SimPmu::with_slots(4))).build()?;
     /// # core.add_vcpu(VcpuId(0), 1)?;
     /// # let session = core.session(0, Role::Admin);
     /// # let (target, flags) = (OpenTarget::Vcpu(VcpuId(0)), OpenFlags::default());
@@ -182,8 +182,8 @@ impl Handle {
     }
 
     /// Returns and clears the poll state. Call this method after [`Handle::poll_fd`] became
-    /// readable. Returns [`PollState::HUP`] if the event has no ring to write to or reached its limit
-    /// and was disabled.
+    /// readable. Returns [`PollState::HUP`] if the event has no ring to write to or reached its
+    /// limit and was disabled.
     #[must_use]
     pub fn poll(&self) -> PollState {
         let mut poll = self.inner.event.shared.notify.take();

@@ -17,7 +17,7 @@ mod switch;
 mod vcpu;
 mod vcpus;
 
-pub use builder::{ConfigError, CoreBuilder};
+pub use builder::{ConfigError, PerfCoreBuilder};
 pub use control::ControlScope;
 pub use guest::GuestMapping;
 pub use handle::Handle;

@@ -11,23 +11,23 @@ use crate::model::event::{Event, EventShared, Source};
 use crate::model::state::Owner;
 use crate::pmu::VcpuId;
 use crate::service::config::{Role, User};
-use crate::service::core::{Core, CoreInner};
+use crate::service::core::{CoreInner, PerfCore};
 use crate::service::error::OpenError;
-use crate::service::opened::{EventLinks, EventRef};
-use crate::service::place::Placement;
+use crate::service::open_events::{EventLinks, EventRef};
+use crate::service::placement::Placement;
 
 /// Target of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpenTarget {
     /// One vCPU, or a host thread or host CPU, identified by its context number
-    /// ([`Core::add_thread`], [`Core::add_cpu`]).
+    /// ([`PerfCore::add_thread`], [`PerfCore::add_cpu`]).
     Vcpu(VcpuId),
     /// The whole VM. If the driver counts per vCPU, a child event is created on each existing vCPU
     /// and, with [`Attr::inherit`], on each vCPU that is added later.
     Vm,
 }
 
-/// Flags of [`Core::open`].
+/// Flags of [`PerfCore::open`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OpenFlags {
     /// Uses the given handle for output only and does not join its group.
@@ -64,7 +64,7 @@ impl OpenFlags {
     }
 }
 
-impl Core {
+impl PerfCore {
     /// Opens an event for `session`.
     ///
     /// With `group`, the event joins the group of that handle, which must be a leader in the same

@@ -4,7 +4,7 @@ use crate::model::regs::SampleRegs;
 use crate::model::software::{RaiseLevel, SoftwareEventId};
 use crate::sample::OverflowReport;
 use crate::service::core::VcpuContext;
-use crate::service::overflow::Raised;
+use crate::service::overflow::RaisedEvent;
 
 impl VcpuContext {
     /// Raises software event `id` on this vCPU `n` times. The event can be sampled only if `regs`
@@ -39,7 +39,7 @@ impl VcpuContext {
         if !self.gates.is_open(id) {
             return true;
         }
-        self.raise(Raised { level, id, n }, regs, sink)
+        self.raise(RaisedEvent { level, id, n }, regs, sink)
     }
 }
 
@@ -54,8 +54,8 @@ mod tests {
     use crate::pmu::VcpuId;
     use crate::pmu::sim::SimPmu;
     use crate::record::CpuMode;
-    use crate::service::config::{CoreConfig, Role};
-    use crate::service::core::Core;
+    use crate::service::config::{PerfCoreConfig, Role};
+    use crate::service::core::PerfCore;
 
     struct Regs;
 
@@ -72,7 +72,7 @@ mod tests {
     /// services overflows reports it, because the VM context has no thread of its own.
     #[test]
     fn vcpu_services_deferred_vm_events() {
-        let core = Core::new(CoreConfig::default());
+        let core = PerfCore::new(PerfCoreConfig::default());
         let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
         vcpu.sched_in();
         let session = core.session(0, Role::Admin);
@@ -97,7 +97,7 @@ mod tests {
     /// its driver event.
     #[test]
     fn closed_event_clears_gate_and_driver() {
-        let core = Core::new(CoreConfig::default());
+        let core = PerfCore::new(PerfCoreConfig::default());
         let pmu = SimPmu::with_slots(2);
         core.register(Arc::new(pmu.clone()));
         for n in 0..3 {

@@ -14,7 +14,7 @@ use crate::model::totals::Totals;
 use crate::pmu::VcpuId;
 use crate::record::{ReadEntries, ReadEntry, ReadValues, read_size_of};
 use crate::service::error::ControlError;
-use crate::service::opened::EventRef;
+use crate::service::open_events::EventRef;
 use crate::time::TimeTotals;
 
 /// An event count together with its time enabled and time running.

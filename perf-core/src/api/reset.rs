@@ -2,18 +2,18 @@
 
 use crate::context::ContextCell;
 use crate::model::keys::EventKey;
-use crate::service::core::{Core, VcpuContext};
+use crate::service::core::{PerfCore, VcpuContext};
 
 impl VcpuContext {
     /// Handles a reset of this vCPU: enables its events with [`crate::Attr::enable_on_exec`] that
     /// are off or in the error state, once. Applies to group leaders and other group members. Use
-    /// [`Core::vm_reset`] for a reset of the whole machine.
+    /// [`PerfCore::vm_reset`] for a reset of the whole machine.
     pub fn exec(&self) {
         exec(&self.cell.load());
     }
 }
 
-impl Core {
+impl PerfCore {
     /// Handles a reset of the machine: enables events with [`crate::Attr::enable_on_exec`], once,
     /// in the VM context and on all vCPUs. A VM-wide event is enabled as a whole and therefore also
     /// counts on vCPUs that are added later.
@@ -24,7 +24,7 @@ impl Core {
     /// # use perf_core::{pmu::sim::SimPmu, *};
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let pmu = SimPmu::with_slots(4);
-    /// # let core = Core::builder().driver(Arc::new(pmu.clone())).build()?;
+    /// # let core = PerfCore::builder().driver(Arc::new(pmu.clone())).build()?;
     /// # core.add_vcpu(VcpuId(0), 1)?.sched_in();
     /// # let session = core.session(0, Role::Admin);
     /// // Counts the next boot, and nothing of what runs until then.

@@ -4,9 +4,9 @@ use std::sync::{Arc, Weak};
 
 use crate::api::handle::HandleInner;
 use crate::attr::Attr;
-use crate::lock::{Lock, Rank};
+use crate::lock::{Lock, LockRank};
 use crate::service::config::{Role, User};
-use crate::service::core::Core;
+use crate::service::core::PerfCore;
 use crate::service::error::OpenError;
 
 /// The owner of a set of events: an operator or the guest. Dropping a session closes its events.
@@ -60,14 +60,14 @@ impl Drop for Session {
     }
 }
 
-impl Core {
-    /// Checks whether `session` may sample with the settings of `attr`. [`Core::open`] performs the
-    /// same check first. Use this method for samples that the host kernel takes without an event of
-    /// the core.
+impl PerfCore {
+    /// Checks whether `session` may sample with the settings of `attr`. [`PerfCore::open`] performs
+    /// the same check first. Use this method for samples that the host kernel takes without an
+    /// event of the core.
     ///
     /// # Errors
     ///
-    /// Returns the [`OpenError`] that [`Core::open`] would return.
+    /// Returns the [`OpenError`] that [`PerfCore::open`] would return.
     pub fn may_sample(&self, session: &Session, attr: &Attr) -> Result<(), OpenError> {
         let limits = &self.inner.limits;
         limits.check_attr(attr, session.inner.user.is_admin())?;
@@ -80,7 +80,7 @@ impl Core {
         Session {
             inner: Arc::new(SessionInner {
                 user: User { uid, role },
-                owned: Lock::new(Rank::Session, Vec::new()),
+                owned: Lock::new(LockRank::Session, Vec::new()),
             }),
         }
     }

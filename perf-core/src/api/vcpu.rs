@@ -47,7 +47,7 @@ impl VcpuContext {
         cell.lock().sched_out(now_ns);
     }
 
-    /// Performs [`crate::Core::tick`] for this context only.
+    /// Performs [`crate::PerfCore::tick`] for this context only.
     pub fn tick(&self) {
         if let Some(core) = self.core.upgrade() {
             core.tick(&self.cell.load(), 1);
@@ -62,7 +62,8 @@ impl VcpuContext {
 
     /// Returns the number of times that an event of this vCPU entered the error state. The number
     /// stays with the vCPU when contexts are swapped. The VMM compares it at each VM entry to
-    /// detect that a guest counter has lost its slot ([`VcpuContext::take_errors`]). Costs one load.
+    /// detect that a guest counter has lost its slot ([`VcpuContext::take_errors`]). Costs one
+    /// load.
     #[must_use]
     pub fn errors(&self) -> u64 {
         self.errors.load(Ordering::Acquire)
@@ -90,7 +91,7 @@ impl VcpuContext {
 
     /// Asks the drivers whether running events still hold their counters, with at most one system
     /// call per hardware event. Events that lost their counter enter the error state or wait for
-    /// the next rotation. [`crate::Core::tick`] calls this method periodically.
+    /// the next rotation. [`crate::PerfCore::tick`] calls this method periodically.
     pub fn look(&self) {
         let cell = self.cell.load();
         let now_ns = cell.now_ns();
@@ -122,8 +123,8 @@ mod tests {
     use crate::pmu::Pmu;
     use crate::pmu::sim::SimPmu;
     use crate::record::CpuMode;
-    use crate::service::config::{CoreConfig, Role};
-    use crate::service::core::Core;
+    use crate::service::config::{PerfCoreConfig, Role};
+    use crate::service::core::PerfCore;
 
     struct Regs;
 
@@ -140,7 +141,7 @@ mod tests {
     /// another thread holds all shared locks and the locks of all other contexts.
     #[test]
     fn vcpu_hot_paths_take_no_shared_lock() {
-        let core = Core::new(CoreConfig::default());
+        let core = PerfCore::new(PerfCoreConfig::default());
         let pmu = Arc::new(SimPmu::with_slots(2));
         core.register(Arc::clone(&pmu) as Arc<dyn Pmu>);
         let [hot, other] = [0, 1].map(|id| core.add_vcpu(VcpuId(id), 1 + id as i32).unwrap());

@@ -7,10 +7,10 @@ use arc_swap::ArcSwap;
 
 use crate::context::{ContextCell, ContextOwner};
 use crate::pmu::VcpuId;
-use crate::service::core::{Core, VcpuContext};
+use crate::service::core::{PerfCore, VcpuContext};
 use crate::service::error::OpenError;
 
-impl Core {
+impl PerfCore {
     /// Adds a vCPU that runs on host thread `tid`. The vCPU inherits all VM-wide events with
     /// [`crate::Attr::inherit`]. If one of them cannot be opened, the vCPU is not added and the
     /// call has no effect.
@@ -23,12 +23,12 @@ impl Core {
         self.add_vcpu_recorded_as(vcpu, tid, tid.cast_unsigned())
     }
 
-    /// Adds a vCPU like [`Core::add_vcpu`], with `record_tid` as the ID of its thread in records. A
+    /// Adds a vCPU like [`PerfCore::add_vcpu`], with `record_tid` as the ID of its thread in records. A
     /// thread in a PID namespace has another ID for the readers outside.
     ///
     /// # Errors
     ///
-    /// Returns the same errors as [`Core::add_vcpu`].
+    /// Returns the same errors as [`PerfCore::add_vcpu`].
     pub fn add_vcpu_recorded_as(
         &self,
         vcpu: VcpuId,
@@ -85,12 +85,12 @@ impl Core {
     /// Its events count that thread between [`VcpuContext::sched_in`] and
     /// [`VcpuContext::sched_out`].
     ///
-    /// The context gets the first free number from [`Core::FIRST_THREAD`] on, which is used as the
-    /// target of events and in samples. Remove the context like a vCPU.
+    /// The context gets the first free number from [`PerfCore::FIRST_THREAD`] on, which is used as
+    /// the target of events and in samples. Remove the context like a vCPU.
     ///
     /// # Errors
     ///
-    /// Returns the same errors as [`Core::add_vcpu`].
+    /// Returns the same errors as [`PerfCore::add_vcpu`].
     pub fn add_thread(&self, tid: i32) -> Result<Arc<VcpuContext>, OpenError> {
         let mut id = Self::FIRST_THREAD;
         loop {
@@ -105,10 +105,10 @@ impl Core {
     /// Adds a context for host CPU `cpu`. Its events count all code on that CPU, if the driver
     /// supports it (`host`).
     ///
-    /// The context number is [`Core::FIRST_CPU`] plus `cpu`; remove the context like a vCPU. The
-    /// context is scheduled in from the beginning, so its time is the clock's time. VM-wide events
-    /// do not count on it. Its samples contain the CPU number, and -1 as process and thread ID,
-    /// which are unknown.
+    /// The context number is [`PerfCore::FIRST_CPU`] plus `cpu`; remove the context like a vCPU.
+    /// The context is scheduled in from the beginning, so its time is the clock's time. VM-wide
+    /// events do not count on it. Its samples contain the CPU number, and -1 as process and thread
+    /// ID, which are unknown.
     ///
     /// Opening an event on it requires the admin role if paranoid is above 0. The host kernel
     /// requires `CAP_PERFMON`, or a `kernel.perf_event_paranoid` of 0 or less. The overflow signal
@@ -119,7 +119,7 @@ impl Core {
     /// # use std::sync::Arc;
     /// # use perf_core::{pmu::host::HostPmu, *};
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// let core = Core::builder().driver(Arc::new(HostPmu::software(None))).build()?;
+    /// let core = PerfCore::builder().driver(Arc::new(HostPmu::software(None))).build()?;
     /// let cpu = core.add_cpu(0)?;
     /// let session = core.session(0, Role::Admin);
     /// // PERF_COUNT_SW_CONTEXT_SWITCHES
@@ -184,7 +184,7 @@ mod tests {
     use crate::pmu::sim::SimPmu;
     use crate::record::{CpuMode, Record, RecordFormat};
     use crate::ring::RingReader;
-    use crate::service::config::{CoreConfig, Role};
+    use crate::service::config::{PerfCoreConfig, Role};
 
     const VCPU: VcpuId = VcpuId(0);
 
@@ -207,7 +207,7 @@ mod tests {
     }
 
     struct Sampled {
-        core: Core,
+        core: PerfCore,
         vcpu: Arc<VcpuContext>,
         event: Handle,
         reader: RingReader,
@@ -217,7 +217,7 @@ mod tests {
     /// Creates a vCPU with an event of period 100 and a count of 350, without servicing any
     /// overflow.
     fn sampled() -> Sampled {
-        let core = Core::new(CoreConfig::default());
+        let core = PerfCore::new(PerfCoreConfig::default());
         let pmu = Arc::new(SimPmu::with_slots(2));
         core.register(Arc::clone(&pmu) as Arc<dyn crate::pmu::Pmu>);
         let vcpu = core.add_vcpu(VCPU, 1).unwrap();

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use super::Context;
-use crate::lock::{Lock, LockGuard, Rank};
-use crate::model::software::Deferred;
+use crate::lock::{Lock, LockGuard, LockRank};
+use crate::model::software::DeferredEvents;
 use crate::pmu::{PmuTarget, VcpuId};
 use crate::schedule::{MuxConfig, SharePolicy};
 use crate::time::Clock;
@@ -43,7 +43,7 @@ pub(crate) struct ContextCell {
     /// without the lock.
     pub raised_events: AtomicUsize,
     /// Events that were raised while the lock was taken.
-    pub deferred: Deferred,
+    pub deferred: DeferredEvents,
 }
 
 impl ContextCell {
@@ -56,7 +56,7 @@ impl ContextCell {
         let context = Context::new(policy, mux);
         Self {
             to_serve: Arc::clone(&context.to_serve),
-            inner: Lock::new(Rank::Context, context),
+            inner: Lock::new(LockRank::Context, context),
             cpu,
             record_tid,
             clock,
@@ -64,7 +64,7 @@ impl ContextCell {
                 u64::from(vcpu.0) << 32 | u64::from(tid.cast_unsigned())
             })),
             raised_events: AtomicUsize::new(0),
-            deferred: Deferred::default(),
+            deferred: DeferredEvents::default(),
         }
     }
 

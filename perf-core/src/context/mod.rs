@@ -7,7 +7,7 @@
 
 mod cell;
 mod lists;
-mod look;
+mod lost_slots;
 mod members;
 mod overflow;
 mod pass;
@@ -34,8 +34,8 @@ use crate::model::times::ContextClock;
 use crate::model::totals::Totals;
 use crate::pmu::{CounterMask, PmuError};
 use crate::record::ReadEntry;
+use crate::schedule::counter_assignments::CounterRequest;
 use crate::schedule::group::{Group, GroupQueue};
-use crate::schedule::seats::CounterRequest;
 use crate::schedule::{ClassQueue, MuxConfig, SharePolicy, SlotPool, SlotPools};
 
 /// Statistics of a context.
@@ -102,7 +102,7 @@ pub(crate) struct Context {
     /// Number of times that an event entered the error state. Read without the lock. The value
     /// belongs to the vCPU and moves with it when contexts are swapped.
     pub errors: Arc<AtomicU64>,
-    /// Time at which the drivers were last asked whether active events still count.
+    /// Time at which active events were last checked for the loss of their counters.
     pub looked_ns: u64,
     pub samples: u64,
     pub lost_samples: u64,

@@ -102,7 +102,7 @@ impl Context {
                 if event.sampling.is_on()
                     && let Err(error) = driver.rearm(raw, event.sampling.remaining(raw))
                 {
-                    log::warn!("event {} could not be armed again: {error}", event.shared.id);
+                    log::warn!("cannot re-arm event {}: {error}", event.shared.id);
                 }
             }
             if event.sampling.pending > 0 {
@@ -434,7 +434,7 @@ impl Context {
         if let Source::Driver(driver) = &mut event.source
             && let Err(error) = driver.arm(event.sampling.remaining(raw))
         {
-            log::warn!("event {} could not be armed again: {error}", event.shared.id);
+            log::warn!("cannot re-arm event {}: {error}", event.shared.id);
         }
     }
 }

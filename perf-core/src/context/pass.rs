@@ -316,7 +316,7 @@ impl Context {
     /// its group out.
     pub fn handle_restart_failure(&mut self, key: EventKey, error: &PmuError, now_ns: u64) {
         log::warn!(
-            "event {} could not go on after its overflow was switched: {error}",
+            "cannot restart event {} after a change of its overflow: {error}",
             self.events[key].shared.id
         );
         let group = self.events[key].group;

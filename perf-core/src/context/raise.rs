@@ -3,7 +3,7 @@
 use crate::context::{Context, ServicePass};
 use crate::model::event::{Event, Source};
 use crate::model::regs::RegsRequest;
-use crate::model::software::{Deferred, SoftwareEventId};
+use crate::model::software::{DeferredEvents, SoftwareEventId};
 use crate::model::state::EventState;
 use crate::record::CpuMode;
 
@@ -82,7 +82,7 @@ impl Context {
 
     /// Counts events that were raised while the lock was taken. They are not sampled, because the
     /// registers of that time are no longer available.
-    pub fn take_deferred(&mut self, deferred: &Deferred) {
+    pub fn take_deferred(&mut self, deferred: &DeferredEvents) {
         deferred.take(|id, n| {
             let active = self.clock.is_active();
             for at in 0..self.raised[id as usize].len() {

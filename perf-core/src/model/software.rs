@@ -91,12 +91,12 @@ pub enum RaiseLevel {
 /// Events that were raised while the context lock was taken. The next thread that locks the context
 /// accounts them.
 #[derive(Debug, Default)]
-pub(crate) struct Deferred {
+pub(crate) struct DeferredEvents {
     counts: [AtomicU64; IDS],
     any: AtomicBool,
 }
 
-impl Deferred {
+impl DeferredEvents {
     pub fn add(&self, id: SoftwareEventId, n: u64) {
         self.counts[id as usize].fetch_add(n, Ordering::Relaxed);
         self.any.store(true, Ordering::Release);

@@ -15,7 +15,7 @@ pub enum EventState {
     Active,
 }
 
-/// Work that [`crate::Core::tick`] has to do, in increasing order.
+/// Work that [`crate::PerfCore::tick`] has to do, in increasing order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum TickWork {
     /// No work.

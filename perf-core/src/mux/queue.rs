@@ -40,7 +40,8 @@ const STEADY: f32 = 1e-3;
 /// or aliases with the intervals.
 const CALM: f32 = 0.06;
 /// Factor of the detection threshold: a shift reveals a pattern if the squared step exceeds this
-/// multiple of the mean square step plus [`SHIFT_THRESHOLD_MIN`], which is a tenth of the rate squared.
+/// multiple of the mean square step plus [`SHIFT_THRESHOLD_MIN`], which is a tenth of the rate
+/// squared.
 const SHIFT_THRESHOLD: f64 = 8.0;
 const SHIFT_THRESHOLD_MIN: f64 = 0.01;
 /// Number of consecutive shifts that must reveal a pattern in the same group, unless they do so in
@@ -225,7 +226,8 @@ pub struct MuxQueue {
     pattern_confirmed: bool,
     /// Pseudo-random state that selects groups to read in the middle of a slice.
     draw: u32,
-    /// Number of intervals so far, and the number at the last call of [`MuxQueue::record_aliasing`].
+    /// Number of intervals so far, and the number at the last call of
+    /// [`MuxQueue::record_aliasing`].
     turns: IntervalCount,
     aliased_at: Option<IntervalCount>,
 }
@@ -438,9 +440,9 @@ impl MuxQueue {
         Some(key)
     }
 
-    /// Selects a group for [`crate::estimate::Estimator::mid_slice`]: in a quarter of the intervals,
-    /// returns an active group that is about halfway through its slice. All groups are selected
-    /// equally often. Returns `None` if slices are one interval long and have no middle.
+    /// Selects a group for [`crate::estimate::Estimator::mid_slice`]: in a quarter of the
+    /// intervals, returns an active group that is about halfway through its slice. All groups are
+    /// selected equally often. Returns `None` if slices are one interval long and have no middle.
     ///
     /// Call this method after a group has left and before the slots are refilled.
     pub fn mid_slice(&mut self) -> Option<GroupKey> {
@@ -457,8 +459,9 @@ impl MuxQueue {
     }
 
     /// Records a pattern that aliases with the slices of some group
-    /// ([`crate::estimate::Estimator::detects_aliasing`]). Other groups may have the same pattern and
-    /// appear calm, because they see only one phase of it. Call this method at the end of a slice.
+    /// ([`crate::estimate::Estimator::detects_aliasing`]). Other groups may have the same pattern
+    /// and appear calm, because they see only one phase of it. Call this method at the end of a
+    /// slice.
     pub fn record_aliasing(&mut self) {
         self.aliased_at = Some(self.turns);
     }

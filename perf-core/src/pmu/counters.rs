@@ -142,7 +142,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_mask_is_the_set_of_its_counters(bits: u64, skip in 0usize..70) {
+        fn mask_is_the_set_of_its_counters(bits: u64, skip in 0usize..70) {
             let mask = CounterMask::from_bits(bits);
             let list: Vec<usize> = mask.iter().collect();
             prop_assert!(list.is_sorted() && list.iter().all(|&n| mask.contains(n)));

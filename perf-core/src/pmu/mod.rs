@@ -79,13 +79,13 @@ pub const MEDIATED_NEIGHBOUR: &str = "a VM with KVM's mediated vPMU holds the ho
 #[derive(Debug, thiserror::Error)]
 pub enum PmuError {
     /// The driver has no such event (`ENOENT`).
-    #[error("the driver has no such event")]
+    #[error("event not found in the driver")]
     NoSuchEvent,
     /// The driver can never count the event in this combination (`EINVAL`).
     #[error("unsupported combination: {0}")]
     Unsupported(&'static str),
     /// No counter is available at present (`EAGAIN`).
-    #[error("no counter is free now")]
+    #[error("no counter is available")]
     Busy,
     /// The host reserves the PMU for mediated guests (`EOPNOTSUPP` or `EBUSY`).
     #[error("{}", MEDIATED_NEIGHBOUR)]
@@ -201,9 +201,9 @@ pub trait PmuEvent: Send {
     /// Returns how long ago, in nanoseconds, the host took the counter of a started event away, or
     /// `None` while the event counts.
     ///
-    /// The result reflects the last call of [`PmuEvent::check_counter`] or [`PmuEvent::read`]. If the exact
-    /// moment is unknown, this is the longest possible time. The count does not advance after the
-    /// loss until the event is stopped and started again. Takes no system call.
+    /// The result reflects the last call of [`PmuEvent::check_counter`] or [`PmuEvent::read`]. If
+    /// the exact moment is unknown, this is the longest possible time. The count does not advance
+    /// after the loss until the event is stopped and started again. Takes no system call.
     fn lost_ns(&self) -> Option<u64> {
         None
     }

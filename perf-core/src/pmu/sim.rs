@@ -184,8 +184,8 @@ impl SimPmu {
         }
     }
 
-    /// Lets the polling timers of `vcpu` expire: events that have reached the requested count before
-    /// the minimum period has ended report their overflow.
+    /// Lets the polling timers of `vcpu` expire: events that have reached the requested count
+    /// before the minimum period has ended report their overflow.
     pub fn poll_late_overflows(&self, vcpu: VcpuId) {
         let mut state = self.shared.lock();
         for counter in state.counters.values_mut() {

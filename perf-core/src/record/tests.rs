@@ -452,7 +452,7 @@ fn member_count_beyond_record_is_rejected() {
 }
 
 #[test]
-fn a_sample_longer_than_its_format_is_refused() {
+fn sample_longer_than_its_format_is_refused() {
     let format = RecordFormat {
         sample_type: SampleType::IP,
         read_format: ReadFormat::empty(),
@@ -574,7 +574,7 @@ fn side_band_records_have_abi_sizes_and_round_trip() {
 }
 
 #[test]
-fn a_record_too_short_for_its_trailer_is_refused() {
+fn record_too_short_for_its_trailer_is_refused() {
     let format = RecordFormat {
         sample_type: SampleType::all(),
         sample_id_all: true,

@@ -55,7 +55,7 @@ use protocol::{Claim, Protocol, RingGeometry, SharedWords};
 
 pub use mapping::PAGE_SIZE;
 pub use page::{ControlPageBusy, ControlPageWriter, PageCounter};
-pub use reader::{RawRecord, ReadError, RecordBatch, RingReader};
+pub use reader::{RawRecord, RecordBatch, RingReadError, RingReader};
 pub use wake::PollState;
 pub(crate) use wake::borrowed;
 
@@ -117,7 +117,7 @@ impl LostTrailer {
 pub enum RingError {
     /// The number of data pages is neither 0 nor a power of two, or exceeds [`DATA_PAGES_MAX`]
     /// (`EINVAL`).
-    #[error("{pages} data pages: a ring has 0 or a power of two up to {DATA_PAGES_MAX}")]
+    #[error("{pages} data pages: must be 0 or a power of two up to {DATA_PAGES_MAX}")]
     Pages {
         /// Requested number of data pages.
         pages: usize,
@@ -132,7 +132,7 @@ pub enum RingError {
         size: usize,
     },
     /// The record can never fit.
-    #[error("record of {size} bytes: this ring takes at most {limit}")]
+    #[error("record of {size} bytes: must be at most {limit} bytes in this ring")]
     TooLarge {
         /// Requested size, in bytes.
         size: usize,
@@ -141,7 +141,7 @@ pub enum RingError {
     },
     /// The ring is full (`ENOSPC`). The lost record was counted and will be reported by a LOST
     /// record.
-    #[error("no room in the ring")]
+    #[error("the ring is full")]
     Full,
     /// A system call failed.
     #[error("{what} failed")]

@@ -55,10 +55,11 @@ pub struct PageCounter {
 
 /// Error: another update of the control page is in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the control page is being updated by another thread or by the code this one interrupted")]
+#[error("another thread, or the code that this thread interrupted, is updating the control page")]
 pub struct ControlPageBusy;
 
-/// The owner's side of the control page, which updates [`PageCounter`] under the page's sequence lock.
+/// The owner's side of the control page, which updates [`PageCounter`] under the page's sequence
+/// lock.
 pub struct ControlPageWriter<'a> {
     pub(super) page: &'a ControlPage,
     pub(super) busy: &'a AtomicBool,
@@ -111,9 +112,10 @@ impl ControlPageWriter<'_> {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlPageBusy`] if an update is in progress. Updates of one event are made under its
-    /// context's lock, so this can only happen in a signal handler that interrupted an update. The
-    /// interrupted update then writes older values, and the handler must request another update.
+    /// Returns [`ControlPageBusy`] if an update is in progress. Updates of one event are made under
+    /// its context's lock, so this can only happen in a signal handler that interrupted an update.
+    /// The interrupted update then writes older values, and the handler must request another
+    /// update.
     pub fn update(&self, counter: PageCounter) -> Result<(), ControlPageBusy> {
         // Acquire: pairs with the Release store below, so updates are sequential.
         if self.busy.swap(true, Acquire) {

@@ -549,7 +549,7 @@ mod tests {
     /// when it ends even though another has begun. Below that threshold the only remaining writer
     /// publishes, which is cheaper.
     #[test]
-    fn a_generation_is_closed_when_an_eighth_of_the_ring_is_unpublished() {
+    fn generation_is_closed_when_an_eighth_of_the_ring_is_unpublished() {
         for (len, published) in [(SIZE / 8 - 64 - 8, 96), (SIZE / 8 - 64, 96 + SIZE / 8)] {
             let (protocol, page) = (
                 Protocol::new(

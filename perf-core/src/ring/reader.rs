@@ -18,7 +18,7 @@ const HEADER_SIZE: usize = 8;
 /// An error of mapping or reading a ring.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum ReadError {
+pub enum RingReadError {
     /// The file descriptor is not a ring of this crate.
     #[error("not a ring: {what}")]
     NotARing {
@@ -148,19 +148,19 @@ impl RingReader {
     ///
     /// # Errors
     ///
-    /// Returns [`ReadError::NotARing`] if the file descriptor is not a memfd of a ring's size, or
-    /// if its size is not sealed so that it could shrink under the mapping. Returns
-    /// [`ReadError::Os`] if it cannot be mapped.
-    pub fn map(fd: BorrowedFd<'_>) -> Result<Self, ReadError> {
-        let seals = mapping::seals(fd).map_err(|_| ReadError::NotARing {
+    /// Returns [`RingReadError::NotARing`] if the file descriptor is not a memfd of a ring's size,
+    /// or if its size is not sealed so that it could shrink under the mapping. Returns
+    /// [`RingReadError::Os`] if it cannot be mapped.
+    pub fn map(fd: BorrowedFd<'_>) -> Result<Self, RingReadError> {
+        let seals = mapping::seals(fd).map_err(|_| RingReadError::NotARing {
             what: "the descriptor is not a memfd",
         })?;
         if seals & libc::F_SEAL_SHRINK == 0 {
-            return Err(ReadError::NotARing {
+            return Err(RingReadError::NotARing {
                 what: "its size is not sealed",
             });
         }
-        let len = mapping::file_size(fd).map_err(|source| ReadError::Os {
+        let len = mapping::file_size(fd).map_err(|source| RingReadError::Os {
             what: "fstat",
             source,
         })?;
@@ -169,7 +169,7 @@ impl RingReader {
             .and_then(|len| len.checked_sub(PAGE_SIZE))
             .filter(|&size| size.is_multiple_of(PAGE_SIZE) && size / PAGE_SIZE <= DATA_PAGES_MAX)
             .filter(|&size| size == 0 || size.is_power_of_two())
-            .ok_or(ReadError::NotARing {
+            .ok_or(RingReadError::NotARing {
                 what: "its size is not that of 1 + 2^n pages",
             })?;
         let mode = if seals & (libc::F_SEAL_FUTURE_WRITE | libc::F_SEAL_WRITE) != 0 {
@@ -181,7 +181,7 @@ impl RingReader {
             control_writable: mode == RingMode::Writable,
             data_writable: false,
         };
-        let mapping = Mapping::memfd(fd, data_size, access).map_err(|source| ReadError::Os {
+        let mapping = Mapping::memfd(fd, data_size, access).map_err(|source| RingReadError::Os {
             what: "mapping the ring",
             source,
         })?;
@@ -189,7 +189,7 @@ impl RingReader {
         if page.data_offset.load(Relaxed) != PAGE_SIZE as u64
             || page.data_size.load(Relaxed) != data_size as u64
         {
-            return Err(ReadError::NotARing {
+            return Err(RingReadError::NotARing {
                 what: "the control page does not describe it",
             });
         }
@@ -201,15 +201,15 @@ impl RingReader {
     ///
     /// # Errors
     ///
-    /// Returns [`ReadError::NotARing`] if the number of pages is not a power of two and
-    /// [`ReadError::Os`] if mapping fails.
-    pub fn map_perf(fd: BorrowedFd<'_>, data_pages: usize) -> Result<Self, ReadError> {
+    /// Returns [`RingReadError::NotARing`] if the number of pages is not a power of two and
+    /// [`RingReadError::Os`] if mapping fails.
+    pub fn map_perf(fd: BorrowedFd<'_>, data_pages: usize) -> Result<Self, RingReadError> {
         if !data_pages.is_power_of_two() || data_pages > DATA_PAGES_MAX {
-            return Err(ReadError::NotARing {
+            return Err(RingReadError::NotARing {
                 what: "the number of data pages is not a power of two",
             });
         }
-        let mapping = Mapping::perf(fd, data_pages * PAGE_SIZE).map_err(|source| ReadError::Os {
+        let mapping = Mapping::perf(fd, data_pages * PAGE_SIZE).map_err(|source| RingReadError::Os {
             what: "mapping the perf event",
             source,
         })?;
@@ -312,14 +312,14 @@ impl RingReader {
     ///
     /// # Errors
     ///
-    /// Returns [`ReadError::Corrupt`] or [`ReadError::Overrun`]. Both skip to the head, so that
-    /// reading may continue.
+    /// Returns [`RingReadError::Corrupt`] or [`RingReadError::Overrun`]. Both skip to the head, so
+    /// that reading may continue.
     #[inline]
     #[expect(
         clippy::cast_possible_truncation,
         reason = "an offset is taken modulo the size of the ring"
     )]
-    pub fn next_record(&mut self) -> Result<Option<RawRecord<'_>>, ReadError> {
+    pub fn next_record(&mut self) -> Result<Option<RawRecord<'_>>, RingReadError> {
         if self.tail.wrapping_sub(self.released) >= self.release_at {
             self.release();
         }
@@ -357,7 +357,7 @@ impl RingReader {
     ///
     /// Returns the errors of [`next_record`](Self::next_record) for the head. A corrupt record ends
     /// the batch, and the next call reports it.
-    pub fn batch(&mut self) -> Result<RecordBatch<'_>, ReadError> {
+    pub fn batch(&mut self) -> Result<RecordBatch<'_>, RingReadError> {
         self.release();
         if self.tail == self.head {
             self.refill()?;
@@ -370,7 +370,7 @@ impl RingReader {
 
     /// Checks for new records, and releases the space of the old ones if there are none.
     #[inline]
-    fn refill(&mut self) -> Result<bool, ReadError> {
+    fn refill(&mut self) -> Result<bool, RingReadError> {
         self.release();
         // Acquire: pairs with the writer's AcqRel in `Protocol::publish` (the kernel's smp_wmb
         // before it stores data_head), so the records below the head are read after it. A valid
@@ -386,7 +386,7 @@ impl RingReader {
         {
             let position = self.tail;
             self.skip_to(head);
-            return Err(ReadError::Corrupt {
+            return Err(RingReadError::Corrupt {
                 position,
                 what: "the head is behind the tail or beyond the ring",
             });
@@ -401,7 +401,7 @@ impl RingReader {
         clippy::cast_possible_truncation,
         reason = "an offset is taken modulo the size of the ring"
     )]
-    fn size_at(&mut self, position: u64) -> Result<usize, ReadError> {
+    fn size_at(&mut self, position: u64) -> Result<usize, RingReadError> {
         let offset = position as usize & self.mask;
         // SAFETY: positions are multiples of 8 (ensured by `new`, `refill` and every size), so the
         // 8 bytes of the header are aligned and inside the data area. Volatile, so that the checked
@@ -415,7 +415,7 @@ impl RingReader {
     }
 
     #[cold]
-    fn corrupt(&mut self, position: u64, size: usize) -> ReadError {
+    fn corrupt(&mut self, position: u64, size: usize) -> RingReadError {
         self.skip_to(self.head);
         let what = if size < HEADER_SIZE {
             "the record is smaller than its header"
@@ -424,7 +424,7 @@ impl RingReader {
         } else {
             "the record ends beyond the head"
         };
-        ReadError::Corrupt { position, what }
+        RingReadError::Corrupt { position, what }
     }
 
     fn skip_to(&mut self, position: u64) {
@@ -458,7 +458,7 @@ impl RingReader {
         reason = "an offset is taken modulo the size of the ring"
     )]
     #[inline]
-    fn next_copied(&mut self) -> Result<RawRecord<'_>, ReadError> {
+    fn next_copied(&mut self) -> Result<RawRecord<'_>, RingReadError> {
         let position = self.tail;
         let size = match self.size_at(position) {
             Ok(size) => size,
@@ -489,7 +489,7 @@ impl RingReader {
 
     /// Checks that no writer can have overwritten the bytes from the tail on, including while they
     /// were read.
-    fn check_not_overwritten(&mut self) -> Result<(), ReadError> {
+    fn check_not_overwritten(&mut self) -> Result<(), RingReadError> {
         // Acquire: the bytes are read before the head is. A writer stores over them only after it
         // has seen a published head that makes them old (`Protocol::reserve`), which is then
         // visible here too.
@@ -500,7 +500,7 @@ impl RingReader {
             return Ok(());
         }
         self.skip_to(head);
-        Err(ReadError::Overrun { bytes: behind })
+        Err(RingReadError::Overrun { bytes: behind })
     }
 
     /// Returns the space of the records read so far to the writer.

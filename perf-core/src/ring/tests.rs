@@ -70,7 +70,7 @@ fn nested_writers_are_published_by_the_outermost() {
 }
 
 #[test]
-fn a_generation_is_closed_so_that_overlapping_writers_cannot_starve_the_reader() {
+fn generation_is_closed_so_that_overlapping_writers_cannot_starve_the_reader() {
     let ring = ring(1, RingMode::Writable);
     let mut reader = RingReader::of(Arc::clone(&ring));
     // At least one record is always in flight.
@@ -182,7 +182,7 @@ fn failed_batch_counts_no_loss_and_keeps_pending_losses() {
 }
 
 #[test]
-fn the_largest_record_fits_an_empty_ring_after_a_loss_too() {
+fn largest_record_fits_an_empty_ring_after_a_loss_too() {
     for mode in [RingMode::Writable, RingMode::Overwrite] {
         let ring = ring(1, mode);
         let mut reader = RingReader::of(Arc::clone(&ring));

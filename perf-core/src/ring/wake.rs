@@ -1,8 +1,9 @@
 //! Reader notification through an eventfd whose count *is* the poll state.
 //!
-//! The state is not kept beside the eventfd, so there is no race between checking and waiting:
-//! reading the eventfd takes the state atomically, and a later notification makes it readable
-//! again. This also works for a reader in another process that has only the file descriptor.
+//! The state is not stored separately from the eventfd, so there is no race between checking and
+//! waiting: reading the eventfd takes the state atomically, and a later notification makes it
+//! readable again. This also works for a reader in another process that has only the file
+//! descriptor.
 
 #![expect(unsafe_code, reason = "system calls, and memory shared with the kernel")]
 

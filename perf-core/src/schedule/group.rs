@@ -6,7 +6,7 @@
 
 use smallvec::SmallVec;
 
-use super::seats::CounterRequest;
+use super::counter_assignments::CounterRequest;
 use crate::model::keys::{EventKey, GroupKey, PoolId, Table};
 
 /// A group leader and its siblings, scheduled together or not at all.

@@ -2,12 +2,13 @@
 //! of active groups.
 //!
 //! The planner walks the queues in the order of the share policy and stops at the first group that
-//! does not fit, so its cost depends on the number of slots rather than of groups. [`seats`]
-//! assigns events to counters and thereby determines whether a group fits. [`crate::context`] then
-//! applies the difference between the plan and the active groups to the drivers.
+//! does not fit, so its cost depends on the number of slots rather than of groups.
+//! [`counter_assignments`] assigns events to counters and thereby determines whether a group fits.
+//! [`crate::context`] then applies the difference between the plan and the active groups to the
+//! drivers.
 
+pub(crate) mod counter_assignments;
 pub(crate) mod group;
-pub(crate) mod seats;
 
 use std::ops::{Index, IndexMut};
 
@@ -18,7 +19,7 @@ use crate::mux::{MuxPolicy, MuxQueue, SlotOffer};
 use crate::pmu::CounterMask;
 use group::{Group, GroupClass, GroupQueue};
 
-use seats::CounterAssignments;
+use counter_assignments::CounterAssignments;
 
 /// Policy for the assignment of slots if there are too few.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

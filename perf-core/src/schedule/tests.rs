@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use super::seats::CounterRequest;
+use super::counter_assignments::CounterRequest;
 use super::*;
 use crate::model::keys::EventKey;
 

@@ -10,9 +10,9 @@ use crate::schedule::{MuxConfig, SharePolicy};
 use crate::service::error::OpenError;
 use crate::time::{Clock, MonotonicClock};
 
-/// Configuration of a [`crate::Core`].
+/// Configuration of a [`crate::PerfCore`].
 #[derive(Clone)]
-pub struct CoreConfig {
+pub struct PerfCoreConfig {
     /// Clock for all times. Tests use a manual clock.
     pub clock: Arc<dyn Clock>,
     /// Policy for sharing slots if there are too few.
@@ -46,7 +46,7 @@ pub struct CoreConfig {
     pub pid: u32,
 }
 
-impl Default for CoreConfig {
+impl Default for PerfCoreConfig {
     fn default() -> Self {
         Self {
             clock: Arc::new(MonotonicClock::new()),
@@ -67,7 +67,7 @@ impl Default for CoreConfig {
     }
 }
 
-impl CoreConfig {
+impl PerfCoreConfig {
     pub(crate) fn mux_config(&self) -> MuxConfig {
         let tick_ns = 1_000_000_000 / self.tick_hz.max(1);
         let turn_ns = self.turn_ns.map_or(tick_ns, crate::mux::base_interval_ns);
@@ -78,9 +78,9 @@ impl CoreConfig {
     }
 }
 
-impl std::fmt::Debug for CoreConfig {
+impl std::fmt::Debug for PerfCoreConfig {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("CoreConfig")
+        f.debug_struct("PerfCoreConfig")
             .field("share", &self.share)
             .field("tick_hz", &self.tick_hz)
             .field("paranoid", &self.paranoid)
@@ -101,7 +101,7 @@ pub(crate) struct CoreLimits {
 }
 
 impl CoreLimits {
-    pub fn new(config: &CoreConfig) -> Self {
+    pub fn new(config: &PerfCoreConfig) -> Self {
         Self {
             paranoid: AtomicI32::new(config.paranoid),
             sample_rate_hz: AtomicU64::new(config.sample_rate_hz),
@@ -165,7 +165,7 @@ impl CoreLimits {
 
     /// Returns the maximum number of ring pages, including control pages, of a user without the
     /// admin role. `None` means no limit.
-    pub fn ring_pages_limit(&self, config: &CoreConfig) -> Option<u64> {
+    pub fn ring_pages_limit(&self, config: &PerfCoreConfig) -> Option<u64> {
         if self.paranoid() <= -1 {
             return None;
         }

@@ -7,27 +7,27 @@ use arc_swap::ArcSwap;
 
 use crate::attr::{Attr, EventType};
 use crate::context::{ContextCell, ContextOwner};
-use crate::lock::{Guard, Lock, LockGuard, LockRecord, Rank};
+use crate::lock::{Guard, Lock, LockGuard, LockRank, LockRecord};
 use crate::model::event::Source;
 use crate::model::keys::EventKey;
 use crate::model::software::{OpenEventCounts, SoftwareEventId};
 use crate::model::wanted::RecordDemand;
 use crate::pmu::{CounterMask, Pmu, PmuCapacity, VcpuId};
 use crate::record::SampleId;
-use crate::service::config::{CoreConfig, CoreLimits};
+use crate::service::config::{CoreLimits, PerfCoreConfig};
 use crate::service::error::OpenError;
 use crate::service::memory::RingMemory;
-use crate::service::opened::OpenEvents;
+use crate::service::open_events::OpenEvents;
 
 /// The perf core of one VM, with its drivers, its VM context and its vCPU contexts. Clones are
 /// cheap and share the same state.
 #[derive(Clone)]
-pub struct Core {
+pub struct PerfCore {
     pub(crate) inner: Arc<CoreInner>,
 }
 
 pub(crate) struct CoreInner {
-    pub config: CoreConfig,
+    pub config: PerfCoreConfig,
     pub limits: CoreLimits,
     pub drivers: RwLock<Vec<Driver>>,
     /// Context of the whole machine. Always scheduled in.
@@ -84,25 +84,26 @@ impl HardwareNeeds {
     }
 }
 
-impl std::fmt::Debug for Core {
+impl std::fmt::Debug for PerfCore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Core")
+        f.debug_struct("PerfCore")
             .field("vcpus", &self.inner.vcpus.load().len())
             .finish_non_exhaustive()
     }
 }
 
-impl Core {
-    /// Lowest number of a context created by [`Core::add_thread`]. vCPUs have lower numbers.
+impl PerfCore {
+    /// Lowest number of a context created by [`PerfCore::add_thread`]. vCPUs have lower numbers.
     pub const FIRST_THREAD: VcpuId = VcpuId(1 << 31);
 
-    /// Number of the context that [`Core::add_cpu`] creates for CPU 0. Other CPUs follow in order.
+    /// Number of the context that [`PerfCore::add_cpu`] creates for CPU 0. Other CPUs follow in
+    /// order.
     pub const FIRST_CPU: VcpuId = VcpuId(3 << 30);
 
-    /// Creates a core without drivers and vCPUs. Does not validate `config`; use [`Core::builder`]
-    /// for validation.
+    /// Creates a core without drivers and vCPUs. Does not validate `config`; use
+    /// [`PerfCore::builder`] for validation.
     #[must_use]
-    pub fn new(config: CoreConfig) -> Self {
+    pub fn new(config: PerfCoreConfig) -> Self {
         let vm = Arc::new(ContextCell::new(
             config.share,
             config.mux_config(),
@@ -117,7 +118,7 @@ impl Core {
                 drivers: RwLock::new(Vec::new()),
                 vm,
                 vcpus: ArcSwap::default(),
-                topology: Lock::new(Rank::Topology, Topology::default()),
+                topology: Lock::new(LockRank::Topology, Topology::default()),
                 opened: OpenEvents::default(),
                 gates: Arc::default(),
                 wanted: RecordDemand::default(),
@@ -134,7 +135,7 @@ impl CoreInner {
     }
 
     fn drivers(&self) -> Guard<RwLockReadGuard<'_, Vec<Driver>>> {
-        let held = LockRecord::wait(Rank::Drivers, std::ptr::from_ref(&self.drivers).addr());
+        let held = LockRecord::wait(LockRank::Drivers, std::ptr::from_ref(&self.drivers).addr());
         Guard::new(self.drivers.read().unwrap_or_else(PoisonError::into_inner), held)
     }
 

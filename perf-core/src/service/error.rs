@@ -12,7 +12,7 @@ pub enum ControlError {
     #[error("the event is closed")]
     Closed,
     /// Buffer that is too short for the reading.
-    #[error("a reading takes {needed} bytes, the buffer has {available}")]
+    #[error("a reading needs {needed} bytes, but the buffer has {available}")]
     NoSpace {
         /// Required size, in bytes.
         needed: usize,
@@ -62,13 +62,13 @@ pub enum OpenError {
     #[error("events of a whole CPU are denied at this paranoid level; open a thread, or use the admin role")]
     CpuDenied,
     /// CPU number that is out of range.
-    #[error("no host has a CPU {0}")]
+    #[error("CPU {0} is out of range")]
     NoSuchCpu(u32),
     /// VM that belongs to another user.
     #[error("the VM belongs to another user; use the admin role")]
     NotOwner,
     /// Sampling frequency above the limit.
-    #[error("sampling frequency {asked} Hz is above the limit of {limit} Hz")]
+    #[error("sampling frequency of {asked} Hz exceeds the limit of {limit} Hz")]
     FrequencyTooHigh {
         /// Requested frequency, in hertz.
         asked: u64,
@@ -79,16 +79,16 @@ pub enum OpenError {
     #[error("{0}")]
     Combination(&'static str),
     /// vCPU that does not exist or is being removed.
-    #[error("no vCPU {}", .0.0)]
+    #[error("vCPU {} not found", .0.0)]
     NoSuchVcpu(VcpuId),
     /// vCPU that already exists.
-    #[error("vCPU {} exists already", .0.0)]
+    #[error("vCPU {} already exists", .0.0)]
     VcpuExists(VcpuId),
     /// Group that the event cannot join.
     #[error("cannot join the group: {0}")]
     Group(&'static str),
     /// Group that needs more slots than the PMU has for its events.
-    #[error("{needed} events of the group need a slot of a kind of which the PMU has {slots}")]
+    #[error("{needed} events of the group need counters of a kind of which the PMU has {slots}")]
     GroupTooLarge {
         /// Number of events that compete for these slots.
         needed: usize,
@@ -97,7 +97,8 @@ pub enum OpenError {
     },
     /// All suitable slots of a vCPU are taken, and sharing is disabled.
     #[error(
-        "all {slots} slots of vCPU {} that could hold it are taken and sharing is off; close an event or allow sharing",
+        "all {slots} suitable counters of vCPU {} are in use and sharing is off; close an event or \
+        allow sharing",
         .vcpu.0
     )]
     Overcommitted {
@@ -108,20 +109,21 @@ pub enum OpenError {
     },
     /// VM-wide events have taken all suitable slots of each vCPU, and sharing is disabled.
     #[error(
-        "VM-wide events have taken all {slots} slots of each vCPU that could hold it and sharing is off; close one or allow sharing"
+        "VM-wide events use all {slots} suitable counters of each vCPU and sharing is off; close \
+        one or allow sharing"
     )]
     OvercommittedVm {
         /// Number of suitable slots.
         slots: usize,
     },
     /// Software event that the VMM does not raise.
-    #[error("the VMM raises no event {0}")]
+    #[error("unknown software event {0}")]
     NoSuchSoftwareEvent(u64),
     /// Redirection to the given handle failed.
     #[error("cannot redirect the output")]
     Output(#[source] ControlError),
     /// Event type without a driver.
-    #[error("no driver serves event type {:#x}", .0.0)]
+    #[error("no driver supports event type {:#x}", .0.0)]
     NoDriver(EventType),
     /// Error of the driver.
     #[error(transparent)]
@@ -160,7 +162,7 @@ pub enum MapError {
     #[error("the event is closed")]
     Closed,
     /// Event that is already mapped with a different size.
-    #[error("the event has a ring of {mapped} data pages, not {asked}")]
+    #[error("the event has a ring of {mapped} data pages, but {asked} were requested")]
     OtherSize {
         /// Number of data pages of the existing ring.
         mapped: usize,

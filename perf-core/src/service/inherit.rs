@@ -11,7 +11,7 @@ use crate::notify::PollState;
 use crate::sample::SamplingRate;
 use crate::service::core::CoreInner;
 use crate::service::error::OpenError;
-use crate::service::opened::{Child, EventLinks};
+use crate::service::open_events::{Child, EventLinks};
 
 impl CoreInner {
     /// Returns `true` if a new vCPU inherits all VM-wide events.

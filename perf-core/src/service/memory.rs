@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::lock::{Lock, LockGuard, Rank};
+use crate::lock::{Lock, LockGuard, LockRank};
 use crate::ring::MemoryWatch;
 use crate::service::error::MapError;
 
@@ -45,7 +45,7 @@ impl UserMemory {
 impl Default for RingMemory {
     fn default() -> Self {
         Self {
-            users: Lock::new(Rank::Memory, HashMap::new()),
+            users: Lock::new(LockRank::Memory, HashMap::new()),
         }
     }
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use crate::lock::LockGuard;
 use crate::model::output::Output;
 use crate::service::error::ControlError;
-use crate::service::opened::{EventRef, OutputState};
+use crate::service::open_events::{EventRef, OutputState};
 
 impl EventRef {
     pub fn output_state(&self) -> LockGuard<'_, OutputState> {

@@ -98,7 +98,7 @@ impl CoreInner {
 
 /// A software event to raise on a vCPU.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Raised {
+pub(crate) struct RaisedEvent {
     pub level: RaiseLevel,
     pub id: SoftwareEventId,
     pub n: u64,
@@ -108,7 +108,7 @@ impl VcpuContext {
     /// Raises an event. See [`VcpuContext::software_event_at`].
     pub(crate) fn raise(
         &self,
-        Raised { level, id, n }: Raised,
+        RaisedEvent { level, id, n }: RaisedEvent,
         mut regs: Option<&mut dyn SampleRegs>,
         sink: &mut dyn FnMut(OverflowReport),
     ) -> bool {

@@ -11,7 +11,7 @@ use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
-use crate::common::NoRegs;
+use crate::common::UnavailableRegs;
 use crate::common::memory::fault;
 use crate::common::thread::{burn, catch_signals, signals_of_this_thread, this_tid};
 
@@ -99,7 +99,7 @@ fn new_period_takes_effect_immediately() {
 /// unfinished last period.
 #[test]
 fn periods_of_real_samples_add_up_to_the_count() {
-    let core = Core::new(CoreConfig::default());
+    let core = PerfCore::new(PerfCoreConfig::default());
     core.register(Arc::new(HostPmu::software(Some(catch_signals()))));
     let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
     vcpu.sched_in();
@@ -114,7 +114,7 @@ fn periods_of_real_samples_add_up_to_the_count() {
         .open(&session, attr, target, None, OpenFlags::default())
         .unwrap();
     let ring = event.map(4, true).unwrap();
-    let serve = || vcpu.service_overflows(&mut NoRegs, &mut |_| {});
+    let serve = || vcpu.service_overflows(&mut UnavailableRegs, &mut |_| {});
     let work = |faults: usize| {
         for _ in 0..faults / 20 {
             fault(20);
@@ -162,7 +162,7 @@ fn periods_of_real_samples_add_up_to_the_count() {
 /// An overflow is signaled to the thread that is counted, not to the thread that opened and armed
 /// the event.
 #[test]
-fn the_signal_goes_to_the_target_thread_only() {
+fn signal_goes_to_the_target_thread_only() {
     let signal = catch_signals();
     let (send, receive) = mpsc::channel();
     let (go, wait) = mpsc::channel();
@@ -193,7 +193,7 @@ fn the_signal_goes_to_the_target_thread_only() {
 
 /// The signal interrupts a blocking system call of the thread with EINTR, as it must end `KVM_RUN`.
 #[test]
-fn the_signal_interrupts_a_blocking_call() {
+fn signal_interrupts_a_blocking_call() {
     let signal = catch_signals();
     let pmu = HostPmu::software(Some(signal));
     let mut ev = pmu.open(&software(CONTEXT_SWITCHES), here()).unwrap();
@@ -245,7 +245,7 @@ fn host_driver_rejects_unsupported_events() {
 
 /// The last count of a software event stays readable after its thread has ended.
 #[test]
-fn a_count_outlives_its_thread() {
+fn count_outlives_its_thread() {
     let (send, receive) = mpsc::channel();
     let (go, wait) = mpsc::channel::<()>();
     let vcpu = thread::spawn(move || {
@@ -316,7 +316,7 @@ fn sigio_does_not_kill() {
 /// [`MIN_CLOCK_PERIOD_NS`]. The opening thread watches from another CPU and closes them if the
 /// thread makes no progress.
 #[test]
-fn a_clock_with_a_short_period_leaves_its_thread_time() {
+fn clock_with_a_short_period_leaves_its_thread_time() {
     let signal = catch_signals();
     for clocks in [1, 4] {
         let (send, receive) = mpsc::channel();
@@ -359,7 +359,7 @@ fn a_clock_with_a_short_period_leaves_its_thread_time() {
 
 /// Returns the periods of the samples of `attr` while this thread uses 5 ms, and the count.
 fn clock_samples(attr: Attr) -> (Vec<u64>, u64) {
-    let core = Core::new(CoreConfig::default());
+    let core = PerfCore::new(PerfCoreConfig::default());
     core.register(Arc::new(HostPmu::software(Some(catch_signals()))));
     let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
     vcpu.sched_in();
@@ -371,10 +371,10 @@ fn clock_samples(attr: Attr) -> (Vec<u64>, u64) {
     let ring = event.map(16, true).unwrap();
     while event.read().unwrap().value < 5_000_000 {
         burn(20_000);
-        vcpu.service_overflows(&mut NoRegs, &mut |_| {});
+        vcpu.service_overflows(&mut UnavailableRegs, &mut |_| {});
     }
     vcpu.sched_out();
-    vcpu.service_overflows(&mut NoRegs, &mut |_| {});
+    vcpu.service_overflows(&mut UnavailableRegs, &mut |_| {});
     let (mut reader, mut periods) = (RingReader::map(ring.memfd()).unwrap(), Vec::new());
     while let Some(raw) = reader.next_record().unwrap() {
         let Record::Sample(sample) = Record::decode(raw, RecordFormat::from(&attr)).unwrap() else {
@@ -405,7 +405,7 @@ fn short_clock_samples_account_for_all_counts() {
 
 /// The frequency of a clock is a period, from the first sample on.
 #[test]
-fn a_clocks_frequency_is_its_period() {
+fn clocks_frequency_is_its_period() {
     let (periods, counted) = clock_samples(Attr {
         sample_period: 1000,
         freq: true,

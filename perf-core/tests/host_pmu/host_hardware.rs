@@ -19,7 +19,7 @@ use perf_core::pmu::{Pmu, PmuError, PmuEvent, PmuTarget};
 use perf_core::time::Clock;
 use perf_core::*;
 
-use crate::common::NoRegs;
+use crate::common::UnavailableRegs;
 use crate::common::thread::{burn, catch_signals, signals_of_this_thread, this_tid, thread_cpu_ns};
 use test_support::skip;
 
@@ -63,7 +63,7 @@ fn here() -> PmuTarget {
 
 /// A core whose only vCPU is this thread, with the hardware driver.
 struct ThreadCore {
-    core: Core,
+    core: PerfCore,
     session: Session,
     vcpu: Arc<VcpuContext>,
     signal: i32,
@@ -114,16 +114,16 @@ impl ThreadCore {
     fn new(probe: &HostProbe) -> Self {
         Self::with(
             probe,
-            CoreConfig {
+            PerfCoreConfig {
                 clock: Arc::new(CpuTime::of_this_thread()),
-                ..CoreConfig::default()
+                ..PerfCoreConfig::default()
             },
         )
     }
 
-    fn with(probe: &HostProbe, config: CoreConfig) -> Self {
+    fn with(probe: &HostProbe, config: PerfCoreConfig) -> Self {
         let signal = catch_signals();
-        let core = Core::new(config);
+        let core = PerfCore::new(config);
         core.register(Arc::new(HostPmu::hardware(Some(signal), probe)));
         let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
         vcpu.sched_in();
@@ -153,7 +153,7 @@ impl ThreadCore {
     /// once at the end. Adds the number of elapsed periods per cookie.
     fn serve(&self, ns: u64, passed: &mut [u64; 4]) {
         let mut serve = || {
-            self.vcpu.service_overflows(&mut NoRegs, &mut |o| {
+            self.vcpu.service_overflows(&mut UnavailableRegs, &mut |o| {
                 passed[o.cookie as usize] += u64::from(o.times);
             });
         };
@@ -358,7 +358,7 @@ fn oversized_group_is_rejected_and_fitting_groups_count_together() {
 }
 
 #[test]
-fn a_pinned_event_without_a_slot_is_in_error_until_it_is_enabled_again() {
+fn pinned_event_without_a_slot_is_in_error_until_it_is_enabled_again() {
     let Some(probe) = pmu() else { return };
     let t = ThreadCore::new(probe);
     let pinned = || Attr {
@@ -385,7 +385,7 @@ fn a_pinned_event_without_a_slot_is_in_error_until_it_is_enabled_again() {
 }
 
 #[test]
-fn an_exclusive_group_has_the_pmu_alone_and_shares_its_time() {
+fn exclusive_group_has_the_pmu_alone_and_shares_its_time() {
     let Some(probe) = pmu() else { return };
     let t = ThreadCore::new(probe);
     let alone = t.open(Attr {
@@ -414,7 +414,7 @@ fn an_exclusive_group_has_the_pmu_alone_and_shares_its_time() {
 /// reads. A kernel that updates an event from a malfunctioning counter would be off by half the
 /// counter's range or all of it.
 #[test]
-fn a_count_never_jumps_when_its_period_changes() {
+fn count_never_jumps_when_its_period_changes() {
     const JUMP: u64 = 1 << 46;
     let Some(probe) = pmu() else { return };
     let signal = catch_signals();
@@ -601,7 +601,7 @@ fn core_multiplexes_and_kernel_does_not() {
                 t.core.rotate();
             }
         });
-        // Every event needs several turns, which may take long on a slow machine.
+        // Every event needs several intervals, which may take long on a slow machine.
         let end = thread_cpu_ns() + PATIENCE_NS;
         while !opened().iter().all(|&fd| has_counted(fd)) && thread_cpu_ns() < end {
             burn(20 * MS);
@@ -684,7 +684,7 @@ fn counters_taken_by_kernel_are_detected_and_recovered() {
     let Some(probe) = pmu() else { return };
     // The core's clock here is the driver's clock for lost counters, because a thread's CPU time
     // excludes interrupts.
-    let t = ThreadCore::with(probe, CoreConfig::default());
+    let t = ThreadCore::with(probe, PerfCoreConfig::default());
     let pinned = t.open(Attr {
         pinned: true,
         ..cycles()

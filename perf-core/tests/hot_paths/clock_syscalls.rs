@@ -175,7 +175,7 @@ fn unused_timer_is_disarmed_at_second_expiry() {
 /// The timer for level samples keeps running meanwhile. It is re-armed if the event was stopped for
 /// long, which may happen here on a busy machine.
 #[test]
-fn an_event_of_one_level_is_stopped_and_started_with_one_call_at_most() {
+fn event_of_one_level_is_stopped_and_started_with_one_call_at_most() {
     let mut attr = clock_attr(GUEST_NS);
     attr.exclude_kernel = true;
     let mut calls = calls(

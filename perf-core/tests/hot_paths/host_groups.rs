@@ -8,7 +8,7 @@ use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
-use crate::common::NoRegs;
+use crate::common::UnavailableRegs;
 use crate::common::memory::FreshPages;
 use crate::common::thread::{catch_signals, this_tid};
 use crate::must;
@@ -22,7 +22,7 @@ const PAGES: usize = 20_000;
 /// This thread as a vCPU, with a group of `events` that count its page faults, and untouched
 /// memory.
 struct GroupFixture {
-    core: Core,
+    core: PerfCore,
     session: Session,
     vcpu: Arc<VcpuContext>,
     group: Vec<Handle>,
@@ -41,7 +41,7 @@ impl GroupFixture {
 
     /// Creates a scheduled-out vCPU without events. `signal` is the overflow signal.
     fn empty(signal: Option<i32>) -> Self {
-        let core = Core::new(CoreConfig::default());
+        let core = PerfCore::new(PerfCoreConfig::default());
         core.register(Arc::new(HostPmu::software(signal)));
         let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
         let session = core.session(0, Role::Admin);
@@ -236,7 +236,7 @@ fn member_joining_running_group_counts_immediately() {
 /// samples account for all of them, over turns of the group and the vCPU. The same holds for a
 /// sampling leader.
 #[test]
-fn a_sampling_member_samples_and_counts_with_its_group() {
+fn sampling_member_samples_and_counts_with_its_group() {
     for place in 0..3 {
         let mut scene = GroupFixture::empty(Some(catch_signals()));
         let sampling = Attr {
@@ -252,7 +252,7 @@ fn a_sampling_member_samples_and_counts_with_its_group() {
         }
         let ring = scene.group[place].map(64, true).unwrap();
         scene.vcpu.sched_in();
-        let serve = |scene: &GroupFixture| scene.vcpu.service_overflows(&mut NoRegs, &mut |_| {});
+        let serve = |scene: &GroupFixture| scene.vcpu.service_overflows(&mut UnavailableRegs, &mut |_| {});
         let rounds = |scene: &mut GroupFixture| {
             for round in 0..12 {
                 for _ in 0..5 {
@@ -308,7 +308,7 @@ fn a_sampling_member_samples_and_counts_with_its_group() {
 }
 
 #[test]
-fn a_member_that_is_off_stays_off_while_the_others_take_turns() {
+fn member_that_is_off_stays_off_while_the_others_take_turns() {
     let mut scene = GroupFixture::new(4);
     scene.group[2].disable(ControlScope::Event).unwrap();
     let growth = scene.growth(100);
@@ -365,7 +365,7 @@ fn siblings_outlive_their_leader() {
 
 /// The member through which the group is read may be closed like any other.
 #[test]
-fn a_group_outlives_its_siblings() {
+fn group_outlives_its_siblings() {
     let mut scene = GroupFixture::new(4);
     while scene.group.len() > 1 {
         drop(scene.group.remove(1));

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use perf_core::pmu::host::HostPmu;
 use perf_core::*;
 
-use crate::common::NoRegs;
+use crate::common::UnavailableRegs;
 use crate::common::memory::FreshPages;
 use crate::common::thread::{burn, catch_signals, signals_of_this_thread, this_tid};
 use crate::must;
@@ -19,7 +19,7 @@ const PAGE_FAULTS: u64 = 2;
 
 /// This thread as a vCPU with one guest event, and untouched memory.
 struct HostFixture {
-    _core: Core,
+    _core: PerfCore,
     _session: Session,
     vcpu: Arc<VcpuContext>,
     event: Handle,
@@ -28,7 +28,7 @@ struct HostFixture {
 
 impl HostFixture {
     fn new(config: u64, period: u64) -> Self {
-        let core = Core::new(CoreConfig::default());
+        let core = PerfCore::new(PerfCoreConfig::default());
         core.register(Arc::new(HostPmu::software(Some(catch_signals()))));
         let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
         let session = core.session(0, Role::Guest);
@@ -68,13 +68,13 @@ impl HostFixture {
     fn serve(&self) -> u32 {
         let mut times = 0;
         self.vcpu
-            .service_overflows(&mut NoRegs, &mut |o| times += o.times);
+            .service_overflows(&mut UnavailableRegs, &mut |o| times += o.times);
         times
     }
 }
 
 #[test]
-fn the_calls_are_counted() {
+fn calls_are_counted() {
     let calls = steps::system_calls(
         || (),
         |_| {
@@ -89,7 +89,7 @@ fn the_calls_are_counted() {
 }
 
 #[test]
-fn an_overflow_with_the_same_period_makes_no_system_call() {
+fn overflow_with_the_same_period_makes_no_system_call() {
     let calls = steps::system_calls(
         || HostFixture::new(PAGE_FAULTS, 100),
         |scene| {
@@ -131,7 +131,7 @@ fn rearmed_clock_reads_once_and_sets_period_once() {
 }
 
 #[test]
-fn a_read_makes_one_system_call() {
+fn read_makes_one_system_call() {
     let calls = steps::system_calls(
         || HostFixture::new(PAGE_FAULTS, 100),
         |scene| must(scene.event.read().is_ok_and(|r| r.value > 0)),

@@ -3,7 +3,7 @@
 
 use perf_core::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 use test_support::skip;
 use test_support::steps;
 
@@ -12,13 +12,13 @@ fn allocations(work: impl FnOnce()) -> u64 {
 }
 
 #[test]
-fn the_counter_counts() {
+fn counter_counts() {
     assert_eq!(allocations(|| drop(std::hint::black_box(Box::new(1)))), 1);
 }
 
 #[test]
 fn tick_read_overflow_and_raise_do_not_allocate() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let wide = m.open(
         Attr {
@@ -59,8 +59,13 @@ fn tick_read_overflow_and_raise_do_not_allocate() {
             m.core.tick();
             v.tick();
             let _ = m.core.needs_tick();
-            v.service_overflows(&mut NoRegs, &mut |o| served += o.times);
-            v.software_event(SoftwareEventId::Exits, 25, Some(&mut NoRegs), &mut |_| {});
+            v.service_overflows(&mut UnavailableRegs, &mut |o| served += o.times);
+            v.software_event(
+                SoftwareEventId::Exits,
+                25,
+                Some(&mut UnavailableRegs),
+                &mut |_| {},
+            );
             counter.read().unwrap();
             counter.count().unwrap();
             counter.arm(7).unwrap();
@@ -80,7 +85,7 @@ fn tick_read_overflow_and_raise_do_not_allocate() {
 #[test]
 fn tick_driver_calls_are_independent_of_group_count() {
     for n in [10, 1000] {
-        let m = Machine::new(4);
+        let m = TestCore::new(4);
         let _v = m.vcpu(0);
         let _events: Vec<_> = (0..n).map(|_| m.open_vcpu(hw(), None)).collect();
         let before = m.hw.starts();
@@ -96,7 +101,7 @@ fn tick_driver_calls_are_independent_of_group_count() {
 #[test]
 fn tick_instructions_are_independent_of_group_count() {
     let of = |n: usize| {
-        let m = Machine::new(4);
+        let m = TestCore::new(4);
         let v = m.vcpu(0);
         let _events: Vec<_> = (0..n).map(|_| m.open_vcpu(hw(), None)).collect();
         let ticks = |n: u64| {
@@ -105,7 +110,7 @@ fn tick_instructions_are_independent_of_group_count() {
                 v.tick();
             }
         };
-        // The first turn of a group is cheaper because no slice ends.
+        // The first interval of a group is cheaper because no slice ends.
         ticks(n as u64 + 10);
         steps::instructions(|| ticks(16))
     };
@@ -126,7 +131,7 @@ fn tick_instructions_are_independent_of_group_count() {
 fn tick_instructions_are_independent_of_sampling_event_count() {
     for freq in [false, true] {
         let of = |n: usize| {
-            let m = Machine::new(4);
+            let m = TestCore::new(4);
             let v = m.vcpu(0);
             let attr = Attr {
                 freq,

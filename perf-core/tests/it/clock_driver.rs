@@ -466,7 +466,7 @@ fn blocked_signals_do_not_pile_up() {
 }
 
 #[test]
-fn an_event_cannot_be_armed_without_a_signal() {
+fn event_cannot_be_armed_without_a_signal() {
     let (_clock, pmu) = one_vcpu(None);
     let mut ev = open(&pmu, CYCLES);
     assert!(matches!(ev.start(Some(1_000)), Err(PmuError::Unsupported(_))));

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use perf_core::pmu::clock::{ClockPmu, GUEST_NS, VcpuClock};
 use perf_core::pmu::{Pmu, PmuTarget, VcpuId};
 
-use crate::common::guest::Guest;
+use crate::common::guest::RealModeVm;
 use crate::common::thread::{
     burn, catch_signals, clock_attr, signals_of_this_thread, this_tid, thread_cpu_ns,
 };
@@ -19,7 +19,7 @@ const JUMP_TO_SELF: [u8; 2] = [0xeb, 0xfe];
 /// counts the guest's time and not the VMM's time in between.
 #[test]
 fn overflows_take_a_spinning_guest_out_of_kvm_run() {
-    let Some(mut guest) = Guest::new(1, &JUMP_TO_SELF) else {
+    let Some(mut guest) = RealModeVm::new(1, &JUMP_TO_SELF) else {
         skip::skipped("no usable /dev/kvm", false);
         return;
     };
@@ -68,7 +68,7 @@ fn overflows_take_a_spinning_guest_out_of_kvm_run() {
 /// guest time by the host.
 #[test]
 fn time_is_attributed_to_current_guest_level() {
-    let Some(mut guest) = Guest::new(1, &JUMP_TO_SELF) else {
+    let Some(mut guest) = RealModeVm::new(1, &JUMP_TO_SELF) else {
         skip::skipped("no usable /dev/kvm", false);
         return;
     };

@@ -4,20 +4,20 @@ use std::sync::Arc;
 
 use perf_core::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 /// Creates two vCPUs on host thread 7. The driver counts threads, so vCPU 0's driver events count
 /// whatever the thread runs while they are on.
-fn pair(m: &Machine) -> [Arc<VcpuContext>; 2] {
+fn pair(m: &TestCore) -> [Arc<VcpuContext>; 2] {
     [0, 1].map(|n| m.core.add_vcpu(VcpuId(n), 7).unwrap())
 }
 
-fn starts(m: &Machine) -> u64 {
+fn starts(m: &TestCore) -> u64 {
     m.hw.starts()
 }
 
 /// Runs the thread for `n` units of work, on either vCPU.
-fn thread_works(m: &Machine, n: u64) {
+fn thread_works(m: &TestCore, n: u64) {
     m.clock.advance(n);
     m.hw.work(0, n);
     m.hw.work(1, n);
@@ -25,7 +25,7 @@ fn thread_works(m: &Machine, n: u64) {
 
 #[test]
 fn equivalent_contexts_are_exchanged_without_touching_the_pmu() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let e = m.open(
         Attr {
             inherit: true,
@@ -52,7 +52,7 @@ fn equivalent_contexts_are_exchanged_without_touching_the_pmu() {
 /// was at the time.
 #[test]
 fn exchanges_keep_estimates() {
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let attr = Attr {
         inherit: true,
         inherit_stat: true,

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 
 /// A core on a simulated host, with one scheduled-in vCPU.
 struct SimulatedCore {
-    core: Core,
+    core: PerfCore,
     pmu: SimPmu,
     vcpu: Arc<VcpuContext>,
     session: Session,
@@ -17,7 +17,7 @@ struct SimulatedCore {
 
 impl SimulatedCore {
     fn new(config: SimConfig) -> Self {
-        let core = Core::new(CoreConfig::default());
+        let core = PerfCore::new(PerfCoreConfig::default());
         let pmu = SimPmu::new(config);
         core.register(Arc::new(pmu.clone()));
         let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
@@ -138,8 +138,8 @@ fn open_without_suitable_counter_reports_counter_count() {
 }
 
 /// Flexible groups of different types wait for each other's counters no longer than necessary: an
-/// event of a fixed-function counter is always on beside many multiplexed events of general-purpose
-/// counters.
+/// event of a fixed-function counter is always active together with many multiplexed events of
+/// general-purpose counters.
 #[test]
 fn event_with_dedicated_counter_is_never_multiplexed() {
     use perf_core::pmu::sim::SimHost;

@@ -3,7 +3,7 @@
 
 use perf_core::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 fn sampling(ty: EventType, pinned: bool) -> Attr {
     Attr {
@@ -14,21 +14,21 @@ fn sampling(ty: EventType, pinned: bool) -> Attr {
 }
 
 /// Creates a machine on which two overflows per tick throttle.
-fn quickly_throttled() -> Machine {
-    Machine::with(2, |c| {
+fn quickly_throttled() -> TestCore {
+    TestCore::with(2, |c| {
         c.tick_hz = 1;
         c.sample_rate_hz = 1;
     })
 }
 
-fn overflow_twice(m: &Machine, v: &VcpuContext) {
+fn overflow_twice(m: &TestCore, v: &VcpuContext) {
     for _ in 0..2 {
         m.run(0, 10);
-        v.service_overflows(&mut NoRegs, &mut |_| {});
+        v.service_overflows(&mut UnavailableRegs, &mut |_| {});
     }
 }
 
-fn refuse(m: &Machine, refuse: bool) {
+fn refuse(m: &TestCore, refuse: bool) {
     for world in [&m.hw, &m.sw] {
         *world.refuse.lock().unwrap() = refuse;
     }
@@ -59,10 +59,10 @@ fn event_is_off_if_restart_fails_around_throttling() {
             20
         } else {
             m.run(0, 10);
-            v.service_overflows(&mut NoRegs, &mut |_| {});
+            v.service_overflows(&mut UnavailableRegs, &mut |_| {});
             refuse(&m, true);
             m.run(0, 10);
-            v.service_overflows(&mut NoRegs, &mut |_| {});
+            v.service_overflows(&mut UnavailableRegs, &mut |_| {});
             20
         };
         let expected = if pinned {
@@ -102,7 +102,7 @@ fn event_is_off_if_restart_fails_around_throttling() {
 /// Ticks retry software groups that the driver refused, a few at a time.
 #[test]
 fn refused_software_group_is_retried() {
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let v = m.vcpu(0);
     refuse(&m, true);
     let events: Vec<_> = (0..20).map(|_| m.open_vcpu(soft(), None)).collect();

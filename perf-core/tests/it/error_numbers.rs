@@ -3,9 +3,9 @@
 use perf_core::attr::EventType;
 use perf_core::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
-fn errno(m: &Machine, session: &Session, attr: Attr, target: OpenTarget, group: Option<&Handle>) -> i32 {
+fn errno(m: &TestCore, session: &Session, attr: Attr, target: OpenTarget, group: Option<&Handle>) -> i32 {
     m.core
         .open(session, attr, target, group, OpenFlags::default())
         .map_or_else(|e| e.errno(), |_| 0)
@@ -18,7 +18,7 @@ const V0: OpenTarget = OpenTarget::Vcpu(VcpuId(0));
 fn p37_the_permission_table() {
     for paranoid in -1..=2 {
         for role in [Role::Operator, Role::Admin] {
-            let m = Machine::with(4, |c| {
+            let m = TestCore::with(4, |c| {
                 c.paranoid = paranoid;
                 c.mlock_kb = 4;
                 c.host_cpus = 1;
@@ -66,7 +66,7 @@ fn p37_the_permission_table() {
 
 #[test]
 fn other_users_need_the_admin_role() {
-    let m = Machine::with(4, |c| c.owner_uid = 1000);
+    let m = TestCore::with(4, |c| c.owner_uid = 1000);
     let _v = m.vcpu(0);
     let attr = Attr {
         exclude_host: true,
@@ -85,8 +85,8 @@ fn other_users_need_the_admin_role() {
 
 /// A user without access to single vCPUs has no access to the VM as a whole.
 #[test]
-fn other_users_may_not_open_for_the_vm_what_they_may_not_for_a_vcpu() {
-    let m = Machine::with(4, |c| {
+fn vm_events_need_the_same_permissions_as_vcpu_events() {
+    let m = TestCore::with(4, |c| {
         c.owner_uid = 1000;
         c.paranoid = -1;
     });
@@ -102,7 +102,7 @@ fn other_users_may_not_open_for_the_vm_what_they_may_not_for_a_vcpu() {
 
 #[test]
 fn conflicting_attributes_are_rejected() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let _v = m.vcpu(0);
     let open = |attr| errno(&m, &m.admin, attr, V0, None);
     assert_eq!(
@@ -157,7 +157,7 @@ fn conflicting_attributes_are_rejected() {
 
 #[test]
 fn invalid_groups_are_rejected() {
-    let m = Machine::new(2);
+    let m = TestCore::new(2);
     let _v = m.vcpu(0);
     let _w = m.vcpu(1);
     let leader = m.open_vcpu(hw(), None);
@@ -213,7 +213,7 @@ fn invalid_groups_are_rejected() {
 
 #[test]
 fn errors_describe_the_problem() {
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let _v = m.vcpu(0);
     let error = m
         .core
@@ -233,13 +233,13 @@ fn errors_describe_the_problem() {
         .unwrap_err();
     assert_eq!(
         error.to_string(),
-        "2 events of the group need a slot of a kind of which the PMU has 1"
+        "2 events of the group need counters of a kind of which the PMU has 1"
     );
 }
 
 #[test]
 fn enable_on_exec_enables_once_and_siblings_too() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let leader = m.open_vcpu(hw(), None);
     let late = Attr {
@@ -275,7 +275,7 @@ fn enable_on_exec_enables_once_and_siblings_too() {
 /// A reset of the machine enables a VM-wide event as a whole: vCPUs that are added later count too.
 #[test]
 fn machine_reset_affects_present_and_future_vcpus() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let _v = m.vcpu(0);
     let late = Attr {
         disabled: true,
@@ -298,7 +298,7 @@ fn machine_reset_affects_present_and_future_vcpus() {
 
 #[test]
 fn settings_take_numbers_in_their_range_and_gate_at_once() {
-    let m = Machine::new(2);
+    let m = TestCore::new(2);
     let _v = m.vcpu(0);
     for (knob, bad) in [
         (Knob::Paranoid, "3"),
@@ -361,7 +361,7 @@ fn open_flags_that_are_not_known_are_refused() {
 /// is closed.
 #[test]
 fn output_flag_redirects_group_member_or_leaves_no_event() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let flags = OpenFlags {
         output: true,
@@ -379,7 +379,7 @@ fn output_flag_redirects_group_member_or_leaves_no_event() {
         .unwrap();
     assert_eq!(leader.read_group().unwrap().len(), 2);
     m.run(0, 5);
-    assert_eq!(v.service_overflows(&mut NoRegs, &mut |_| {}), 1);
+    assert_eq!(v.service_overflows(&mut UnavailableRegs, &mut |_| {}), 1);
     assert_eq!(ring.published(), 16, "one sample with its header");
     // An event that writes to another event's ring is not a valid target.
     let alone = OpenFlags {

@@ -9,20 +9,20 @@ use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
-use crate::common::NoRegs;
+use crate::common::UnavailableRegs;
 use test_support::skip;
 
 /// `PERF_COUNT_SW_CPU_CLOCK`.
 const CPU_CLOCK: u64 = 0;
 
-fn core() -> Core {
+fn core() -> PerfCore {
     let signal = Some(libc::SIGURG);
-    let core = Core::builder().driver(Arc::new(HostPmu::software(signal)));
+    let core = PerfCore::builder().driver(Arc::new(HostPmu::software(signal)));
     core.driver(Arc::new(SimPmu::with_slots(4))).build().unwrap()
 }
 
 /// Opens `attr` on `cpu`, unless this user lacks the permission.
-fn open(core: &Core, session: &Session, attr: Attr, cpu: &VcpuContext) -> Option<Handle> {
+fn open(core: &PerfCore, session: &Session, attr: Attr, cpu: &VcpuContext) -> Option<Handle> {
     match core.open(
         session,
         attr,
@@ -43,7 +43,7 @@ fn open(core: &Core, session: &Session, attr: Attr, cpu: &VcpuContext) -> Option
 /// A CPU's clock advances with wall-clock time regardless of the load, and its samples contain the
 /// CPU.
 #[test]
-fn a_cpus_clock_is_counted_and_sampled() {
+fn cpus_clock_is_counted_and_sampled() {
     let core = core();
     let cpu = core.add_cpu(0).unwrap();
     let session = core.session(0, Role::Admin);
@@ -60,7 +60,7 @@ fn a_cpus_clock_is_counted_and_sampled() {
     let counts = Instant::now();
     while counts.elapsed() < Duration::from_millis(20) {
         std::thread::sleep(Duration::from_millis(1));
-        cpu.service_overflows(&mut NoRegs, &mut |_| {});
+        cpu.service_overflows(&mut UnavailableRegs, &mut |_| {});
     }
     let least_ns = counts.elapsed().as_nanos() as u64;
     let reading = clock.read().unwrap();
@@ -105,7 +105,7 @@ fn vm_wide_events_do_not_count_on_a_cpu() {
     assert_eq!(first.children(), 1);
     core.add_vcpu(VcpuId(1), 1).unwrap();
     assert_eq!(first.children(), 2);
-    let cpu = VcpuId(Core::FIRST_CPU.0 + 2);
+    let cpu = VcpuId(PerfCore::FIRST_CPU.0 + 2);
     core.remove_vcpu(cpu).unwrap();
     assert!(core.vcpu(cpu).is_none());
 }

@@ -2,7 +2,7 @@
 
 use perf_core::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 fn wide() -> Attr {
     Attr {
@@ -13,7 +13,7 @@ fn wide() -> Attr {
 
 #[test]
 fn groups_are_inherited_whole_and_read_as_sums() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v0 = m.vcpu(0);
     let format = ReadFormat::GROUP | ReadFormat::ID;
     let leader = m.open(
@@ -50,8 +50,8 @@ fn groups_are_inherited_whole_and_read_as_sums() {
 }
 
 #[test]
-fn a_failed_hot_add_leaves_nothing_behind() {
-    let m = Machine::new(4);
+fn failed_hot_add_leaves_nothing_behind() {
+    let m = TestCore::new(4);
     let ok = m.open(wide(), OpenTarget::Vm, None);
     // The event does not exist, but without a vCPU this is not detected.
     let _bad = m.open(Attr { config: 0, ..wide() }, OpenTarget::Vm, None);
@@ -63,7 +63,7 @@ fn a_failed_hot_add_leaves_nothing_behind() {
 
 #[test]
 fn p41_a_handle_outlives_its_vcpu_and_keeps_the_last_value() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let e = m.open_vcpu(hw(), None);
     m.run(0, 12);
@@ -88,7 +88,7 @@ fn p41_a_handle_outlives_its_vcpu_and_keeps_the_last_value() {
 
 #[test]
 fn p40_a_package_count_is_returned_unmodified_and_never_multiplied() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     for n in 0..3 {
         m.vcpu(n);
     }
@@ -130,7 +130,7 @@ fn p40_a_package_count_is_returned_unmodified_and_never_multiplied() {
 
 #[test]
 fn closing_session_closes_only_its_events() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let mine = m.open_vcpu(hw(), None);
     let other = m.core.session(0, Role::Admin);
@@ -153,7 +153,7 @@ fn closing_session_closes_only_its_events() {
 #[test]
 fn p14_concurrent_readers_see_a_monotonic_sum() {
     use std::sync::atomic::{AtomicBool, Ordering};
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let e = m.open(wide(), OpenTarget::Vm, None);
     let done = AtomicBool::new(false);
     std::thread::scope(|s| {
@@ -192,7 +192,7 @@ fn p14_concurrent_readers_see_a_monotonic_sum() {
 /// The sum would be too low without the vCPU on which the event never ran.
 #[test]
 fn family_waiting_on_one_vcpu_has_no_estimate() {
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let (_v0, _v1) = (m.vcpu(0), m.vcpu(1));
     let pinned = Attr { pinned: true, ..hw() };
     let rival = m.open(pinned, OpenTarget::Vcpu(VcpuId(1)), None);
@@ -215,13 +215,13 @@ fn family_waiting_on_one_vcpu_has_no_estimate() {
 /// multiplexing is off.
 #[test]
 fn hot_add_applies_open_checks() {
-    let errno = |m: &Machine, leader: Option<&Handle>| {
+    let errno = |m: &TestCore, leader: Option<&Handle>| {
         m.core
             .open(&m.admin, wide(), OpenTarget::Vm, leader, OpenFlags::default())
             .map_err(|e| e.errno())
     };
     // No vCPU exists yet.
-    let m = Machine::new(2);
+    let m = TestCore::new(2);
     let leader = errno(&m, None).unwrap();
     let _second = errno(&m, Some(&leader)).unwrap();
     assert_eq!(
@@ -232,13 +232,13 @@ fn hot_add_applies_open_checks() {
     let _alone = errno(&m, None).unwrap();
     assert_eq!(m.vcpu(0).stats().events, 3);
 
-    let m = Machine::with(2, |c| c.share = SharePolicy::Strict);
+    let m = TestCore::with(2, |c| c.share = SharePolicy::Strict);
     let _both = [errno(&m, None).unwrap(), errno(&m, None).unwrap()];
     assert_eq!(errno(&m, None).unwrap_err(), libc::EBUSY);
     assert_eq!(m.vcpu(0).stats().active, 2);
 
     // Opened while multiplexing was on.
-    let m = Machine::new(2);
+    let m = TestCore::new(2);
     let mut events: Vec<_> = (0..3).map(|_| errno(&m, None).unwrap()).collect();
     m.core.set_share(SharePolicy::Strict);
     let error = m.core.add_vcpu(VcpuId(0), 1).unwrap_err();
@@ -252,7 +252,7 @@ fn hot_add_applies_open_checks() {
 /// the first.
 #[test]
 fn failed_fan_out_leaves_no_event() {
-    let m = Machine::with(1, |c| c.share = SharePolicy::Strict);
+    let m = TestCore::with(1, |c| c.share = SharePolicy::Strict);
     let (v0, v1) = (m.vcpu(0), m.vcpu(1));
     let own = m.open(hw(), OpenTarget::Vcpu(VcpuId(1)), None);
     let before = (v0.stats(), v1.stats(), m.core.vm_stats(), m.hw.starts());

@@ -78,7 +78,7 @@ fn kernel_read(fd: &OwnedFd, buf: &mut [u8]) -> Result<usize, i32> {
 
 /// This thread as a vCPU of the core. `None` if kernel events may not be opened.
 struct ThreadCore {
-    core: Core,
+    core: PerfCore,
     session: Session,
     _vcpu: Arc<VcpuContext>,
 }
@@ -88,7 +88,7 @@ fn ours() -> Option<ThreadCore> {
         skip::skipped("this user may not open perf events", false);
         return None;
     }
-    let core = Core::new(CoreConfig::default());
+    let core = PerfCore::new(PerfCoreConfig::default());
     core.register(Arc::new(HostPmu::software(Some(catch_signals()))));
     let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
     vcpu.sched_in();
@@ -214,7 +214,7 @@ fn attribute_errors_match_kernel() {
 /// The attribute of a current perf is longer than the known structure. The additional bytes are
 /// zero unless used.
 #[test]
-fn the_attribute_of_a_current_perf_is_understood() {
+fn attribute_of_a_current_perf_is_understood() {
     let Some(ours) = ours() else { return };
     let mut attr = perf_event_open_sys::bindings::perf_event_attr {
         type_: EventType::SOFTWARE.0,

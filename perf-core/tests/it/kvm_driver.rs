@@ -11,7 +11,7 @@ use perf_core::attr::{Attr, EventType};
 use perf_core::pmu::kvm::{KvmPmu, StatsError, StatsFile, VM_SCOPE};
 use perf_core::pmu::{Pmu, PmuError, PmuEvent, PmuTarget, VcpuId};
 
-use crate::common::guest::Guest;
+use crate::common::guest::RealModeVm;
 use test_support::skip;
 
 /// `KVM_GET_STATS_FD`: `_IO(0xae, 0xce)`.
@@ -22,7 +22,7 @@ const OUT_FOR_EVER: [u8; 4] = [0xe6, 0x10, 0xeb, 0xfc];
 
 struct Counted {
     pmu: KvmPmu,
-    guest: Guest,
+    guest: RealModeVm,
     /// Index of a statistic that each run of a vCPU increments. The choice depends on the KVM.
     rising: u64,
 }
@@ -39,7 +39,7 @@ fn stats_of(fd: &impl AsRawFd) -> Option<StatsFile> {
 }
 
 fn guest() -> Option<Counted> {
-    let mut guest = Guest::new(2, &OUT_FOR_EVER)?;
+    let mut guest = RealModeVm::new(2, &OUT_FOR_EVER)?;
     let pmu = KvmPmu::new(Some(stats_of(&guest.vm)?));
     for (i, vcpu) in guest.vcpus.iter().enumerate() {
         pmu.add_vcpu(VcpuId(i as u32), stats_of(vcpu)?);
@@ -99,7 +99,7 @@ fn run(vcpu: &mut VcpuFd) {
 }
 
 #[test]
-fn a_vcpus_counts_are_its_own() {
+fn vcpus_counts_are_its_own() {
     let mut g = guest_or_skip!();
     let exits = g.rising;
     let mut first = started(&g.pmu, exits, on(0));
@@ -120,7 +120,7 @@ fn a_vcpus_counts_are_its_own() {
 
 /// The VM-wide count is the same on every target, and equals the sum over the vCPUs.
 #[test]
-fn the_vms_total_is_a_package_count() {
+fn vms_total_is_a_package_count() {
     let mut g = guest_or_skip!();
     let exits = g.rising;
     let mut total = started(&g.pmu, exits, PmuTarget::Vm);
@@ -141,7 +141,7 @@ fn the_vms_total_is_a_package_count() {
 }
 
 #[test]
-fn a_statistic_of_the_vm_is_the_same_on_every_target() {
+fn statistic_of_the_vm_is_the_same_on_every_target() {
     let g = guest_or_skip!();
     let Some(event) = g.pmu.events().into_iter().find(|e| e.config & VM_SCOPE != 0) else {
         skip::skipped("this KVM counts nothing per VM", false);

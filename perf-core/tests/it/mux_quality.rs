@@ -39,21 +39,21 @@ fn compare(traces: impl Iterator<Item = Trace>, grid_ns: u64, seeds: usize, tole
 }
 
 #[test]
-fn a_third_of_the_error_and_never_worse() {
+fn third_of_the_error_and_never_worse() {
     compare(traces::all().into_iter(), 1, SEEDS.len(), 0.0);
 }
 
-/// The same with a timer that fires on whole milliseconds only: rounding makes turns irregular,
+/// The same with a timer that fires on whole milliseconds only: rounding makes intervals irregular,
 /// which costs up to half a percent of a count.
 #[test]
-fn a_coarse_timer_is_enough() {
+fn coarse_timer_is_enough() {
     compare(traces::all().into_iter(), 1_000_000, SEEDS.len(), 0.005);
 }
 
 /// The same on random traces. A rhythm that rotation happens to sample evenly may be slightly
 /// worse.
 #[test]
-fn a_third_of_the_error_on_random_traces() {
+fn third_of_the_error_on_random_traces() {
     compare(family::HOLD_OUT.step_by(2).map(family::trace), 1, 4, 0.003);
 }
 
@@ -103,7 +103,7 @@ fn two_standard_errors_have_nominal_coverage() {
     }
 }
 
-/// A rhythm in step with the turns looks constant. Few estimates of such rhythms get a standard
+/// A rhythm in step with the intervals looks constant. Few estimates of such rhythms get a standard
 /// error, and those are correct: either the policy detected the rhythm, or the error is unknown.
 #[test]
 fn aliased_rhythms_have_no_error_bar_or_a_correct_one() {

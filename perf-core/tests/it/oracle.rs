@@ -15,10 +15,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::common::NoRegs;
+use crate::common::UnavailableRegs;
 use driver::{Driver, DriverFault, DriverPair, SOFT, rate};
 use model::{
-    CONTEXT_SWITCHES, EventState as Expected, Kind, Model, Reports, RingRecord, Setup, Spec, Totals, VM,
+    CONTEXT_SWITCHES, EventState as Expected, Model, OracleKind, OracleSetup, OracleSpec, OverflowCounts,
+    RingRecord, Totals, VM,
 };
 use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
@@ -51,7 +52,7 @@ enum Step {
     ContextPin(u32),
     Unpin,
     TrackedEvent {
-        spec: Spec,
+        spec: OracleSpec,
         leader: Option<usize>,
     },
     Close(usize),
@@ -71,11 +72,11 @@ enum Step {
     Refuse(bool),
 }
 
-fn spec() -> impl Strategy<Value = Spec> {
+fn spec() -> impl Strategy<Value = OracleSpec> {
     let kind = prop_oneof![
-        5 => Just(Kind::Hw),
-        2 => Just(Kind::Soft),
-        2 => prop::sample::select(&IDS[..]).prop_map(Kind::Raised),
+        5 => Just(OracleKind::Hw),
+        2 => Just(OracleKind::Soft),
+        2 => prop::sample::select(&IDS[..]).prop_map(OracleKind::Raised),
     ];
     let place = prop_oneof![2 => Just(None), 3 => (0..VCPUS).prop_map(Some)];
     let rarely = || prop::bool::weighted(0.15);
@@ -97,9 +98,13 @@ fn spec() -> impl Strategy<Value = Spec> {
     (kind, 1..5u64, place, flags, more).prop_map(|(kind, rate, vcpu, flags, more)| {
         let (guest, pinned, exclusive, inherit, stat) = flags;
         let (disabled, on_exec, not_kernel, period, cookie) = more;
-        Spec {
+        OracleSpec {
             kind,
-            rate: if matches!(kind, Kind::Raised(_)) { 1 } else { rate },
+            rate: if matches!(kind, OracleKind::Raised(_)) {
+                1
+            } else {
+                rate
+            },
             vcpu,
             guest: guest && vcpu.is_some(),
             pinned,
@@ -144,13 +149,15 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-fn setup() -> impl Strategy<Value = Setup> {
-    (1..4usize, 0..2usize, 1..5u64, any::<bool>()).prop_map(|(slots, reserved, per_tick, one_thread)| Setup {
-        slots,
-        reserved: reserved.min(slots - 1),
-        tick_ns: 1000,
-        per_tick,
-        one_thread,
+fn setup() -> impl Strategy<Value = OracleSetup> {
+    (1..4usize, 0..2usize, 1..5u64, any::<bool>()).prop_map(|(slots, reserved, per_tick, one_thread)| {
+        OracleSetup {
+            slots,
+            reserved: reserved.min(slots - 1),
+            tick_ns: 1000,
+            per_tick,
+            one_thread,
+        }
     })
 }
 
@@ -164,7 +171,7 @@ struct TrackedEvent {
 
 /// The core and the model, driven by the same operations.
 struct CoreAndModel {
-    core: Core,
+    core: PerfCore,
     clock: Arc<ManualClock>,
     bench: Arc<DriverPair>,
     admin: Session,
@@ -180,15 +187,15 @@ fn config_of(name: u64, rate: u64) -> u64 {
 }
 
 impl CoreAndModel {
-    fn new(setup: Setup, fault: DriverFault) -> Self {
+    fn new(setup: OracleSetup, fault: DriverFault) -> Self {
         let clock = Arc::new(ManualClock::new());
         let tick_hz = 1_000_000_000 / setup.tick_ns;
-        let core = Core::new(CoreConfig {
+        let core = PerfCore::new(PerfCoreConfig {
             clock: Arc::clone(&clock) as Arc<dyn Clock>,
             tick_hz,
             sample_rate_hz: tick_hz * setup.per_tick,
             reserved_slots: setup.reserved,
-            ..CoreConfig::default()
+            ..PerfCoreConfig::default()
         });
         let bench = DriverPair::new(fault);
         for slots in [setup.slots, 0] {
@@ -247,14 +254,14 @@ impl CoreAndModel {
             }
             Step::TrackedEvent { spec, leader } => return self.open(spec, leader),
             Step::Refuse(on) => {
-                let sampled = |e: &model::Event| e.spec.kind == Kind::Soft && e.spec.period > 0;
+                let sampled = |e: &model::Event| e.spec.kind == OracleKind::Soft && e.spec.period > 0;
                 let mixed = |e: &model::Event| {
-                    e.spec.kind == Kind::Soft
+                    e.spec.kind == OracleKind::Soft
                         && self
                             .model
                             .events
                             .values()
-                            .any(|o| o.leader == e.leader && o.spec.kind == Kind::Hw)
+                            .any(|o| o.leader == e.leader && o.spec.kind == OracleKind::Hw)
                 };
                 if !self.model.events.values().any(|e| sampled(e) || mixed(e)) {
                     self.bench.refuse.store(on, Ordering::Relaxed);
@@ -292,7 +299,7 @@ impl CoreAndModel {
         let got = RefCell::new(BTreeMap::<u64, u64>::new());
         let mut sink =
             |o: OverflowReport| *got.borrow_mut().entry(o.cookie).or_default() += u64::from(o.times);
-        let mut expected = Reports::default();
+        let mut expected = OverflowCounts::default();
         match *step {
             Step::In(_) => {
                 vcpu.sched_in();
@@ -327,15 +334,15 @@ impl CoreAndModel {
                 id, n: times, regs, ..
             } => {
                 let of = SoftwareEventId::from_config(id).expect("it exists");
-                let mut here = NoRegs;
+                let mut here = UnavailableRegs;
                 let regs_now = regs.then_some(&mut here as &mut dyn SampleRegs);
                 vcpu.software_event(of, times, regs_now, &mut sink);
                 expected = self.model.raise(n, id, times, regs);
             }
             Step::Service(_) => {
-                vcpu.service_overflows(&mut NoRegs, &mut sink);
+                vcpu.service_overflows(&mut UnavailableRegs, &mut sink);
                 expected = self.model.service(n);
-                if vcpu.service_overflows(&mut NoRegs, &mut |_| {}) != 0 {
+                if vcpu.service_overflows(&mut UnavailableRegs, &mut |_| {}) != 0 {
                     return Err("a second look served more".into());
                 }
             }
@@ -408,7 +415,7 @@ impl CoreAndModel {
         done.map_err(|e| e.to_string())
     }
 
-    fn open(&mut self, mut spec: Spec, leader: Option<usize>) -> Result<(), String> {
+    fn open(&mut self, mut spec: OracleSpec, leader: Option<usize>) -> Result<(), String> {
         if self.open.len() == EVENTS {
             return Ok(());
         }
@@ -418,29 +425,29 @@ impl CoreAndModel {
             (spec.pinned, spec.exclusive) = (false, false);
             let lead = &self.model.events[&self.open[leader].name].spec;
             (spec.vcpu, spec.guest) = (lead.vcpu, lead.guest);
-            let raised = |kind: Kind| matches!(kind, Kind::Raised(_));
+            let raised = |kind: OracleKind| matches!(kind, OracleKind::Raised(_));
             // The on state of a raised event of a family is not observable.
             if spec.vcpu.is_none() && raised(spec.kind) != raised(lead.kind) {
                 return Ok(());
             }
         }
-        if self.model.refuse && spec.kind == Kind::Soft {
+        if self.model.refuse && spec.kind == OracleKind::Soft {
             if leader.is_some() {
                 return Ok(());
             }
             spec.period = 0;
         }
-        if self.model.refuse && spec.kind == Kind::Hw && leader.is_some() {
+        if self.model.refuse && spec.kind == OracleKind::Hw && leader.is_some() {
             return Ok(());
         }
         self.names += 1;
         let name = self.names;
         let (ty, config) = match spec.kind {
-            Kind::Hw => (EventType::SIM, config_of(name, spec.rate)),
-            Kind::Soft => (SOFT, config_of(name, spec.rate)),
-            Kind::Raised(id) => (EventType::VMM, id),
+            OracleKind::Hw => (EventType::SIM, config_of(name, spec.rate)),
+            OracleKind::Soft => (SOFT, config_of(name, spec.rate)),
+            OracleKind::Raised(id) => (EventType::VMM, id),
         };
-        debug_assert!(matches!(spec.kind, Kind::Raised(_)) || rate(config) == spec.rate);
+        debug_assert!(matches!(spec.kind, OracleKind::Raised(_)) || rate(config) == spec.rate);
         let attr = Attr {
             ty,
             config,
@@ -545,7 +552,7 @@ impl CoreAndModel {
             let vcpu = self.vcpu(n).ok_or("the vCPU is not there")?;
             let (stats, parts) = (vcpu.stats(), || self.model.parts.iter().filter(|p| p.ctx == ctx));
             let on = || parts().filter(|p| p.state == Expected::On);
-            let hardware = on().filter(|p| self.model.events[&p.event].spec.kind == Kind::Hw);
+            let hardware = on().filter(|p| self.model.events[&p.event].spec.kind == OracleKind::Hw);
             let expected = (parts().count(), on().count(), hardware.count());
             let got = (stats.events, stats.active, stats.active_hardware);
             if got != expected {
@@ -629,7 +636,7 @@ impl CoreAndModel {
             return fail("state", &handle.state(), &state);
         }
         let counts_vm = part.ctx == VM;
-        if counts_vm && !matches!(event.spec.kind, Kind::Raised(_)) {
+        if counts_vm && !matches!(event.spec.kind, OracleKind::Raised(_)) {
             return fail("counts for the VM", &event.spec.kind, &"a raised event");
         }
         Ok(())
@@ -644,7 +651,7 @@ fn format() -> RecordFormat {
     }
 }
 
-fn history(setup: Setup, steps: Vec<Step>, fault: DriverFault) -> Result<(), TestCaseError> {
+fn history(setup: OracleSetup, steps: Vec<Step>, fault: DriverFault) -> Result<(), TestCaseError> {
     let mut pair = CoreAndModel::new(setup, fault);
     for (at, step) in steps.into_iter().enumerate() {
         let what = format!("{step:?}");
@@ -669,7 +676,7 @@ fn config(cases: u32) -> Config {
     }
 }
 
-fn judge(mut runner: TestRunner, fault: DriverFault) -> Result<(), TestError<(Setup, Vec<Step>)>> {
+fn judge(mut runner: TestRunner, fault: DriverFault) -> Result<(), TestError<(OracleSetup, Vec<Step>)>> {
     let histories = (setup(), prop::collection::vec(step(), 1..60));
     runner.run(&histories, |(setup, steps)| history(setup, steps, fault))
 }

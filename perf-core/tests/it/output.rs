@@ -9,7 +9,7 @@ use perf_core::*;
 use proptest::prelude::*;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 struct Regs;
 
@@ -77,14 +77,14 @@ fn sampling(period: u64) -> Attr {
     }
 }
 
-fn overflow(m: &Machine, v: &VcpuContext, n: u64) {
+fn overflow(m: &TestCore, v: &VcpuContext, n: u64) {
     m.run(v.id().0, n);
     v.service_overflows(&mut Regs, &mut |_| {});
 }
 
 #[test]
-fn a_sample_holds_what_was_asked_for() {
-    let m = Machine::with(4, |c| c.pid = 77);
+fn sample_contains_the_requested_fields() {
+    let m = TestCore::with(4, |c| c.pid = 77);
     let v = m.core.add_vcpu_recorded_as(VcpuId(3), 1003, 4003).unwrap();
     v.sched_in();
     let attr = Attr {
@@ -111,7 +111,7 @@ fn a_sample_holds_what_was_asked_for() {
 
 #[test]
 fn children_write_to_their_parents_ring() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v0 = m.vcpu(0);
     let attr = Attr {
         inherit: true,
@@ -143,7 +143,7 @@ fn children_write_to_their_parents_ring() {
 
 #[test]
 fn p39_exit_comes_after_the_last_sample_and_reads_follow_it() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let attr = Attr {
         inherit: true,
         inherit_stat: true,
@@ -185,7 +185,7 @@ fn p39_exit_comes_after_the_last_sample_and_reads_follow_it() {
 /// record, and not sampled after it. Its counts remain.
 #[test]
 fn p39_an_overflow_not_served_when_a_vcpu_is_removed_is_lost() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let attr = Attr {
         task: true,
@@ -205,7 +205,7 @@ fn p39_an_overflow_not_served_when_a_vcpu_is_removed_is_lost() {
 
 #[test]
 fn p36_redirections_form_no_chains_and_can_be_undone() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let target = m.open_vcpu(sampling(1000), None);
     let source = m.open_vcpu(sampling(5), None);
@@ -274,7 +274,7 @@ fn p36_redirections_form_no_chains_and_can_be_undone() {
 /// its own.
 #[test]
 fn p36_event_keeps_writing_to_ring_of_closed_event() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let target = m.open_vcpu(sampling(1000), None);
     let ring = target.map(1, true).unwrap();
@@ -321,7 +321,7 @@ fn p36_event_keeps_writing_to_ring_of_closed_event() {
 
 #[test]
 fn p35_ring_memory_is_charged_and_refunded_exactly() {
-    let m = Machine::with(4, |c| {
+    let m = TestCore::with(4, |c| {
         c.mlock_kb = 16;
         c.host_cpus = 2;
         c.memlock_kb = 4;
@@ -377,7 +377,7 @@ proptest! {
     /// is zero at the end.
     #[test]
     fn p35_charged_memory_equals_mapped_memory(ops in prop::collection::vec((0usize..3, 0u8..4, 0usize..6), 1..60)) {
-        let m = Machine::with(1, |c| { c.mlock_kb = 32; c.host_cpus = 1; c.memlock_kb = 0; });
+        let m = TestCore::with(1, |c| { c.mlock_kb = 32; c.host_cpus = 1; c.memlock_kb = 0; });
         let _v = m.vcpu(0);
         let user = m.core.session(0, Role::Operator);
         let open = || m.core.open(&user, soft(), OpenTarget::Vcpu(VcpuId(0)), None, OpenFlags::default()).unwrap();
@@ -410,7 +410,7 @@ proptest! {
 /// process, by a client's copy of the file descriptor, or by a mapping that outlives it.
 #[test]
 fn ring_memory_is_charged_until_last_user_releases_it() {
-    let m = Machine::with(4, |c| {
+    let m = TestCore::with(4, |c| {
         c.mlock_kb = 32;
         c.host_cpus = 1;
         c.memlock_kb = 0;
@@ -452,8 +452,8 @@ fn ring_memory_is_charged_until_last_user_releases_it() {
 }
 
 #[test]
-fn a_ring_of_the_control_page_alone_shows_count_and_times() {
-    let m = Machine::new(4);
+fn ring_of_the_control_page_alone_shows_count_and_times() {
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let e = m.open_vcpu(hw(), None);
     let ring = e.map(0, true).unwrap();
@@ -478,7 +478,7 @@ fn a_ring_of_the_control_page_alone_shows_count_and_times() {
 
 #[test]
 fn poll_reports_hup_without_ring_and_in_with_samples() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let attr = Attr {
         wakeup: attr::Wakeup::Events(2),
@@ -506,7 +506,7 @@ fn is_readable(fd: &OwnedFd) -> bool {
 /// stays valid after the event and the ring are closed.
 #[test]
 fn poll_descriptor_belongs_to_caller() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let attr = Attr {
         wakeup: attr::Wakeup::Events(1),
@@ -535,7 +535,7 @@ fn poll_descriptor_belongs_to_caller() {
 /// may follow.
 #[test]
 fn event_at_limit_hangs_up_only_its_own_ring() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let limited = Attr {
         disabled: true,
@@ -562,7 +562,7 @@ fn event_at_limit_hangs_up_only_its_own_ring() {
 #[test]
 fn paused_ring_reports_lost_records() {
     for writable in [true, false] {
-        let m = Machine::new(4);
+        let m = TestCore::new(4);
         let v = m.vcpu(0);
         let attr = Attr {
             sample_type: SampleType::PERIOD,
@@ -574,7 +574,7 @@ fn paused_ring_reports_lost_records() {
         let overflow = |times: u32| {
             for _ in 0..times {
                 m.run(0, 10);
-                v.service_overflows(&mut NoRegs, &mut |_| {});
+                v.service_overflows(&mut UnavailableRegs, &mut |_| {});
             }
         };
         overflow(1);
@@ -595,7 +595,7 @@ fn paused_ring_reports_lost_records() {
 /// Registers with only the mandatory values yield samples with empty fields.
 #[test]
 fn unknown_registers_yield_empty_fields() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let attr = Attr {
         sample_type: SampleType::ADDR | SampleType::CALLCHAIN | SampleType::RAW,
@@ -604,7 +604,7 @@ fn unknown_registers_yield_empty_fields() {
     let event = m.open_vcpu(attr.clone(), None);
     let mut reader = perf_core::ring::RingReader::of(event.map(1, true).unwrap());
     m.run(0, 10);
-    v.service_overflows(&mut NoRegs, &mut |_| {});
+    v.service_overflows(&mut UnavailableRegs, &mut |_| {});
     let format = perf_core::record::RecordFormat::from(&attr);
     let raw = reader.next_record().unwrap().expect("a sample");
     let perf_core::record::Record::Sample(sample) = perf_core::record::Record::decode(raw, format).unwrap()
@@ -640,7 +640,7 @@ fn p36_every_lost_record_is_reported_under_redirection() {
     let (mut lost_at_all, mut to_closed) = (0, 0);
     for seed in 0..200 {
         let mut random = fastrand::Rng::with_seed(seed);
-        let m = Machine::with(64, |c| c.sample_rate_hz = u64::from(u32::MAX));
+        let m = TestCore::with(64, |c| c.sample_rate_hz = u64::from(u32::MAX));
         let v = m.vcpu(0);
         let mut events: Vec<TracedEvent> = Vec::new();
         // The ring, its reader, and the number of records due: written but unread, or lost but

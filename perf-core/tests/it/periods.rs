@@ -6,7 +6,7 @@ use perf_core::ring::{Ring, RingReader};
 use perf_core::*;
 use proptest::prelude::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 fn sampling(period: u64) -> Attr {
     Attr {
@@ -30,13 +30,13 @@ fn raised(period: u64) -> Attr {
     }
 }
 
-fn run(m: &Machine, v: &VcpuContext, n: u64) {
+fn run(m: &TestCore, v: &VcpuContext, n: u64) {
     m.run(v.id().0, n);
-    v.service_overflows(&mut NoRegs, &mut |_| {});
+    v.service_overflows(&mut UnavailableRegs, &mut |_| {});
 }
 
 fn raise(v: &VcpuContext, n: u64) {
-    v.software_event(SoftwareEventId::Exits, n, Some(&mut NoRegs), &mut |_| {});
+    v.software_event(SoftwareEventId::Exits, n, Some(&mut UnavailableRegs), &mut |_| {});
 }
 
 /// Returns the vCPU and the period of each unread sample.
@@ -61,8 +61,8 @@ fn periods(ring: &Ring) -> Vec<u64> {
 }
 
 #[test]
-fn a_vcpu_added_later_samples_at_the_frequency_and_the_period_of_its_family() {
-    let m = Machine::with(4, |c| c.tick_hz = 1000);
+fn vcpu_added_later_samples_at_the_frequency_and_the_period_of_its_family() {
+    let m = TestCore::with(4, |c| c.tick_hz = 1000);
     let wide = Attr {
         inherit: true,
         ..by_frequency(1000)
@@ -91,7 +91,7 @@ fn a_vcpu_added_later_samples_at_the_frequency_and_the_period_of_its_family() {
 
 #[test]
 fn by_frequency_each_sample_has_the_period_of_its_own_interval() {
-    let m = Machine::with(4, |c| c.tick_hz = 1000);
+    let m = TestCore::with(4, |c| c.tick_hz = 1000);
     let v = m.vcpu(0);
     let e = m.open_vcpu(by_frequency(10_000), None);
     let ring = e.map(64, true).unwrap();
@@ -119,10 +119,10 @@ fn by_frequency_each_sample_has_the_period_of_its_own_interval() {
 }
 
 #[test]
-fn a_bursts_samples_are_written_together_in_their_places_before_a_throttle_and_an_end() {
+fn bursts_samples_are_written_together_in_their_places_before_a_throttle_and_an_end() {
     // 400 overflows per second, 10 ticks per second: 40 per tick are allowed, the next one
     // throttles.
-    let m = Machine::with(1, |c| {
+    let m = TestCore::with(1, |c| {
         c.sample_rate_hz = 400;
         c.tick_hz = 10;
     });
@@ -186,14 +186,14 @@ proptest! {
     /// For any operations on an event, the periods of its samples add up to its count: with a
     /// period or a frequency, driver or raised events, throttled or not.
     #[test]
-    fn the_periods_of_samples_add_up_to_the_count(
+    fn periods_of_samples_add_up_to_the_count(
         period in 10u64..200,
         freq: bool,
         software: bool,
         sample_rate in prop_oneof![Just(100u64), Just(100_000)],
         steps in prop::collection::vec(step(), 1..80),
     ) {
-        let m = Machine::with(1, |c| {
+        let m = TestCore::with(1, |c| {
             c.sample_rate_hz = sample_rate;
             c.tick_hz = 10;
         });
@@ -205,7 +205,7 @@ proptest! {
         let e = m.open_vcpu(attr, None);
         let ring = e.map(64, true).unwrap();
         let mut stood_for = 0;
-        let serve = || { v.service_overflows(&mut NoRegs, &mut |_| {}); };
+        let serve = || { v.service_overflows(&mut UnavailableRegs, &mut |_| {}); };
         let work = |n| if software { m.clock.advance(n); raise(&v, n) } else { m.run(0, n) };
         for s in steps {
             match s {

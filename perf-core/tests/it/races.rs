@@ -9,7 +9,7 @@ use perf_core::ring::RingReader;
 use perf_core::time::Clock;
 use perf_core::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 fn raised(vm: bool) -> Attr {
     Attr {
@@ -31,8 +31,8 @@ fn for_each(reader: &mut RingReader, attr: &Attr, mut each: impl FnMut(&Record<'
 /// An event that is opened with another event's ring as output has that ring from its first count
 /// on.
 #[test]
-fn an_event_opened_with_the_output_flag_has_a_sample_for_each_count() {
-    let m = Machine::with(1, |c| c.sample_rate_hz = 1 << 40);
+fn event_opened_with_the_output_flag_has_a_sample_for_each_count() {
+    let m = TestCore::with(1, |c| c.sample_rate_hz = 1 << 40);
     let v = m.vcpu(0);
     let attr = Attr {
         task: false,
@@ -50,7 +50,7 @@ fn an_event_opened_with_the_output_flag_has_a_sample_for_each_count() {
     std::thread::scope(|s| {
         s.spawn(|| {
             while !stop.load(Ordering::Relaxed) {
-                v.software_event(SoftwareEventId::Exits, 1, Some(&mut NoRegs), &mut |_| {});
+                v.software_event(SoftwareEventId::Exits, 1, Some(&mut UnavailableRegs), &mut |_| {});
             }
         });
         // Until enough events were opened while the other thread raised the event.
@@ -108,7 +108,7 @@ impl Clock for HookedClock {
 #[test]
 fn no_sample_of_a_vcpu_follows_its_exit() {
     let clock = Arc::new(HookedClock::default());
-    let m = Arc::new(Machine::with(1, |c| c.clock = clock.clone()));
+    let m = Arc::new(TestCore::with(1, |c| c.clock = clock.clone()));
     let v = m.vcpu(0);
     let attr = Attr {
         inherit: false,
@@ -116,11 +116,11 @@ fn no_sample_of_a_vcpu_follows_its_exit() {
     };
     let e = m.open(attr.clone(), OpenTarget::Vm, None);
     let ring = e.map(8, true).unwrap();
-    v.software_event(SoftwareEventId::Exits, 1, Some(&mut NoRegs), &mut |_| {});
+    v.software_event(SoftwareEventId::Exits, 1, Some(&mut UnavailableRegs), &mut |_| {});
     // Between the check for the vCPU and the lock of the VM context.
     let other = Arc::clone(&m);
     *clock.0.lock().unwrap() = Some(Box::new(move || other.core.remove_vcpu(VcpuId(0)).unwrap()));
-    v.software_event(SoftwareEventId::Exits, 1, Some(&mut NoRegs), &mut |_| {});
+    v.software_event(SoftwareEventId::Exits, 1, Some(&mut UnavailableRegs), &mut |_| {});
     assert!(clock.0.lock().unwrap().is_none(), "the vCPU went meanwhile");
     let mut kinds = Vec::new();
     let mut reader = RingReader::map(ring.memfd()).unwrap();

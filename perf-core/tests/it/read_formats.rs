@@ -3,13 +3,13 @@
 use perf_core::*;
 use proptest::prelude::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 proptest! {
     /// P20 and P21: a read returns exactly the size of its format, or nothing.
     #[test]
     fn p20_p21_a_reading_has_the_size_of_its_format(bits in 0u64..16, siblings in 0usize..4, short in 0usize..9) {
-        let m = Machine::new(8);
+        let m = TestCore::new(8);
         let _v = m.vcpu(0);
         let format = ReadFormat::from_bits_truncate(bits);
         let leader = m.open_vcpu(Attr { read_format: format, ..hw() }, None);
@@ -43,7 +43,7 @@ proptest! {
 
 #[test]
 fn group_times_match_their_values() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let _v = m.vcpu(0);
     let leader = m.open_vcpu(hw(), None);
     let sibling = m.open_vcpu(hw(), Some(&leader));
@@ -61,7 +61,7 @@ fn group_times_match_their_values() {
 
 #[test]
 fn ids_are_unique_and_start_above_zero() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let _v = m.vcpu(0);
     let ids: Vec<_> = (0..5).map(|_| m.open_vcpu(hw(), None).id()).collect();
     assert!(ids.windows(2).all(|w| w[0] < w[1]) && ids[0] >= 1);

@@ -11,7 +11,7 @@ use perf_core::record::{MappingName, Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 /// Returns a perf.data file with the given events and their ids, and the records as in the ring.
 fn perf_file(events: &[(&Attr, u64)], records: &[u8]) -> Vec<u8> {
@@ -44,14 +44,14 @@ fn perf_file(events: &[(&Attr, u64)], records: &[u8]) -> Vec<u8> {
     file
 }
 
-fn overflow(m: &Machine, v: &VcpuContext, n: u64) {
+fn overflow(m: &TestCore, v: &VcpuContext, n: u64) {
     m.run(v.id().0, n);
-    v.service_overflows(&mut NoRegs, &mut |_| {});
+    v.service_overflows(&mut UnavailableRegs, &mut |_| {});
 }
 
 #[test]
-fn a_reader_of_perf_files_finds_event_vcpu_and_time_of_every_record() {
-    let m = Machine::with(4, |c| {
+fn reader_of_perf_files_finds_event_vcpu_and_time_of_every_record() {
+    let m = TestCore::with(4, |c| {
         c.sample_rate_hz = 20;
         c.tick_hz = 10;
         c.pid = 77;
@@ -166,7 +166,7 @@ fn words(event: &Handle) -> Vec<u64> {
 /// ring.
 #[test]
 fn lost_count_is_reported_per_event() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let attr = |period| Attr {
         sample_type: SampleType::READ,
@@ -214,7 +214,7 @@ fn lost_count_is_reported_per_event() {
 
 #[test]
 fn family_lost_count_includes_children() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let (v0, v1) = (m.vcpu(0), m.vcpu(1));
     let attr = Attr {
         inherit: true,
@@ -237,7 +237,7 @@ fn family_lost_count_includes_children() {
 /// The largest record fits an empty ring after the largest LOST record.
 #[test]
 fn largest_record_fits_after_lost_record_with_trailer() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     /// Raw data of a given length.
     struct Raw(Vec<u8>);

@@ -7,7 +7,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd};
 use std::sync::Arc;
 
-use perf_core::ring::{PAGE_SIZE, PollState, ReadError, Ring, RingMode, RingReader};
+use perf_core::ring::{PAGE_SIZE, PollState, Ring, RingMode, RingReadError, RingReader};
 
 use crate::common::ring::{DATA_HEAD, DATA_TAIL, TAGGED, foreign, peek, poke, write};
 
@@ -23,9 +23,9 @@ fn header(ring: &File, position: u64, size: u64) {
 }
 
 /// Returns the position and the description of a corruption.
-fn corrupt(error: ReadError) -> (u64, &'static str) {
+fn corrupt(error: RingReadError) -> (u64, &'static str) {
     match error {
-        ReadError::Corrupt { position, what } => (position, what),
+        RingReadError::Corrupt { position, what } => (position, what),
         other => panic!("{other}"),
     }
 }
@@ -147,7 +147,7 @@ fn invalid_head_is_reported() {
 }
 
 #[test]
-fn a_ring_without_data_has_no_head() {
+fn ring_without_data_has_no_head() {
     let ring = Ring::new(0, RingMode::Writable).expect("a ring");
     let mut reader = RingReader::map(ring.memfd()).expect("maps");
     assert!(reader.next_record().expect("nothing").is_none());
@@ -172,7 +172,7 @@ fn late_and_early_overwrite_readers_trust_equal_ranges() {
             while reader.next_record()?.is_some() {
                 read += 1;
             }
-            Ok::<u64, ReadError>(read)
+            Ok::<u64, RingReadError>(read)
         };
         let late = read(&mut late).expect("sound");
         match read(&mut early) {
@@ -180,7 +180,7 @@ fn late_and_early_overwrite_readers_trust_equal_ranges() {
                 assert_eq!((all, late), (records, records));
                 assert_eq!(early_least, None, "more was there before");
             }
-            Err(ReadError::Overrun { bytes }) => {
+            Err(RingReadError::Overrun { bytes }) => {
                 assert_eq!((bytes, late), (24 * records, 0), "{records} records");
                 early_least.get_or_insert(records);
             }
@@ -347,7 +347,7 @@ fn kernel_ring_page_count_is_limited() {
     ] {
         let error = RingReader::map_perf(no_event.as_fd(), pages).expect_err("no event");
         assert_eq!(
-            matches!(error, ReadError::Os { .. }),
+            matches!(error, RingReadError::Os { .. }),
             asked,
             "{pages} pages: {error}"
         );
@@ -373,7 +373,7 @@ fn ring_mode_is_derived_from_seals() {
 }
 
 #[test]
-fn a_count_of_the_eventfd_is_notifications_and_a_hang_up() {
+fn count_of_the_eventfd_is_notifications_and_a_hang_up() {
     let state = |count| {
         let state = PollState::from_count(count);
         (state.readable, state.hang_up)

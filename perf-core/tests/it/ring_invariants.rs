@@ -262,7 +262,7 @@ proptest! {
     }
 
     #[test]
-    fn a_reader_in_another_process_may_write_any_tail(
+    fn reader_in_another_process_may_write_any_tail(
         tails in prop::collection::vec(
             prop_oneof![any::<u64>(), 0u64..20_000, Just(u64::MAX), Just(1 << 50), (0u64..3000).prop_map(|n| n * 8)],
             1..60,
@@ -291,7 +291,7 @@ proptest! {
     }
 
     #[test]
-    fn a_reader_survives_any_bytes(
+    fn reader_survives_any_bytes(
         bytes in prop::collection::vec(prop_oneof![any::<u8>(), Just(0), Just(8), Just(0xff)], 0..4096),
         head in prop_oneof![any::<u64>(), 0u64..5000, (0u64..600).prop_map(|n| n * 8), Just(u64::MAX)],
         tail in prop_oneof![any::<u64>(), Just(0), Just(u64::MAX), (0u64..600).prop_map(|n| n * 8)],
@@ -418,7 +418,7 @@ fn records_of_impossible_sizes_are_refused_and_not_counted_as_lost() {
 }
 
 #[test]
-fn a_ring_without_data_pages_takes_no_records_but_notifies() {
+fn ring_without_data_pages_takes_no_records_but_notifies() {
     let ring = Ring::new(0, RingMode::Writable).expect("a control page");
     assert!(matches!(ring.begin(24, true), Err(RingError::NoData)));
     assert_eq!(ring.pending_lost(), 0);
@@ -431,7 +431,7 @@ fn a_ring_without_data_pages_takes_no_records_but_notifies() {
 }
 
 #[test]
-fn the_poll_state_is_taken_once_and_a_hang_up_survives_later_notifications() {
+fn poll_state_is_taken_once_and_a_hang_up_survives_later_notifications() {
     let ring = Ring::new(1, RingMode::Writable).expect("a ring");
     ring.set_wakeup(Wakeup::Events(1));
     write(&ring, 24, 0, 0).expect("room");
@@ -446,7 +446,7 @@ fn the_poll_state_is_taken_once_and_a_hang_up_survives_later_notifications() {
 }
 
 #[test]
-fn a_wakeup_waits_until_the_record_can_be_read() {
+fn wakeup_waits_until_the_record_can_be_read() {
     let ring = Ring::new(1, RingMode::Writable).expect("a ring");
     ring.set_wakeup(Wakeup::Events(2));
     let outer = ring.begin(24, true).expect("room");
@@ -457,7 +457,7 @@ fn a_wakeup_waits_until_the_record_can_be_read() {
 }
 
 #[test]
-fn the_default_watermark_wakes_before_a_ring_of_one_page_is_full() {
+fn default_watermark_wakes_before_a_ring_of_one_page_is_full() {
     let ring = Ring::new(1, RingMode::Writable).expect("a ring");
     let mut written = 0;
     while !ring.take_poll().readable {
@@ -482,7 +482,7 @@ fn overwrite_ring_keeps_newest_and_reports_overrun() {
     assert_eq!(ring.pending_lost(), 0);
     assert!(matches!(
         slow.next_record(),
-        Err(perf_core::ring::ReadError::Overrun { bytes: 40_000 })
+        Err(perf_core::ring::RingReadError::Overrun { bytes: 40_000 })
     ));
     assert!(slow.next_record().expect("resynchronised").is_none());
     // A reader may lag by up to three quarters of the ring.

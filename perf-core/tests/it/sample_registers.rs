@@ -8,7 +8,7 @@ use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::{Ring, RingReader};
 use perf_core::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 /// Returns the sample types that depend on registers, and the period.
 fn regs_sample_type() -> SampleType {
@@ -97,7 +97,7 @@ fn sample(period: u64) -> SampleFields {
 /// waiting for the stack walk.
 #[test]
 fn context_lock_is_free_during_stack_unwinding() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let driven = m.open_vcpu(sampling(EventType::SIM, 1, 10), None);
     let raised = m.open_vcpu(sampling(EventType::VMM, SoftwareEventId::Exits as u64, 5), None);
@@ -147,7 +147,7 @@ fn context_lock_is_free_during_stack_unwinding() {
 /// unrequested registers are not read.
 #[test]
 fn registers_are_read_once_per_moment_and_on_request_only() {
-    let m = Machine::new(8);
+    let m = TestCore::new(8);
     let v = m.vcpu(0);
     // More events than are handled in one pass.
     let events: Vec<_> = (0..20)
@@ -191,7 +191,7 @@ fn registers_are_read_once_per_moment_and_on_request_only() {
 #[test]
 fn event_changes_during_register_reads_take_effect() {
     for what in ["close", "disable", "remove"] {
-        let m = Machine::new(4);
+        let m = TestCore::new(4);
         let v = m.vcpu(0);
         let event = m.open_vcpu(sampling(EventType::SIM, 1, 10), None);
         let ring = event.map(4, true).unwrap();
@@ -211,6 +211,6 @@ fn event_changes_during_register_reads_take_effect() {
         assert_eq!(served, u32::from(what == "disable"), "{what}");
         // Another event may have reused the slot of a closed one.
         let next = m.core.add_vcpu(VcpuId(9), 1).unwrap();
-        assert_eq!(next.service_overflows(&mut NoRegs, &mut |_| {}), 0);
+        assert_eq!(next.service_overflows(&mut UnavailableRegs, &mut |_| {}), 0);
     }
 }

@@ -2,15 +2,15 @@
 
 use perf_core::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 fn serve(v: &VcpuContext) -> Vec<OverflowReport> {
     let mut seen = Vec::new();
-    v.service_overflows(&mut NoRegs, &mut |o| seen.push(o));
+    v.service_overflows(&mut UnavailableRegs, &mut |o| seen.push(o));
     seen
 }
 
-fn counter(m: &Machine, period: u64, cookie: u64) -> Handle {
+fn counter(m: &TestCore, period: u64, cookie: u64) -> Handle {
     let attr = Attr {
         pinned: true,
         ..Attr::sampling(EventType::SIM, 1, period)
@@ -25,7 +25,7 @@ fn counter(m: &Machine, period: u64, cookie: u64) -> Handle {
 }
 
 /// Opens an event of an operator on vCPU 0 whose overflows are reported with cookie 1.
-fn open_reporting(m: &Machine, attr: Attr) -> Handle {
+fn open_reporting(m: &TestCore, attr: Attr) -> Handle {
     let flags = OpenFlags {
         cookie: Some(1),
         ..OpenFlags::default()
@@ -36,7 +36,7 @@ fn open_reporting(m: &Machine, attr: Attr) -> Handle {
 }
 
 /// Opens an event that is sampled `hz` times per second. See [`open_reporting`].
-fn open_with_frequency(m: &Machine, hz: u64) -> Handle {
+fn open_with_frequency(m: &TestCore, hz: u64) -> Handle {
     let attr = Attr {
         freq: true,
         ..Attr::sampling(EventType::SIM, 1, hz)
@@ -45,7 +45,7 @@ fn open_with_frequency(m: &Machine, hz: u64) -> Handle {
 }
 
 /// Returns the number of overflows in a second of 10,000 steps, with one count per nanosecond.
-fn overflows_per_second(m: &Machine, v: &VcpuContext, steps_per_tick: u64) -> u32 {
+fn overflows_per_second(m: &TestCore, v: &VcpuContext, steps_per_tick: u64) -> u32 {
     let mut times = 0;
     for step in 1..=10_000u64 {
         m.run(0, 100_000);
@@ -59,7 +59,7 @@ fn overflows_per_second(m: &Machine, v: &VcpuContext, steps_per_tick: u64) -> u3
 
 #[test]
 fn armed_counter_overflows_at_armed_count_then_at_period() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let c = counter(&m, 1 << 20, 7);
     c.arm(100).unwrap();
@@ -76,7 +76,7 @@ fn armed_counter_overflows_at_armed_count_then_at_period() {
 
 #[test]
 fn rearming_running_event_takes_effect_immediately() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let c = counter(&m, 1 << 40, 1);
     c.arm(10).unwrap();
@@ -96,7 +96,7 @@ fn rearming_running_event_takes_effect_immediately() {
 /// handled without another signal.
 #[test]
 fn group_stopped_during_handling_has_no_pending_overflow() {
-    let m = Machine::new(8);
+    let m = TestCore::new(8);
     let v = m.vcpu(0);
     let open = |cookie, leader: Option<&Handle>| {
         let flags = OpenFlags {
@@ -128,7 +128,7 @@ fn group_stopped_during_handling_has_no_pending_overflow() {
 
 #[test]
 fn more_events_than_a_batch_are_all_served() {
-    let m = Machine::new(40);
+    let m = TestCore::new(40);
     let v = m.vcpu(0);
     let _all: Vec<_> = (0..40).map(|i| counter(&m, 10, i)).collect();
     m.run(0, 10);
@@ -139,7 +139,7 @@ fn more_events_than_a_batch_are_all_served() {
 
 #[test]
 fn p27_refresh_gives_that_many_overflows_then_off_and_hup() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let attr = Attr {
         disabled: true,
@@ -173,7 +173,7 @@ fn p27_refresh_gives_that_many_overflows_then_off_and_hup() {
 /// the limit.
 #[test]
 fn p27_a_limit_is_exact_when_the_event_went_off_and_on_meanwhile() {
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let v = m.vcpu(0);
     let c = counter(&m, 10, 7);
     c.refresh(2).unwrap();
@@ -183,7 +183,7 @@ fn p27_a_limit_is_exact_when_the_event_went_off_and_on_meanwhile() {
     m.run(0, 30);
     let mut seen = Vec::new();
     assert_eq!(
-        v.service_overflows(&mut NoRegs, &mut |o| seen.push(o)),
+        v.service_overflows(&mut UnavailableRegs, &mut |o| seen.push(o)),
         1,
         "one event had overflowed"
     );
@@ -194,7 +194,7 @@ fn p27_a_limit_is_exact_when_the_event_went_off_and_on_meanwhile() {
 
 #[test]
 fn frequency_converges_to_period() {
-    let m = Machine::with(4, |c| c.tick_hz = 1000);
+    let m = TestCore::with(4, |c| c.tick_hz = 1000);
     let v = m.vcpu(0);
     let _e = open_with_frequency(&m, 10_000);
     // One count per nanosecond: the ideal period is 100,000.
@@ -217,7 +217,7 @@ fn frequency_converges_to_period() {
 
 #[test]
 fn periods_are_checked() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let _v = m.vcpu(0);
     let e = m.open_vcpu(hw(), None);
     assert_eq!(
@@ -240,28 +240,31 @@ fn periods_are_checked() {
 
 #[test]
 fn p38_no_overflow_reported_without_active_event() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
-    assert_eq!(v.service_overflows(&mut NoRegs, &mut |_| {}), 0);
+    assert_eq!(v.service_overflows(&mut UnavailableRegs, &mut |_| {}), 0);
     let c = counter(&m, 10, 1);
     m.run(0, 10);
-    assert_eq!(v.service_overflows(&mut NoRegs, &mut |_| {}), 1);
+    assert_eq!(v.service_overflows(&mut UnavailableRegs, &mut |_| {}), 1);
     assert_eq!(
-        v.service_overflows(&mut NoRegs, &mut |_| {}),
+        v.service_overflows(&mut UnavailableRegs, &mut |_| {}),
         0,
         "a second signal for the same overflow is not ours"
     );
     c.disable(ControlScope::Event).unwrap();
     m.run(0, 100);
     assert_eq!(v.stats().active, 0);
-    assert_eq!(v.service_overflows(&mut NoRegs, &mut |_| panic!("claimed")), 0);
+    assert_eq!(
+        v.service_overflows(&mut UnavailableRegs, &mut |_| panic!("claimed")),
+        0
+    );
 }
 
 /// With a frequency below the tick rate, several ticks form one window; otherwise each tick without
 /// an overflow would shorten the period.
 #[test]
 fn frequency_below_tick_rate_converges_to_period() {
-    let m = Machine::with(4, |c| c.tick_hz = 100);
+    let m = TestCore::with(4, |c| c.tick_hz = 100);
     let v = m.vcpu(0);
     let _e = open_with_frequency(&m, 10);
     let second = || overflows_per_second(&m, &v, 100);
@@ -278,7 +281,7 @@ fn frequency_below_tick_rate_converges_to_period() {
 /// shortened before it ends.
 #[test]
 fn excessive_period_is_shortened_early() {
-    let m = Machine::with(4, |c| c.tick_hz = 1000);
+    let m = TestCore::with(4, |c| c.tick_hz = 1000);
     let v = m.vcpu(0);
     let attr = Attr {
         freq: true,
@@ -290,7 +293,7 @@ fn excessive_period_is_shortened_early() {
     let run = |ns: u64, counts: u64| {
         m.clock.advance(ns);
         m.hw.work(0, counts);
-        v.service_overflows(&mut NoRegs, &mut |_| {});
+        v.service_overflows(&mut UnavailableRegs, &mut |_| {});
     };
     for step in 1..=200_000u64 {
         run(10_000, 10_000);
@@ -313,7 +316,7 @@ fn excessive_period_is_shortened_early() {
 /// each notification covers one overflow.
 #[test]
 fn frequency_converges_with_late_overflow_notification() {
-    let m = Machine::with(4, |c| c.tick_hz = 250);
+    let m = TestCore::with(4, |c| c.tick_hz = 250);
     let v = m.vcpu(0);
     let _e = open_with_frequency(&m, 10_000);
     let second = || overflows_per_second(&m, &v, 40);
@@ -326,7 +329,7 @@ fn frequency_converges_with_late_overflow_notification() {
 /// count forever.
 #[test]
 fn p26_rare_overflows_are_not_throttled_where_no_ticks_come() {
-    let m = Machine::with(4, |c| {
+    let m = TestCore::with(4, |c| {
         c.sample_rate_hz = 100;
         c.tick_hz = 10;
     });
@@ -345,7 +348,7 @@ fn p26_rare_overflows_are_not_throttled_where_no_ticks_come() {
 /// long.
 #[test]
 fn p26_a_fixed_period_needs_ticks_and_a_guests_counter_does_not() {
-    let m = Machine::with(4, |c| {
+    let m = TestCore::with(4, |c| {
         c.sample_rate_hz = 2500;
         c.tick_hz = 250;
     });
@@ -377,7 +380,7 @@ fn p26_a_fixed_period_needs_ticks_and_a_guests_counter_does_not() {
 /// stall the event. Pending overflows must survive this.
 #[test]
 fn tick_keeps_pending_overflow() {
-    let m = Machine::with(4, |c| c.tick_hz = 1000);
+    let m = TestCore::with(4, |c| c.tick_hz = 1000);
     let v = m.vcpu(0);
     let _e = open_with_frequency(&m, 1000);
     m.run(0, 1000);
@@ -406,7 +409,7 @@ impl SampleRegs for RaisingRegs<'_> {
 /// documented, without waiting for the lock that the handler holds.
 #[test]
 fn p24_event_raised_by_register_read_during_handling_does_not_deadlock() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let attr = Attr {
         sample_type: SampleType::IP,
@@ -429,7 +432,7 @@ fn p24_event_raised_by_register_read_during_handling_does_not_deadlock() {
 
 #[test]
 fn vm_wide_event_without_ring_notifies_opener() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let attr = Attr {
         inherit: true,
@@ -448,7 +451,7 @@ fn vm_wide_event_without_ring_notifies_opener() {
 #[test]
 fn overflows_within_a_tick_adjust_frequency_period() {
     // A tick is 10 ms.
-    let m = Machine::with(4, |c| c.tick_hz = 100);
+    let m = TestCore::with(4, |c| c.tick_hz = 100);
     let v = m.vcpu(0);
     let attr = Attr {
         freq: true,

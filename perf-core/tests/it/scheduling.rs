@@ -3,15 +3,15 @@
 use perf_core::*;
 use proptest::prelude::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 fn pinned() -> Attr {
     Attr { pinned: true, ..hw() }
 }
 
 #[test]
-fn a_tick_stops_one_and_starts_one() {
-    let m = Machine::new(4);
+fn tick_stops_one_and_starts_one() {
+    let m = TestCore::new(4);
     let _v = m.vcpu(0);
     let events: Vec<_> = (0..10).map(|_| m.open_vcpu(hw(), None)).collect();
     let on = |events: &[Handle]| {
@@ -29,7 +29,7 @@ fn a_tick_stops_one_and_starts_one() {
 
 #[test]
 fn timer_is_needed_only_while_groups_wait() {
-    let m = Machine::new(2);
+    let m = TestCore::new(2);
     let v = m.vcpu(0);
     let _a = m.open_vcpu(hw(), None);
     let _b = m.open_vcpu(hw(), None);
@@ -45,7 +45,7 @@ fn timer_is_needed_only_while_groups_wait() {
 
 #[test]
 fn pinned_groups_precede_flexible_groups() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let _v = m.vcpu(0);
     let vm = |attr| {
         m.open(
@@ -76,8 +76,8 @@ fn pinned_groups_precede_flexible_groups() {
 }
 
 #[test]
-fn a_pinned_event_without_a_slot_is_in_error_until_enabled() {
-    let m = Machine::new(1);
+fn pinned_event_without_a_slot_is_in_error_until_enabled() {
+    let m = TestCore::new(1);
     let v = m.vcpu(0);
     let first = m.open_vcpu(pinned(), None);
     let errors = v.errors();
@@ -100,7 +100,7 @@ fn guest_counters_take_precedence_unless_operator_first() {
         (SharePolicy::GuestFirst, EventState::Active),
         (SharePolicy::OperatorFirst, EventState::Error),
     ] {
-        let m = Machine::with(1, |c| c.share = share);
+        let m = TestCore::with(1, |c| c.share = share);
         let _v = m.vcpu(0);
         let target = OpenTarget::Vcpu(VcpuId(0));
         let guest = m
@@ -121,8 +121,8 @@ fn guest_counters_take_precedence_unless_operator_first() {
 /// The policy can change while the core runs: the schedule follows immediately, and strict sharing
 /// applies to new events only.
 #[test]
-fn the_policy_can_change_while_events_are_open() {
-    let m = Machine::new(1);
+fn policy_can_change_while_events_are_open() {
+    let m = TestCore::new(1);
     let _v = m.vcpu(0);
     let target = OpenTarget::Vcpu(VcpuId(0));
     let guest = m
@@ -144,7 +144,7 @@ fn the_policy_can_change_while_events_are_open() {
 
 #[test]
 fn strict_sharing_rejects_events_that_do_not_fit() {
-    let m = Machine::with(2, |c| c.share = SharePolicy::Strict);
+    let m = TestCore::with(2, |c| c.share = SharePolicy::Strict);
     let _v = m.vcpu(0);
     let _a = m.open_vcpu(hw(), None);
     let b = m.open_vcpu(hw(), None);
@@ -163,7 +163,7 @@ fn strict_sharing_rejects_events_that_do_not_fit() {
 /// nothing of it remains; with enough slots it can.
 #[test]
 fn strict_sharing_refuses_a_vcpu_on_which_events_of_the_vm_do_not_fit() {
-    let m = Machine::new(2);
+    let m = TestCore::new(2);
     let _v = m.vcpu(0);
     let inherited = || {
         m.open(
@@ -188,7 +188,7 @@ fn strict_sharing_refuses_a_vcpu_on_which_events_of_the_vm_do_not_fit() {
 
 #[test]
 fn reserved_slots_are_for_vm_wide_events() {
-    let m = Machine::with(2, |c| c.reserved_slots = 1);
+    let m = TestCore::with(2, |c| c.reserved_slots = 1);
     let _v = m.vcpu(0);
     let a = m.open_vcpu(pinned(), None);
     let b = m.open_vcpu(pinned(), None);
@@ -207,7 +207,7 @@ fn reserved_slots_are_for_vm_wide_events() {
 
 #[test]
 fn p5_an_exclusive_group_is_alone_on_the_pmu() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let a = m.open_vcpu(hw(), None);
     let x = m.open_vcpu(
@@ -233,7 +233,7 @@ fn p5_an_exclusive_group_is_alone_on_the_pmu() {
 
 #[test]
 fn p12_leader_schedules_its_group() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let _v = m.vcpu(0);
     let leader = m.open_vcpu(hw(), None);
     let on = m.open_vcpu(hw(), Some(&leader));
@@ -270,7 +270,7 @@ fn p12_leader_schedules_its_group() {
 
 #[test]
 fn p13_closing_a_leader_leaves_its_siblings_running() {
-    let m = Machine::new(4);
+    let m = TestCore::new(4);
     let v = m.vcpu(0);
     let leader = m.open_vcpu(hw(), None);
     let siblings: Vec<_> = (0..3).map(|_| m.open_vcpu(hw(), Some(&leader))).collect();
@@ -296,8 +296,8 @@ fn p13_closing_a_leader_leaves_its_siblings_running() {
 }
 
 #[test]
-fn a_driver_that_refuses_leaves_a_flexible_group_waiting_and_a_pinned_one_in_error() {
-    let m = Machine::new(4);
+fn driver_that_refuses_leaves_a_flexible_group_waiting_and_a_pinned_one_in_error() {
+    let m = TestCore::new(4);
     let _v = m.vcpu(0);
     *m.hw.refuse.lock().unwrap() = true;
     let flexible = m.open_vcpu(hw(), None);
@@ -315,7 +315,7 @@ fn a_driver_that_refuses_leaves_a_flexible_group_waiting_and_a_pinned_one_in_err
 #[test]
 fn partially_fitting_group_is_off_as_a_whole() {
     use perf_core::pmu::sim::{SimConfig, SimPmu};
-    let core = Core::new(CoreConfig::default());
+    let core = PerfCore::new(PerfCoreConfig::default());
     let pmu = SimPmu::new(SimConfig {
         slots: Some(2),
         // Both need slot 0, which is hidden from the core.
@@ -362,10 +362,10 @@ fn partially_fitting_group_is_off_as_a_whole() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// P8: each of several equal groups is on for its exact share of turns.
+    /// P8: each of several equal groups is on for its exact share of intervals.
     #[test]
     fn p8_each_of_equal_groups_has_its_share(slots in 1usize..6, n in 1usize..12, rounds in 20u64..60, turn in 1u64..10_000) {
-        let m = Machine::new(slots);
+        let m = TestCore::new(slots);
         let _v = m.vcpu(0);
         let events: Vec<_> = (0..n).map(|_| m.open_vcpu(hw(), None)).collect();
         let ticks = rounds * n as u64;
@@ -382,11 +382,11 @@ proptest! {
         }
     }
 
-    /// P10: after as many turns as there are groups, the same groups are on.
+    /// P10: after as many intervals as there are groups, the same groups are on.
     #[test]
     fn p10_full_rotation_restores_active_groups(slots in 1usize..6, more in 1usize..8, start in 0usize..20) {
         let n = slots + more;
-        let m = Machine::new(slots);
+        let m = TestCore::new(slots);
         let _v = m.vcpu(0);
         let events: Vec<_> = (0..n).map(|_| m.open_vcpu(hw(), None)).collect();
         let turns = |n| (0..n).for_each(|_| { m.run(0, 1); m.core.tick() });
@@ -403,7 +403,7 @@ proptest! {
 /// mean.
 #[test]
 fn estimate_follows_rate_and_reports_exactness() {
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let v = m.vcpu(0);
     let events: Vec<_> = (0..4).map(|_| m.open_vcpu(hw(), None)).collect();
     assert_eq!(events[3].estimate().unwrap(), None, "never on: not counted");
@@ -425,7 +425,7 @@ fn estimate_follows_rate_and_reports_exactness() {
         assert_eq!(r.time_enabled_ns, 4000);
         let e = event.estimate().unwrap().unwrap();
         let (ours, linear) = (e.value.abs_diff(truth), r.estimate().unwrap().abs_diff(truth));
-        // With one slot a slice is one turn long and has no inner readings, so a rhythm in step
+        // With one slot a slice is one interval long and has no inner readings, so a rhythm in step
         // could stay hidden.
         assert_eq!((e.exact, e.standard_error, e.bound), (false, None, None));
         assert!(ours <= linear.max(truth / 50), "{ours} {linear} of {truth}");
@@ -451,7 +451,7 @@ fn estimate_follows_rate_and_reports_exactness() {
 
 #[test]
 fn adaptive_turns_are_short_probe_steady_rates_and_starve_no_group() {
-    let m = Machine::with(1, |c| c.mux = perf_core::mux::MuxPolicy::Adaptive);
+    let m = TestCore::with(1, |c| c.mux = perf_core::mux::MuxPolicy::Adaptive);
     let _v = m.vcpu(0);
     let events: Vec<_> = (0..5).map(|_| m.open_vcpu(hw(), None)).collect();
     let mut gaps = std::collections::BTreeMap::<u64, u32>::new();
@@ -476,10 +476,10 @@ fn adaptive_turns_are_short_probe_steady_rates_and_starve_no_group() {
     }
 }
 
-/// A group that does not fit beside the pinned events would stay first in the queue forever.
+/// A group that does not fit together with the pinned events would stay first in the queue forever.
 #[test]
 fn unschedulable_groups_do_not_block_others() {
-    let m = Machine::new(2);
+    let m = TestCore::new(2);
     let v = m.vcpu(0);
     let p = m.open_vcpu(pinned(), None);
     let mut hopeless = Vec::new();

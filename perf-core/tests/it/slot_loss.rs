@@ -12,7 +12,7 @@ const VCPU: VcpuId = VcpuId(0);
 const WHILE_NS: u64 = 50_000_000;
 
 struct SlotLossFixture {
-    core: Core,
+    core: PerfCore,
     clock: Arc<ManualClock>,
     pmu: SimPmu,
     vcpu: Arc<VcpuContext>,
@@ -22,9 +22,9 @@ struct SlotLossFixture {
 impl SlotLossFixture {
     fn new(config: SimConfig) -> Self {
         let clock = Arc::new(ManualClock::new());
-        let core = Core::new(CoreConfig {
+        let core = PerfCore::new(PerfCoreConfig {
             clock: clock.clone(),
-            ..CoreConfig::default()
+            ..PerfCoreConfig::default()
         });
         let pmu = SimPmu::new(config);
         core.register(Arc::new(pmu.clone()) as Arc<dyn Pmu>);
@@ -67,7 +67,7 @@ impl SlotLossFixture {
 
 /// Without reads, a tick detects the loss.
 #[test]
-fn a_pinned_event_whose_slot_is_taken_is_in_error_after_a_tick_and_goes_on_when_enabled() {
+fn pinned_event_enters_error_state_when_its_slot_is_taken_and_recovers_when_enabled() {
     let rig = SlotLossFixture::slots(2);
     let events = [rig.open(true), rig.open(true)];
     rig.run(1000);
@@ -135,7 +135,7 @@ fn running_time_ends_when_slot_is_lost() {
 /// A multiplexed event does not fail: it waits, its times show for how long, and ticks start it
 /// again.
 #[test]
-fn a_flexible_event_waits_for_its_slot_to_come_back() {
+fn flexible_event_waits_for_its_slot_to_come_back() {
     let rig = SlotLossFixture::slots(1);
     let event = rig.open(false);
     rig.run(1000);

@@ -2,19 +2,19 @@
 
 use perf_core::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 fn exits() -> Attr {
     Attr::counting(EventType::VMM, SoftwareEventId::Exits as u64)
 }
 
 fn raise(v: &VcpuContext, n: u64) {
-    v.software_event(SoftwareEventId::Exits, n, Some(&mut NoRegs), &mut |_| {});
+    v.software_event(SoftwareEventId::Exits, n, Some(&mut UnavailableRegs), &mut |_| {});
 }
 
 #[test]
 fn only_matching_events_count() {
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let v = m.vcpu(0);
     let all = m.open_vcpu(exits(), None);
     let user = m.open_vcpu(
@@ -65,7 +65,7 @@ fn event_without_counter_is_not_dropped() {
             0
         }
     }
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let v = m.vcpu(0);
     let _exits = m.open_vcpu(exits(), None);
     let nested = |v| {
@@ -84,7 +84,7 @@ fn event_without_counter_is_not_dropped() {
 
 #[test]
 fn vm_context_counts_before_vcpu_context() {
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let v = m.vcpu(0);
     let open = |target, cookie| {
         let attr = Attr {
@@ -100,15 +100,15 @@ fn vm_context_counts_before_vcpu_context() {
     let _vcpu = open(OpenTarget::Vcpu(VcpuId(0)), 2);
     let _vm = open(OpenTarget::Vm, 1);
     let mut seen = Vec::new();
-    v.software_event(SoftwareEventId::Exits, 1, Some(&mut NoRegs), &mut |o| {
+    v.software_event(SoftwareEventId::Exits, 1, Some(&mut UnavailableRegs), &mut |o| {
         seen.push(o.cookie)
     });
     assert_eq!(seen, [1, 2]);
 }
 
 #[test]
-fn an_unknown_event_is_refused() {
-    let m = Machine::new(1);
+fn unknown_event_is_refused() {
+    let m = TestCore::new(1);
     let _v = m.vcpu(0);
     for target in [OpenTarget::Vm, OpenTarget::Vcpu(VcpuId(0))] {
         let attr = Attr::counting(EventType::VMM, SoftwareEventId::ALL.len() as u64);
@@ -149,7 +149,7 @@ impl SampleRegs for NestedRaise<'_> {
 #[test]
 fn p24_an_event_inside_its_own_level_is_dropped_and_others_nest() {
     use RaiseLevel::{Deferred, Nmi, Signal, Thread};
-    let m = Machine::new(1);
+    let m = TestCore::new(1);
     let v = m.vcpu(0);
     let sampled = Attr {
         sample_period: 1,
@@ -179,8 +179,8 @@ fn p24_an_event_inside_its_own_level_is_dropped_and_others_nest() {
 }
 
 #[test]
-fn a_sink_may_raise_events_itself() {
-    let m = Machine::new(1);
+fn sink_may_raise_events_itself() {
+    let m = TestCore::new(1);
     let v = m.vcpu(0);
     let flags = OpenFlags {
         cookie: Some(5),
@@ -208,9 +208,9 @@ fn a_sink_may_raise_events_itself() {
 /// A tick adjusts 64 of the events with frequencies, and the next tick the following ones, so none
 /// of many events keeps its initial period.
 #[test]
-fn each_of_many_frequencies_is_looked_after() {
+fn many_frequencies_are_adjusted() {
     const EVENTS: u64 = 100;
-    let m = Machine::with(1, |c| c.tick_hz = 1000);
+    let m = TestCore::with(1, |c| c.tick_hz = 1000);
     let v = m.vcpu(0);
     let attr = Attr {
         freq: true,
@@ -233,7 +233,7 @@ fn each_of_many_frequencies_is_looked_after() {
             v.software_event(
                 SoftwareEventId::Exits,
                 counts,
-                Some(&mut NoRegs),
+                Some(&mut UnavailableRegs),
                 &mut |o: OverflowReport| {
                     overflows[o.cookie as usize] += o.times;
                 },

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use perf_core::*;
 
-use crate::common::machine::*;
+use crate::common::test_core::*;
 
 /// A small deterministic generator; only thread timing varies.
 struct Rng(u64);
@@ -23,7 +23,7 @@ impl Rng {
 #[test]
 fn concurrent_calls_from_all_threads() {
     const ROUNDS: u64 = 2000;
-    let m = Machine::new(2);
+    let m = TestCore::new(2);
     let exits = Attr::counting(EventType::VMM, SoftwareEventId::Exits as u64);
     let pinned_wide = m.open(
         Attr {
@@ -58,9 +58,14 @@ fn concurrent_calls_from_all_threads() {
                         // Pinned and first in order, so always on while the vCPU is scheduled in.
                         m.run(n, amount);
                         work.fetch_add(amount, Ordering::Relaxed);
-                        v.software_event(SoftwareEventId::Exits, amount, Some(&mut NoRegs), &mut |_| {});
+                        v.software_event(
+                            SoftwareEventId::Exits,
+                            amount,
+                            Some(&mut UnavailableRegs),
+                            &mut |_| {},
+                        );
                         raised.fetch_add(amount, Ordering::Relaxed);
-                        v.service_overflows(&mut NoRegs, &mut |_| {});
+                        v.service_overflows(&mut UnavailableRegs, &mut |_| {});
                         v.sched_out();
                         v.sched_in();
                     }

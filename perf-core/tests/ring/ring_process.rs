@@ -8,7 +8,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
 use perf_core::attr::Wakeup;
-use perf_core::ring::{PAGE_SIZE, PollState, ReadError, Ring, RingMode, RingReader};
+use perf_core::ring::{PAGE_SIZE, PollState, Ring, RingMode, RingReadError, RingReader};
 
 use crate::common::ring::{CheckedRecord, DATA_HEAD, DATA_TAIL, check, foreign, poke, write};
 
@@ -164,7 +164,7 @@ fn other_process() {
                         records += 1;
                     }
                     Ok(None) => {}
-                    Err(ReadError::Overrun { .. }) => overruns += 1,
+                    Err(RingReadError::Overrun { .. }) => overruns += 1,
                     Err(error) => panic!("{error}"),
                 }
             }
@@ -258,7 +258,7 @@ fn corrupting_process_cannot_harm_writer() {
 }
 
 #[test]
-fn an_observer_of_an_overwrite_ring_never_sees_a_torn_record_and_cannot_write() {
+fn observer_of_an_overwrite_ring_never_sees_a_torn_record_and_cannot_write() {
     let ring = Ring::new(4, RingMode::Overwrite).expect("a ring");
     write(&ring, 24, 7, 0).expect("room");
     let mut child = start("observer", &ring);

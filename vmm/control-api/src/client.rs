@@ -15,11 +15,11 @@ use serde::de::{DeserializeOwned, IgnoredAny};
 use crate::budget::{HeldBytes, ReplyLimits};
 use crate::nearest::did_you_mean;
 use crate::peer;
-use crate::place::{self, SocketError};
 use crate::protocol::{
-    Failure, MAX_PROCESS_MEMORY, MAX_REPLY, PROTOCOL, ProcessMemory, RequestLine, SymbolsInfo, VmInfo,
+    Failure, KernelSymbolsReply, MAX_PROCESS_MEMORY, MAX_REPLY, PROTOCOL, ProcessMemory, RequestLine, VmInfo,
 };
 use crate::request::{self, Request};
+use crate::socket_dir::{self, SocketError};
 
 /// Default timeout of a reply.
 pub const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
@@ -36,7 +36,7 @@ const MAX_FILES: usize = 8;
 /// Maximum size of the symbols accepted, in bytes.
 const MAX_SYMBOLS: u64 = 512 << 20;
 
-/// Why a request to a VM failed.
+/// Reason why a request to a VM failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// The VM name is invalid, or the socket directory cannot be read.
@@ -69,13 +69,13 @@ pub enum ClientError {
     #[error("the VM's control socket")]
     Io(#[from] io::Error),
     /// The VM's process is stopped.
-    #[error("the VM is not responding: its process {0} is stopped; kill -CONT {0} lets it go on")]
+    #[error("the VM does not respond: its process {0} is stopped; resume it with `kill -CONT {0}`")]
     Stopped(u32),
     /// The VM did not reply within this time.
-    #[error("the VM is not responding: it has said nothing for {} s", .0.as_secs_f64())]
+    #[error("the VM does not respond: no reply for {} s", .0.as_secs_f64())]
     Silent(Duration),
     /// The reply is malformed.
-    #[error("the VM's reply is not understood ({0}); use the Perfvisor that runs it")]
+    #[error("cannot parse the VM's reply ({0}); use the same version of Perfvisor as the VM")]
     Reply(&'static str),
 }
 
@@ -152,7 +152,7 @@ impl Client {
     /// Returns a [`ClientError`] if no such VM exists, the choice is ambiguous, or the handshake
     /// fails.
     pub fn connect(name: Option<&str>) -> Result<Self, ClientError> {
-        let dir = name.map_or_else(place::directory, place::directory_of);
+        let dir = name.map_or_else(socket_dir::directory, socket_dir::directory_of);
         Self::connect_in(&dir, name)
     }
 
@@ -198,11 +198,11 @@ impl Client {
     pub fn connect_within(dir: &Path, name: Option<&str>, patience: Duration) -> Result<Self, ClientError> {
         let name = match name {
             Some(name) => {
-                place::check_name(name)?;
+                socket_dir::check_name(name)?;
                 name.to_owned()
             }
             None => {
-                let mut names = place::names(dir)?;
+                let mut names = socket_dir::names(dir)?;
                 match names.pop() {
                     Some(only) if names.is_empty() => only,
                     last => {
@@ -212,7 +212,7 @@ impl Client {
                 }
             }
         };
-        let stream = match place::connect(dir, &name) {
+        let stream = match socket_dir::connect(dir, &name) {
             Ok(stream) => stream,
             Err(e)
                 if matches!(
@@ -220,7 +220,7 @@ impl Client {
                     io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
                 ) =>
             {
-                let others = place::names(dir)?;
+                let others = socket_dir::names(dir)?;
                 return Err(ClientError::NoSuchVm { name, others });
             }
             // The listener's backlog is full, so the VM does not accept connections.
@@ -289,7 +289,7 @@ impl Client {
     ///
     /// # Errors
     /// Returns the same errors as [`Client::call`].
-    pub fn symbols(&mut self) -> Result<(SymbolsInfo, Vec<u8>), ClientError> {
+    pub fn symbols(&mut self) -> Result<(KernelSymbolsReply, Vec<u8>), ClientError> {
         let (info, mut file) = self.call_with_file(request::Symbols)?;
         file.seek(SeekFrom::Start(0))?;
         let mut text = Vec::new();
@@ -317,7 +317,7 @@ impl Client {
 
 /// Connects to the socket `path`. If `owner` is given, the socket must belong to that user.
 fn stream_at(path: &Path, owner: Option<u32>) -> Result<UnixStream, ClientError> {
-    match place::connect_at(path, owner) {
+    match socket_dir::connect_at(path, owner) {
         Ok(stream) => Ok(stream),
         // The listener's backlog is full, so the VM does not accept connections.
         Err(e) if e.kind() == io::ErrorKind::WouldBlock => Err(ClientError::Silent(SILENCE_CHECK)),
@@ -476,8 +476,8 @@ mod tests {
 
     use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
-    use crate::place::Socket;
     use crate::protocol::{ClientRole, FailureKind, VmState};
+    use crate::socket_dir::Socket;
 
     use super::*;
 
@@ -646,7 +646,7 @@ mod tests {
     #[test]
     fn descriptor_belongs_to_its_reply() {
         let mut client = client(|stream| {
-            let symbols = SymbolsInfo {
+            let symbols = KernelSymbolsReply {
                 bytes: 3,
                 flat: false,
                 source: "test".into(),
@@ -688,7 +688,7 @@ mod tests {
             "{error:?}, not one that is gone"
         );
         assert!(asked.elapsed() >= 2 * SILENCE_CHECK);
-        assert!(error.to_string().contains("not responding"), "{error}");
+        assert!(error.to_string().contains("does not respond"), "{error}");
     }
 
     /// A VM that trickles bytes does not extend the timeout.
@@ -706,7 +706,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_is_reached_by_its_socket() {
+    fn vm_is_reached_by_its_socket() {
         let temp = tempfile::tempdir().unwrap();
         let path = temp.path().join("gone.sock");
         let error = Client::connect_at(&path, None, SILENCE_CHECK)
@@ -731,7 +731,7 @@ mod tests {
         let _socket = Socket::bind(&dir, "a").unwrap();
         let mut waiting = Vec::new();
         let error = loop {
-            match place::connect(&dir, "a") {
+            match socket_dir::connect(&dir, "a") {
                 Ok(stream) => waiting.push(stream),
                 Err(e) => break e,
             }
@@ -740,18 +740,22 @@ mod tests {
         assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
         let error = Client::connect_in(&dir, Some("a")).unwrap_err();
         assert!(error.is_silence(), "{error:?}");
-        assert_eq!(place::names(&dir).unwrap(), ["a"], "it is there all the same");
+        assert_eq!(
+            socket_dir::names(&dir).unwrap(),
+            ["a"],
+            "it is there all the same"
+        );
     }
 
     #[test]
     fn client_finds_vm_by_name_or_only_vm() {
         let temp = tempfile::tempdir().unwrap();
         let dir = temp.path().join("sockets");
-        crate::place::make_directory(&dir).unwrap();
+        crate::socket_dir::make_directory(&dir).unwrap();
         let refused = |name: Option<&str>| Client::connect_in(&dir, name).unwrap_err().to_string();
         assert_eq!(refused(None), "no VM is running; start one with perfvisor run");
         assert_eq!(refused(Some("a")), "no VM named 'a' is running; no VM is");
-        assert!(refused(Some("../a")).contains("is no name for a VM"));
+        assert!(refused(Some("../a")).contains("invalid VM name"));
 
         let serve = |name: &'static str| {
             let socket = Socket::bind(&dir, name).unwrap();

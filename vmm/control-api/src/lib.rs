@@ -8,7 +8,7 @@
 //! | `schema` | the JSON Schema of the messages, for clients in other languages |
 //! | [`client`] | the client |
 //! | [`counts`] | counters of a VM's run loops, for metrics |
-//! | [`place`] | socket directories and the VMs found in them |
+//! | [`socket_dir`] | socket directories and the VMs found in them |
 //! | [`peer`] | peer credentials and sealed memory files |
 //! | [`events`] | event lists in perf's syntax, and perf's number formats |
 //!
@@ -37,10 +37,10 @@ pub mod counts;
 pub mod events;
 pub mod nearest;
 pub mod peer;
-pub mod place;
 pub mod protocol;
 mod reading;
 pub mod request;
 mod schema;
+pub mod socket_dir;
 
 pub use schema::schema;

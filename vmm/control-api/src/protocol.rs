@@ -29,52 +29,53 @@ pub struct RequestLine {
     pub call: Call,
 }
 
-/// A call of a client.
+/// A request of a client.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "call", rename_all = "snake_case")]
 pub enum Call {
     /// The first request of a connection. Reply: [`VmInfo`].
     Hello {
-        /// The version the client speaks.
+        /// Protocol version of the client.
         protocol: u32,
     },
-    /// Reply: [`VmInfo`].
+    /// Requests the state of the VM. Reply: [`VmInfo`].
     Status,
-    /// Takes all vCPUs out of the guest; [`VmInfo::parked`] says how many have arrived.
+    /// Pauses all vCPUs. [`VmInfo::parked`] is the number of parked vCPUs.
     Pause,
     /// Resumes all vCPUs.
     Resume,
-    /// Ends the VM.
+    /// Terminates the VM.
     Stop,
     /// Presses the ACPI power button; refused if the guest does not handle it. A guest may ignore
     /// the button.
     Powerdown,
     /// Starts to change the number of vCPUs: missing vCPUs are plugged in, and the guest is asked
-    /// to give up those with the highest numbers. Reply: [`VcpuPlug`]; poll the progress with
+    /// to eject those with the highest numbers. Reply: [`VcpuPlug`]; poll the progress with
     /// [`Call::VcpuPlug`].
     Vcpus {
         /// Requested number of vCPUs, up to the VM's maximum.
         count: u32,
     },
-    /// Progress of vCPU hot-plug. Reply: [`VcpuPlug`].
+    /// Requests the progress of vCPU hot-plug. Reply: [`VcpuPlug`].
     VcpuPlug,
-    /// Withdraws the request to give up vCPUs, for those that the guest still has. Reply: [`VcpuPlug`].
+    /// Withdraws the request to eject vCPUs that the guest has not ejected yet. Reply:
+    /// [`VcpuPlug`].
     VcpusWithdraw,
     /// Sets the policy that shares the host's counters: guest-first, operator-first or strict.
     Share {
         /// Name of the policy.
         policy: String,
     },
-    /// Replaces the filter of the events the guest may count.
+    /// Replaces the filter of the events that the guest may count.
     Filter {
         /// Contents of the filter, as in a file for `--pmu-filter`.
         toml: String,
     },
-    /// Opens events, disabled. Reply: a list of [`Opened`].
+    /// Opens events in disabled state. Reply: a list of [`OpenedEvent`].
     Open {
-        /// A list in perf's syntax.
+        /// Event list in perf's syntax.
         events: String,
-        /// On which vCPUs; all when left out.
+        /// vCPUs to open the events on; all if omitted.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         vcpus: Option<Vec<u32>>,
         /// Opens one event per name instead of one per name and vCPU. The event counts on all
@@ -84,7 +85,7 @@ pub enum Call {
         whole: bool,
         /// Sampling parameters; counting only if omitted.
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        sampling: Option<Sampling>,
+        sampling: Option<SamplingParams>,
     },
     /// Enables all events of this connection.
     Enable,
@@ -92,23 +93,23 @@ pub enum Call {
     Disable,
     /// Lists the events that were opened on vCPUs plugged in since the previous call, for event
     /// lists opened without `vcpus`. The events are enabled if those of the connection are. Reply:
-    /// a list of [`Joined`].
+    /// a list of [`PluggedVcpuEvents`].
     Joined,
     /// Reads all events of this connection. Reply: a list of [`EventReading`].
     Read,
     /// Closes all events of this connection.
     Close,
-    /// Makes a ring that all sampling events of one vCPU write to. Reply: [`RingInfo`], and its memfd with
-    /// it.
+    /// Creates a ring for all sampling events of one vCPU. Reply: [`RingInfo`] and the memfd of the
+    /// ring.
     Ring {
         /// The vCPU.
         vcpu: u32,
-        /// Data pages, a power of two.
+        /// Number of data pages, a power of two.
         pages: u32,
     },
-    /// The host kernel's own ring of an event that has one ([`Opened::ring`]): the guest's instruction
-    /// pointers, taken without leaving the guest. Reply: [`HostRingInfo`], and the perf event's
-    /// descriptor with it, which the client maps.
+    /// Requests the host kernel's ring of an event that has one ([`OpenedEvent::ring`]), with
+    /// instruction pointers of the guest sampled without an exit. Reply: [`HostRingInfo`] and the
+    /// perf event's descriptor, which the client maps.
     HostRing {
         /// The event.
         handle: u32,
@@ -121,65 +122,66 @@ pub enum Call {
         /// Number of samples per full sample; 1 for every sample.
         every: u32,
     },
-    /// Number of records lost in full rings and not yet reported there. Reply: a list of
-    /// [`RingLoss`].
+    /// Requests the number of records lost in full rings and not yet reported there. Reply: a list
+    /// of [`RingLoss`].
     RingLosses,
-    /// Counters of each vCPU's run loop since the VM was started, including unplugged vCPUs. Reply:
-    /// a list of [`crate::counts::VcpuCounts`].
+    /// Requests the statistics of each vCPU's run loop since the start of the VM, including
+    /// unplugged vCPUs. Reply: a list of [`crate::counts::VcpuCounts`].
     Counts,
     /// Starts the search for the guest's kernel in its memory, unless done before. Reply:
     /// [`KernelInfo`]; repeat the call while the search runs.
     Kernel,
-    /// The guest kernel's symbols. Reply: [`SymbolsInfo`], and a memfd with them as text like
-    /// `/proc/kallsyms`.
+    /// Requests the guest kernel's symbols. Reply: [`KernelSymbolsReply`] and a memfd with text in
+    /// the format of `/proc/kallsyms`.
     Symbols,
-    /// The code that a process of the guest has mapped, as the guest's kernel tells. Reply: [`ProcessCode`].
+    /// Requests the code that a guest process has mapped, according to the guest's kernel. Reply:
+    /// [`ProcessCode`].
     ProcessCode {
-        /// Its id in the guest's first namespace.
+        /// Process ID in the guest's initial PID namespace.
         pid: u32,
     },
-    /// A part of a process's memory, pages of files included that the process has mapped and not touched.
-    /// Reply: [`ProcessMemory`], and a memfd with the bytes.
+    /// Reads memory of a guest process, including pages of mapped files that the process has not
+    /// touched. Reply: [`ProcessMemory`] and a memfd with the bytes.
     ProcessMemory {
-        /// Its id in the guest's first namespace.
+        /// Process ID in the guest's initial PID namespace.
         pid: u32,
-        /// The first address.
+        /// Start address.
         address: u64,
-        /// How many bytes, at most [`MAX_PROCESS_MEMORY`].
+        /// Number of bytes, at most [`MAX_PROCESS_MEMORY`].
         bytes: u32,
     },
-    /// Requests a snapshot of the guest's PMU programming from each vCPU. Reply: [`Generation`].
+    /// Requests a snapshot of the guest's PMU programming from each vCPU. Reply: [`SnapshotId`].
     GuestView,
     /// Returns the snapshot of the guest's PMU programming. Reply: [`GuestViews`].
     GuestViewResult {
         /// Generation of the snapshot.
         generation: u64,
     },
-    /// Exits of the vCPUs to user space by reason, since the first such call of this connection,
-    /// which starts counting and timing them. Reply: a list of [`VcpuExits`].
+    /// Requests the exits of the vCPUs to user space by reason, since the first such call of this
+    /// connection, which starts counting and timing them. Reply: a list of [`VcpuExits`].
     Exits,
-    /// Reads code out of the guest's memory, through the page tables that CR3 names. Reply: [`CodeInfo`].
+    /// Reads code from guest memory through the page tables at CR3. Reply: [`CodeInfo`].
     Code {
-        /// The address space: a sample's CR3.
+        /// Address space: CR3 of a sample.
         cr3: u64,
-        /// The first address.
+        /// Start address.
         address: u64,
-        /// How many bytes, up to [`MAX_CODE`].
+        /// Number of bytes, at most [`MAX_CODE`].
         length: u32,
     },
 }
 
 /// Sampling parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Sampling {
-    /// Events for a sample, or samples a second.
+pub struct SamplingParams {
+    /// Sampling period in events, or sampling frequency in Hz.
     pub rate: u64,
-    /// `rate` is a frequency in Hz.
+    /// `true` if `rate` is a frequency.
     pub frequency: bool,
-    /// With the guest's call chain.
+    /// `true` to sample the guest's call chain.
     pub callchain: bool,
     /// Number of samples per full sample. For the others, the vCPU is not stopped and the host's
-    /// kernel samples the instruction pointer, if possible ([`Opened::ring`]). 1 (the default)
+    /// kernel samples the instruction pointer, if possible ([`OpenedEvent::ring`]). 1 (the default)
     /// makes every sample a full one.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub chain_every: u32,
@@ -238,13 +240,13 @@ pub struct ReplyLine {
     pub error: Option<Failure>,
 }
 
-/// Why a request was refused.
+/// Reason why a request was refused.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema, thiserror::Error)]
 #[error("{message}")]
 pub struct Failure {
     /// Kind of failure, for programs.
     pub kind: FailureKind,
-    /// Message of one line, for people.
+    /// One-line message, for users.
     pub message: String,
 }
 
@@ -252,39 +254,39 @@ pub struct Failure {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum FailureKind {
-    /// No request of this protocol, or out of order. The connection is closed.
+    /// Protocol violation or request out of order. The connection is closed.
     Protocol,
     /// Too many requests. The connection is closed.
     Rate,
-    /// A value that is not allowed.
+    /// Invalid value.
     Invalid,
-    /// Not allowed to this user.
+    /// The user lacks the permission.
     Denied,
     /// A limit on memory, events or slots.
     Limit,
-    /// This VM or this host cannot do it.
+    /// Not supported by this VM or host.
     Unsupported,
     /// A system call failed.
     Internal,
 }
 
-/// A VM.
+/// Description of a VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VmInfo {
-    /// Version of the protocol that is spoken.
+    /// Protocol version of the VM.
     pub protocol: u32,
     /// Version of Perfvisor.
     pub version: String,
-    /// The VM's name.
+    /// Name of the VM.
     pub name: String,
-    /// Process that runs it.
+    /// Process ID of the VM.
     pub pid: u32,
     /// Number of vCPUs.
     pub vcpus: u32,
-    /// Most vCPUs it may have; 0 from a VM that does not say.
+    /// Maximum number of vCPUs; 0 if the VM does not report it.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub max_vcpus: u32,
-    /// Its PMU model; "off" for none.
+    /// PMU model; "off" for none.
     pub pmu: String,
     /// Description of the guest.
     pub guest: String,
@@ -295,14 +297,14 @@ pub struct VmInfo {
     /// Location of the virtio console in the same format; empty without one.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub virtio_console: String,
-    /// Threads that run the vCPUs there are, in their order; empty from a VM that does not say.
+    /// Thread IDs of the present vCPUs, in order; empty if the VM does not report them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub threads: Vec<u32>,
     /// State of the VM.
     pub state: VmState,
-    /// vCPUs that are out of the guest because of a pause.
+    /// Number of vCPUs that are parked because of a pause.
     pub parked: u32,
-    /// Time since it was started, in milliseconds.
+    /// Time since the start of the VM, in milliseconds.
     pub uptime_ms: u64,
     /// Role of the client.
     pub role: ClientRole,
@@ -368,48 +370,49 @@ pub struct VcpuPlug {
     pub max: u32,
     /// Plugged-in vCPUs that the guest has not acknowledged yet.
     pub unnoticed: Vec<u32>,
-    /// vCPUs that the guest was asked to give up and has not ejected yet.
+    /// vCPUs that the guest was asked to eject and has not ejected yet.
     pub asked_for: Vec<u32>,
     /// vCPUs that the guest has ejected and that are about to stop.
     pub leaving: Vec<u32>,
-    /// vCPUs that the guest refused to accept or to give up at the last request.
+    /// vCPUs that the guest refused to accept or to eject at the last request.
     pub refused: Vec<VcpuRefusal>,
 }
 
-/// A guest does not take a vCPU in, or does not give it up.
+/// Refusal of a guest to accept or to eject a vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VcpuRefusal {
     /// The vCPU.
     pub vcpu: u32,
-    /// The status that its _OST gave (ACPI 6.5, tables 6.74 and 6.75).
+    /// Status argument of the _OST method (ACPI 6.5, tables 6.74 and 6.75).
     pub status: u32,
 }
 
-/// Events on a vCPU that was plugged in.
+/// Events of a vCPU that was plugged in.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Joined {
+pub struct PluggedVcpuEvents {
     /// The vCPU.
     pub vcpu: u32,
-    /// Its events.
-    pub events: Vec<Opened>,
-    /// Why the events could not be opened; the vCPU runs, but is not counted for this connection.
+    /// Events on this vCPU.
+    pub events: Vec<OpenedEvent>,
+    /// Reason why the events could not be opened. The vCPU runs, but its events are not counted for
+    /// this connection.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub refused: Option<String>,
 }
 
-/// An event that was opened, or could not be.
+/// Result of opening an event on a vCPU or on the VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Opened {
-    /// Its number on this connection; `None` when it cannot be counted here.
+pub struct OpenedEvent {
+    /// Number of the event on this connection; `None` if the event cannot be counted.
     pub handle: Option<u32>,
-    /// Why the event is unsupported.
+    /// Reason why the event is unsupported.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unsupported: Option<String>,
     /// Name of the event, as in the list.
     pub name: String,
-    /// Its place in the list, from 0.
+    /// Position in the event list, from 0.
     pub index: u32,
-    /// On which vCPU; `None`: it counts for the whole VM.
+    /// vCPU of the event; `None` for the whole VM.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vcpu: Option<u32>,
     /// Backing of the event: hardware, clock, software, kvm or vmm.
@@ -418,31 +421,31 @@ pub struct Opened {
     pub nanoseconds: bool,
     /// `true` if the count is an estimate even without multiplexing.
     pub estimate: bool,
-    /// The id that its samples carry.
+    /// ID in the samples of the event.
     pub id: u64,
     /// `perf_event_attr.type`.
     pub kind: u32,
     /// `perf_event_attr.config`.
     pub config: u64,
-    /// `true` if the host's kernel samples the event too ([`Call::HostRing`]). The event itself
-    /// then takes only every [`Sampling::chain_every`]-th sample.
+    /// `true` if the host's kernel also samples the event ([`Call::HostRing`]). The event itself
+    /// then takes only every [`SamplingParams::chain_every`]-th sample.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub ring: bool,
-    /// Why the host's kernel does not sample the event, if that was requested.
+    /// Reason why the host's kernel does not sample the event, if this was requested.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub no_ring: Option<String>,
 }
 
-/// One reading.
+/// A reading of an event.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct EventReading {
-    /// The event's number.
+    /// Number of the event.
     pub handle: u32,
     /// Count of the event.
     pub value: u64,
-    /// Time it was enabled, in ns.
+    /// Time enabled, in nanoseconds.
     pub enabled_ns: u64,
-    /// Time of that it counted, in ns.
+    /// Time running, in nanoseconds.
     pub running_ns: u64,
     /// Count scaled to the whole enabled time; `None` if the event was not counted.
     pub estimate: Option<u64>,
@@ -461,12 +464,12 @@ pub struct EventReading {
     pub vcpus: Vec<VcpuPart>,
 }
 
-/// What one vCPU counted of an event for the whole VM.
+/// Contribution of one vCPU to an event of the whole VM.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct VcpuPart {
     /// The vCPU.
     pub vcpu: u32,
-    /// What was counted there.
+    /// Count on this vCPU.
     pub value: u64,
     /// Time it was enabled there, in ns.
     pub enabled_ns: u64,
@@ -474,10 +477,10 @@ pub struct VcpuPart {
     pub running_ns: u64,
     /// Count scaled to the whole enabled time on this vCPU; `None` if the event was not counted.
     pub estimate: Option<u64>,
-    /// As [`EventReading::standard_error`].
+    /// Same as [`EventReading::standard_error`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub standard_error: Option<f64>,
-    /// As [`EventReading::bound`].
+    /// Same as [`EventReading::bound`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bound: Option<f64>,
 }
@@ -493,7 +496,7 @@ pub struct ReadingDelta {
     pub running_ns: u64,
 }
 
-/// A ring. Its memfd comes with the reply.
+/// A ring. The reply carries its memfd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct RingInfo {
     /// The vCPU.
@@ -506,7 +509,8 @@ pub struct RingInfo {
     pub clock_offset_ns: Option<u64>,
 }
 
-/// The host kernel's ring of one event. The perf event's descriptor comes with the reply.
+/// Description of the host kernel's ring of one event. The reply carries the perf event's
+/// descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct HostRingInfo {
     /// Number of events per sample; `None` to use the period in the sample.
@@ -551,20 +555,20 @@ pub struct RingLoss {
     pub lost: u64,
 }
 
-/// The guest kernel's symbols. The text comes as a memfd with the reply.
+/// Description of the guest kernel's symbols. The reply carries a memfd with their text.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct SymbolsInfo {
-    /// Bytes of text.
+pub struct KernelSymbolsReply {
+    /// Length of the text, in bytes.
     pub bytes: u64,
     /// `true` if user space and kernel share one address space, so the guest has no user space of
     /// its own.
     pub flat: bool,
     /// Source of the symbols.
     pub source: String,
-    /// The kernel's build-id in hexadecimal digits, if it runs and has one.
+    /// Build ID of the kernel in hexadecimal, if the kernel runs and has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub build_id: Option<String>,
-    /// The kernel's release, as `uname -r` tells it, if it runs.
+    /// Release of the kernel, as reported by `uname -r`, if the kernel runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub release: Option<String>,
 }
@@ -572,7 +576,7 @@ pub struct SymbolsInfo {
 /// The code that a process has mapped.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ProcessCode {
-    /// Lowest address first.
+    /// Mappings in ascending order of address.
     pub mappings: Vec<CodeMapping>,
     /// `true` if the list is incomplete: it exceeds the limit of a reply, or the guest's lists are
     /// too long or inconsistent.
@@ -580,7 +584,7 @@ pub struct ProcessCode {
     pub cut_short: bool,
 }
 
-/// A mapping of code. All of it is the guest's claim.
+/// A code mapping. All fields are unverified claims of the guest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct CodeMapping {
     /// First address.
@@ -592,26 +596,26 @@ pub struct CodeMapping {
     /// Address at which the first byte of the file is mapped; omitted if it is not mapped.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<u64>,
-    /// The file's path in the guest, printable; `//anon` and `[vdso]` for what is no file.
+    /// Printable path of the file in the guest; `//anon` or `[vdso]` for mappings without a file.
     pub path: String,
-    /// The file's build-id in hexadecimal digits, if it is known.
+    /// Build ID of the file in hexadecimal, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub build_id: Option<String>,
 }
 
-/// A part of a process's memory. The bytes come as a memfd with the reply.
+/// Description of a part of a process's memory. The reply carries a memfd with the bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ProcessMemory {
-    /// How many bytes.
+    /// Number of bytes.
     pub bytes: u32,
-    /// Parts that are not in the guest's memory, which read as zeros: offset and length of each.
+    /// Parts that are not in guest memory and read as zeros: offset and length of each.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub missing: Vec<(u32, u32)>,
 }
 
 /// Identification of a snapshot of the guest's PMU programming.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Generation {
+pub struct SnapshotId {
     /// Ascending number of the snapshot.
     pub generation: u64,
 }
@@ -630,26 +634,26 @@ pub struct GuestViews {
 pub struct VcpuView {
     /// The vCPU.
     pub vcpu: u32,
-    /// PMIs delivered so far; not known where KVM's own vPMU delivers them.
+    /// Number of delivered PMIs; `None` if KVM's own vPMU delivers them.
     pub pmis: Option<u64>,
-    /// Time in which at least one counter that the guest had enabled was not counted, in ns; like the
-    /// next, not known where KVM's own vPMU counts.
+    /// Time in which at least one enabled counter was not counted, in nanoseconds; `None` if KVM's
+    /// own vPMU counts.
     #[serde(default)]
     pub uncounted_ns: Option<u64>,
     /// Number of times a counter lost its slot on the host, or was enabled and found none; `None`
     /// if KVM's own vPMU counts.
     #[serde(default)]
     pub places_lost: Option<u64>,
-    /// Its counters.
+    /// Counters of the vCPU.
     pub counters: Vec<GuestCounter>,
 }
 
 /// Code of the guest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct CodeInfo {
-    /// Where it begins.
+    /// Start address.
     pub address: u64,
-    /// Its bytes, two hexadecimal digits each: as many as are there without a gap, at least one.
+    /// Bytes up to the first gap, at least one, with two hexadecimal digits each.
     pub hex: String,
 }
 
@@ -730,7 +734,7 @@ pub struct GuestCounter {
     pub running_ns: Option<u64>,
     /// Overflows so far.
     pub overflows: Option<u64>,
-    /// Overflows that asked for a PMI.
+    /// Overflows that requested a PMI.
     pub pmi_requests: Option<u64>,
     /// `true` if the counter is counting now.
     #[serde(default)]

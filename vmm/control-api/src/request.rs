@@ -9,8 +9,8 @@ use serde::de::DeserializeOwned;
 
 use crate::counts::VcpuCounts;
 use crate::protocol::{
-    self, Call, EventReading, Generation, GuestViews, HostRingInfo, KernelInfo, Opened, RingInfo, RingLoss,
-    Sampling, SymbolsInfo, VmInfo,
+    self, Call, EventReading, GuestViews, HostRingInfo, KernelInfo, KernelSymbolsReply, OpenedEvent,
+    RingInfo, RingLoss, SamplingParams, SnapshotId, VmInfo,
 };
 
 /// A request with its reply type.
@@ -74,29 +74,29 @@ macro_rules! requests {
 requests! {
     /// The first request of a connection. Reply: [`VmInfo`].
     Hello {
-        /// The version the client speaks.
+        /// Protocol version of the client.
         protocol: u32,
     } => VmInfo;
-    /// Reply: [`VmInfo`].
+    /// Requests the state of the VM. Reply: [`VmInfo`].
     Status => VmInfo;
-    /// Takes all vCPUs out of the guest; [`VmInfo::parked`] is the number of parked vCPUs.
+    /// Pauses all vCPUs. [`VmInfo::parked`] is the number of parked vCPUs.
     Pause => VmInfo;
     /// Resumes all vCPUs.
     Resume => VmInfo;
-    /// Ends the VM.
+    /// Terminates the VM.
     Stop => VmInfo;
     /// Presses the ACPI power button; refused if the guest does not handle it.
     Powerdown => VmInfo;
     /// Starts to change the number of vCPUs: missing vCPUs are plugged in, and the guest is asked
-    /// to give up those with the highest numbers. Reply: [`protocol::VcpuPlug`]; poll the progress
+    /// to eject those with the highest numbers. Reply: [`protocol::VcpuPlug`]; poll the progress
     /// with [`VcpuPlug`].
     Vcpus {
         /// Requested number of vCPUs, up to the VM's maximum.
         count: u32,
     } => protocol::VcpuPlug;
-    /// Progress of vCPU hot-plug. Reply: [`protocol::VcpuPlug`].
+    /// Requests the progress of vCPU hot-plug. Reply: [`protocol::VcpuPlug`].
     VcpuPlug => protocol::VcpuPlug;
-    /// Withdraws the request to give up vCPUs that the guest has not ejected yet. Reply:
+    /// Withdraws the request to eject vCPUs that the guest has not ejected yet. Reply:
     /// [`protocol::VcpuPlug`].
     VcpusWithdraw => protocol::VcpuPlug;
     /// Replaces the filter of the events that the guest may count.
@@ -104,7 +104,7 @@ requests! {
         /// Contents of the filter, as in a file for `--pmu-filter`.
         toml: String,
     } => ();
-    /// Opens events in disabled state. Reply: a list of [`Opened`].
+    /// Opens events in disabled state. Reply: a list of [`OpenedEvent`].
     Open {
         /// Event list in perf's syntax.
         events: String,
@@ -115,16 +115,16 @@ requests! {
         /// `vcpus` and `sampling`.
         whole: bool,
         /// Sampling parameters; counting only if omitted.
-        sampling: Option<Sampling>,
-    } => Vec<Opened>;
+        sampling: Option<SamplingParams>,
+    } => Vec<OpenedEvent>;
     /// Enables all events of this connection.
     Enable => ();
     /// Disables all events of this connection.
     Disable => ();
     /// Lists the events that were opened on vCPUs plugged in since the previous call, for event
     /// lists opened without `vcpus`. The events are enabled if those of the connection are. Reply:
-    /// a list of [`protocol::Joined`].
-    Joined => Vec<protocol::Joined>;
+    /// a list of [`protocol::PluggedVcpuEvents`].
+    Joined => Vec<protocol::PluggedVcpuEvents>;
     /// Reads all events of this connection. Reply: a list of [`EventReading`].
     Read => Vec<EventReading>;
     /// Closes all events of this connection.
@@ -137,7 +137,7 @@ requests! {
         /// Number of data pages, a power of two.
         pages: u32,
     } => RingInfo;
-    /// Requests the host kernel's ring of an event that has one ([`Opened::ring`]), with
+    /// Requests the host kernel's ring of an event that has one ([`OpenedEvent::ring`]), with
     /// instruction pointers of the guest sampled without an exit. Reply: [`HostRingInfo`] and the
     /// perf event's descriptor, which the client maps.
     HostRing {
@@ -152,18 +152,18 @@ requests! {
         /// Number of samples per full sample; 1 for every sample.
         every: u32,
     } => ();
-    /// Number of records lost in full rings and not yet reported there. Reply: a list of
-    /// [`RingLoss`].
+    /// Requests the number of records lost in full rings and not yet reported there. Reply: a list
+    /// of [`RingLoss`].
     RingLosses => Vec<RingLoss>;
-    /// Counters of each vCPU's run loop since the VM was started, including unplugged vCPUs. Reply:
-    /// a list of [`VcpuCounts`].
+    /// Requests the statistics of each vCPU's run loop since the start of the VM, including
+    /// unplugged vCPUs. Reply: a list of [`VcpuCounts`].
     Counts => Vec<VcpuCounts>;
     /// Starts the search for the guest's kernel in its memory, unless done before. Reply:
     /// [`KernelInfo`]; repeat the call while the search runs.
     Kernel => KernelInfo;
-    /// Requests the guest kernel's symbols. Reply: [`SymbolsInfo`] and a memfd with text in the
-    /// format of `/proc/kallsyms`.
-    Symbols => SymbolsInfo;
+    /// Requests the guest kernel's symbols. Reply: [`KernelSymbolsReply`] and a memfd with text in
+    /// the format of `/proc/kallsyms`.
+    Symbols => KernelSymbolsReply;
     /// Lists the executable mappings of a guest process. Reply: [`protocol::ProcessCode`].
     ProcessCode {
         /// Process ID in the guest's initial PID namespace.
@@ -179,15 +179,15 @@ requests! {
         /// Number of bytes, at most [`protocol::MAX_PROCESS_MEMORY`].
         bytes: u32,
     } => protocol::ProcessMemory;
-    /// Requests a snapshot of the guest's PMU programming from each vCPU. Reply: [`Generation`].
-    GuestView => Generation;
+    /// Requests a snapshot of the guest's PMU programming from each vCPU. Reply: [`SnapshotId`].
+    GuestView => SnapshotId;
     /// Returns the snapshot of the guest's PMU programming. Reply: [`GuestViews`].
     GuestViewResult {
         /// Generation of the snapshot.
         generation: u64,
     } => GuestViews;
-    /// Exits of the vCPUs to user space by reason, since the first such call of this connection.
-    /// Reply: a list of [`protocol::VcpuExits`].
+    /// Requests the exits of the vCPUs to user space by reason, since the first such call of this
+    /// connection. Reply: a list of [`protocol::VcpuExits`].
     Exits => Vec<protocol::VcpuExits>;
     /// Reads code from guest memory through the page tables at CR3. Reply: [`protocol::CodeInfo`].
     Code {

@@ -7,7 +7,7 @@ use kernel_images::btf::Btf;
 use kernel_images::{bzimage, elf};
 use kernel_images::image::KernelImage;
 use kernel_images::orc::OrcTable;
-use guest_profile::programs::UserObject;
+use guest_profile::programs::ProgramSymbols;
 use kernel_images::symbols::KernelSymbols;
 use kernel_images::kallsyms;
 use guest_profile::task::TaskLayout;
@@ -52,7 +52,7 @@ fuzz_target!(|data: &[u8]| {
             let _ = elf::parse("fuzz", data);
         }
         _ => {
-            if let Ok(object) = UserObject::parse(data) {
+            if let Ok(object) = ProgramSymbols::parse(data) {
                 let _ = (object.resolve(0x1000), object.line(0x1000));
             }
         }

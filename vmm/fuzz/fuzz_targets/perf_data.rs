@@ -12,5 +12,5 @@ fuzz_target!(|data: &[u8]| {
     let _ = report::render(&profile, &mut symbols, &ReportOptions::default());
     let _ = folded::stacks(&profile, &mut symbols, None);
     script::write(&profile, &mut symbols, std::io::sink()).expect("a sink takes all");
-    pprof::write(&profile, &mut symbols, &pprof::Label::ALL, std::io::sink()).expect("a sink takes all");
+    pprof::write(&profile, &mut symbols, &pprof::SampleLabel::ALL, std::io::sink()).expect("a sink takes all");
 });

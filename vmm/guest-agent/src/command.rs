@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use guest_agent::request::{Exec, Exit, Terminal};
+use guest_agent::request::{CommandExit, ExecRequest, Terminal};
 use guest_agent::terminal;
 use guest_agent::wire::{Frame, FrameKind, INPUT_WINDOW, read_frame, write_frame};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -62,7 +62,7 @@ struct CommandStreams {
 ///
 /// # Errors
 /// Returns an error if the system lacks resources to monitor the command.
-pub fn run(exec: &Exec, stream: UnixStream) -> io::Result<()> {
+pub fn run(exec: &ExecRequest, stream: UnixStream) -> io::Result<()> {
     // Acquire all resources that may fail before the command starts.
     let (news, mut bell) = io::pipe()?;
     let ended = bell.try_clone()?;
@@ -95,7 +95,7 @@ pub fn run(exec: &Exec, stream: UnixStream) -> io::Result<()> {
             host.leave();
         }
         // The last notification reported the exit, or the command is being killed.
-        let exit = waiter.join().unwrap_or(Exit::Status(255));
+        let exit = waiter.join().unwrap_or(CommandExit::Status(255));
         if let (Ok(()), Ok(exit)) = (moved, serde_json::to_vec(&exit)) {
             host.send(FrameKind::Exit, &exit);
         }
@@ -139,9 +139,9 @@ impl HostConnection {
 enum StartError {
     #[error("no command")]
     Empty,
-    #[error("{0}: no such command in the guest")]
+    #[error("{0}: command not found in the guest")]
     NoCommand(String),
-    #[error("{0}: no such directory in the guest")]
+    #[error("{0}: directory not found in the guest")]
     NoDirectory(String),
     #[error("{program}")]
     System {
@@ -152,7 +152,7 @@ enum StartError {
 }
 
 /// Starts the command. Returns the master end of its terminal, if any.
-fn start(exec: &Exec) -> Result<(Child, CommandStreams, Option<OwnedFd>), StartError> {
+fn start(exec: &ExecRequest) -> Result<(Child, CommandStreams, Option<OwnedFd>), StartError> {
     let (program, arguments) = exec.argv.split_first().ok_or(StartError::Empty)?;
     let mut command = Command::new(program);
     command.args(arguments).envs(exec.env.iter().cloned());
@@ -222,16 +222,16 @@ fn nonblocking(fd: &impl AsFd) -> io::Result<()> {
 
 /// Waits for the command and reports its exit. Signals are disabled before the process is reaped,
 /// because its process ID may be reused afterwards.
-fn wait(mut child: Child, pid: Pid, group: &ProcessGroup, mut ended: PipeWriter) -> Exit {
+fn wait(mut child: Child, pid: Pid, group: &ProcessGroup, mut ended: PipeWriter) -> CommandExit {
     while waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT) == Err(nix::errno::Errno::EINTR) {
     }
     *group.0.lock().unwrap_or_else(PoisonError::into_inner) = None;
     let exit = match child.wait() {
         Ok(status) => match (status.code(), status.signal()) {
-            (Some(code), _) => Exit::Status(u8::try_from(code).unwrap_or(u8::MAX)),
-            (None, signal) => Exit::Signal(signal.and_then(|s| u8::try_from(s).ok()).unwrap_or(0)),
+            (Some(code), _) => CommandExit::Status(u8::try_from(code).unwrap_or(u8::MAX)),
+            (None, signal) => CommandExit::Signal(signal.and_then(|s| u8::try_from(s).ok()).unwrap_or(0)),
         },
-        Err(_) => Exit::Status(u8::MAX),
+        Err(_) => CommandExit::Status(u8::MAX),
     };
     let _ = ended.write_all(b"e");
     exit

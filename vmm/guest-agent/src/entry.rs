@@ -13,7 +13,7 @@ const MODE: u32 = 0o777;
 
 /// Type of a tree entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum What {
+pub enum EntryType {
     /// A directory. Its entries follow.
     Directory,
     /// End of the directory.
@@ -30,7 +30,7 @@ pub struct TreeEntry {
     /// Path below the root of the tree, empty for the root itself.
     pub path: PathBuf,
     /// Type of the entry.
-    pub what: What,
+    pub what: EntryType,
     /// Permission bits.
     pub mode: u32,
     /// Modification time: seconds since 1970 and nanoseconds.
@@ -41,10 +41,10 @@ pub struct TreeEntry {
 #[derive(Debug, thiserror::Error)]
 pub enum EntryError {
     /// The entry is too short or has an unknown type.
-    #[error("the other side sends what is no part of a tree")]
+    #[error("protocol error: the peer sent an invalid tree entry")]
     Malformed,
     /// The path is not below the root of the tree.
-    #[error("the other side sends {:?}, which is not below what is copied", .0)]
+    #[error("protocol error: the peer sent {:?}, which is outside the copied tree", .0)]
     Outside(PathBuf),
 }
 
@@ -60,10 +60,10 @@ impl TreeEntry {
     pub fn to_bytes(&self) -> Option<Vec<u8>> {
         let path = self.path.as_os_str().as_bytes();
         let (what, target) = match &self.what {
-            What::Directory => (0, None),
-            What::DirectoryEnd => (1, None),
-            What::File => (2, None),
-            What::Link(target) => (3, Some(target.as_os_str().as_bytes())),
+            EntryType::Directory => (0, None),
+            EntryType::DirectoryEnd => (1, None),
+            EntryType::File => (2, None),
+            EntryType::Link(target) => (3, Some(target.as_os_str().as_bytes())),
         };
         let target = target.unwrap_or_default();
         if path.len() > MAX_PATH || target.len() > MAX_PATH {
@@ -97,10 +97,10 @@ impl TreeEntry {
             return Err(bad());
         }
         let what = match (what, target.is_empty()) {
-            (0, true) => What::Directory,
-            (1, true) => What::DirectoryEnd,
-            (2, true) => What::File,
-            (3, false) if !target.contains(&0) => What::Link(OsString::from_vec(target.to_vec()).into()),
+            (0, true) => EntryType::Directory,
+            (1, true) => EntryType::DirectoryEnd,
+            (2, true) => EntryType::File,
+            (3, false) if !target.contains(&0) => EntryType::Link(OsString::from_vec(target.to_vec()).into()),
             _ => return Err(bad()),
         };
         let path = PathBuf::from(OsString::from_vec(path.to_vec()));
@@ -128,7 +128,7 @@ mod tests {
 
     use super::*;
 
-    fn entry(path: &str, what: What) -> TreeEntry {
+    fn entry(path: &str, what: EntryType) -> TreeEntry {
         TreeEntry {
             path: path.into(),
             what,
@@ -140,20 +140,20 @@ mod tests {
     #[test]
     fn entry_round_trips() {
         for entry in [
-            entry("", What::Directory),
-            entry("a/b", What::File),
-            entry("a", What::DirectoryEnd),
-            entry("l", What::Link("../../anywhere".into())),
+            entry("", EntryType::Directory),
+            entry("a/b", EntryType::File),
+            entry("a", EntryType::DirectoryEnd),
+            entry("l", EntryType::Link("../../anywhere".into())),
         ] {
             assert_eq!(TreeEntry::from_bytes(&entry.to_bytes().unwrap()).unwrap(), entry);
         }
-        assert!(entry(&"x".repeat(5000), What::File).to_bytes().is_none());
+        assert!(entry(&"x".repeat(5000), EntryType::File).to_bytes().is_none());
     }
 
     #[test]
     fn entry_outside_tree_is_rejected() {
         for path in ["/etc/passwd", "..", "a/../../b", "../x", "a/\0"] {
-            let bytes = entry(path, What::File).to_bytes().unwrap();
+            let bytes = entry(path, EntryType::File).to_bytes().unwrap();
             assert!(
                 matches!(TreeEntry::from_bytes(&bytes), Err(EntryError::Outside(_))),
                 "{path}"
@@ -163,7 +163,7 @@ mod tests {
 
     #[test]
     fn set_id_bits_are_not_copied() {
-        let mut bytes = entry("a", What::File).to_bytes().unwrap();
+        let mut bytes = entry("a", EntryType::File).to_bytes().unwrap();
         bytes[1..5].copy_from_slice(&0o104_755_u32.to_le_bytes());
         assert_eq!(TreeEntry::from_bytes(&bytes).unwrap().mode, 0o755);
     }

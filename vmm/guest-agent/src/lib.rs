@@ -14,7 +14,7 @@
 //! other as hostile: the guest may send arbitrary data and must not make the host write outside the
 //! path that the user named.
 //!
-//! **Dependencies.** No other crate of this workspace. Start with [`request::Request`].
+//! **Dependencies.** No other crate of this workspace. Start with [`request::AgentRequest`].
 #![cfg_attr(
     not(test),
     warn(

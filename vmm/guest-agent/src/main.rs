@@ -37,7 +37,7 @@ use std::time::Duration;
 use ends::{HOST_TIMEOUT, close, line, refuse};
 use guest_agent::PORT;
 use guest_agent::receive::{CopyProgress, TreeReceiver};
-use guest_agent::request::{AgentOperation, Request, VERSION};
+use guest_agent::request::{AgentOperation, AgentRequest, VERSION};
 use guest_agent::send::{SendError, send_tree};
 use guest_agent::wire::{FrameKind, read_frame, write_frame};
 use vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockListener};
@@ -136,7 +136,7 @@ fn handle_connection(stream: UnixStream) -> io::Result<()> {
         }
         Err(_) => return Ok(()),
     }
-    let Ok(request) = serde_json::from_slice::<Request>(&frame.payload) else {
+    let Ok(request) = serde_json::from_slice::<AgentRequest>(&frame.payload) else {
         refuse(&stream, "the agent does not understand the request");
         return Ok(());
     };

@@ -20,7 +20,7 @@ use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use nix::sys::stat::{Mode, mkdirat};
 use nix::unistd::{UnlinkatFlags, symlinkat, unlinkat};
 
-use crate::entry::{EntryError, TreeEntry, What};
+use crate::entry::{EntryError, EntryType, TreeEntry};
 use crate::wire::{Frame, FrameKind};
 
 /// The reason why a tree could not be received.
@@ -36,13 +36,13 @@ pub enum ReceiveError {
         source: io::Error,
     },
     /// The target path has no file name.
-    #[error("{}: give the copy a name", .0.display())]
+    #[error("{}: no file name; name the copy", .0.display())]
     NoName(PathBuf),
     /// The sender sent an invalid entry.
     #[error(transparent)]
     TreeEntry(#[from] EntryError),
     /// The sender sent frames in an invalid order.
-    #[error("the other side sends a frame that does not belong there")]
+    #[error("protocol error: the peer sent an unexpected frame")]
     Order,
     /// The sender aborted the copy.
     #[error("{0}")]
@@ -131,12 +131,12 @@ impl TreeReceiver {
             (FrameKind::TreeEntry, None) => {
                 let entry = TreeEntry::from_bytes(&frame.payload)?;
                 // The root must be the first entry.
-                if self.begun == entry.path.as_os_str().is_empty() && entry.what != What::DirectoryEnd {
+                if self.begun == entry.path.as_os_str().is_empty() && entry.what != EntryType::DirectoryEnd {
                     return Err(ReceiveError::Order);
                 }
                 // The sender follows a link at the root. A link created here would redirect the
                 // next copy.
-                if !self.begun && matches!(entry.what, What::Link(_)) {
+                if !self.begun && matches!(entry.what, EntryType::Link(_)) {
                     return Err(ReceiveError::Order);
                 }
                 self.begun = true;
@@ -179,10 +179,10 @@ impl TreeReceiver {
     fn make(&mut self, entry: TreeEntry) -> Result<(), ReceiveError> {
         let path = self.below(&entry.path);
         let made = match &entry.what {
-            What::Directory => self
+            EntryType::Directory => self
                 .make_directory(&path, entry.mode)
                 .map(|new| self.directories.push((path, new))),
-            What::DirectoryEnd => {
+            EntryType::DirectoryEnd => {
                 let last = self.directories.pop();
                 let Some((_, new)) = last.filter(|(last, _)| *last == path) else {
                     return Err(ReceiveError::Order);
@@ -190,10 +190,10 @@ impl TreeReceiver {
                 let directory = self.open(&path, OFlag::O_RDONLY | OFlag::O_DIRECTORY, 0);
                 directory.and_then(|file| Self::finish(&CreatedEntry { file, new }, &entry))
             }
-            What::File => self
+            EntryType::File => self
                 .make_file(&path, entry.mode)
                 .map(|made| self.file = Some((made, entry.clone()))),
-            What::Link(target) => self.make_link(&path, target),
+            EntryType::Link(target) => self.make_link(&path, target),
         };
         made.map_err(|source| self.target(&entry.path, source))
     }
@@ -307,7 +307,7 @@ mod tests {
         panic!("it does not end")
     }
 
-    fn entry(path: &str, what: What) -> Frame {
+    fn entry(path: &str, what: EntryType) -> Frame {
         let entry = TreeEntry {
             path: path.into(),
             what,
@@ -378,14 +378,14 @@ mod tests {
             }
         };
         let sent = [
-            open("", What::Directory),
-            open("old", What::File),
+            open("", EntryType::Directory),
+            open("old", EntryType::File),
             frame(FrameKind::FileEnd),
-            open("new", What::File),
+            open("new", EntryType::File),
             frame(FrameKind::FileEnd),
-            open("d", What::Directory),
-            open("d", What::DirectoryEnd),
-            open("", What::DirectoryEnd),
+            open("d", EntryType::Directory),
+            open("d", EntryType::DirectoryEnd),
+            open("", EntryType::DirectoryEnd),
             frame(FrameKind::Done),
         ];
         let target = temp.path().join("t");
@@ -445,18 +445,18 @@ mod tests {
         fs::write(outside.join("secret"), "mine").unwrap();
         // A received link, followed by an entry below it.
         for last in [
-            entry("l/new", What::File),
-            entry("l/d", What::Directory),
-            entry("l/x", What::Link("y".into())),
+            entry("l/new", EntryType::File),
+            entry("l/d", EntryType::Directory),
+            entry("l/x", EntryType::Link("y".into())),
         ] {
-            let link = entry("l", What::Link(outside.clone()));
-            let sent = [entry("", What::Directory), link, last];
+            let link = entry("l", EntryType::Link(outside.clone()));
+            let sent = [entry("", EntryType::Directory), link, last];
             assert!(receive(&sent, &target, "t").is_err());
             assert_eq!(fs::read_dir(&outside).unwrap().count(), 1);
         }
         // A link at the path of a file that is then written.
-        let link = entry("f", What::Link(outside.join("secret")));
-        let sent = [entry("", What::Directory), link, entry("f", What::File)];
+        let link = entry("f", EntryType::Link(outside.join("secret")));
+        let sent = [entry("", EntryType::Directory), link, entry("f", EntryType::File)];
         let error = receive(&sent, &target, "t").unwrap_err();
         assert!(matches!(error, ReceiveError::Target { .. }), "{error}");
         assert_eq!(fs::read(outside.join("secret")).unwrap(), b"mine");
@@ -467,7 +467,7 @@ mod tests {
         let temp = tempfile::tempdir().unwrap();
         let (target, outside) = (temp.path().join("target"), temp.path().join("outside"));
         fs::create_dir(&outside).unwrap();
-        let sent = [entry("", What::Link(outside))];
+        let sent = [entry("", EntryType::Link(outside))];
         let error = receive(&sent, &target, "t").unwrap_err();
         assert!(matches!(error, ReceiveError::Order), "{error}");
         assert!(target.symlink_metadata().is_err(), "there is nothing");
@@ -480,16 +480,16 @@ mod tests {
     #[test]
     fn frames_in_wrong_order_are_rejected() {
         let temp = tempfile::tempdir().unwrap();
-        let root = || entry("", What::Directory);
+        let root = || entry("", EntryType::Directory);
         for sent in [
             vec![frame(FrameKind::Data)],
             vec![frame(FrameKind::Done)],
             vec![frame(FrameKind::Stdout)],
-            vec![entry("a", What::File)],
+            vec![entry("a", EntryType::File)],
             vec![root(), root()],
             vec![root(), frame(FrameKind::FileEnd)],
-            vec![root(), entry("a", What::File), frame(FrameKind::Done)],
-            vec![root(), entry("a", What::File), entry("b", What::File)],
+            vec![root(), entry("a", EntryType::File), frame(FrameKind::Done)],
+            vec![root(), entry("a", EntryType::File), entry("b", EntryType::File)],
         ] {
             assert!(
                 matches!(receive(&sent, temp.path(), "t"), Err(ReceiveError::Order)),

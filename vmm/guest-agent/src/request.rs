@@ -7,7 +7,7 @@ pub const VERSION: u32 = 1;
 
 /// Payload of the host's first frame.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Request {
+pub struct AgentRequest {
     /// [`VERSION`] of the host. The agent refuses other versions and reports its own.
     pub version: u32,
     /// The operation to perform.
@@ -19,7 +19,7 @@ pub struct Request {
 #[serde(rename_all = "kebab-case")]
 pub enum AgentOperation {
     /// Run a command.
-    Exec(Exec),
+    Exec(ExecRequest),
     /// Receive a tree from the host.
     Put {
         /// Target path: the parent if it is an existing directory, otherwise the path of the tree
@@ -37,7 +37,7 @@ pub enum AgentOperation {
 
 /// A command to run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Exec {
+pub struct ExecRequest {
     /// Program and arguments.
     pub argv: Vec<String>,
     /// Environment variables in addition to those of the agent.
@@ -77,14 +77,14 @@ impl Terminal {
 /// Exit state of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Exit {
+pub enum CommandExit {
     /// Exited with this status.
     Status(u8),
     /// Terminated by this signal.
     Signal(u8),
 }
 
-impl Exit {
+impl CommandExit {
     /// Returns the exit status as in a shell: the status, or 128 plus the signal number.
     pub fn code(self) -> u8 {
         match self {
@@ -100,7 +100,7 @@ mod tests {
 
     #[test]
     fn requests_are_read_as_written() {
-        let exec = Exec {
+        let exec = ExecRequest {
             argv: vec!["sh".into(), "-c".into(), "echo \u{fc}".into()],
             env: vec![("K".into(), "V".into())],
             cwd: None,
@@ -117,12 +117,12 @@ mod tests {
             },
             AgentOperation::Get { path: "/c".into() },
         ] {
-            let request = Request {
+            let request = AgentRequest {
                 version: VERSION,
                 job,
             };
             let text = serde_json::to_vec(&request).unwrap();
-            assert_eq!(serde_json::from_slice::<Request>(&text).unwrap(), request);
+            assert_eq!(serde_json::from_slice::<AgentRequest>(&text).unwrap(), request);
         }
         let size = Terminal {
             rows: 300,
@@ -130,6 +130,9 @@ mod tests {
         };
         assert_eq!(Terminal::from_bytes(&size.to_bytes()), Some(size));
         assert_eq!(Terminal::from_bytes(&[1, 2, 3]), None);
-        assert_eq!((Exit::Status(3).code(), Exit::Signal(9).code()), (3, 137));
+        assert_eq!(
+            (CommandExit::Status(3).code(), CommandExit::Signal(9).code()),
+            (3, 137)
+        );
     }
 }

@@ -5,7 +5,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use crate::entry::{TreeEntry, What};
+use crate::entry::{EntryType, TreeEntry};
 use crate::wire::{FrameKind, MAX_PAYLOAD};
 
 /// Maximum depth of nested directories. Deeper ones are skipped.
@@ -27,7 +27,7 @@ pub enum SendError {
     #[error("{}: neither a file nor a directory", .0.display())]
     Special(PathBuf),
     /// The connection failed.
-    #[error("the connection broke")]
+    #[error("the connection was lost")]
     Connection(#[source] io::Error),
 }
 
@@ -50,7 +50,7 @@ pub fn send_tree(root: &Path, out: FrameSink<'_>) -> Result<(), SendError> {
         directory(root, &meta, list, out)?;
     } else if meta.is_file() {
         let file = open(root, true).map_err(source)?;
-        let entry = entry(PathBuf::new(), What::File, &file.metadata().map_err(source)?);
+        let entry = entry(PathBuf::new(), EntryType::File, &file.metadata().map_err(source)?);
         send_file(file, &entry, root, out)?;
     } else {
         return Err(SendError::Special(root.to_owned()));
@@ -71,7 +71,7 @@ pub fn send_stream(
 ) -> Result<(), SendError> {
     let entry = TreeEntry {
         path: PathBuf::new(),
-        what: What::File,
+        what: EntryType::File,
         mode,
         modified,
     };
@@ -99,7 +99,7 @@ fn open(path: &Path, follow: bool) -> io::Result<File> {
     }
 }
 
-fn entry(path: PathBuf, what: What, meta: &Metadata) -> TreeEntry {
+fn entry(path: PathBuf, what: EntryType, meta: &Metadata) -> TreeEntry {
     TreeEntry {
         path,
         what,
@@ -120,13 +120,13 @@ struct OpenDirectory {
 
 /// Sends a directory with all its descendants, without recursion.
 fn directory(root: &Path, meta: &Metadata, list: ReadDir, out: FrameSink<'_>) -> Result<(), SendError> {
-    let first = entry(PathBuf::new(), What::Directory, meta);
+    let first = entry(PathBuf::new(), EntryType::Directory, meta);
     send_entry(&first, out)?;
     let mut open_ones = vec![OpenDirectory { entry: first, list }];
     while let Some(top) = open_ones.last_mut() {
         let Some(next) = top.list.next() else {
             let mut entry = top.entry.clone();
-            entry.what = What::DirectoryEnd;
+            entry.what = EntryType::DirectoryEnd;
             send_entry(&entry, out)?;
             open_ones.pop();
             continue;
@@ -164,7 +164,7 @@ fn child(
             Ok(list) => list,
             Err(error) => return Ok(Err(error)),
         };
-        let entry = entry(path, What::Directory, &meta);
+        let entry = entry(path, EntryType::Directory, &meta);
         send_entry(&entry, out)?;
         return Ok(Ok(Some(OpenDirectory { entry, list })));
     }
@@ -173,14 +173,14 @@ fn child(
             Ok(target) => target,
             Err(error) => return Ok(Err(error)),
         };
-        send_entry(&entry(path, What::Link(target), &meta), out)?;
+        send_entry(&entry(path, EntryType::Link(target), &meta), out)?;
         return Ok(Ok(None));
     }
     if !kind.is_file() {
         return Ok(Err(io::Error::other("neither a file, a directory nor a link")));
     }
     match open(here, false) {
-        Ok(file) => send_file(file, &entry(path, What::File, &meta), here, out).map(|()| Ok(None)),
+        Ok(file) => send_file(file, &entry(path, EntryType::File, &meta), here, out).map(|()| Ok(None)),
         Err(error) => Ok(Err(error)),
     }
 }

@@ -23,7 +23,8 @@ mod tests {
 
     use super::*;
 
-    /// Environment variable with the signal to raise, for the process that [`terminating_signal`] starts.
+    /// Environment variable with the signal to raise, for the process that [`terminating_signal`]
+    /// starts.
     const SIGNAL: &str = "PERFVISOR_TEST_SIGNAL";
     /// Environment variable that makes this process call [`reset_ignored`] first.
     const USUAL: &str = "PERFVISOR_TEST_USUAL";

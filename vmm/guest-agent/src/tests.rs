@@ -4,7 +4,7 @@ use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::thread::JoinHandle;
 
-use guest_agent::request::{AgentOperation, Exec, Exit, Request, Terminal, VERSION};
+use guest_agent::request::{AgentOperation, AgentRequest, CommandExit, ExecRequest, Terminal, VERSION};
 use guest_agent::wire::{Frame, FrameKind, INPUT_WINDOW, read_frame, write_frame};
 
 use super::*;
@@ -20,7 +20,7 @@ fn agent() -> (UnixStream, JoinHandle<()>) {
 }
 
 fn ask(host: &mut UnixStream, job: AgentOperation) {
-    let request = Request {
+    let request = AgentRequest {
         version: VERSION,
         job,
     };
@@ -28,7 +28,7 @@ fn ask(host: &mut UnixStream, job: AgentOperation) {
 }
 
 fn exec(argv: &[&str], terminal: Option<Terminal>) -> AgentOperation {
-    AgentOperation::Exec(Exec {
+    AgentOperation::Exec(ExecRequest {
         argv: argv.iter().map(|&arg| arg.to_owned()).collect(),
         env: vec![("GREETING".into(), "hello".into())],
         cwd: Some("/".into()),
@@ -45,7 +45,7 @@ struct Outcome {
 }
 
 impl Outcome {
-    fn exit(&self) -> Exit {
+    fn exit(&self) -> CommandExit {
         assert_eq!(self.last.kind, FrameKind::Exit, "{}", self.last.text());
         serde_json::from_slice(&self.last.payload).unwrap()
     }
@@ -87,14 +87,14 @@ fn stdout_stderr_and_status_are_separate() {
     let outcome = run(&["sh", "-c", "echo $GREETING; pwd; echo bad >&2; exit 7"]);
     assert_eq!(outcome.stdout, b"hello\n/\n");
     assert_eq!(outcome.stderr, b"bad\n");
-    assert_eq!(outcome.exit(), Exit::Status(7));
-    assert_eq!(run(&["sh", "-c", "kill -9 $$"]).exit(), Exit::Signal(9));
+    assert_eq!(outcome.exit(), CommandExit::Status(7));
+    assert_eq!(run(&["sh", "-c", "kill -9 $$"]).exit(), CommandExit::Signal(9));
 }
 
 #[test]
 fn unrunnable_command_is_reported() {
     for (argv, why) in [
-        (&["/no/such/program"][..], "no such command"),
+        (&["/no/such/program"][..], "command not found"),
         (&["/etc/passwd"], "/etc/passwd"),
         (&[], "no command"),
     ] {
@@ -109,7 +109,7 @@ fn output_is_complete_and_orphans_are_not_awaited() {
     let outcome = run(&["sh", "-c", "head -c 1000000 /dev/zero; sleep 60 & exit 0"]);
     assert_eq!(
         (outcome.stdout.len(), outcome.exit()),
-        (1_000_000, Exit::Status(0))
+        (1_000_000, CommandExit::Status(0))
     );
 }
 
@@ -126,7 +126,7 @@ fn stdin_and_eof_are_forwarded() {
         String::from_utf8(outcome.stdout.clone()).unwrap().trim(),
         "200000\nafter"
     );
-    assert_eq!((outcome.taken, outcome.exit()), (200_000, Exit::Status(0)));
+    assert_eq!((outcome.taken, outcome.exit()), (200_000, CommandExit::Status(0)));
     drop(host);
     agent.join().unwrap();
 }
@@ -139,7 +139,7 @@ fn signals_reach_command_that_does_not_read() {
         write_frame(&mut host, FrameKind::Stdin, &[0; 64 << 10]).unwrap();
     }
     write_frame(&mut host, FrameKind::Signal, &15_u32.to_le_bytes()).unwrap();
-    assert_eq!(outcome(&mut host).exit(), Exit::Signal(15));
+    assert_eq!(outcome(&mut host).exit(), CommandExit::Signal(15));
     drop(host);
     agent.join().unwrap();
 }
@@ -211,7 +211,7 @@ fn terminal_has_size_and_handles_ctrl_c() {
         }
     }
     write_frame(&mut host, FrameKind::Stdin, &[3]).unwrap();
-    assert_eq!(outcome(&mut host).exit(), Exit::Signal(2));
+    assert_eq!(outcome(&mut host).exit(), CommandExit::Signal(2));
     drop(host);
     agent.join().unwrap();
 }

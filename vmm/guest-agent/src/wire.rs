@@ -6,8 +6,8 @@ use std::io::{self, Read, Write};
 /// Maximum length of a payload, in bytes. Longer data is split.
 pub const MAX_PAYLOAD: usize = 128 << 10;
 /// Maximum amount of unacknowledged standard input, in bytes. The host stops sending until it
-/// receives [`FrameKind::Taken`], so that signals are not delayed by input that the command does not
-/// read.
+/// receives [`FrameKind::Taken`], so that signals are not delayed by input that the command does
+/// not read.
 pub const INPUT_WINDOW: u32 = 256 << 10;
 
 const HEADER: usize = 5;
@@ -16,7 +16,8 @@ const HEADER: usize = 5;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum FrameKind {
-    /// Host: the request, a [`crate::request::Request`] as JSON. Sent once, as the first frame.
+    /// Host: the request, a [`crate::request::AgentRequest`] as JSON. Sent once, as the first
+    /// frame.
     Request = 1,
     /// Agent: the request has been accepted.
     Accepted = 2,
@@ -34,7 +35,7 @@ pub enum FrameKind {
     Signal = 8,
     /// Host: the new terminal size (rows and columns, 2 bytes each).
     Resize = 9,
-    /// Agent: the command has exited, a [`crate::request::Exit`] as JSON.
+    /// Agent: the command has exited, a [`crate::request::CommandExit`] as JSON.
     Exit = 10,
     /// Sender: the next entry of a tree, a [`crate::entry::TreeEntry`].
     TreeEntry = 11,
@@ -89,13 +90,13 @@ impl Frame {
 #[derive(Debug, thiserror::Error)]
 pub enum WireError {
     /// The connection failed or ended within a frame.
-    #[error("the connection broke")]
+    #[error("the connection was lost")]
     Io(#[from] io::Error),
     /// The kind is unknown.
-    #[error("the other side sends what is no frame (kind {0})")]
+    #[error("protocol error: the peer sent an unknown frame (kind {0})")]
     FrameKind(u8),
     /// The length exceeds [`MAX_PAYLOAD`].
-    #[error("the other side sends a frame of {0} bytes; at most {MAX_PAYLOAD} are allowed")]
+    #[error("protocol error: the peer sent a frame of {0} bytes; must be at most {MAX_PAYLOAD}")]
     TooLong(u32),
 }
 

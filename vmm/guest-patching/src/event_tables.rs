@@ -307,7 +307,7 @@ fn is_unchanged_in_memory(memory: &GuestMemoryMmap, tables: &[EventTable], table
     };
     guest_log!(
         Warn,
-        "what looks like a table of the kernel's events at {:#x} {why}: it is left alone",
+        "the likely event table of the kernel at {:#x} {why}; it is not changed",
         table.virt
     );
     false
@@ -534,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cache_event_has_the_config_that_perf_passes() {
+    fn cache_event_has_the_config_that_perf_passes() {
         let data = bytes(&cache(0xC2));
         let table = &find(&[segment(&data)])[0];
         let event = |at| table.event(at);

@@ -15,8 +15,8 @@ pub const BREAKPOINTS: usize = 4;
 pub enum HardwareBreakpointError {
     /// The kernel has more RDPMC instructions than there are breakpoints.
     #[error(
-        "--rdpmc hwbp: the guest has {found} RDPMC instructions ({places}), but a processor has {BREAKPOINTS} breakpoints; \
-         use --rdpmc trap"
+        "--rdpmc hwbp: the guest has {found} RDPMC instructions ({places}); must be at most \
+        {BREAKPOINTS}, the number of breakpoints; use --rdpmc trap"
     )]
     TooMany {
         /// Number of RDPMC instructions.
@@ -25,7 +25,10 @@ pub enum HardwareBreakpointError {
         places: String,
     },
     /// Hardware breakpoints in guests do not work on this host.
-    #[error("--rdpmc hwbp: hardware breakpoints in guests do not stop on this host's KVM; use --rdpmc trap")]
+    #[error(
+        "--rdpmc hwbp: unsupported, because hardware breakpoints in guests do not trigger on \
+         this host's KVM; use --rdpmc trap"
+    )]
     NotHere,
 }
 

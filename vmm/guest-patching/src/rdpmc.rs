@@ -63,7 +63,7 @@ pub enum RdpmcPatchError {
         source: GuestMemoryError,
     },
     /// Memory does not contain the expected RDPMC, for example because two segments overlap.
-    #[error("guest memory at {address:#x} holds {found:02x?} instead of the RDPMC that is in the file there")]
+    #[error("guest memory at {address:#x} contains {found:02x?} instead of the RDPMC from the kernel file")]
     Other {
         /// Guest-physical address.
         address: u64,
@@ -75,8 +75,8 @@ pub enum RdpmcPatchError {
 /// Replaces the RDPMC at `site` in guest memory.
 ///
 /// # Errors
-/// Returns [`RdpmcPatchError::Memory`] if the memory is not accessible, and [`RdpmcPatchError::Other`] if it
-/// does not contain RDPMC.
+/// Returns [`RdpmcPatchError::Memory`] if the memory is not accessible, and
+/// [`RdpmcPatchError::Other`] if it does not contain RDPMC.
 pub fn patch(memory: &GuestMemoryMmap, site: &RdpmcSite) -> Result<(), RdpmcPatchError> {
     let at = GuestAddress(site.opcode());
     let address = site.opcode();

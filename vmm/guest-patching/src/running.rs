@@ -76,9 +76,9 @@ struct SearchProgress {
 enum PatchSearchError {
     #[error(transparent)]
     Locate(#[from] LocateError),
-    #[error("its symbols do not say where its text is")]
+    #[error("no symbols mark the kernel's text")]
     NoText,
-    #[error("its text has more than {MAX_PAIRS} byte pairs that could be one")]
+    #[error("the kernel's text has more than {MAX_PAIRS} candidate byte pairs")]
     Pairs,
 }
 
@@ -233,13 +233,14 @@ impl RunningKernelPatcher {
             Ok(_) => {
                 guest_log!(
                     Warn,
-                    "the guest has started another kernel; no RDPMC is found in it: {otherwise}"
+                    "the guest has started another kernel, in which no RDPMC was found: {otherwise}"
                 );
             }
             Err(e) => {
                 guest_log!(
                     Warn,
-                    "the guest has started another kernel; RDPMC is not looked for in it ({}): {otherwise}",
+                    "the guest has started another kernel, which cannot be searched for RDPMC \
+                    ({}): {otherwise}",
                     error_line(&e)
                 );
             }

@@ -90,7 +90,8 @@ impl UncountableEvents {
                 "perf there may read 0 (--hide-uncounted off)"
             };
             log::warn!(
-                "the guest cannot count {} here: {shown}; raw events that cannot be counted read 0, and uncounted-ns tells for how long",
+                "the guest cannot count {} on this host: {shown}; uncounted raw events read 0, and \
+                uncounted-ns reports for how long",
                 missing.join(", ")
             );
         }
@@ -102,12 +103,12 @@ pub fn log_hidden(hidden: &[HiddenEvents]) {
     for table in hidden {
         guest_log!(
             Info,
-            "the kernel's table of events at {:#x}: {} taken out that cannot be counted here, {} left",
+            "the kernel's event table at {:#x}: {} uncounted events removed, {} kept",
             table.virt,
             table.hidden.len(),
             table.left
         );
         let names: Vec<String> = table.hidden.iter().map(ToString::to_string).collect();
-        guest_log!(Debug, "taken out at {:#x}: {}", table.virt, names.join(", "));
+        guest_log!(Debug, "removed at {:#x}: {}", table.virt, names.join(", "));
     }
 }

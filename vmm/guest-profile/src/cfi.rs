@@ -26,7 +26,7 @@ use gimli::{
 
 use crate::debug_frame::DebugFrames;
 use crate::modules::{Module, UnwindTables};
-use crate::unwind::End;
+use crate::unwind::UnwindStop;
 
 /// Maximum number of operations evaluated per expression.
 const MAX_OPERATIONS: u32 = 256;
@@ -100,15 +100,15 @@ pub struct UserThreadState<'s> {
 
 impl UserThreadState<'_> {
     /// Reads the 8 bytes at `address`.
-    fn word(&self, address: u64) -> Result<u64, End> {
-        let base = self.registers[RSP].ok_or(End::BadFrame)?;
-        let offset = address.checked_sub(base).ok_or(End::BadFrame)?;
-        let offset = usize::try_from(offset).map_err(|_| End::BadFrame)?;
+    fn word(&self, address: u64) -> Result<u64, UnwindStop> {
+        let base = self.registers[RSP].ok_or(UnwindStop::BadFrame)?;
+        let offset = address.checked_sub(base).ok_or(UnwindStop::BadFrame)?;
+        let offset = usize::try_from(offset).map_err(|_| UnwindStop::BadFrame)?;
         let bytes = self.stack.get(offset..).and_then(|rest| rest.first_chunk());
         match bytes {
             Some(bytes) => Ok(u64::from_le_bytes(*bytes)),
-            None if self.cut => Err(End::Full),
-            None => Err(End::Unmapped),
+            None if self.cut => Err(UnwindStop::Full),
+            None => Err(UnwindStop::Unmapped),
         }
     }
 }
@@ -128,8 +128,8 @@ impl std::fmt::Debug for Unwinder {
 /// The result of unwinding one stack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UnwindResult {
-    /// Why unwinding ended.
-    pub end: End,
+    /// Reason why unwinding ended.
+    pub end: UnwindStop,
     /// `true` if at least one frame was found by its frame pointer instead of a table.
     pub guessed: bool,
 }
@@ -169,7 +169,7 @@ impl Unwinder {
         for _ in 0..max_frames {
             let Some(ip) = frame.registers[RA] else {
                 return UnwindResult {
-                    end: End::BadFrame,
+                    end: UnwindStop::BadFrame,
                     guessed,
                 };
             };
@@ -177,13 +177,13 @@ impl Unwinder {
             match self.caller_of(code, state, &frame, &mut guessed) {
                 Ok(Some(next)) => frame = next,
                 Ok(None) => {
-                    let end = End::Complete;
+                    let end = UnwindStop::Complete;
                     return UnwindResult { end, guessed };
                 }
                 Err(end) => return UnwindResult { end, guessed },
             }
         }
-        let end = End::Full;
+        let end = UnwindStop::Full;
         UnwindResult { end, guessed }
     }
 
@@ -194,8 +194,8 @@ impl Unwinder {
         state: &UserThreadState<'_>,
         frame: &FrameRegs,
         guessed: &mut bool,
-    ) -> Result<Option<FrameRegs>, End> {
-        let ip = frame.registers[RA].ok_or(End::BadFrame)?;
+    ) -> Result<Option<FrameRegs>, UnwindStop> {
+        let ip = frame.registers[RA].ok_or(UnwindStop::BadFrame)?;
         // If the call was the last instruction of a function, its return address belongs to the
         // next function. Look up the byte before.
         let probe = ip.wrapping_sub(u64::from(!frame.exact_ip));
@@ -224,7 +224,7 @@ impl Unwinder {
         let (Some(ip), Some(sp), Some(before)) =
             (next.registers[RA], next.registers[RSP], frame.registers[RSP])
         else {
-            return Err(End::BadFrame);
+            return Err(UnwindStop::BadFrame);
         };
         if ip == 0 {
             return Ok(None);
@@ -232,7 +232,7 @@ impl Unwinder {
         // Frames must strictly ascend, or unwinding could loop for ever. A signal frame may switch
         // to another stack, which the copy does not contain.
         if sp <= before || ip >= USER_END {
-            return Err(End::BadFrame);
+            return Err(UnwindStop::BadFrame);
         }
         Ok(Some(next))
     }
@@ -242,7 +242,7 @@ impl Unwinder {
         &mut self,
         tables: &UnwindTables,
         at: &FrameLookup<'_>,
-    ) -> Option<Result<Option<FrameRegs>, End>> {
+    ) -> Option<Result<Option<FrameRegs>, UnwindStop>> {
         let bases = BaseAddresses::default()
             .set_eh_frame_hdr(tables.index_at)
             .set_eh_frame(tables.frames_at);
@@ -257,7 +257,7 @@ impl Unwinder {
         &mut self,
         frames: &DebugFrames,
         at: &FrameLookup<'_>,
-    ) -> Option<Result<Option<FrameRegs>, End>> {
+    ) -> Option<Result<Option<FrameRegs>, UnwindStop>> {
         let (section, bases) = (frames.section(), BaseAddresses::default());
         let entry = section
             .fde_from_offset(&bases, frames.find(at.probe)?, DebugFrame::cie_from_offset)
@@ -272,7 +272,7 @@ impl Unwinder {
         bases: &BaseAddresses,
         entry: &FrameDescriptionEntry<Slice<'t>>,
         at: &FrameLookup<'_>,
-    ) -> Option<Result<Option<FrameRegs>, End>> {
+    ) -> Option<Result<Option<FrameRegs>, UnwindStop>> {
         let FrameLookup {
             probe,
             bias,
@@ -293,7 +293,7 @@ impl Unwinder {
             CfaRule::RegisterAndOffset { register, offset } => frame
                 .register(*register)
                 .and_then(|value| value.checked_add_signed(*offset))
-                .ok_or(End::BadFrame),
+                .ok_or(UnwindStop::BadFrame),
             CfaRule::Expression(expression) => eval.value(expression, None),
         };
         let cfa = match cfa {
@@ -347,8 +347,8 @@ impl FrameRegs {
     }
 }
 
-fn address(cfa: u64, offset: i64) -> Result<u64, End> {
-    cfa.checked_add_signed(offset).ok_or(End::BadFrame)
+fn address(cfa: u64, offset: i64) -> Result<u64, UnwindStop> {
+    cfa.checked_add_signed(offset).ok_or(UnwindStop::BadFrame)
 }
 
 /// Returns the unwind entry that covers linked address `probe`.
@@ -385,16 +385,16 @@ fn if_covering<'e, 't>(
 }
 
 /// Computes the caller's frame from the frame pointer, for code that no unwind table covers.
-fn by_frame_pointer(state: &UserThreadState<'_>, frame: &FrameRegs) -> Result<FrameRegs, End> {
+fn by_frame_pointer(state: &UserThreadState<'_>, frame: &FrameRegs) -> Result<FrameRegs, UnwindStop> {
     let (Some(bp), Some(sp)) = (frame.registers[RBP], frame.registers[RSP]) else {
-        return Err(End::NoTable);
+        return Err(UnwindStop::NoTable);
     };
     if bp < sp || bp % 8 != 0 {
-        return Err(End::NoTable);
+        return Err(UnwindStop::NoTable);
     }
     let mut registers = [None; REGISTERS];
     registers[RBP] = Some(state.word(bp)?);
-    registers[RA] = Some(state.word(bp.checked_add(8).ok_or(End::NoTable)?)?);
+    registers[RA] = Some(state.word(bp.checked_add(8).ok_or(UnwindStop::NoTable)?)?);
     registers[RSP] = bp.checked_add(16);
     Ok(FrameRegs {
         registers,
@@ -413,8 +413,8 @@ struct Evaluator<'e, 't, S> {
 
 impl<'t, S: UnwindSection<Slice<'t>>> Evaluator<'_, 't, S> {
     /// Evaluates an expression, with `first` as the initial stack entry.
-    fn value(&self, expression: &UnwindExpression<usize>, first: Option<u64>) -> Result<u64, End> {
-        let expression = expression.get(self.frames).map_err(|_| End::NoTable)?;
+    fn value(&self, expression: &UnwindExpression<usize>, first: Option<u64>) -> Result<u64, UnwindStop> {
+        let expression = expression.get(self.frames).map_err(|_| UnwindStop::NoTable)?;
         let mut eval = Evaluation::new(expression.0, self.entry.cie().encoding());
         eval.set_max_iterations(MAX_OPERATIONS);
         if let Some(first) = first {
@@ -422,15 +422,15 @@ impl<'t, S: UnwindSection<Slice<'t>>> Evaluator<'_, 't, S> {
         }
         let mut result = eval.evaluate();
         for _ in 0..MAX_OPERATIONS {
-            result = match result.map_err(|_| End::BadFrame)? {
+            result = match result.map_err(|_| UnwindStop::BadFrame)? {
                 EvaluationResult::Complete => {
                     return match eval.as_result().last().map(|piece| &piece.location) {
                         Some(Location::Address { address }) => Ok(*address),
-                        _ => Err(End::BadFrame),
+                        _ => Err(UnwindStop::BadFrame),
                     };
                 }
                 EvaluationResult::RequiresRegister { register, .. } => {
-                    let value = self.frame.register(register).ok_or(End::BadFrame)?;
+                    let value = self.frame.register(register).ok_or(UnwindStop::BadFrame)?;
                     eval.resume_with_register(Value::Generic(value))
                 }
                 EvaluationResult::RequiresMemory { address, size: 8, .. } => {
@@ -439,10 +439,10 @@ impl<'t, S: UnwindSection<Slice<'t>>> Evaluator<'_, 't, S> {
                 EvaluationResult::RequiresRelocatedAddress(linked) => {
                     eval.resume_with_relocated_address(linked.wrapping_add(self.bias))
                 }
-                _ => return Err(End::BadFrame),
+                _ => return Err(UnwindStop::BadFrame),
             };
         }
-        Err(End::BadFrame)
+        Err(UnwindStop::BadFrame)
     }
 }
 

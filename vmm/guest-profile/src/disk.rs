@@ -77,30 +77,30 @@ pub trait DiskBytes {
     }
 }
 
-/// Why a file could not be read from the guest's disk.
+/// Reason why a file could not be read from the guest's disk.
 #[derive(Debug, thiserror::Error)]
 pub enum DiskError {
     /// The disk has no readable ext4 file system.
-    #[error("the disk has no ext4 file system that can be read{}", .0.as_ref().map_or_else(String::new, |why| format!(": {why}")))]
+    #[error("the disk has no readable ext4 file system{}", .0.as_ref().map_or_else(String::new, |why| format!(": {why}")))]
     NoFileSystem(Option<String>),
     /// The file does not exist or cannot be read.
     #[error("{0}")]
     File(String),
     /// The file exceeds the maximum size.
-    #[error("it is larger than {} MiB", .0 >> 20)]
+    #[error("larger than {} MiB", .0 >> 20)]
     TooLarge(u64),
     /// This request or an earlier one timed out.
     #[error(
-        "reading the disk took longer than {} s, or {} s in all; it is not read any more",
+        "reading the disk took longer than {} s, or {} s in total; the disk is no longer read",
         REQUEST_TIMEOUT.as_secs(),
         TOTAL_TIMEOUT.as_secs()
     )]
     TimedOut,
     /// The reader thread panicked on the contents of the disk.
-    #[error("what is on the disk made its reader fail; it is not read any more")]
+    #[error("the reader of the disk failed; the disk is no longer read")]
     ReaderPanicked,
     /// The reader thread could not be started.
-    #[error("no thread to read the disk")]
+    #[error("cannot start the thread that reads the disk")]
     Thread(#[source] io::Error),
 }
 
@@ -420,14 +420,14 @@ fn read_file(mut file: ext4_view::File, most: u64) -> Result<Vec<u8>, DiskError>
     }
 }
 
-/// Why a file system is rejected: its superblock claims impossible table sizes.
+/// Reason why a file system is rejected: its superblock claims impossible table sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 enum ImpossibleSize {
-    #[error("its blocks are larger than any")]
+    #[error("invalid block size")]
     Blocks,
-    #[error("it says that it is larger than the disk")]
+    #[error("the file system is larger than the disk")]
     System,
-    #[error("it has more groups of blocks than any")]
+    #[error("too many block groups")]
     Groups,
 }
 

@@ -30,20 +30,20 @@ pub struct KernelLocation {
     pub verified: bool,
 }
 
-/// Why the kernel was not located.
+/// Reason why the kernel was not located.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum LocateError {
     /// The paging mode of the vCPU is unsupported.
-    #[error("the guest's page tables are not walked")]
+    #[error("cannot read the guest's page tables")]
     Mode(#[from] UnsupportedPaging),
     /// No register points into a kernel yet.
-    #[error("the guest has not set up its kernel yet, or it is no 64-bit Linux")]
+    #[error("the guest's kernel has not started yet, or is not 64-bit Linux")]
     NoAnchor,
     /// The image has no symbols, which are required.
-    #[error("the kernel image has no symbols to find its slide by")]
+    #[error("the kernel image has no symbols with which to find its load address")]
     NoSymbols,
     /// The version string in guest memory differs from the image's.
-    #[error("the guest runs another kernel than the image given")]
+    #[error("the guest runs a different kernel than the given image")]
     OtherKernel,
     /// The kernel's symbol table was not found in guest memory.
     #[error("no kernel symbols in guest memory")]

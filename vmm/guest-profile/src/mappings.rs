@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use zerocopy::little_endian::{U16, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::task::{Mapping, TaskReader};
+use crate::task::{ProcessMapping, TaskReader};
 use crate::{GuestPhys, WalkBudget};
 use kernel_images::build_id::{self, BuildId};
 
@@ -154,7 +154,7 @@ impl MappingReporter {
             count += 1;
         }
         for (start, id) in ids.into_iter().flatten() {
-            let of_mapping = Mapping {
+            let of_mapping = ProcessMapping {
                 start,
                 end: start,
                 file_offset: 0,
@@ -204,7 +204,7 @@ const ANONYMOUS: &str = "//anon";
 pub fn name_of<'b, M: GuestPhys + ?Sized>(
     reader: &mut TaskReader<'_, '_, M>,
     mm: u64,
-    mapping: &Mapping,
+    mapping: &ProcessMapping,
     buf: &'b mut [u8],
     budget: &mut WalkBudget,
 ) -> Option<&'b str> {
@@ -220,7 +220,7 @@ pub fn name_of<'b, M: GuestPhys + ?Sized>(
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "a path is cut to MAX_PATH")]
-fn put(out: &mut [u8], mapping: &Mapping, path: &[u8]) -> usize {
+fn put(out: &mut [u8], mapping: &ProcessMapping, path: &[u8]) -> usize {
     let len = HEAD + path.len().next_multiple_of(8);
     let Some(out) = out.get_mut(..len) else { return 0 };
     out.fill(0);
@@ -277,7 +277,7 @@ mod tests {
 
     #[test]
     fn reported_mappings_round_trip() {
-        let mapping = |start| Mapping {
+        let mapping = |start| ProcessMapping {
             start,
             end: start + 0x5000,
             file_offset: 0x2000,
@@ -288,7 +288,7 @@ mod tests {
         let first = put(&mut out, &mapping(0x40_0000), b"/bin/three");
         let second = put(&mut out[first..], &mapping(0x7f00_0000_0000), &[b'x'; MAX_PATH]);
         let id: Vec<u8> = (200..220).collect();
-        let of_first = Mapping {
+        let of_first = ProcessMapping {
             end: 0x40_0000,
             ..mapping(0x40_0000)
         };
@@ -330,7 +330,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        fn random_bytes_do_not_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             for mapping in read(&bytes).take(100) {
                 prop_assert!(mapping.len > 0);
                 let _ = build_id(&bytes, mapping.start);

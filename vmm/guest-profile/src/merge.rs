@@ -13,9 +13,10 @@
 //! - A light sample has no task. It is assigned the task of the full sample of the same vCPU that
 //!   is nearest in time. A user address is never assigned to a kernel thread but to the nearest
 //!   sample of a user task.
-//! - If the light samples do not show the guest ([`SampleOrigin::HostKernel`]), the VM is asked to take
-//!   every sample, and only full ones are used until the guest is visible again. The same applies
-//!   if KVM's own work is so large that a few full samples would represent most of the count.
+//! - If the light samples do not show the guest ([`SampleOrigin::HostKernel`]), the VM is asked to
+//!   take every sample, and only full ones are used until the guest is visible again. The same
+//!   applies if KVM's own work is so large that a few full samples would represent most of the
+//!   count.
 //! - Unless the user sets the ratio of full samples, it decreases if each one stops the vCPU for
 //!   long.
 
@@ -82,7 +83,7 @@ pub struct SampleTask {
 
 /// Sample counts of a merged profile, shown to the user.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Totals {
+pub struct SampleTotals {
     /// Number of light samples in the profile.
     pub light: u64,
     /// Number of full samples in the profile.
@@ -152,7 +153,7 @@ pub struct SampleMerger {
     /// Unseen share above which full mode starts, and the share that caused the last switch.
     limit: f64,
     share: f64,
-    totals: Totals,
+    totals: SampleTotals,
 }
 
 impl SampleMerger {
@@ -178,12 +179,12 @@ impl SampleMerger {
             ever_seen: false,
             limit: UNSEEN_LIMIT,
             share: 0.0,
-            totals: Totals::default(),
+            totals: SampleTotals::default(),
         }
     }
 
     /// Returns the sample counts so far.
-    pub fn totals(&self) -> Totals {
+    pub fn totals(&self) -> SampleTotals {
         self.totals
     }
 

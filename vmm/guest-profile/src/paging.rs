@@ -35,7 +35,8 @@ pub enum UnsupportedPaging {
     Pae,
 }
 
-/// Why an address has no translation. The guest causes all of these; none is an internal error.
+/// Reason why an address has no translation. The guest causes all of these; none is an internal
+/// error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TranslationFault {
     /// The address is not canonical.
@@ -476,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_crosses_pages_and_stops_at_the_top_of_the_address_space() {
+    fn read_crosses_pages_and_stops_at_the_top_of_the_address_space() {
         let mut g = TestGuest::new(1 << 16, false);
         g.map(0x1000, 0x6000, 1);
         g.map(0x2000, 0x5000, 1);

@@ -26,7 +26,7 @@ pub struct UserSymbol {
     pub length: u64,
 }
 
-/// Why a guest file provides no symbols.
+/// Reason why a guest file provides no symbols.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestFileError {
     /// The file cannot be read.
@@ -56,13 +56,13 @@ pub enum GuestFileError {
         source: DiskError,
     },
     /// Symbols of other files have exhausted the memory limit.
-    #[error("{path} is not read: there is room for {} MiB of names", MAX_TOTAL_MEMORY >> 20)]
+    #[error("{path} is not read: symbols exceed {} MiB", MAX_TOTAL_MEMORY >> 20)]
     MemoryLimit {
         /// Path of the file in the guest.
         path: String,
     },
     /// The file is not a valid ELF file.
-    #[error("{path} is no ELF file")]
+    #[error("{path} is not an ELF file")]
     Elf {
         /// Path of the file in the guest.
         path: PathBuf,
@@ -87,7 +87,7 @@ struct UserFunction {
 }
 
 /// The functions of one user program or library.
-pub struct UserObject {
+pub struct ProgramSymbols {
     functions: Vec<UserFunction>,
     /// File offset, size and address of the loadable segments.
     segments: Vec<(u64, u64, u64)>,
@@ -112,7 +112,7 @@ fn bounded<F>(
     })
 }
 
-impl UserObject {
+impl ProgramSymbols {
     /// Parses an ELF file: its symbol tables, including the dynamic one, and its line table if
     /// present.
     pub fn parse(data: &[u8]) -> Result<Self, object::Error> {
@@ -266,7 +266,7 @@ impl GuestFiles {
 pub struct GuestSymbols {
     files: GuestFiles,
     jit: HashMap<u32, JitMap>,
-    objects: HashMap<String, Option<UserObject>>,
+    objects: HashMap<String, Option<ProgramSymbols>>,
     /// Remaining memory for parsed files, in bytes.
     left: u64,
     problems: Vec<String>,
@@ -291,7 +291,7 @@ impl GuestSymbols {
 
     /// Returns the parsed file `guest_path`, which is read at first use. Returns `None` if it is
     /// missing or unusable; [`Self::problems`] contains the reason.
-    pub fn object(&mut self, guest_path: &str) -> Option<&UserObject> {
+    pub fn object(&mut self, guest_path: &str) -> Option<&ProgramSymbols> {
         if !self.objects.contains_key(guest_path) {
             let object = match self.load(guest_path) {
                 Ok(object) => Some(object),
@@ -307,7 +307,7 @@ impl GuestSymbols {
 
     /// Returns the parsed file, unless its build ID differs from `running`, the build ID of the
     /// file that the guest runs.
-    pub fn object_of(&mut self, guest_path: &str, running: Option<BuildId>) -> Option<&UserObject> {
+    pub fn object_of(&mut self, guest_path: &str, running: Option<BuildId>) -> Option<&ProgramSymbols> {
         let object = self.object(guest_path)?;
         let other = running
             .zip(object.build_id())
@@ -320,7 +320,7 @@ impl GuestSymbols {
         &self.problems
     }
 
-    fn load(&mut self, guest_path: &str) -> Result<UserObject, GuestFileError> {
+    fn load(&mut self, guest_path: &str) -> Result<ProgramSymbols, GuestFileError> {
         let no_room = || GuestFileError::MemoryLimit {
             path: guest_path.escape_debug().to_string(),
         };
@@ -329,7 +329,7 @@ impl GuestSymbols {
         }
         let data = self.files.program(guest_path)?;
         let path = PathBuf::from(guest_path);
-        let object = UserObject::parse(&data).map_err(|source| GuestFileError::Elf { path, source })?;
+        let object = ProgramSymbols::parse(&data).map_err(|source| GuestFileError::Elf { path, source })?;
         let left = self.left.checked_sub(object.bytes);
         self.left = left.unwrap_or(0);
         left.map(|_| object).ok_or_else(no_room)
@@ -638,7 +638,7 @@ mod tests {
     #[inline(never)]
     fn functions_of_a_real_program_resolve() {
         let exe = std::fs::read(std::env::current_exe().unwrap()).unwrap();
-        let object = UserObject::parse(&exe).unwrap();
+        let object = ProgramSymbols::parse(&exe).unwrap();
         let f = object
             .functions
             .iter()

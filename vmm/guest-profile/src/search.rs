@@ -5,20 +5,20 @@
 //! |---|---|
 //! | `wire` | messages between the processes, and their maximum lengths |
 //! | `reader` | the process that parses tables: requests guest memory and sends its result |
-//! | `asker` | the process that holds guest memory: serves reads and validates the result |
-//! | `found` | a kernel that was found |
+//! | `requester` | the process that holds guest memory: serves reads and validates the result |
+//! | `found_kernel` | a kernel that was found |
 //!
 //! Both processes run the same program, so the messages have no version. The reader is still
 //! treated as hostile, because a guest may have compromised it.
 
-mod asker;
-mod found;
+mod found_kernel;
 mod reader;
+mod requester;
 mod wire;
 
-pub use asker::{SearchError, ask};
-pub use found::{FoundKernel, UnreadPart};
+pub use found_kernel::{FoundKernel, UnreadPart};
 pub use reader::serve;
+pub use requester::{SearchError, ask};
 
 #[cfg(test)]
 mod tests;

@@ -102,7 +102,7 @@ fn offset<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
     Ok(offset)
 }
 
-/// Why the tasks of a kernel cannot be read.
+/// Reason why the tasks of a kernel cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LayoutError {
     /// The kernel has no type information.
@@ -267,7 +267,7 @@ impl std::fmt::Display for Printable<'_> {
 
 /// A mapping of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Mapping {
+pub struct ProcessMapping {
     /// Start address of the mapping.
     pub start: u64,
     /// End address of the mapping (exclusive).
@@ -342,7 +342,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     }
 
     /// Returns the mapping of process memory `mm` that contains `address`.
-    pub fn mapping(&mut self, mm: u64, address: u64, budget: &mut WalkBudget) -> Option<Mapping> {
+    pub fn mapping(&mut self, mm: u64, address: u64, budget: &mut WalkBudget) -> Option<ProcessMapping> {
         let maps = self.layout.maps.as_ref()?;
         let area = match maps.areas {
             AreaLayout::List { first, next } => {
@@ -364,7 +364,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     }
 
     /// Reads the `vm_area_struct` at `area`.
-    fn area(&mut self, area: u64, budget: &mut WalkBudget) -> Option<Mapping> {
+    fn area(&mut self, area: u64, budget: &mut WalkBudget) -> Option<ProcessMapping> {
         let maps = self.layout.maps.as_ref()?;
         let start = self.kernel_u64(area.wrapping_add(maps.vm_start), budget)?;
         let end = self.kernel_u64(area.wrapping_add(maps.vm_end), budget)?;
@@ -372,7 +372,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
             return None;
         }
         let pages = self.kernel_u64(area.wrapping_add(maps.vm_pgoff), budget)?;
-        Some(Mapping {
+        Some(ProcessMapping {
             start,
             end,
             file_offset: pages.checked_mul(4096)?,
@@ -492,7 +492,12 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     /// Returns the build ID of the file of `mapping`, read from its headers, which are mapped below
     /// its code. Returns `None` if the file has no build ID, is a 32-bit program, or its headers
     /// are not in memory.
-    pub fn build_id(&mut self, mm: u64, mapping: &Mapping, budget: &mut WalkBudget) -> Option<BuildId> {
+    pub fn build_id(
+        &mut self,
+        mm: u64,
+        mapping: &ProcessMapping,
+        budget: &mut WalkBudget,
+    ) -> Option<BuildId> {
         let first = self.first_part(mm, mapping, budget)?;
         let mut header = [0; 64];
         self.file_bytes(&first, 0, &mut header, budget)?;
@@ -519,7 +524,12 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     }
 
     /// Returns the mapping, below `mapping`, of the first page of the same file.
-    fn first_part(&mut self, mm: u64, mapping: &Mapping, budget: &mut WalkBudget) -> Option<Mapping> {
+    fn first_part(
+        &mut self,
+        mm: u64,
+        mapping: &ProcessMapping,
+        budget: &mut WalkBudget,
+    ) -> Option<ProcessMapping> {
         let mut first = *mapping;
         let mut left = MAX_PARTS;
         while first.file_offset != 0 {
@@ -535,7 +545,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     /// Reads bytes of a file from `offset`; `first` is the mapping of its first page.
     fn file_bytes(
         &mut self,
-        first: &Mapping,
+        first: &ProcessMapping,
         offset: u64,
         bytes: &mut [u8],
         budget: &mut WalkBudget,

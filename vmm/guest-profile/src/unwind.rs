@@ -17,8 +17,8 @@
 //!   plausibility check, and marks the chain as guessed. In the entry code, where no `pt_regs` is
 //!   complete, it uses the registers saved by SYSCALL and the entry code (see `entry`).
 //!
-//! A walk is bounded by the output slice, by [`UnwindLimits`], and by the rule that stack addresses must
-//! ascend.
+//! A walk is bounded by the output slice, by [`UnwindLimits`], and by the rule that stack addresses
+//! must ascend.
 
 pub mod context;
 mod entry;
@@ -31,7 +31,7 @@ use super::paging::AddressSpace;
 use super::{GuestPhys, GuestRegs, WalkBudget};
 use kernel_images::orc::{OrcEntry, OrcFrameKind, OrcRegister, OrcTable};
 use parts::{ChainBuffer, OtherRegs, USER32_CS, UserRegs, end_of, plausible_user};
-pub use parts::{End, KernelUnwind};
+pub use parts::{KernelUnwind, UnwindStop};
 
 /// `PERF_CONTEXT_GUEST_KERNEL`: marks the following frames as guest kernel frames.
 pub const CONTEXT_GUEST_KERNEL: u64 = (-2176i64).cast_unsigned();
@@ -76,22 +76,22 @@ impl Default for UnwindLimits {
     }
 }
 
-/// Why the parts of a call chain ended, as stored in a sample.
+/// Reason why the parts of a call chain ended, as stored in a sample.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Ends {
-    /// Why the kernel part ended; `None` without a kernel part.
-    pub kernel: Option<End>,
-    /// Why the user part ended; `None` without a user part.
-    pub user: Option<End>,
+pub struct UnwindStops {
+    /// Reason why the kernel part ended; `None` without a kernel part.
+    pub kernel: Option<UnwindStop>,
+    /// Reason why the user part ended; `None` without a user part.
+    pub user: Option<UnwindStop>,
     /// `true` if at least one frame is probable but not certain.
     pub guessed: bool,
 }
 
-impl Ends {
+impl UnwindStops {
     /// Encodes the value in two bytes.
     pub fn to_bytes(self) -> [u8; 2] {
         [
-            End::code(self.kernel) | End::code(self.user) << 4,
+            UnwindStop::code(self.kernel) | UnwindStop::code(self.user) << 4,
             u8::from(self.guessed),
         ]
     }
@@ -99,15 +99,15 @@ impl Ends {
     /// Decodes two bytes. Accepts any value.
     pub fn from_bytes([ends, guessed]: [u8; 2]) -> Self {
         Self {
-            kernel: End::from_code(ends & 15),
-            user: End::from_code(ends >> 4),
+            kernel: UnwindStop::from_code(ends & 15),
+            user: UnwindStop::from_code(ends >> 4),
             guessed: guessed & 1 != 0,
         }
     }
 
     /// Returns the name of the limit that truncated the chain, if any.
     pub fn cut_short(self) -> Option<&'static str> {
-        let bound = |end: Option<End>| end.and_then(End::bound);
+        let bound = |end: Option<UnwindStop>| end.and_then(UnwindStop::bound);
         bound(self.user).or(bound(self.kernel))
     }
 }
@@ -121,10 +121,10 @@ pub struct CallChain {
     pub kernel_frames: usize,
     /// Number of user frames.
     pub user_frames: usize,
-    /// Why the kernel part ended; `None` for a user sample.
-    pub kernel_end: Option<End>,
-    /// Why the user part ended; `None` without a user part.
-    pub user_end: Option<End>,
+    /// Reason why the kernel part ended; `None` for a user sample.
+    pub kernel_end: Option<UnwindStop>,
+    /// Reason why the user part ended; `None` without a user part.
+    pub user_end: Option<UnwindStop>,
     /// `true` if at least one frame is probable but not certain.
     pub guessed: bool,
     /// Number of guest memory reads.
@@ -135,8 +135,8 @@ pub struct CallChain {
 
 impl CallChain {
     /// Returns why the parts of the chain ended.
-    pub fn ends(&self) -> Ends {
-        Ends {
+    pub fn ends(&self) -> UnwindStops {
+        UnwindStops {
             kernel: self.kernel_end,
             user: self.user_end,
             guessed: self.guessed,
@@ -180,7 +180,7 @@ pub fn walk<M: GuestPhys + ?Sized>(
         others: OtherRegs::InVcpu,
     });
     if in_user.is_none() && (!out.marker(CONTEXT_GUEST_KERNEL) || out.frame(regs.rip).is_err()) {
-        chain.kernel_end = Some(End::Full);
+        chain.kernel_end = Some(UnwindStop::Full);
         chain.len = out.len;
         return chain;
     }
@@ -208,12 +208,12 @@ fn without_tables(user: Option<UserRegs>, chain: &mut CallChain, out: &mut Chain
     match user {
         None => {
             chain.kernel_frames = 1;
-            chain.kernel_end = Some(End::Unsupported);
+            chain.kernel_end = Some(UnwindStop::Unsupported);
         }
         Some(user) => {
             if out.marker(CONTEXT_GUEST_USER) && out.frame(user.ip).is_ok() {
                 chain.user_frames = 1;
-                chain.user_end = Some(End::Unsupported);
+                chain.user_end = Some(UnwindStop::Unsupported);
             }
         }
     }
@@ -233,7 +233,7 @@ fn walk_kernel<M: GuestPhys + ?Sized>(
     if kernel.is_some_and(|k| entry::without_regs(&k, regs))
         && let Some(user) = entry::user_regs(space, regs, budget)
     {
-        chain.kernel_end = Some(End::Complete);
+        chain.kernel_end = Some(UnwindStop::Complete);
         chain.kernel_frames = 1;
         chain.guessed = user.guessed;
         return Some(user.regs);
@@ -247,7 +247,7 @@ fn walk_kernel<M: GuestPhys + ?Sized>(
         user: None,
     };
     let end = match kernel {
-        None => End::NoTable,
+        None => UnwindStop::NoTable,
         Some(KernelUnwind {
             orc: Some(orc),
             slide,
@@ -310,14 +310,14 @@ enum WalkStep {
 }
 
 impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
-    fn word(&mut self, gva: u64) -> Result<u64, End> {
+    fn word(&mut self, gva: u64) -> Result<u64, UnwindStop> {
         if !self.space.is_kernel_half(gva) {
-            return Err(End::BadFrame);
+            return Err(UnwindStop::BadFrame);
         }
         self.space.read_u64(gva, self.budget).map_err(end_of)
     }
 
-    fn by_orc(&mut self, orc: &OrcTable, slide: u64) -> End {
+    fn by_orc(&mut self, orc: &OrcTable, slide: u64) -> UnwindStop {
         let mut switches = 0;
         loop {
             let before = self.state.sp;
@@ -328,24 +328,24 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
                 Some(OrcEntry {
                     kind: OrcFrameKind::End,
                     ..
-                }) => return End::Complete,
+                }) => return UnwindStop::Complete,
                 Some(entry) if entry.kind != OrcFrameKind::Undefined => self.orc_step(&entry),
                 _ => self.guess_by_frame_pointer(),
             };
             match step {
                 Err(end) => return end,
-                Ok(WalkStep::Boundary) => return End::Complete,
+                Ok(WalkStep::Boundary) => return UnwindStop::Complete,
                 Ok(WalkStep::Frame) => {}
             }
             let same_stack = before & !(THREAD_SIZE - 1) == self.state.sp & !(THREAD_SIZE - 1);
             if self.state.sp <= before {
                 switches += 1;
                 if same_stack || switches > MAX_STACK_SWITCHES {
-                    return End::BadFrame;
+                    return UnwindStop::BadFrame;
                 }
             }
             if !self.space.is_kernel_half(self.state.ip) {
-                return End::BadFrame;
+                return UnwindStop::BadFrame;
             }
             if let Err(end) = self.out.frame(self.state.ip) {
                 return end;
@@ -353,7 +353,7 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         }
     }
 
-    fn orc_step(&mut self, e: &OrcEntry) -> Result<WalkStep, End> {
+    fn orc_step(&mut self, e: &OrcEntry) -> Result<WalkStep, UnwindStop> {
         let s = self.state;
         let base = match e.sp_reg {
             OrcRegister::Sp | OrcRegister::SpIndirect => Some(s.sp),
@@ -364,7 +364,7 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
             OrcRegister::Dx => s.dx,
             OrcRegister::Undefined | OrcRegister::PrevSp => None,
         }
-        .ok_or(End::NoTable)?;
+        .ok_or(UnwindStop::NoTable)?;
         let offset = i64::from(e.sp_offset);
         let sp = match e.sp_reg {
             OrcRegister::SpIndirect => self.word(base)?.wrapping_add_signed(offset),
@@ -397,13 +397,13 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
                 }
                 return Ok(WalkStep::Frame);
             }
-            OrcFrameKind::End | OrcFrameKind::Undefined => return Err(End::NoTable),
+            OrcFrameKind::End | OrcFrameKind::Undefined => return Err(UnwindStop::NoTable),
         }
         match e.bp_reg {
             OrcRegister::Undefined => {}
             OrcRegister::PrevSp => next.bp = self.word(sp.wrapping_add_signed(i64::from(e.bp_offset)))?,
             OrcRegister::Bp => next.bp = self.word(s.bp.wrapping_add_signed(i64::from(e.bp_offset)))?,
-            _ => return Err(End::NoTable),
+            _ => return Err(UnwindStop::NoTable),
         }
         self.state = next;
         Ok(WalkStep::Frame)
@@ -411,7 +411,7 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
 
     /// Continues from the `pt_regs` at `at`. If `bp` is given, only the last five words are valid.
     /// Returns `true` if the registers are those of user mode.
-    fn take_regs(&mut self, at: u64, bp: Option<u64>) -> Result<bool, End> {
+    fn take_regs(&mut self, at: u64, bp: Option<u64>) -> Result<bool, UnwindStop> {
         let hardware = at.wrapping_add(pt_regs::IP);
         let ip = self.word(hardware)?;
         let cs = self.word(hardware.wrapping_add(8))?;
@@ -463,21 +463,21 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
 
     /// Guesses the caller of an address without a table entry (a module or generated code): the
     /// frame pointer must point into this stack, and to a kernel address.
-    fn guess_by_frame_pointer(&mut self) -> Result<WalkStep, End> {
+    fn guess_by_frame_pointer(&mut self) -> Result<WalkStep, UnwindStop> {
         let WalkState { sp, bp, .. } = self.state;
         if bp < sp || bp - sp > THREAD_SIZE || bp % 8 != 0 {
-            return Err(End::NoTable);
+            return Err(UnwindStop::NoTable);
         }
         self.guessed = true;
         self.frame_pointer_step()
     }
 
-    fn frame_pointer_step(&mut self) -> Result<WalkStep, End> {
+    fn frame_pointer_step(&mut self) -> Result<WalkStep, UnwindStop> {
         let bp = self.state.bp;
         let ip = self.word(bp.wrapping_add(8))?;
         let next = self.word(bp)?;
         if !self.space.is_kernel_half(ip) {
-            return Err(End::NoTable);
+            return Err(UnwindStop::NoTable);
         }
         self.state = WalkState {
             ip,
@@ -494,12 +494,12 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
 
     /// Unwinds kernels built with frame pointers. On exception entry, the kernel sets rbp to the
     /// address of the `pt_regs` with bit 0 set; on system-call entry, it sets rbp to 0.
-    fn by_frame_pointers(&mut self) -> End {
+    fn by_frame_pointers(&mut self) -> UnwindStop {
         let mut switches = 0;
         loop {
             let WalkState { bp, sp: before, .. } = self.state;
             if bp == 0 {
-                return End::Complete;
+                return UnwindStop::Complete;
             }
             let step = if bp & 1 == 1 {
                 self.take_regs(bp & !1, None)
@@ -508,20 +508,20 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
                 self.frame_pointer_step()
             };
             match step {
-                Err(End::NoTable) => return End::BadFrame,
+                Err(UnwindStop::NoTable) => return UnwindStop::BadFrame,
                 Err(end) => return end,
-                Ok(WalkStep::Boundary) => return End::Complete,
+                Ok(WalkStep::Boundary) => return UnwindStop::Complete,
                 Ok(WalkStep::Frame) => {}
             }
             if self.state.sp <= before {
                 switches += 1;
                 let same_stack = before & !(THREAD_SIZE - 1) == self.state.sp & !(THREAD_SIZE - 1);
                 if same_stack || switches > MAX_STACK_SWITCHES {
-                    return End::BadFrame;
+                    return UnwindStop::BadFrame;
                 }
             }
             if !self.space.is_kernel_half(self.state.ip) {
-                return End::BadFrame;
+                return UnwindStop::BadFrame;
             }
             if let Err(end) = self.out.frame(self.state.ip) {
                 return end;
@@ -531,8 +531,10 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
 
     /// Takes the user registers from the top of the task's kernel stack if the walk did not reach
     /// them. Not done after a complete walk by tables, which ended where no user registers exist.
-    fn user_from_stack_top(&mut self, end: End, frame_pointers: bool) {
-        if matches!(end, End::Spent | End::Full) || (end == End::Complete && !frame_pointers) {
+    fn user_from_stack_top(&mut self, end: UnwindStop, frame_pointers: bool) {
+        if matches!(end, UnwindStop::Spent | UnwindStop::Full)
+            || (end == UnwindStop::Complete && !frame_pointers)
+        {
             return;
         }
         let top = (self.state.sp & !(THREAD_SIZE - 1)).wrapping_add(THREAD_SIZE);
@@ -551,7 +553,7 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
             return;
         };
         if let Some(user) = plausible_user(self.space, [ip, cs, flags, sp, ss], bp, OtherRegs::At(at)) {
-            self.guessed |= end != End::Complete;
+            self.guessed |= end != UnwindStop::Complete;
             self.user = Some(user);
         }
     }

@@ -16,13 +16,13 @@ pub enum BtfError {
     #[error("not BTF version 1")]
     Header,
     /// Length or record beyond the end of the data.
-    #[error("the BTF is cut short")]
+    #[error("the BTF is truncated")]
     Truncated,
     /// Unknown type record kind, whose length is therefore unknown.
-    #[error("BTF type kind {0} is not known")]
+    #[error("unknown BTF type kind {0}")]
     Kind(u32),
     /// Struct names that exceed the memory limit, as in a malicious table.
-    #[error("the names of its structs take more than {MAX_NAMES_BYTES} bytes")]
+    #[error("the names of structs exceed {MAX_NAMES_BYTES} bytes")]
     Names,
 }
 

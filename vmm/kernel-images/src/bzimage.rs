@@ -8,7 +8,7 @@ use std::io::Read;
 
 use lzma_rust2::XzReader;
 
-use crate::error::{ImageDamage, ImageError, Lz4BlockError};
+use crate::error::{ImageDamage, KernelImageError, Lz4BlockError};
 use crate::{elf, le};
 
 /// Maximum size of an unpacked kernel, in bytes.
@@ -49,12 +49,12 @@ fn u32_at(data: &[u8], at: usize) -> u32 {
 /// Reads and validates the setup header.
 ///
 /// # Errors
-/// Returns an [`ImageError`] if the file is shorter than its header claims, or its boot protocol is
-/// too old.
-pub fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, ImageError> {
+/// Returns a [`KernelImageError`] if the file is shorter than its header claims, or its boot
+/// protocol is too old.
+pub fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, KernelImageError> {
     const FIELDS_END: usize = 0x250;
     if data.len() < FIELDS_END {
-        return Err(ImageError::truncated(
+        return Err(KernelImageError::truncated(
             name,
             "the setup header",
             FIELDS_END as u64,
@@ -64,7 +64,7 @@ pub fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, ImageError> 
     let version = le::u16_at(data, 0x206).unwrap_or(0);
     let [minor, major] = version.to_le_bytes();
     if version < 0x0208 {
-        return Err(ImageError::OldProtocol {
+        return Err(KernelImageError::OldProtocol {
             name: name.into(),
             major,
             minor,
@@ -83,13 +83,13 @@ pub fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, ImageError> 
     if payload_bytes < 16 {
         // A valid image of another kind: such programs start at 1 MiB through the 32-bit protocol,
         // which is not supported.
-        return Err(ImageError::NotAKernel {
+        return Err(KernelImageError::NotAKernel {
             name: name.into(),
             found: "it boots by the Linux protocol but has no Linux kernel inside (memtest86+ is made so)",
         });
     }
     if payload_end > data.len() {
-        return Err(ImageError::truncated(
+        return Err(KernelImageError::truncated(
             name,
             "the compressed kernel",
             payload_end as u64,
@@ -97,7 +97,12 @@ pub fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, ImageError> 
         ));
     }
     if end > data.len() {
-        return Err(ImageError::truncated(name, "the setup header", end as u64, data));
+        return Err(KernelImageError::truncated(
+            name,
+            "the setup header",
+            end as u64,
+            data,
+        ));
     }
     let cmdline_bytes = match u32_at(data, 0x238) {
         0 => 255,
@@ -115,27 +120,32 @@ pub fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, ImageError> 
 /// Unpacks the kernel. Returns the image and the name of the compression method.
 ///
 /// # Errors
-/// Returns an [`ImageError`] if the payload is damaged, too large or compressed with an unsupported
-/// method.
-pub fn payload(name: &str, data: &[u8], header: &SetupHeader) -> Result<(Vec<u8>, &'static str), ImageError> {
+/// Returns a [`KernelImageError`] if the payload is damaged, too large or compressed with an
+/// unsupported method.
+pub fn payload(
+    name: &str,
+    data: &[u8],
+    header: &SetupHeader,
+) -> Result<(Vec<u8>, &'static str), KernelImageError> {
     unpack(name, &data[header.payload_start..header.payload_end])
 }
 
 /// Extracts the ELF `vmlinux` from the bzImage `data`.
 ///
 /// # Errors
-/// Returns [`ImageError::NotAKernel`] if `data` is not a bzImage, [`ImageError::Malformed`] if its
-/// payload is not an ELF file, and the errors of [`setup_header`] and [`payload`].
-pub fn extract_vmlinux(name: &str, data: &[u8]) -> Result<Vec<u8>, ImageError> {
+/// Returns [`KernelImageError::NotAKernel`] if `data` is not a bzImage,
+/// [`KernelImageError::Malformed`] if its payload is not an ELF file, and the errors of
+/// [`setup_header`] and [`payload`].
+pub fn extract_vmlinux(name: &str, data: &[u8]) -> Result<Vec<u8>, KernelImageError> {
     if !is_bzimage(data) {
-        return Err(ImageError::NotAKernel {
+        return Err(KernelImageError::NotAKernel {
             name: name.into(),
             found: "it is not a bzImage",
         });
     }
     let (vmlinux, _) = payload(name, data, &setup_header(name, data)?)?;
     if !elf::is_elf(&vmlinux) {
-        return Err(ImageError::malformed(name, ImageDamage::NoElfPayload));
+        return Err(KernelImageError::malformed(name, ImageDamage::NoElfPayload));
     }
     Ok(vmlinux)
 }
@@ -144,16 +154,16 @@ pub fn extract_vmlinux(name: &str, data: &[u8]) -> Result<Vec<u8>, ImageError> {
 /// compression method, which is `none` for an ELF file.
 ///
 /// # Errors
-/// Returns [`ImageError::UnsupportedCompression`] for an unsupported method, [`ImageError::Unpack`]
-/// if the data is damaged, and [`ImageError::UnpackedTooLarge`].
-pub fn unpack(name: &str, payload: &[u8]) -> Result<(Vec<u8>, &'static str), ImageError> {
+/// Returns [`KernelImageError::UnsupportedCompression`] for an unsupported method,
+/// [`KernelImageError::Unpack`] if the data is damaged, and [`KernelImageError::UnpackedTooLarge`].
+pub fn unpack(name: &str, payload: &[u8]) -> Result<(Vec<u8>, &'static str), KernelImageError> {
     // The kernel build appends the unpacked size (gzip's own trailer serves this purpose), which
     // bounds the output.
     let claimed = payload
         .last_chunk()
         .map_or(0, |size| u64::from(u32::from_le_bytes(*size)));
     let method = method_of(payload);
-    let unsupported = |method| ImageError::UnsupportedCompression {
+    let unsupported = |method| KernelImageError::UnsupportedCompression {
         name: name.into(),
         method,
     };
@@ -195,8 +205,8 @@ fn unpack_error(
     name: &str,
     method: &'static str,
     source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
-) -> ImageError {
-    ImageError::Unpack {
+) -> KernelImageError {
+    KernelImageError::Unpack {
         name: name.into(),
         method,
         source: source.into(),
@@ -209,12 +219,12 @@ fn bounded(
     method: &'static str,
     claimed: u64,
     decoder: impl Read,
-) -> Result<Vec<u8>, ImageError> {
+) -> Result<Vec<u8>, KernelImageError> {
     // The claimed size is only an allocation hint. A wrong value costs a reallocation.
     let mut out = Vec::with_capacity(claimed.min(MAX_UNPACKED_BYTES / 4) as usize);
     let read = decoder.take(MAX_UNPACKED_BYTES + 1).read_to_end(&mut out);
     if out.len() as u64 > MAX_UNPACKED_BYTES {
-        return Err(ImageError::UnpackedTooLarge {
+        return Err(KernelImageError::UnpackedTooLarge {
             name: name.into(),
             method,
             limit_bytes: MAX_UNPACKED_BYTES,
@@ -227,10 +237,10 @@ fn bounded(
 /// Unpacks the legacy lz4 format: a magic number, then blocks of (compressed size, bytes) that each
 /// unpack to 8 MiB except the last. The unpacked size, appended by the kernel build, ends the
 /// stream.
-fn lz4_legacy(name: &str, payload: &[u8], claimed: u64) -> Result<Vec<u8>, ImageError> {
+fn lz4_legacy(name: &str, payload: &[u8], claimed: u64) -> Result<Vec<u8>, KernelImageError> {
     let method = "lz4";
     if claimed > MAX_UNPACKED_BYTES {
-        return Err(ImageError::UnpackedTooLarge {
+        return Err(KernelImageError::UnpackedTooLarge {
             name: name.into(),
             method,
             limit_bytes: MAX_UNPACKED_BYTES,
@@ -290,7 +300,7 @@ mod tests {
         f
     }
 
-    fn unpack_file(file: &[u8]) -> Result<(Vec<u8>, &'static str), ImageError> {
+    fn unpack_file(file: &[u8]) -> Result<(Vec<u8>, &'static str), KernelImageError> {
         let header = setup_header("k", file)?;
         payload("k", file, &header)
     }
@@ -412,10 +422,13 @@ mod tests {
         let elf = [&b"\x7fELF"[..], &sample()].concat();
         assert_eq!(extract_vmlinux("k", &gzip(&elf)).unwrap(), elf);
         let no_elf = extract_vmlinux("k", &gzip(&sample()));
-        assert!(matches!(no_elf, Err(ImageError::Malformed { .. })), "{no_elf:?}");
+        assert!(
+            matches!(no_elf, Err(KernelImageError::Malformed { .. })),
+            "{no_elf:?}"
+        );
         let no_image = extract_vmlinux("k", &elf);
         assert!(
-            matches!(no_image, Err(ImageError::NotAKernel { .. })),
+            matches!(no_image, Err(KernelImageError::NotAKernel { .. })),
             "{no_image:?}"
         );
         // A module is not followed by its size.

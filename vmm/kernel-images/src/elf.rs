@@ -7,7 +7,7 @@ use object::Endianness;
 use object::elf;
 use object::read::elf::{FileHeader, ProgramHeader, SectionHeader, Sym};
 
-use crate::error::{ImageDamage, ImageError};
+use crate::error::{ImageDamage, KernelImageError};
 use crate::orc;
 use crate::symbols::{KernelSymbols, SymbolsBuilder};
 
@@ -86,14 +86,14 @@ pub fn is_elf(data: &[u8]) -> bool {
 /// Parses a 32- or 64-bit little-endian loadable image.
 ///
 /// # Errors
-/// Returns an [`ImageError`] if a header or a segment is damaged. Damaged sections only make the
-/// symbols unavailable.
-pub fn parse<'a>(name: &str, data: &'a [u8]) -> Result<ElfImage<'a>, ImageError> {
+/// Returns a [`KernelImageError`] if a header or a segment is damaged. Damaged sections only make
+/// the symbols unavailable.
+pub fn parse<'a>(name: &str, data: &'a [u8]) -> Result<ElfImage<'a>, KernelImageError> {
     match data.get(4) {
         Some(1) => parse_class::<elf::FileHeader32<Endianness>>(name, data, false),
         Some(2) => parse_class::<elf::FileHeader64<Endianness>>(name, data, true),
-        Some(class) => Err(ImageError::malformed(name, ImageDamage::Class(*class))),
-        None => Err(ImageError::truncated(name, "the ELF header", 52, data)),
+        Some(class) => Err(KernelImageError::malformed(name, ImageDamage::Class(*class))),
+        None => Err(KernelImageError::truncated(name, "the ELF header", 52, data)),
     }
 }
 
@@ -101,19 +101,24 @@ fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
     name: &str,
     data: &'a [u8],
     is_64: bool,
-) -> Result<ElfImage<'a>, ImageError> {
+) -> Result<ElfImage<'a>, KernelImageError> {
     let header_bytes = size_of::<H>() as u64;
     if (data.len() as u64) < header_bytes {
-        return Err(ImageError::truncated(name, "the ELF header", header_bytes, data));
+        return Err(KernelImageError::truncated(
+            name,
+            "the ELF header",
+            header_bytes,
+            data,
+        ));
     }
     let header = H::parse(data).map_err(|e| unreadable(name, "ELF header", e))?;
     let endian = header.endian().map_err(|e| unreadable(name, "ELF header", e))?;
     if endian != Endianness::Little {
-        return Err(ImageError::malformed(name, ImageDamage::BigEndian));
+        return Err(KernelImageError::malformed(name, ImageDamage::BigEndian));
     }
     let headers = program_headers(name, data, header, endian)?;
     if headers.iter().any(|ph| ph.p_type(endian) == elf::PT_INTERP) {
-        return Err(ImageError::NotAKernel {
+        return Err(KernelImageError::NotAKernel {
             name: name.to_owned(),
             found: "it is a program that an operating system loads",
         });
@@ -159,12 +164,12 @@ fn program_headers<'a, H: FileHeader<Endian = Endianness>>(
     data: &'a [u8],
     header: &H,
     endian: Endianness,
-) -> Result<&'a [H::ProgramHeader], ImageError> {
+) -> Result<&'a [H::ProgramHeader], KernelImageError> {
     let phoff: u64 = header.e_phoff(endian).into();
     let phnum = u64::from(header.e_phnum(endian));
     let phend = phoff.saturating_add(phnum.saturating_mul(u64::from(header.e_phentsize(endian))));
     if phend > data.len() as u64 {
-        return Err(ImageError::truncated(
+        return Err(KernelImageError::truncated(
             name,
             "the program header table",
             phend,
@@ -175,7 +180,7 @@ fn program_headers<'a, H: FileHeader<Endian = Endianness>>(
         .program_headers(endian, data)
         .map_err(|e| unreadable(name, "program header table", e))?;
     if headers.len() > MAX_SEGMENTS {
-        return Err(ImageError::malformed(
+        return Err(KernelImageError::malformed(
             name,
             ImageDamage::Segments {
                 count: headers.len(),
@@ -193,7 +198,7 @@ fn loaded_segments<'a, P: ProgramHeader<Endian = Endianness>>(
     data: &'a [u8],
     headers: &[P],
     endian: Endianness,
-) -> Result<Vec<LoadSegment<'a>>, ImageError> {
+) -> Result<Vec<LoadSegment<'a>>, KernelImageError> {
     let mut segments = Vec::new();
     for (index, ph) in headers.iter().enumerate() {
         if ph.p_type(endian) != elf::PT_LOAD {
@@ -205,7 +210,7 @@ fn loaded_segments<'a, P: ProgramHeader<Endian = Endianness>>(
             continue;
         }
         if file_bytes > mem_bytes {
-            return Err(ImageError::malformed(
+            return Err(KernelImageError::malformed(
                 name,
                 ImageDamage::SegmentSize {
                     index,
@@ -216,7 +221,7 @@ fn loaded_segments<'a, P: ProgramHeader<Endian = Endianness>>(
         }
         let end = offset.saturating_add(file_bytes);
         if end > data.len() as u64 {
-            return Err(ImageError::truncated(
+            return Err(KernelImageError::truncated(
                 name,
                 &format!("segment {index}"),
                 end,
@@ -233,7 +238,7 @@ fn loaded_segments<'a, P: ProgramHeader<Endian = Endianness>>(
         });
     }
     if segments.is_empty() {
-        return Err(ImageError::NoSegments { name: name.into() });
+        return Err(KernelImageError::NoSegments { name: name.into() });
     }
     Ok(segments)
 }
@@ -300,19 +305,19 @@ impl<'a> ElfTables<'a> {
 /// Reads only the sections and symbols of a file, which need not be loadable.
 ///
 /// # Errors
-/// Returns [`ImageError::Malformed`] if the file is not an ELF file or has no usable section
+/// Returns [`KernelImageError::Malformed`] if the file is not an ELF file or has no usable section
 /// headers.
-pub fn tables<'a>(name: &str, data: &'a [u8]) -> Result<ElfTables<'a>, ImageError> {
+pub fn tables<'a>(name: &str, data: &'a [u8]) -> Result<ElfTables<'a>, KernelImageError> {
     let read = match data.get(4) {
         Some(1) if is_elf(data) => tables_of_class::<elf::FileHeader32<Endianness>>(data),
         Some(2) if is_elf(data) => tables_of_class::<elf::FileHeader64<Endianness>>(data),
-        _ => return Err(ImageError::malformed(name, ImageDamage::NoElf)),
+        _ => return Err(KernelImageError::malformed(name, ImageDamage::NoElf)),
     };
     read.map_err(|e| unreadable(name, "section headers", e))
 }
 
-fn unreadable(name: &str, part: &'static str, source: object::read::Error) -> ImageError {
-    ImageError::malformed(name, ImageDamage::Headers { part, source })
+fn unreadable(name: &str, part: &'static str, source: object::read::Error) -> KernelImageError {
+    KernelImageError::malformed(name, ImageDamage::Headers { part, source })
 }
 
 fn tables_of_class<H: FileHeader<Endian = Endianness>>(data: &[u8]) -> object::read::Result<ElfTables<'_>> {

@@ -3,7 +3,7 @@
 /// Error returned when a kernel image cannot be read. Each message is one line and names the file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum ImageError {
+pub enum KernelImageError {
     /// The file has none of the supported formats.
     #[error(
         "{name} is not a kernel: {found}; accepted are an x86-64 ELF vmlinux, a bzImage, a multiboot v1 image and an \
@@ -39,7 +39,7 @@ pub enum ImageError {
         damage: ImageDamage,
     },
     /// The bzImage uses a boot protocol older than 2.08.
-    #[error("kernel {name} uses boot protocol {major}.{minor:02}; 2.08 (Linux 2.6.26) or later is needed")]
+    #[error("kernel {name} uses boot protocol {major}.{minor:02}; must be 2.08 (Linux 2.6.26) or later")]
     OldProtocol {
         /// File name.
         name: String,
@@ -90,19 +90,19 @@ pub enum ImageError {
 #[derive(Debug, thiserror::Error)]
 pub enum ImageDamage {
     /// Machine other than x86-64.
-    #[error("it is not for x86-64")]
+    #[error("not an x86-64 file")]
     Machine,
     /// Missing ELF magic.
-    #[error("it is no ELF file")]
+    #[error("not an ELF file")]
     NoElf,
     /// bzImage payload that is not an ELF image.
-    #[error("its payload is not an ELF image")]
+    #[error("the payload is not an ELF image")]
     NoElfPayload,
     /// Invalid `EI_CLASS`.
-    #[error("ELF class {0} is neither 32 nor 64 bits")]
+    #[error("invalid ELF class {0}")]
     Class(u8),
     /// Big-endian file (`EI_DATA`).
-    #[error("it is big-endian")]
+    #[error("unsupported byte order: big-endian")]
     BigEndian,
     /// Damaged header or header table.
     #[error("{part}")]
@@ -113,7 +113,7 @@ pub enum ImageDamage {
         source: object::read::Error,
     },
     /// Too many program headers.
-    #[error("it has {count} program headers, more than {most}")]
+    #[error("{count} program headers; must be at most {most}")]
     Segments {
         /// Number of program headers.
         count: usize,
@@ -144,13 +144,13 @@ pub enum ImageDamage {
 #[derive(Debug, thiserror::Error)]
 pub enum Lz4BlockError {
     /// Block size beyond the end of the payload.
-    #[error("a block of {0} bytes reaches past the payload's end")]
+    #[error("a block of {0} bytes exceeds the payload")]
     PastEnd(usize),
     /// Unpacked data larger than the claimed size.
-    #[error("it is larger than the {0} bytes it claims")]
+    #[error("larger than the {0} bytes that its header declares")]
     Larger(u64),
     /// Unpacked data smaller than the claimed size.
-    #[error("it has {found} bytes but claims {claimed}")]
+    #[error("{found} bytes, but its header declares {claimed}")]
     Smaller {
         /// Unpacked size, in bytes.
         found: usize,
@@ -159,8 +159,8 @@ pub enum Lz4BlockError {
     },
 }
 
-impl ImageError {
-    /// Creates an [`ImageError::Malformed`] for an invalid header field.
+impl KernelImageError {
+    /// Creates a [`KernelImageError::Malformed`] for an invalid header field.
     pub fn malformed(name: &str, damage: ImageDamage) -> Self {
         Self::Malformed {
             name: name.into(),
@@ -168,7 +168,7 @@ impl ImageError {
         }
     }
 
-    /// Creates an [`ImageError::Truncated`] for `data` that ends before the end of `part` at
+    /// Creates a [`KernelImageError::Truncated`] for `data` that ends before the end of `part` at
     /// `need_bytes`.
     pub fn truncated(name: &str, part: &str, need_bytes: u64, data: &[u8]) -> Self {
         Self::Truncated {

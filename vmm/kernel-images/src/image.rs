@@ -6,7 +6,7 @@
 use crate::btf::Btf;
 use crate::build_id::BuildId;
 use crate::elf;
-use crate::error::{ImageDamage, ImageError};
+use crate::error::{ImageDamage, KernelImageError};
 use crate::kallsyms::{self, KallsymsError};
 use crate::orc::OrcTable;
 use crate::symbols::KernelSymbols;
@@ -30,13 +30,13 @@ impl KernelImage {
     /// still be unwound.
     ///
     /// # Errors
-    /// Returns an [`ImageError`] if the file is not an ELF file or is for another processor.
+    /// Returns a [`KernelImageError`] if the file is not an ELF file or is for another processor.
     #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
-    pub fn parse(name: &str, bytes: &[u8]) -> Result<Self, ImageError> {
+    pub fn parse(name: &str, bytes: &[u8]) -> Result<Self, KernelImageError> {
         const EM_X86_64: u16 = 62;
         let tables = elf::tables(name, bytes)?;
         if tables.machine != EM_X86_64 {
-            return Err(ImageError::malformed(name, ImageDamage::Machine));
+            return Err(KernelImageError::malformed(name, ImageDamage::Machine));
         }
         let mut notes = Vec::new();
         let section = |name: &str| tables.section(name).map(|s| (s.virt, s.data));

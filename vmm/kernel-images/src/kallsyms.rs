@@ -22,13 +22,13 @@ use crate::symbols::{KernelSymbols, SymbolsBuilder};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum KallsymsError {
     /// No token table with a matching index.
-    #[error("no kallsyms token table")]
+    #[error("kallsyms token table not found")]
     NoTokens,
     /// No names that match the tokens and markers.
-    #[error("no kallsyms names that fit the token table")]
+    #[error("kallsyms names that match the token table not found")]
     NoNames,
     /// Symbol names without matching addresses.
-    #[error("no kallsyms addresses that fit the names")]
+    #[error("kallsyms addresses that match the names not found")]
     NoAddresses,
 }
 

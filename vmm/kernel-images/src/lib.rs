@@ -49,4 +49,4 @@ pub mod orc;
 pub mod packed;
 pub mod symbols;
 
-pub use error::{ImageDamage, ImageError, Lz4BlockError};
+pub use error::{ImageDamage, KernelImageError, Lz4BlockError};

@@ -111,7 +111,7 @@ pub enum OrcError {
     #[error("the ORC tables cover more than 4 GiB")]
     Span,
     /// Offsets received from another process that do not ascend from 0.
-    #[error("the ORC tables are not in order")]
+    #[error("the ORC tables are not sorted")]
     Order,
 }
 

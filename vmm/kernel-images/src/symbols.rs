@@ -114,7 +114,7 @@ impl SymbolsBuilder {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum KallsymsTextError {
     /// A line is not of the form "address type name".
-    #[error("no line of the form \"address type name\"")]
+    #[error("no line has the form \"address type name\"")]
     NoSymbols,
     /// All addresses are zero because the reader lacked the permission to see them.
     #[error("all addresses are zero; read /proc/kallsyms as root with kernel.kptr_restrict=0")]

@@ -50,14 +50,14 @@ impl Read for InterruptibleFile {
 
 /// The error of a read interrupted by a stop signal.
 #[derive(Debug, thiserror::Error)]
-#[error("interrupted before its end was read")]
+#[error("interrupted")]
 pub struct EndedBySignal;
 
 /// The error of opening a pipe without a writer, for which a blocking open(2) would wait
 /// indefinitely.
 #[derive(Debug, thiserror::Error)]
-#[error("it is a pipe that nobody writes to; give a file, or a pipe with a writer as of <(COMMAND)")]
-pub struct NoWriter;
+#[error("the pipe has no writer; use a file, or a pipe with a writer such as <(COMMAND)")]
+pub struct PipeWithoutWriterError;
 
 /// Opens `path` for reading without blocking.
 ///
@@ -65,7 +65,7 @@ pub struct NoWriter;
 /// wait for the writer or for a stop signal.
 ///
 /// # Errors
-/// Returns the error of open(2), or [`NoWriter`] if a pipe has no writer.
+/// Returns the error of open(2), or [`PipeWithoutWriterError`] if a pipe has no writer.
 pub fn open(path: &Path) -> io::Result<Input> {
     let mut file = open_nonblocking(path)?;
     let mut begin = Vec::new();
@@ -73,7 +73,7 @@ pub fn open(path: &Path) -> io::Result<Input> {
     if kind.is_fifo() {
         let mut bytes = [0; PROBE_BYTES];
         match file.read(&mut bytes) {
-            Ok(0) => return Err(io::Error::new(ErrorKind::InvalidInput, NoWriter)),
+            Ok(0) => return Err(io::Error::new(ErrorKind::InvalidInput, PipeWithoutWriterError)),
             Ok(count) => begin.extend_from_slice(&bytes[..count]),
             // The pipe has a writer that has not written yet.
             Err(e) if e.kind() == ErrorKind::WouldBlock => {}
@@ -119,7 +119,7 @@ mod tests {
         assert_eq!(text(&file).unwrap(), "words");
         assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
         let why = text(&pipe).unwrap_err();
-        assert!(why.to_string().contains("nobody writes"), "{why}");
+        assert!(why.to_string().contains("no writer"), "{why}");
         can_be_read(&pipe).unwrap();
         // More than the first read and more than the capacity of a pipe.
         let many = "0123456789abcdef".repeat(20_000);

@@ -36,7 +36,7 @@
 //! let profile = session.finish()?;
 //! let mut symbols = Symbolizer::new(&profile, None, None);
 //! let file = std::fs::File::create("web.pb.gz")?;
-//! pprof::write(&profile, &mut symbols, &pprof::Label::ALL, file)?;
+//! pprof::write(&profile, &mut symbols, &pprof::SampleLabel::ALL, file)?;
 //! # Ok(())
 //! # }
 //! ```

@@ -11,17 +11,17 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
-use control_api::protocol::{KernelInfo, KernelState, Opened, RingInfo, Sampling};
+use control_api::protocol::{KernelInfo, KernelState, OpenedEvent, RingInfo, SamplingParams};
 use control_api::request;
 use guest_profile::export::{
-    EventInfo, EventRate, FileMapping, NO_PID, Profile, ProfileMetadata, Sample, SavedSymbol, TaskName,
-    frames,
+    EventInfo, EventRate, FileMapping, NO_PID, Profile, ProfileMetadata, ProfileSample, SavedSymbol,
+    TaskName, frames,
 };
 use guest_profile::sample::SampleData;
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 use perf_core::record::{Record, RecordFormat, Sample as RingSample};
-use perf_core::ring::{ReadError, RingReader};
+use perf_core::ring::{RingReadError, RingReader};
 use perf_core::{ReadFormat, SampleType, error_line};
 
 use crate::kernel_map::kernel_map;
@@ -47,7 +47,7 @@ pub enum SessionError {
     #[error(transparent)]
     Events(#[from] EventNameError),
     /// The VM cannot sample an event.
-    #[error("'{event}' cannot be sampled here: {why}")]
+    #[error("cannot sample '{event}': {why}")]
     NotSampled {
         /// Name of the event.
         event: String,
@@ -61,7 +61,7 @@ pub enum SessionError {
         vcpu: u32,
         /// Error of mapping the ring.
         #[source]
-        source: ReadError,
+        source: RingReadError,
     },
 }
 
@@ -101,7 +101,7 @@ pub struct Count {
 #[derive(Debug)]
 pub struct CountingSession {
     client: Client,
-    opened: Vec<Opened>,
+    opened: Vec<OpenedEvent>,
 }
 
 impl CountingSession {
@@ -127,7 +127,7 @@ impl CountingSession {
     /// Returns [`SessionError::Client`] if the VM has ended or does not reply.
     pub fn read(&mut self) -> Result<Vec<Count>, SessionError> {
         let readings = self.client.call(request::Read)?;
-        let count = |opened: &Opened| {
+        let count = |opened: &OpenedEvent| {
             let reading = readings.iter().find(|r| Some(r.handle) == opened.handle);
             Count {
                 event: opened.name.clone(),
@@ -180,7 +180,7 @@ impl SamplingSession {
             events: vendor::resolve_vendor_events(events)?,
             vcpus: None,
             whole: false,
-            sampling: Some(Sampling {
+            sampling: Some(SamplingParams {
                 rate: number,
                 frequency,
                 callchain: true,
@@ -269,7 +269,7 @@ impl SamplingSession {
     }
 
     /// Adds opened events and maps the rings of their vCPUs.
-    fn add(&mut self, opened: &[Opened]) -> Result<(), SessionError> {
+    fn add(&mut self, opened: &[OpenedEvent]) -> Result<(), SessionError> {
         for o in opened {
             let id = *self.listed.entry(o.index).or_insert(o.id);
             self.ids.insert(o.id, id);
@@ -358,7 +358,7 @@ impl SamplingSession {
             });
         }
         let chain: Vec<u64> = sample.callchain.iter().collect();
-        self.profile.push(&Sample {
+        self.profile.push(&ProfileSample {
             time_ns,
             vcpu: sample.cpu,
             pid,

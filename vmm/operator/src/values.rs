@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use guest_profile::export::pprof::Label;
+use guest_profile::export::pprof::SampleLabel;
 use guest_profile::export::report::SortKey;
 
 /// Minimum interval of `stat -I`, in milliseconds.
@@ -18,27 +18,29 @@ const MAX_VCPU: u32 = 1024;
 /// Errors of option values. The caller prefixes the message with the option and the value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ValueError {
-    #[error("must be a number of bytes, or a number followed by K, M, G or T, as in 512M")]
+    #[error("must be a number of bytes, or a number followed by K, M, G or T, for example 512M")]
     Size,
     #[error("does not fit into 64 bits")]
     SizeTooLarge,
-    #[error("must be a whole number, {from} to {to}", to = format_limit(*to))]
+    #[error("must be a whole number between {from} and {to}", to = format_limit(*to))]
     Whole { from: i128, to: i128 },
-    #[error("must be vCPU numbers and ranges, as in 0,2-3")]
+    #[error("must be vCPU numbers and ranges, for example 0,2-3")]
     Vcpus,
-    #[error("must be a number of seconds above 0, as in 2.5")]
+    #[error("must be a number of seconds above 0, for example 2.5")]
     Seconds,
-    #[error("must be a number of milliseconds, {MIN_INTERVAL_MS} to {MAX_INTERVAL_MS}")]
+    #[error("must be a number of milliseconds between {MIN_INTERVAL_MS} and {MAX_INTERVAL_MS}")]
     Interval,
     #[error("must not be empty")]
     Empty,
-    #[error("must be a share from 0 to 100")]
+    #[error("must be a percentage between 0 and 100")]
     Percent,
-    #[error("'{0}' is no column; known are {known}", known = SortKey::NAMES)]
+    #[error("unknown column '{0}'; known are {known}", known = SortKey::NAMES)]
     SortKey(String),
-    #[error("'{0}' is no label; known are task, event, vcpu and pid")]
+    #[error("unknown label '{0}'; known are task, event, vcpu and pid")]
     Label(String),
-    #[error("a recording is not written in order, so not to standard output; name a file")]
+    #[error(
+        "cannot write a recording to standard output, because it is not written sequentially; name a file"
+    )]
     RecordingOnStdout,
 }
 
@@ -155,18 +157,20 @@ pub fn parse_sort(text: &str) -> Result<SortKeys, ValueError> {
 
 /// Labels of a profile's samples.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Labels(pub Vec<Label>);
+pub struct ProfileLabels(pub Vec<SampleLabel>);
 
 /// Parses the labels of a profile's samples, such as `task,event`.
-pub fn parse_labels(text: &str) -> Result<Labels, ValueError> {
+pub fn parse_labels(text: &str) -> Result<ProfileLabels, ValueError> {
     let label = |name: &str| {
-        let found = Label::ALL.into_iter().find(|label| label.name() == name.trim());
+        let found = SampleLabel::ALL
+            .into_iter()
+            .find(|label| label.name() == name.trim());
         found.ok_or_else(|| ValueError::Label(name.to_owned()))
     };
-    let named: Vec<Label> = text.split(',').map(label).collect::<Result<_, _>>()?;
+    let named: Vec<SampleLabel> = text.split(',').map(label).collect::<Result<_, _>>()?;
     // Removes duplicates.
-    Ok(Labels(
-        Label::ALL
+    Ok(ProfileLabels(
+        SampleLabel::ALL
             .into_iter()
             .filter(|label| named.contains(label))
             .collect(),

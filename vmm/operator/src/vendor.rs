@@ -14,7 +14,7 @@ pub mod cpu;
 mod parse;
 mod perf;
 
-use control_api::events::list::{self, ListError};
+use control_api::events::list::{self, EventListError};
 use control_api::nearest::did_you_mean;
 
 use cpu::CpuName;
@@ -25,21 +25,22 @@ pub use perf::{PerfError, events_of};
 #[derive(Debug, thiserror::Error)]
 pub enum EventNameError {
     #[error(transparent)]
-    List(#[from] ListError),
-    #[error("unknown event '{event}'; the vendor's events by name are not known here")]
+    List(#[from] EventListError),
+    #[error("unknown event '{event}'; the names of the vendor's events are unavailable")]
     Unasked {
         event: String,
         #[source]
         source: PerfError,
     },
-    #[error("unknown event '{event}'{meant}; perfvisor list vendor shows those of {cpu}")]
+    #[error("unknown event '{event}'{meant}; perfvisor list vendor shows the events of {cpu}")]
     Unknown {
         event: String,
         meant: String,
         cpu: CpuName,
     },
     #[error(
-        "event '{event}' needs '{term}' beside its selector, and only event, umask, edge, inv and cmask can be counted by name"
+        "event '{event}' requires the unsupported term '{term}'; supported are event, umask, edge, \
+        inv and cmask"
     )]
     NeedsMore { event: String, term: String },
 }
@@ -64,7 +65,7 @@ fn with_tables(
 ) -> Result<String, EventNameError> {
     let error = match list::parse(events) {
         Ok(_) => return Ok(events.to_owned()),
-        Err(error @ ListError::Unknown(_)) => error,
+        Err(error @ EventListError::Unknown(_)) => error,
         Err(error) => return Err(error.into()),
     };
     let Some(first) = names(events).find(|(_, name)| may_be_vendor_event(name)) else {
@@ -189,8 +190,8 @@ mod tests {
         assert!(error("l1d.replacment").contains("did you mean 'l1d.replacement'"));
         assert!(error("bananas.ripe").contains("'bananas.ripe'; perfvisor list vendor"));
         let response = error("offcore_response.demand_code_rd.any_response");
-        assert!(response.contains("needs 'offcore_rsp'"), "{response}");
-        assert!(error("l1d_pend_miss.pending_cycles_any").contains("needs 'any'"));
+        assert!(response.contains("unsupported term 'offcore_rsp'"), "{response}");
+        assert!(error("l1d_pend_miss.pending_cycles_any").contains("unsupported term 'any'"));
         let none = || Err(PerfError::NotInstalled);
         let asked = with_tables("l1d.replacement", none).unwrap_err();
         assert!(error_line(&asked).contains("linux-perf"), "{asked}");

@@ -3,12 +3,13 @@
 use std::error::Error;
 use std::fmt::Write as _;
 
-use perf_core::CoreConfig;
+use perf_core::PerfCoreConfig;
 use perf_core::pmu::MEDIATED_NEIGHBOUR;
 use perf_core::pmu::host::HostProbe;
 use serde::{Serialize, Serializer};
 use vpmu::{
-    ArchEvent, Backing, BackingPolicy, CounterNumbers, HostPmu, ModelError, PmuModel, PmuModelName, Vendor,
+    ArchEvent, Backing, BackingPolicy, CounterNumbers, HostPmuProperties, ModelError, PmuModel, PmuModelName,
+    Vendor,
 };
 
 use crate::cli::CheckArgs;
@@ -18,9 +19,9 @@ use perf_core::error_line;
 use virtio_devices::net::vhost::{VhostError, VhostNetBackend};
 use vmm::kvm::cpuid;
 use vmm::kvm::host::{self, HostError, KvmCapabilities};
-use vmm::kvm::own_pmu::{self, KvmPmuOffer, KvmVpmuModelError, KvmVpmuUnavailable};
 use vmm::kvm::rotation_cost::{self, RotationCost};
 use vmm::kvm::stepping::{self, Stepping};
+use vmm::kvm::vpmu_probe::{self, KvmPmuOffer, KvmVpmuModelError, KvmVpmuUnavailable};
 use vmm::pmu::backing;
 use vmm::pmu::fit::{self, fit};
 
@@ -38,11 +39,11 @@ struct HostReport {
     mediated_vpmus: bool,
     /// Single-stepping capabilities for the exact backing.
     stepping: Option<Stepping>,
-    /// Whether vhost-net is available, or the reason why not.
+    /// Availability of vhost-net, or the reason why it is unavailable.
     #[serde(serialize_with = "serialize_result")]
     vhost_net: Result<bool, VhostError>,
     perf: HostProbe,
-    /// Whether the limits of perf_event_paranoid apply to this process.
+    /// `true` if the limits of perf_event_paranoid apply to this process.
     paranoid_applies: bool,
     /// PMU model that `--pmu auto` selects on this host.
     pmu_auto: String,
@@ -81,7 +82,7 @@ struct DefaultLimits {
 
 impl DefaultLimits {
     fn of(perf: &HostProbe) -> Self {
-        let core = CoreConfig::default();
+        let core = PerfCoreConfig::default();
         let cpus = u64::try_from(core.host_cpus).unwrap_or(u64::MAX);
         Self {
             samples_per_second: core.sample_rate_hz,
@@ -106,7 +107,7 @@ struct EventBacking {
 pub enum CheckError {
     #[error(transparent)]
     Host(#[from] HostError),
-    #[error("there is no KVM to ask")]
+    #[error("KVM is unavailable")]
     NoKvm,
     #[error(transparent)]
     KvmVpmuUnavailable(#[from] KvmVpmuUnavailable),
@@ -158,7 +159,7 @@ impl HostReport {
         let perf = HostProbe::run();
         let opened = host::open();
         let own_pmu = match &opened {
-            Ok(kvm) => own_pmu::probe(kvm, &perf).map_err(CheckError::from),
+            Ok(kvm) => vpmu_probe::probe(kvm, &perf).map_err(CheckError::from),
             Err(_) => Err(CheckError::NoKvm),
         };
         let stepping = opened.as_ref().ok().and_then(|kvm| stepping::probe(kvm).ok());
@@ -193,7 +194,7 @@ impl HostReport {
                 .map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned()),
             kvm,
             own_pmu,
-            mediated_vpmus: own_pmu::is_mediated(),
+            mediated_vpmus: vpmu_probe::is_mediated(),
             stepping,
             vhost_net: VhostNetBackend::open().map(|_| true),
             turns,
@@ -209,7 +210,7 @@ impl HostReport {
             },
             own_pmu_asked: own_asked.map(|model| model.map(|fitted| fitted.model.to_string())),
             limits: DefaultLimits::of(&perf),
-            events: event_backings(&perf, HostPmu::vendor(&mut cpuid::read_host)),
+            events: event_backings(&perf, HostPmuProperties::vendor(&mut cpuid::read_host)),
             perf,
         })
     }

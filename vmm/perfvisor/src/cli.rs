@@ -24,9 +24,9 @@ use vpmu::{BackingPolicy, CounterNumbers, PmiShare, PmuModelName};
 use crate::commands::generate::{EXAMPLES, GenerateArgs};
 use crate::commands::validate::ValidateArgs;
 use crate::values::{
-    ObserversAt, SecurityProfile, integer_in_range, parse_builtin, parse_gdb, parse_memory, parse_on_off,
-    parse_pmi_limit, parse_ring_memory, parse_sample_limit, parse_share, parse_stop_timeout, parse_turn,
-    parse_width,
+    ObserverSocketArg, SecurityProfile, integer_in_range, parse_builtin, parse_gdb, parse_memory,
+    parse_on_off, parse_pmi_limit, parse_ring_memory, parse_sample_limit, parse_share, parse_stop_timeout,
+    parse_turn, parse_width,
 };
 use operator::commands::annotate::AnnotateArgs;
 use operator::commands::convert::ConvertArgs;
@@ -53,22 +53,22 @@ use vmm::gdb::config::GdbConfig;
 use vmm::kvm::signature::CpuSignature;
 use vmm::memory::HugePages;
 use vmm::numbers::VcpuNumbers;
-use vmm::turns::MuxChoice;
+use vmm::timers::MuxChoice;
 use vmm::vcpu::affinity::Pinning;
 use vmm::vcpu::control::ResetPolicy;
 use vmm::vm::HaltPolling;
 
 const EXIT_STATUS_HELP: &str = "\
 Exit status:
-  0    the guest powered off, or Ctrl-A x ended it
+  0    the guest powered off, or Ctrl-A x terminated the VM
   odd  the guest wrote N to the debug-exit port 0xF4: (N << 1) | 1
-  2    bad input: an option, a file, or a host that cannot run this guest
-  4    the guest asked for a reset (--on-reset exit)
-  6    a vCPU shut down by a triple fault (--on-reset exit)
+  2    invalid option or file, or a host that cannot run this guest
+  4    the guest requested a reset (--on-reset exit)
+  6    a vCPU shut down after a triple fault (--on-reset exit)
   8    Perfvisor or KVM failed
-  10   SIGINT, SIGHUP, or a SIGTERM after which the guest did not power off
+  10   SIGINT, SIGHUP, or SIGTERM if the guest did not power off
 
-Keys: Ctrl-A x ends the guest, Ctrl-A Ctrl-A sends it a Ctrl-A, Ctrl-A h lists the keys.
+Keys: Ctrl-A x terminates the VM, Ctrl-A Ctrl-A sends Ctrl-A to the guest, Ctrl-A h lists the keys.
 
 Example: perfvisor run --kernel vmlinux --initrd initrd --cpus 2 --memory 1G --name web";
 
@@ -76,80 +76,81 @@ Example: perfvisor run --kernel vmlinux --initrd initrd --cpus 2 --memory 1G --n
 #[derive(Clone, Debug, Parser)]
 #[command(name = "perfvisor", version, about, disable_help_subcommand = true)]
 pub struct Cli {
-    /// What every command takes.
+    /// Options that every command accepts.
     #[command(flatten)]
-    pub global: Global,
-    /// What to do.
+    pub global: GlobalOptions,
+    /// Command to run.
     #[command(subcommand)]
-    pub command: Command,
+    pub command: CliCommand,
 }
 
 /// Options of every command.
 #[derive(Clone, Debug, Args)]
-pub struct Global {
-    /// More messages: -v info, -vv debug, -vvv trace.
+pub struct GlobalOptions {
+    /// Print more messages: -v info, -vv debug, -vvv trace.
     #[arg(short, long, action = clap::ArgAction::Count, global = true)]
     pub verbose: u8,
-    /// End when the process with this ID does, which has started this one.
+    /// Exit when the process with this ID, which started this process, exits.
     #[arg(long, value_name = "PID", hide = true)]
     pub parent: Option<u32>,
 }
 
 /// The commands.
 #[derive(Clone, Debug, Subcommand)]
-pub enum Command {
+pub enum CliCommand {
     /// Run a guest: a Linux kernel, a multiboot kernel, or the built-in one.
     Run(Box<RunArgs>),
-    /// Say what this host can do.
+    /// Show what this host supports.
     Check(CheckArgs),
-    /// Prove on this host that what guests count is true.
+    /// Check on this host that guests count correctly.
     Validate(ValidateArgs),
     /// List the running VMs.
     Ps(PsArgs),
     /// List the events that stat, record and top can count and sample.
     List(ListArgs),
-    /// Pause, resume or stop a VM, add and remove vCPUs, change its sharing policy or its event filter.
+    /// Pause, resume or stop a VM, add or remove vCPUs, or change the sharing policy or event
+    /// filter.
     Ctl(CtlArgs),
-    /// Run a command in a VM's guest, by the agent there.
+    /// Run a command in a VM's guest, through the guest's agent.
     Exec(ExecArgs),
-    /// Copy files into a VM's guest, or out of it.
+    /// Copy files to or from a VM's guest.
     Cp(CpArgs),
-    /// Count events of a VM's vCPUs, or show what its guest counts.
+    /// Count events of a VM's vCPUs, or show the guest's counters.
     Stat(StatArgs),
-    /// Show what a VM's vCPUs leave their guest for: exits by reason, how many and how long.
+    /// Show the exits of a VM's vCPUs: number and duration by reason.
     Exits(ExitsArgs),
-    /// Record samples of a VM's vCPUs, with guest call chains, into a perf.data file.
+    /// Record samples of a VM's vCPUs, with guest call chains, in a perf.data file.
     Record(RecordArgs),
-    /// Show live where a VM's vCPUs spend their time, and what its guest counts.
+    /// Show live where a VM's vCPUs spend their time, and the guest's counters.
     Top(TopArgs),
-    /// Serve what all VMs of this host count, and profiles of them, over HTTP: for Prometheus and Pyroscope.
+    /// Serve metrics and profiles of this host's VMs over HTTP, for Prometheus and Pyroscope.
     Exporter(ExporterArgs),
-    /// Show where the samples of a file fell: a table of shares by task, object and function.
+    /// Show the samples of a recording as a table of shares by task, object and function.
     Report(ReportArgs),
-    /// Compare two files: shares of functions before and after.
+    /// Compare two recordings: shares of functions before and after.
     Diff(DiffArgs),
-    /// Show the instructions of a function with their shares of a file's samples: the hot spots in its code.
+    /// Show the instructions of a function with their shares of a recording's samples.
     Annotate(AnnotateArgs),
-    /// Print every sample of a file.
+    /// Print every sample of a recording.
     Script(ScriptArgs),
-    /// Draw the samples of a file as a flame graph, or print folded stacks.
+    /// Draw the samples of a recording as a flame graph, or print folded stacks.
     Flamegraph(FlamegraphArgs),
-    /// Write the samples of a file as a profile for pprof, Pyroscope or Parca.
+    /// Convert a recording to a profile for pprof, Pyroscope or Parca.
     Pprof(PprofArgs),
-    /// Write the samples of a file for the Firefox Profiler or speedscope.
+    /// Write the samples of a recording for the Firefox Profiler or speedscope.
     Convert(ConvertArgs),
-    /// Write the manual pages or the completions of a shell, for a package.
+    /// Generate manual pages or shell completions for a package.
     #[command(hide = true)]
     Generate(GenerateArgs),
-    /// Keeps the back end of a shared directory running, for as long as the VM is there that started this.
+    /// Run the back end of a shared directory until the VM that started it exits.
     #[command(hide = true)]
     KeepShare(KeepShareArgs),
 }
 
-/// What `run --share-dir` starts.
+/// Arguments of the process that `run --share-dir` starts.
 #[derive(Clone, Debug, Args)]
 pub struct KeepShareArgs {
-    /// The back end and its words.
+    /// Back end and its arguments.
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
     pub command: Vec<OsString>,
 }
@@ -222,10 +223,10 @@ pub struct CheckArgs {
     /// Print one JSON object instead of text.
     #[arg(long)]
     pub json: bool,
-    /// Say what this virtual PMU of `perfvisor run` gives on this host too.
+    /// Also show what this --pmu of perfvisor run provides on this host.
     #[arg(long, value_name = "MODEL", default_value = "auto")]
     pub pmu: PmuModelName,
-    /// The same with these counters.
+    /// Also show this for these numbers of counters, as --pmu-counters of perfvisor run.
     #[arg(long, value_name = "GP[+FIXED]")]
     pub pmu_counters: Option<CounterNumbers>,
 }
@@ -234,15 +235,15 @@ pub struct CheckArgs {
 #[derive(Clone, Debug, Args)]
 #[command(after_help = EXIT_STATUS_HELP)]
 pub struct RunArgs {
-    /// Kernel: an x86-64 ELF vmlinux, a bzImage, a multiboot v1 image or an ELF image with a PVH entry.
-    /// Without it the built-in guest runs.
+    /// Boot this kernel: an x86-64 ELF vmlinux, a bzImage, a multiboot v1 image or an ELF image
+    /// with a PVH entry point [default: the built-in guest]
     #[arg(long, value_name = "FILE", help_heading = "Kernel")]
     pub kernel: Option<PathBuf>,
-    /// Another built-in guest instead, by its name.
+    /// Boot another built-in guest, by name.
     #[arg(long, value_name = "NAME", hide = true, conflicts_with = "kernel", value_parser = parse_builtin)]
-    pub builtin: Option<&'static guest_images::bare_metal::Guest>,
-    /// How the kernel is entered: auto (what its file asks for; Linux by its own protocol), or pvh (the PVH
-    /// entry point of an ELF kernel, Linux too).
+    pub builtin: Option<&'static guest_images::bare_metal::BareMetalGuest>,
+    /// Select how the kernel is entered: auto (the protocol that the file requests; for Linux, the
+    /// Linux boot protocol) or pvh (the PVH entry point of an ELF kernel, including Linux).
     #[arg(
         long,
         value_name = "HOW",
@@ -251,10 +252,11 @@ pub struct RunArgs {
         help_heading = "Kernel"
     )]
     pub boot_protocol: BootProtocol,
-    /// Initial RAM disk; a multiboot kernel gets it as its module.
+    /// Load this initial RAM disk. A multiboot kernel gets it as a module.
     #[arg(long, value_name = "FILE", requires = "kernel", help_heading = "Kernel")]
     pub initrd: Option<PathBuf>,
-    /// Kernel command line [default for Linux: console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check]
+    /// Set the kernel command line [default for Linux: console=ttyS0 reboot=k panic=-1 tsc=reliable
+    /// no_timer_check]
     #[arg(
         long,
         value_name = "STRING",
@@ -262,8 +264,8 @@ pub struct RunArgs {
         help_heading = "Kernel"
     )]
     pub cmdline: Option<String>,
-    /// Where the first serial port (ttyS0) goes: tty (standard output and input), file=PATH (appended to, no
-    /// input), socket=PATH (clients, one at a time), pty (a new one), none.
+    /// Connect the first serial port (ttyS0): tty (standard input and output), file=PATH (append;
+    /// no input), socket=PATH (one client at a time), pty (a new pseudo-terminal) or none.
     #[arg(
         long,
         value_name = "WHERE",
@@ -271,28 +273,30 @@ pub struct RunArgs {
         help_heading = "Consoles and devices"
     )]
     pub console: ConsoleTarget,
-    /// Give the guest a virtio console (hvc0) too, and where it goes: the places of --console.
+    /// Add a virtio console (hvc0) and connect it like --console.
     #[arg(long, value_name = "WHERE", help_heading = "Consoles and devices")]
     pub virtio_console: Option<ConsoleTarget>,
-    /// Number of vCPUs, 1 to 64; N,max=M for more that `perfvisor ctl NAME vcpus` can add later.
+    /// Set the number of vCPUs, 1 to 64. With N,max=M, `perfvisor ctl NAME vcpus` can add vCPUs up
+    /// to M.
     #[arg(long, value_name = "N[,max=M]", default_value = "1", help_heading = "Machine")]
     pub cpus: VcpuNumbers,
-    /// Guest memory: bytes, or a number with K, M, G or T. At least 16M.
+    /// Set the size of guest memory, at least 16M: bytes, or a number with K, M, G or T.
     #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_memory, help_heading = "Machine")]
     pub memory: u64,
-    /// Take all guest memory from the host before the guest starts.
+    /// Allocate all guest memory before the guest starts.
     #[arg(long, help_heading = "Machine")]
     pub prealloc: bool,
-    /// Huge pages for guest memory: off, transparent (the kernel makes them as it can), or 2M (pages that the
-    /// host's administrator has reserved).
+    /// Use huge pages for guest memory: off, transparent (if the kernel can allocate them) or 2M
+    /// (reserved by the administrator of the host).
     #[arg(long, value_name = "KIND", default_value = "off", help_heading = "Machine")]
     pub hugepages: HugePages,
-    /// How long a halted vCPU polls for a wake-up before its thread sleeps, at most: nanoseconds, host (as
-    /// KVM is set), or auto (not at all, as the clock would count that as cycles; with --backing hardware or
-    /// kvm as host).
+    /// Set the maximum time that a halted vCPU polls before its thread sleeps: nanoseconds, host
+    /// (KVM's setting) or auto (0, because the clock would count polling as cycles; host with
+    /// --backing hardware or kvm).
     #[arg(long, value_name = "NS", default_value = "auto", help_heading = "Machine")]
     pub halt_poll_ns: HaltPolling,
-    /// Virtual PMU: auto (the host's vendor), off, host, intel, intel-vN (N 1 to 5), amd, amd-k7, amd-v2.
+    /// Select the virtual PMU: auto (the host's vendor), off, host, intel, intel-vN (N from 1 to
+    /// 5), amd, amd-k7 or amd-v2.
     #[arg(
         long,
         value_name = "MODEL",
@@ -300,17 +304,19 @@ pub struct RunArgs {
         help_heading = "PMU of the guest"
     )]
     pub pmu: PmuModelName,
-    /// Counters the guest sees: general ones, or general+fixed, as in 4+3.
+    /// Set the number of counters: general-purpose ones, or general+fixed, for example 4+3
+    /// [default: those of the model]
     #[arg(long, value_name = "GP[+FIXED]", help_heading = "PMU of the guest")]
     pub pmu_counters: Option<CounterNumbers>,
-    /// Counter width in bits, 32 to 48 (Intel models).
+    /// Set the counter width in bits, 32 to 48 (Intel models) [default: that of the model]
     #[arg(long, value_name = "BITS", value_parser = parse_width, help_heading = "PMU of the guest")]
     pub pmu_width: Option<u8>,
-    /// File with the events the guest may count.
+    /// Allow the guest only the events that this file lists [default: all events]
     #[arg(long, value_name = "FILE", help_heading = "PMU of the guest")]
     pub pmu_filter: Option<PathBuf>,
-    /// Whom the guest is for: own (it may count what can be counted), or tenant (of a host that others share:
-    /// architectural events only, no paravirtual events, no debug-exit port, no metrics of what it counts).
+    /// Select the security profile: own (the guest may count everything) or tenant (on a shared
+    /// host: architectural events only, no paravirtual events, no debug-exit port, no metrics of
+    /// the guest's counters).
     #[arg(
         long,
         value_name = "WHOM",
@@ -318,15 +324,16 @@ pub struct RunArgs {
         help_heading = "PMU of the guest"
     )]
     pub profile: SecurityProfile,
-    /// Most PMIs per second and vCPU; 0 is no limit [default: 50000]
+    /// Limit the PMIs per second and vCPU; 0 for no limit [default: 50000]
     #[arg(long, value_name = "N", value_parser = parse_pmi_limit, help_heading = "PMU of the guest")]
     pub pmi_limit: Option<u32>,
     /// Bound the time that the guest's PMI handlers take to this share of each vCPU's time: the next
-    /// PMI is held back until the guest has run long enough outside the handler. off or 100% is no
+    /// PMI is held back until the guest has run long enough outside the handler. off or 100% for no
     /// bound [default: 50%]
     #[arg(long, value_name = "SHARE", help_heading = "PMU of the guest")]
     pub pmi_share: Option<PmiShare>,
-    /// What counts for the guest's counters: auto, hardware, clock, exact, kvm (KVM's own vPMU) or none.
+    /// Select the backing of the guest's counters: auto, hardware, clock, exact, kvm (KVM's own
+    /// vPMU) or none.
     #[arg(
         long,
         value_name = "BACKING",
@@ -334,9 +341,9 @@ pub struct RunArgs {
         help_heading = "PMU of the guest"
     )]
     pub backing: BackingPolicy,
-    /// How the guest's RDPMC instruction is served: auto (trap; in a guest that is not Linux in its file
-    /// only), trap (replaced where it is found, by exits elsewhere), off, or hwbp (hardware
-    /// breakpoints).
+    /// Select how RDPMC in the guest is handled: auto (trap; in guests other than Linux, only in
+    /// the kernel file), trap (patched where it is found, emulated elsewhere), off or hwbp
+    /// (hardware breakpoints).
     #[arg(
         long,
         value_name = "HOW",
@@ -344,16 +351,17 @@ pub struct RunArgs {
         help_heading = "PMU of the guest"
     )]
     pub rdpmc: RdpmcMode,
-    /// Take what cannot be counted here out of a Linux guest's tables of events, so that its perf says
-    /// "not supported" where it would read 0: on or off.
+    /// Remove events that cannot be counted from a Linux guest's event tables, so that perf in the
+    /// guest shows them as not supported instead of 0: on or off.
     #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off, help_heading = "PMU of the guest")]
     pub hide_uncounted: bool,
-    /// Who gets the host's counters when they run out: guest-first, operator-first or strict.
+    /// Select who gets the host's counters if there are too few: guest-first, operator-first or
+    /// strict.
     #[arg(long, value_name = "POLICY", default_value = "guest-first", value_parser = parse_share, help_heading = "Sharing of the counters")]
     pub share: SharePolicy,
-    /// How events take turns when there are more than counters: auto (adaptive, with turns as short as one
-    /// hundredth of the guest's time allows here), adaptive (short turns whatever they cost), or rotate
-    /// (as Linux does).
+    /// Select how events are multiplexed: auto (adaptive, with intervals that cost at most one
+    /// hundredth of the guest's time), adaptive (short intervals at any cost) or rotate (as Linux
+    /// does).
     #[arg(
         long,
         value_name = "POLICY",
@@ -361,12 +369,12 @@ pub struct RunArgs {
         help_heading = "Sharing of the counters"
     )]
     pub mux: MuxChoice,
-    /// How long a turn is at first, in milliseconds: 0.2 to 100, for adaptive turns. Without it auto measures
-    /// what a turn costs.
+    /// Set the initial multiplexing interval in milliseconds, 0.2 to 100; with adaptive
+    /// multiplexing [default: auto measures the cost of a rotation]
     #[arg(long, value_name = "MS", value_parser = parse_turn, help_heading = "Sharing of the counters")]
     pub mux_turn: Option<Duration>,
-    /// Counters of the host, for each vCPU, that only events of the whole VM may use: stat without -A, top
-    /// and metrics. The guest gets fewer.
+    /// Reserve this number of host counters per vCPU for VM-wide events (stat without -A, top and
+    /// metrics). The guest gets fewer.
     #[arg(
         long,
         value_name = "N",
@@ -375,104 +383,105 @@ pub struct RunArgs {
         help_heading = "Sharing of the counters"
     )]
     pub reserve_counters: usize,
-    /// Most samples a second that operators may take of one event on a vCPU, 1 to 1000000 [default: 100000]
+    /// Limit the samples per second that operators may take of one event on a vCPU, 1 to 1000000
+    /// [default: 100000]
     #[arg(long, value_name = "HZ", value_parser = parse_sample_limit, help_heading = "Sharing of the counters")]
     pub sample_limit: Option<u64>,
-    /// Memory that an operator who is not root may have for the rings of record and top: 64K to 64G
-    /// [default: 512K for each host CPU and 8M]
+    /// Limit the memory for the rings of record and top of an operator other than root, 64K to 64G
+    /// [default: 512K per host CPU, plus 8M]
     #[arg(long, value_name = "SIZE", value_parser = parse_ring_memory, help_heading = "Sharing of the counters")]
     pub ring_memory: Option<u64>,
-    /// What happens when the guest resets the machine, or shuts a vCPU down (triple fault): exit (the VM
-    /// ends), or restart (the guest boots again).
+    /// Select what happens if the guest resets the machine or a vCPU shuts down (triple fault):
+    /// exit (the VM exits) or restart (the guest boots again).
     #[arg(long, value_name = "WHAT", default_value = "exit", help_heading = "Machine")]
     pub on_reset: ResetPolicy,
-    /// A disk: an image or a block device, and what is to be known of it: ro (the guest cannot write it),
-    /// serial=TEXT, format=raw|qcow2 (raw by default, never guessed), backing=FILE with
-    /// backing-format=raw|qcow2 (what a qcow2 image is based on, once for each image behind it),
-    /// block-size=512|4096. May be there several times.
+    /// Add a disk: an image or a block device. Options: ro (read-only), serial=TEXT,
+    /// format=raw|qcow2 (raw by default, never detected), backing=FILE with
+    /// backing-format=raw|qcow2 (once for each backing image of a qcow2 image),
+    /// block-size=512|4096. May be repeated.
     #[arg(
         long,
         value_name = "FILE[,ro][,format=qcow2][,...]",
         help_heading = "Consoles and devices"
     )]
     pub disk: Vec<DiskConfig>,
-    /// A directory that the guest can mount (`mount -t virtiofs TAG /mnt`), served by a virtiofsd of its own:
-    /// the tag is share0, share1 and so on if none is given; ro: the guest cannot write. Or a back end that
-    /// runs already, by its socket. May be there several times.
+    /// Share a directory that the guest can mount (`mount -t virtiofs TAG /mnt`), served by a new
+    /// virtiofsd. Options: ro (read-only), tag=NAME (share0, share1 and so on by default). With
+    /// socket=PATH, use a running back end instead. May be repeated.
     #[arg(
         long,
         value_name = "DIR[,ro][,tag=NAME]|socket=PATH[,tag=NAME]",
         help_heading = "Consoles and devices"
     )]
     pub share_dir: Vec<ShareConfig>,
-    /// Give the guest entropy of this host (virtio-rng), unless it is a built-in guest: on or off.
+    /// Provide entropy of the host (virtio-rng) to guests other than the built-in ones: on or off.
     #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off, help_heading = "Machine")]
     pub rng: bool,
-    /// Keep vCPUs on CPUs of the host: a list of VCPU=CPU.
+    /// Pin vCPUs to host CPUs: a list of VCPU=CPU [default: not pinned]
     #[arg(long, value_name = "LIST", help_heading = "Machine")]
     pub pin: Option<Pinning>,
-    /// How long the guest may take to power off after SIGTERM, which presses its power button, in seconds. A
-    /// guest that does not listen to the button, and a second signal, end at once.
+    /// Set the time that the guest may take to power off after SIGTERM, which presses its power
+    /// button, in seconds. The VM exits at once on a second signal or if the guest ignores the
+    /// button.
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = parse_stop_timeout, help_heading = "Operation")]
     pub stop_timeout: Duration,
-    /// Let the guest run guests of its own: show it the host's VT-x or AMD-V.
+    /// Allow nested guests: show the host's VT-x or AMD-V to the guest.
     #[arg(long, help_heading = "Machine")]
     pub nested: bool,
-    /// Family, model and stepping the guest's CPUID shows: host, FAMILY/MODEL/STEPPING, or EAX in
-    /// hexadecimal [default: the host's, or with a --pmu of another vendor one that guests have no
-    /// special treatment for]
+    /// Set the CPU family, model and stepping in the guest's CPUID: host, FAMILY/MODEL/STEPPING, or
+    /// EAX in hexadecimal [default: the host's, or with a --pmu of another vendor a generic one]
     #[arg(long, value_name = "SIGNATURE", help_heading = "Machine")]
     pub cpu_signature: Option<CpuSignature>,
-    /// A network device on a tap device that is there already; its address follows from the VM's name if
-    /// none is given. May be there several times.
+    /// Add a network device on an existing tap device. The MAC address is derived from the VM's
+    /// name unless given. May be repeated.
     #[arg(
         long,
         value_name = "tap=NAME[,mac=XX:XX:XX:XX:XX:XX]",
         help_heading = "Consoles and devices"
     )]
     pub net: Vec<NetConfig>,
-    /// Name of the VM for ctl, stat and record; vm-PID if not given.
+    /// Set the name of the VM for ctl, stat, record and other commands [default: vm-PID]
     #[arg(long, value_name = "NAME", help_heading = "Operation")]
     pub name: Option<String>,
-    /// Let others look on, at a Unix socket: who may write its file may count the VM's events (perfvisor stat
-    /// --socket PATH), and change nothing.
+    /// Create a Unix socket for observers: users with write permission for it may count events of
+    /// the VM (perfvisor stat --socket PATH), but not change anything.
     #[arg(long, value_name = "PATH[,mode=MODE]", help_heading = "Operation")]
-    pub observers: Option<ObserversAt>,
-    /// Sockets between the guest and programs of this host, for exec and cp too: the guest's address, and the
-    /// Unix socket to connect to [default: cid=3, and NAME.vsock beside the control socket]
+    pub observers: Option<ObserverSocketArg>,
+    /// Add a vsock device, which exec and cp need: context ID of the guest and path of the Unix
+    /// socket [default: cid=3, and NAME.vsock next to the control socket]
     #[arg(long, value_name = "cid=N[,socket=PATH]", num_args = 0..=1, default_missing_value = "cid=3", help_heading = "Consoles and devices")]
     pub vsock: Option<VsockConfig>,
-    /// Run in the background: return 0 when the VM runs, or 2 with the reason why it does not.
+    /// Run in the background: return 0 when the VM runs, or 2 with the reason if it cannot start.
     #[arg(long, help_heading = "Operation")]
     pub daemonize: bool,
-    /// Append messages to a file instead of writing them to standard error.
+    /// Append messages to this file instead of writing them to standard error.
     #[arg(long, value_name = "FILE", help_heading = "Operation")]
     pub log_file: Option<PathBuf>,
-    /// Let gdb debug the guest (`target remote SOCKET`); wait: no vCPU runs before gdb is there.
+    /// Listen for gdb (`target remote SOCKET`); with wait, the vCPUs start when gdb connects.
     #[arg(long, value_name = "SOCKET[,wait]", value_parser = parse_gdb, help_heading = "Operation")]
     pub gdb: Option<GdbConfig>,
-    /// Take options from a TOML file whose keys are the names of these options; those given here count
-    /// instead.
+    /// Read options from a TOML file; its keys are the names of these options. Options on the
+    /// command line take precedence.
     #[arg(long, value_name = "FILE", help_heading = "Operation")]
     pub config: Option<PathBuf>,
-    /// Print these options as a file for --config, and run nothing.
+    /// Print these options as a file for --config and exit.
     #[arg(long, help_heading = "Operation")]
     pub dump_config: bool,
-    /// What happens when a thread of the VM asks the host's kernel for what it has no use for: on (the VM
-    /// ends), log (the kernel's log gets it), off (nothing is watched).
+    /// Select what happens if a thread of the VM makes a system call that it does not need: on (the
+    /// VM is terminated), log (the kernel logs the call) or off (no filter).
     #[arg(long, value_name = "MODE", default_value = "on", help_heading = "Isolation")]
-    pub seccomp: sandbox::Mode,
-    /// Let the running VM open no file of the host but those it has a use for (by landlock, where the kernel
-    /// has it): on or off.
+    pub seccomp: sandbox::SeccompMode,
+    /// Restrict the running VM to the host files that it needs, with landlock if the kernel
+    /// supports it: on or off.
     #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off, help_heading = "Isolation")]
     pub landlock: bool,
-    /// Give the VM namespaces of its own: no network, and no file but those that --landlock would leave it.
-    /// As root it is the user uid from its start, and of the group gid [default: the group of that number].
-    /// It joins the control group whose directory (cgroup v2) is there and named. It writes no file beyond
-    /// fsize, and has no-file descriptors at most.
+    /// Run the VM in its own namespaces, without network and with only the files that --landlock
+    /// allows. For root: uid=N and gid=N [default: uid's number] set the user and group. cgroup=DIR
+    /// joins an existing cgroup v2 directory, fsize=SIZE limits the size of written files,
+    /// no-file=N the number of descriptors.
     #[arg(long, value_name = "uid=N[,gid=N][,cgroup=DIR][,fsize=SIZE][,no-file=N]", num_args = 0..=1, default_missing_value = "", help_heading = "Isolation")]
     pub jail: Option<JailConfig>,
-    /// At the end, print what each vCPU and its PMU did (standard error).
+    /// Print statistics of each vCPU and its PMU to standard error at exit.
     #[arg(long, help_heading = "Operation")]
     pub stats: bool,
 }
@@ -510,7 +519,7 @@ fn parse_run(args: &[OsString]) -> Option<Cli> {
     if first != Some("run") || words.any(of_a_file) {
         return None;
     }
-    let command = Global::augment_args(clap::Command::new("perfvisor").disable_help_subcommand(true))
+    let command = GlobalOptions::augment_args(clap::Command::new("perfvisor").disable_help_subcommand(true))
         .subcommand(RunArgs::augment_args(clap::Command::new("run")));
     let command = with_negative_numbers(perf_options::add_accepted_options(command));
     let matches = command.try_get_matches_from(args).ok()?;
@@ -541,7 +550,7 @@ fn parse_any(args: Vec<OsString>) -> Result<Cli, CliExit> {
     };
     let matches = command.clone().try_get_matches_from(args).map_err(explained)?;
     let cli = Cli::from_arg_matches(&matches).map_err(explained)?;
-    if let Command::Run(run) = &cli.command
+    if let CliCommand::Run(run) = &cli.command
         && run.dump_config
         && let Some((_, given)) = matches.subcommand()
     {

@@ -24,9 +24,9 @@ const NON_KEY_OPTIONS: [&str; 3] = ["config", "dump-config", "help"];
 /// Errors of the configuration file. Each message is one line.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigFileError {
-    #[error("--config {}: cannot read it", .0.display())]
+    #[error("--config {}: cannot read the file", .0.display())]
     Read(PathBuf, #[source] std::io::Error),
-    #[error("--config {}: it has more than 1 MiB, so it is no file of options", .0.display())]
+    #[error("--config {}: must be at most 1 MiB", .0.display())]
     TooLarge(PathBuf),
     #[error("--config {}: line {line}: {why}", path.display())]
     Syntax { path: PathBuf, line: usize, why: String },
@@ -44,7 +44,7 @@ pub enum ConfigFileError {
         wanted: &'static str,
         found: &'static str,
     },
-    #[error("--dump-config: the value of --{0} is no UTF-8 text, which a TOML file cannot hold")]
+    #[error("--dump-config: the value of --{0} is not valid UTF-8, which TOML requires")]
     NotText(String),
 }
 
@@ -242,7 +242,7 @@ mod tests {
 
     fn run(args: &[&str]) -> Result<RunArgs, CliExit> {
         match cli::parse(["perfvisor", "run"].iter().chain(args))?.command {
-            cli::Command::Run(run) => Ok(*run),
+            cli::CliCommand::Run(run) => Ok(*run),
             other => unreachable!("run was asked for, not {other:?}"),
         }
     }
@@ -299,7 +299,7 @@ mod tests {
     #[test]
     fn config_file_errors_match_option_errors() {
         for (text, parts) in [
-            ("cpus = 0", ["'0'", "1 to 64"]),
+            ("cpus = 0", ["'0'", "between 1 and 64"]),
             ("memory = \"15M\"", ["'15M'", "16M"]),
             ("initrd = \"x\"", ["--kernel", ""]),
             (

@@ -7,11 +7,11 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use control_api::place;
+use control_api::socket_dir;
 use sandbox::SocketBroker;
 use virtio_devices::device::VirtioDevice;
 use virtio_devices::disk::BlockDevice;
-use virtio_devices::disk::image::ImageError;
+use virtio_devices::disk::image::DiskImageError;
 use virtio_devices::net::NetDevice;
 use virtio_devices::net::config::{MacAddress, NetConfig, VhostMode};
 use virtio_devices::net::tap::{Tap, TapError, mtu};
@@ -30,37 +30,38 @@ use perf_core::error_line;
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
     #[error("--disk")]
-    Disk(#[source] ImageError),
+    Disk(#[source] DiskImageError),
     #[error("--net")]
     Tap(#[source] TapError),
-    #[error("--net tap={0}: its MTU cannot be read")]
+    #[error("--net tap={0}: cannot read the MTU")]
     Mtu(String, #[source] io::Error),
     #[error("--net tap={0},vhost=on")]
     VhostMode(String, #[source] VhostError),
-    #[error("--net tap={0} is there twice: give each network device a tap of its own")]
+    #[error("--net tap={0}: given twice; use one tap device per network device")]
     TapTwice(String),
-    #[error("--net: mac={0} is there twice: give each network device an address of its own")]
+    #[error("--net mac={0}: given twice; use one address per network device")]
     MacTwice(MacAddress),
     #[error(
-        "--disk: serial={0} is there twice: give each disk a serial number of its own (without one it is disk0, disk1, ...)"
+        "--disk serial={0}: given twice; use one serial number per disk (disk0, disk1 and so on by \
+        default)"
     )]
     SerialTwice(String),
     #[error(
-        "--disk without --kernel: Perfvisor has no firmware that boots a disk; give the kernel of the system on it \
-         with --kernel, its initrd with --initrd, and root= in --cmdline"
+        "--disk without --kernel: Perfvisor has no firmware to boot from a disk; use --kernel, \
+        --initrd and root= in --cmdline"
     )]
     NoKernel,
     #[error("--share-dir")]
     FsDevice(#[from] BackendError),
-    #[error("--share-dir: tag={0} is there twice: give each directory a tag of its own")]
+    #[error("--share-dir tag={0}: given twice; use one tag per directory")]
     TagTwice(String),
     #[error("--share-dir")]
-    Place(#[from] place::SocketError),
-    #[error("--share-dir: this program's own path")]
+    Place(#[from] socket_dir::SocketError),
+    #[error("--share-dir: cannot determine the path of this program")]
     OwnPath(#[source] io::Error),
     #[error("--share-dir: the log")]
     Log(#[source] io::Error),
-    #[error("/dev/urandom cannot be opened for the guest's entropy; make it readable, or use --rng off")]
+    #[error("cannot open /dev/urandom for the guest's entropy; make it readable, or use --rng off")]
     EntropyDevice(#[source] io::Error),
     #[error("--vsock")]
     Vsock(#[from] VsockError),
@@ -167,7 +168,7 @@ fn share(
         words: vec![program.into_os_string(), "keep-share".into(), "--".into()],
         log: log.map(File::try_clone).transpose().map_err(DeviceError::Log)?,
     };
-    place::make_directory(&place::directory())?;
+    socket_dir::make_directory(&socket_dir::directory())?;
     let socket = share_socket(vm, name);
     log::info!("{name}: tag {tag}");
     Ok(FsDevice::new(
@@ -188,12 +189,12 @@ fn sockets(config: &VsockConfig, vm: &str) -> Result<VsockDevice, VsockError> {
 
 /// Returns the path of the virtiofsd socket of shared directory `name`.
 fn share_socket(vm: &str, name: &str) -> PathBuf {
-    place::directory().join(format!("{vm}.{name}"))
+    socket_dir::directory().join(format!("{vm}.{name}"))
 }
 
 /// Returns the path of the vsock device's socket.
 fn vsock_socket(config: &VsockConfig, vm: &str) -> PathBuf {
-    let beside = || place::vsock_path(&place::directory(), vm);
+    let beside = || socket_dir::vsock_path(&socket_dir::directory(), vm);
     config.socket.clone().unwrap_or_else(beside)
 }
 
@@ -221,7 +222,7 @@ fn network(config: &NetConfig, index: usize, vm: &str) -> Result<NetDevice, Devi
         (_, Some(Err(e))) => (None, format!("a thread of Perfvisor's: {}", error_line(&e))),
     };
     log::info!(
-        "net{index}: tap {}, address {mac}, MTU {mtu}; frames are moved by {who}",
+        "net{index}: tap {}, address {mac}, MTU {mtu}; back end: {who}",
         config.tap
     );
     Ok(NetDevice::new(format!("net{index}"), tap, mac, mtu, kernel))
@@ -229,13 +230,13 @@ fn network(config: &NetConfig, index: usize, vm: &str) -> Result<NetDevice, Devi
 
 #[cfg(test)]
 mod tests {
-    use crate::cli::{self, Command};
+    use crate::cli::{self, CliCommand};
 
     use super::*;
 
     fn checked(words: &str) -> Result<(), String> {
         let words = ["perfvisor", "run"].into_iter().chain(words.split(' '));
-        let Ok(Command::Run(args)) = cli::parse(words).map(|cli| cli.command) else {
+        let Ok(CliCommand::Run(args)) = cli::parse(words).map(|cli| cli.command) else {
             panic!("no arguments of run");
         };
         check(&args, "vm").map_err(|e| error_line(&e))
@@ -245,19 +246,19 @@ mod tests {
     #[test]
     fn duplicate_device_identities_are_rejected() {
         for (words, said) in [
-            ("--disk a,serial=x --disk b,serial=x", "serial=x is there twice"),
-            ("--disk a,serial=disk1 --disk b", "serial=disk1 is there twice"),
+            ("--disk a,serial=x --disk b,serial=x", "serial=x: given twice"),
+            ("--disk a,serial=disk1 --disk b", "serial=disk1: given twice"),
             (
                 "--net tap=t --net tap=t,mac=02:00:00:00:00:01",
-                "tap=t is there twice",
+                "tap=t: given twice",
             ),
             (
                 "--net tap=s,mac=02:00:00:00:00:0a --net tap=t,mac=02:00:00:00:00:0A",
-                "mac=02:00:00:00:00:0a is there twice",
+                "mac=02:00:00:00:00:0a: given twice",
             ),
             (
                 "--share-dir d --share-dir e,tag=share0",
-                "tag=share0 is there twice",
+                "tag=share0: given twice",
             ),
             ("--disk a", "--disk without --kernel"),
         ] {

@@ -31,16 +31,17 @@ pub struct JailConfig {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum JailConfigError {
     #[error(
-        "'{0}' is nothing that a jail has; known are uid=N, gid=N and cgroup=DIR, and the limits fsize=SIZE and no-file=N, separated by commas"
+        "unknown option '{0}'; known are uid=N, gid=N, cgroup=DIR, fsize=SIZE and no-file=N, \
+        separated by commas"
     )]
     Unknown(String),
-    #[error("{0}= is there twice")]
+    #[error("{0}= is given twice")]
     Twice(&'static str),
     #[error("{0}=")]
     Number(&'static str, #[source] ValueError),
-    #[error("cgroup= without a directory: name one of cgroup v2, as /sys/fs/cgroup/vms/web")]
+    #[error("cgroup= without a directory; name a cgroup v2 directory, for example /sys/fs/cgroup/vms/web")]
     NoDirectory,
-    #[error("gid= without uid=: the user would stay; name both")]
+    #[error("gid= without uid= does not change the user; use both")]
     GroupAlone,
 }
 

@@ -37,7 +37,7 @@ mod config;
 mod devices;
 mod jail;
 mod run;
-mod stopping;
+mod stop_handler;
 mod values;
 
 use std::error::Error;
@@ -49,7 +49,7 @@ use std::process::ExitCode;
 use sandbox::{paths, privileges};
 use virtio_devices::share::keeper;
 
-use cli::{CliExit, Command};
+use cli::{CliCommand, CliExit};
 use commands::{generate, statistics, validate};
 use env_logger::Target;
 use operator::commands::{
@@ -74,7 +74,7 @@ fn main() -> ExitCode {
         Err(CliExit::Error(line)) => return bad_input(&line),
     };
     let (log_file, own_guest) = match &cli.command {
-        Command::Run(args) => (args.log_file.as_deref(), args.kernel.is_none()),
+        CliCommand::Run(args) => (args.log_file.as_deref(), args.kernel.is_none()),
         _ => (None, false),
     };
     let log_file = match init_log(cli.global.verbose, log_file, own_guest) {
@@ -106,33 +106,33 @@ struct LogFileError(PathBuf, #[source] io::Error);
 
 /// Executes the command. The error types of all commands are unified here.
 fn run_command(
-    command: Command,
+    command: CliCommand,
     start: run::StartTime,
     log_file: Option<&File>,
 ) -> Result<ExitStatus, Box<dyn Error>> {
     Ok(match command {
-        Command::Run(args) => run::run(&args, start, log_file)?,
-        Command::Check(args) => check::check(&args)?,
-        Command::Validate(args) => validate::validate(&args)?,
-        Command::Ps(args) => ps::ps(&args)?,
-        Command::List(args) => list::list(&args, statistics::names)?,
-        Command::Ctl(args) => ctl::ctl(&args)?,
-        Command::Exec(args) => exec::exec(&args)?,
-        Command::Cp(args) => cp::cp(&args)?,
-        Command::Stat(args) => stat::stat(&args)?,
-        Command::Exits(args) => exits::exits(&args)?,
-        Command::Record(args) => record::record(&args)?,
-        Command::Top(args) => top::top(&args)?,
-        Command::Exporter(args) => exporter::exporter(&args)?,
-        Command::Report(args) => report::report(&args)?,
-        Command::Diff(args) => diff::diff(&args)?,
-        Command::Annotate(args) => annotate::annotate(&args)?,
-        Command::Script(args) => report::script(&args)?,
-        Command::Flamegraph(args) => files::flamegraph(&args)?,
-        Command::Pprof(args) => files::pprof(&args)?,
-        Command::Convert(args) => convert::convert(&args)?,
-        Command::Generate(args) => generate::generate(&args, cli::command())?,
-        Command::KeepShare(args) => {
+        CliCommand::Run(args) => run::run(&args, start, log_file)?,
+        CliCommand::Check(args) => check::check(&args)?,
+        CliCommand::Validate(args) => validate::validate(&args)?,
+        CliCommand::Ps(args) => ps::ps(&args)?,
+        CliCommand::List(args) => list::list(&args, statistics::names)?,
+        CliCommand::Ctl(args) => ctl::ctl(&args)?,
+        CliCommand::Exec(args) => exec::exec(&args)?,
+        CliCommand::Cp(args) => cp::cp(&args)?,
+        CliCommand::Stat(args) => stat::stat(&args)?,
+        CliCommand::Exits(args) => exits::exits(&args)?,
+        CliCommand::Record(args) => record::record(&args)?,
+        CliCommand::Top(args) => top::top(&args)?,
+        CliCommand::Exporter(args) => exporter::exporter(&args)?,
+        CliCommand::Report(args) => report::report(&args)?,
+        CliCommand::Diff(args) => diff::diff(&args)?,
+        CliCommand::Annotate(args) => annotate::annotate(&args)?,
+        CliCommand::Script(args) => report::script(&args)?,
+        CliCommand::Flamegraph(args) => files::flamegraph(&args)?,
+        CliCommand::Pprof(args) => files::pprof(&args)?,
+        CliCommand::Convert(args) => convert::convert(&args)?,
+        CliCommand::Generate(args) => generate::generate(&args, cli::command())?,
+        CliCommand::KeepShare(args) => {
             // virtiofsd maps guest memory, and the guest may be able to crash virtiofsd.
             privileges::forbid_core_dumps();
             keeper::keep(&args.command)?;
@@ -151,7 +151,7 @@ fn die_with_parent(parent: u32) -> bool {
 }
 
 fn bad_input(line: &str) -> ExitCode {
-    say(&format!("perfvisor: {}\n", one_line(line)));
+    say(&format!("perfvisor: error: {}\n", one_line(line)));
     ExitCode::from(ExitStatus::BadInput.code())
 }
 

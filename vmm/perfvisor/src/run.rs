@@ -25,19 +25,19 @@ use consoles::{Consoles, Subscriber};
 use ending::PanicDetector;
 pub use error::RunError;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
-use inherited::Inherited;
+use inherited::InheritedDescriptors;
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
 use sandbox::{PerfEventAccess, ProcessConfinement, SocketBroker, TerminationActions, ThreadKind};
 use virtio_devices::device::VirtioDevice;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vpmu::BackingPolicy;
-use vpmu::backing::MAX_EVENTS_PER_COUNTER;
+use vpmu::perf_core_events::MAX_EVENTS_PER_COUNTER;
 
 use crate::background::{self, DaemonStartup};
 use crate::cli::RunArgs;
 use crate::devices::{self};
-use crate::stopping::Stopping;
-use control_api::place::{self, Socket, SocketError};
+use crate::stop_handler::StopHandler;
+use control_api::socket_dir::{self, Socket, SocketError};
 use guest_patching::rdpmc::RdpmcMode;
 use operator::exit::ExitStatus;
 use operator::input;
@@ -52,7 +52,7 @@ use vmm::kvm::host::{self};
 use vmm::pmu::event_opener::VmEventOpener;
 use vmm::pmu::kernel_reader::KernelReader;
 use vmm::pmu::{PmuConfig, VmPmu, overflow_signal};
-use vmm::turns::{RotationTimer, TickTimer};
+use vmm::timers::{RotationTimer, TickTimer};
 use vmm::vcpu::control::{ResetPolicy, RunControl, StopReason};
 use vmm::vcpu::registry::VcpuRegistry;
 use vmm::vcpu::{kick, stats};
@@ -120,7 +120,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     // Child processes of a daemon must not hold the streams of its starter, which may wait for
     // their end.
     let log = log_file.or(starting.as_ref().map(DaemonStartup::null));
-    let inherited = Inherited::mark();
+    let inherited = InheritedDescriptors::mark();
     inherited::clear_environment();
     jail::join_cgroup(args)?;
     jail::become_user(args)?;
@@ -190,7 +190,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
         .child_ended()
         .map_err(RunError::start("dup failed"))?;
     servers.push(Arc::new(Mutex::new(ChildReaper::new(child_ended))));
-    let stopping = Stopping::new(stop_signals, args.stop_timeout, control, bus, manager.clone())
+    let stopping = StopHandler::new(stop_signals, args.stop_timeout, control, bus, manager.clone())
         .map_err(RunError::start("timerfd_create failed"))?;
     if let Some(starting) = starting {
         starting.runs().map_err(RunError::Daemon)?;
@@ -339,7 +339,7 @@ fn install_panic_hook(will: TerminationActions) {
         }
         let thread = std::thread::current();
         log::error!(
-            "the thread {} panicked at {place}, and the VM ends with it: {said}; please report this",
+            "the thread {} panicked at {place}, which terminates the VM: {said}; please report this",
             thread.name().unwrap_or("main")
         );
         if kind != Some(ThreadKind::Vcpu) {
@@ -370,8 +370,9 @@ fn warn_if_few_descriptors(limit: Option<u64>, config: &VmConfig, probe: &HostPr
     let need = DESCRIPTORS + u64::from(cpus) * (DESCRIPTORS_OF_A_VCPU + events);
     if let Some(limit) = limit.filter(|limit| *limit < need) {
         log::warn!(
-            "{cpus} vCPUs with {counters} counters each can need {need} descriptors, and the limit is {limit}: raise it \
-             (ulimit -Hn, LimitNOFILE=), or give the guest fewer counters (--pmu-counters)"
+            "{cpus} vCPUs with {counters} counters each can need {need} file descriptors, but the \
+            limit is {limit}; raise it (ulimit -Hn, LimitNOFILE=), or use fewer counters \
+            (--pmu-counters)"
         );
     }
 }
@@ -379,7 +380,7 @@ fn warn_if_few_descriptors(limit: Option<u64>, config: &VmConfig, probe: &HostPr
 /// Returns the VM's name and opens its control socket. A VM without a user-supplied name may run
 /// without a control socket.
 fn control_socket(name: Option<&str>) -> Result<(String, Option<Socket>), SocketError> {
-    let dir = place::directory();
+    let dir = socket_dir::directory();
     match name {
         Some(name) => {
             let socket = Socket::bind(&dir, name)?;
@@ -390,7 +391,10 @@ fn control_socket(name: Option<&str>) -> Result<(String, Option<Socket>), Socket
             let socket = Socket::bind(&dir, &name)
                 .inspect_err(|e| {
                     let why = error_line(e);
-                    log::warn!("no control socket, so no ctl, stat and record for this VM: {why}");
+                    log::warn!(
+                        "no control socket; ctl, stat and record are unavailable for this \
+                         VM: {why}"
+                    );
                 })
                 .ok();
             Ok((name, socket))
@@ -465,7 +469,7 @@ fn report_stats(running: &RunningVm, at_start: u8) {
     while all.len() > usize::from(at_start) && all.last().is_some_and(|stats| stats.exits.get() == 0) {
         all.pop();
     }
-    operator::commands::say(&format!("perfvisor: what the vPMU did\n{}", stats::table(&all)));
+    operator::commands::say(&format!("perfvisor: vPMU statistics\n{}", stats::table(&all)));
 }
 
 fn exit_status(control: &RunControl) -> ExitStatus {
@@ -485,7 +489,7 @@ fn exit_status(control: &RunControl) -> ExitStatus {
 fn serve(
     running: &RunningVm,
     restarter: Option<Restarter>,
-    stopping: Stopping,
+    stopping: StopHandler,
     consoles: &Consoles,
     resized: EventFd,
     servers: Vec<Subscriber>,
@@ -532,7 +536,7 @@ struct Housekeeping {
     control: Arc<RunControl>,
     pmu: Arc<VmPmu>,
     quit: EventFd,
-    stopping: Stopping,
+    stopping: StopHandler,
     ticks: TickTimer,
     turns: RotationTimer,
     registry: Arc<VcpuRegistry>,

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use guest_images::bare_metal::{GUESTS, Guest};
+use guest_images::bare_metal::{BareMetalGuest, GUESTS};
 use operator::values::parse_number;
 pub use operator::values::{integer_in_range, parse_bytes};
 use perf_core::SharePolicy;
@@ -52,7 +52,7 @@ impl FromStr for SecurityProfile {
 
 /// The socket for observers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ObserversAt {
+pub struct ObserverSocketArg {
     /// Path of the socket.
     pub path: PathBuf,
     /// Permissions of the socket's file.
@@ -69,11 +69,11 @@ const MAX_SOCKET_PATH: usize = 107;
 /// Errors of parsing `PATH[,mode=MODE]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SocketPathError {
-    #[error("mode= takes the permissions of a file in octal, 0600 to 0777, as in mode=0660")]
+    #[error("mode= must be file permissions in octal between 0600 and 0777, for example mode=0660")]
     Mode,
     #[error("the path of a socket is missing")]
     Missing,
-    #[error("the path of a Unix socket has at most {MAX_SOCKET_PATH} bytes")]
+    #[error("the path of a Unix socket must be at most {MAX_SOCKET_PATH} bytes")]
     Unusable,
 }
 
@@ -97,7 +97,7 @@ fn permissions(text: &str) -> Option<u32> {
     (mode & !0o777 == 0 && mode & 0o600 == 0o600).then_some(mode)
 }
 
-impl FromStr for ObserversAt {
+impl FromStr for ObserverSocketArg {
     type Err = SocketPathError;
 
     fn from_str(text: &str) -> Result<Self, SocketPathError> {
@@ -119,41 +119,40 @@ pub enum ValueError {
     #[error(transparent)]
     Gdb(GdbConfigError),
     #[error(
-        "must be the path of a Unix socket, or PATH,wait: gdb connects by `target remote PATH`, not by TCP"
+        "must be the path of a Unix socket, or PATH,wait; gdb connects with `target remote PATH`, \
+        not over TCP"
     )]
     GdbPort,
     #[error("must be own or tenant")]
     SecurityProfile,
-    #[error("the least is {}M, and a number alone is one of bytes: 512M, not 512", MIN_RAM_BYTES >> 20)]
+    #[error("must be at least {}M; a number without a unit is in bytes: 512M, not 512", MIN_RAM_BYTES >> 20)]
     MemoryTooSmall,
     #[error("must be a multiple of {RAM_GRANULE_BYTES} bytes")]
     MemoryGranule,
-    #[error("the counter width must be 32 to 48 bits")]
+    #[error("the counter width must be between 32 and 48 bits")]
     Width,
-    #[error("must be a number of PMIs per second, 0 to {}", u32::MAX)]
+    #[error("must be a number of PMIs per second between 0 and {}", u32::MAX)]
     PmiLimit,
-    #[error("must be a number of milliseconds, {MIN_TURN_MS} to {MAX_TURN_MS}, as in 1.5")]
+    #[error("must be a number of milliseconds between {MIN_TURN_MS} and {MAX_TURN_MS}, for example 1.5")]
     Turn,
-    #[error("must be a number of samples per second, 1 to {MAX_SAMPLE_RATE_HZ}")]
+    #[error("must be a number of samples per second between 1 and {MAX_SAMPLE_RATE_HZ}")]
     SampleLimit,
-    #[error("must be {}K to {}G", MIN_RING_BYTES >> 10, MAX_RING_BYTES >> 30)]
+    #[error("must be between {}K and {}G", MIN_RING_BYTES >> 10, MAX_RING_BYTES >> 30)]
     RingMemory,
     #[error("must be on or off")]
     OnOff,
-    #[error(
-        "must be guest-first, operator-first or strict (a directory of the host is shared by --share-dir)"
-    )]
+    #[error("must be guest-first, operator-first or strict (--share-dir shares a directory)")]
     Share,
-    #[error("must be a number of seconds, 0 to {MAX_STOP_TIMEOUT_S}")]
+    #[error("must be a number of seconds between 0 and {MAX_STOP_TIMEOUT_S}")]
     StopTimeout,
-    #[error("must be a number of percent, 0 to 50")]
+    #[error("must be a percentage between 0 and 50")]
     Tolerance,
     #[error("must be all or kvm")]
     ValidatedBacking,
 }
 
 /// Parses the name of a built-in guest.
-pub fn parse_builtin(text: &str) -> Result<&'static Guest, ValueError> {
+pub fn parse_builtin(text: &str) -> Result<&'static BareMetalGuest, ValueError> {
     let guest = GUESTS.iter().find(|guest| guest.name == text);
     guest.ok_or(ValueError::Builtin)
 }
@@ -284,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tolerance_is_a_percentage() {
+    fn tolerance_is_a_percentage() {
         assert_eq!(parse_tolerance("0.5"), Ok(0.5));
         for bad in ["", "-1", "51", "x", "NaN", "inf"] {
             assert!(parse_tolerance(bad).is_err(), "{bad}");

@@ -18,19 +18,19 @@ const V1: u64 = 0x27_e0eb;
 pub enum CgroupError {
     /// The control group does not exist or cannot be opened.
     #[error(
-        "{}: no control group of cgroup v2 that this user may put processes into; make it first (mkdir in \
-         /sys/fs/cgroup, or a unit of systemd with Delegate=yes)",
+        "{}: not a cgroup v2 directory to which this user may add processes; create it first \
+        (mkdir in /sys/fs/cgroup, or a systemd unit with Delegate=yes)",
         .0.display()
     )]
     None(PathBuf, #[source] io::Error),
     /// The directory is a control group of version 1.
-    #[error("{}: a control group of version 1; name one of cgroup v2", .0.display())]
+    #[error("{}: unsupported cgroup version 1; use cgroup v2", .0.display())]
     Version1(PathBuf),
     /// The directory is not a control group.
-    #[error("{}: no control group; name a directory of cgroup v2, as /sys/fs/cgroup/vms/web", .0.display())]
+    #[error("{}: not a control group; use a cgroup v2 directory, for example /sys/fs/cgroup/vms/web", .0.display())]
     NoGroup(PathBuf),
     /// The kernel rejected the process.
-    #[error("{}: the kernel does not let this process in{hint}", path.display())]
+    #[error("{}: cannot join the control group{hint}", path.display())]
     Refused {
         /// Path of the control group.
         path: PathBuf,

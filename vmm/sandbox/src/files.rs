@@ -38,10 +38,10 @@ pub struct AccessibleFiles {
 #[derive(Debug, thiserror::Error)]
 pub enum FileAccessError {
     /// The kernel denied a landlock call.
-    #[error("landlock does not take the files that may be opened")]
+    #[error("landlock rejected the list of allowed files")]
     Landlock(#[from] RulesetError),
     /// The rules could not be applied to a thread.
-    #[error("landlock does not take the rules of a thread that opens no files")]
+    #[error("landlock rejected the rules of a thread that opens no files")]
     Thread(#[source] io::Error),
 }
 

@@ -8,22 +8,22 @@ use seccompiler::{
 };
 use syscalls::Sysno;
 
-use crate::rules::{Allowed, ArgumentCheck};
+use crate::rules::{AllowedSyscall, ArgumentCheck};
 
 /// Compiles a program that allows the calls on `list` and applies `otherwise` to all others.
-pub(crate) fn compile(list: &[Allowed], otherwise: SeccompAction) -> Result<BpfProgram, BackendError> {
+pub(crate) fn compile(list: &[AllowedSyscall], otherwise: SeccompAction) -> Result<BpfProgram, BackendError> {
     SeccompFilter::new(rules(list)?, otherwise, SeccompAction::Allow, TargetArch::x86_64)?.try_into()
 }
 
 /// Compiles a program that fails the calls on `list` with an error and allows all others.
-pub(crate) fn refuse(list: &[Allowed]) -> Result<BpfProgram, BackendError> {
+pub(crate) fn refuse(list: &[AllowedSyscall]) -> Result<BpfProgram, BackendError> {
     let error = SeccompAction::Errno(libc::EPERM.unsigned_abs());
     SeccompFilter::new(rules(list)?, SeccompAction::Allow, error, TargetArch::x86_64)?.try_into()
 }
 
-fn rules(list: &[Allowed]) -> Result<BTreeMap<i64, Vec<SeccompRule>>, BackendError> {
+fn rules(list: &[AllowedSyscall]) -> Result<BTreeMap<i64, Vec<SeccompRule>>, BackendError> {
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
-    for Allowed { call, when } in list {
+    for AllowedSyscall { call, when } in list {
         let alternatives = when.iter().map(|checks| rule(checks)).collect::<Result<_, _>>()?;
         let of_call: &mut Vec<SeccompRule> = match rules.entry(i64::from(call.id())) {
             std::collections::btree_map::Entry::Vacant(entry) => {

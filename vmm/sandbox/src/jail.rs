@@ -41,26 +41,23 @@ const RECURSIVE: libc::c_int = 0x8000;
 #[derive(Debug, thiserror::Error)]
 pub enum JailError {
     /// The process lacks the capabilities to change its user.
-    #[error(
-        "uid= and gid= take the right to become another user (CAP_SETUID, CAP_SETGID): start the VM as root, or \
-         leave them out"
-    )]
+    #[error("uid= and gid= require CAP_SETUID and CAP_SETGID; start the VM as root, or omit them")]
     NoOtherUser(#[source] io::Error),
     /// The kernel or its administrator does not permit a user namespace for this user.
     #[error(
-        "this host lets its user have no user namespace (user.max_user_namespaces, kernel.unprivileged_userns_clone, \
-         kernel.apparmor_restrict_unprivileged_userns): start the VM as root, with uid= for the user that it is to \
-         be"
+        "this host denies user namespaces (user.max_user_namespaces, \
+        kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns); start the \
+        VM as root with uid=N"
     )]
     NoUserNamespace(#[source] io::Error),
     /// The root directory is not a mount point of this mount namespace.
     #[error(
-        "the root directory is no mount, as inside chroot: leave --jail out, or make it one before chroot (mount \
-         --rbind DIR DIR)"
+        "the root directory is not a mount point, as inside chroot; omit --jail, or make it one \
+        before chroot (mount --rbind DIR DIR)"
     )]
     Chroot,
     /// The kernel lacks `mount_setattr(2)`.
-    #[error("this kernel cannot restrict mounts (mount_setattr, Linux 5.12): leave --jail out")]
+    #[error("this kernel cannot restrict mounts (mount_setattr, Linux 5.12); omit --jail")]
     OldKernel,
     /// An operation failed.
     #[error("{what} {}", .path.display())]

@@ -57,7 +57,7 @@ pub use pid_namespace::{
     PidNamespaceError, Supervisor, SupervisorLink, host_pid, host_tid, is_forwarded, starter_pid,
 };
 pub use socket_broker::{SocketBroker, SocketDestination};
-pub use start::{Mode, SandboxError, begin, confine, enter, spawn, spawn_prepared};
+pub use start::{SandboxError, SeccompMode, begin, confine, enter, spawn, spawn_prepared};
 pub use table::{CallOutcome, markdown as filter_table, outcome};
 pub use violation::{TerminationActions, end_now, kind};
 pub use workers::{

@@ -8,7 +8,7 @@ use rustix::fs::OFlags;
 use syscalls::Sysno;
 
 use crate::kind::{PerfEventAccess, ThreadKind};
-use crate::rules::{Allowed, ArgumentCheck, any, ioctls, one_of, only};
+use crate::rules::{AllowedSyscall, ArgumentCheck, any, ioctls, one_of, only};
 
 /// `PR_SET_VMA` (include/uapi/linux/prctl.h), which the C library uses to name its memory.
 const PR_SET_VMA: u32 = 0x5356_4d41;
@@ -34,7 +34,7 @@ fn non_read_flags() -> u64 {
 }
 
 /// Returns the allow-list of threads of `kind`. `pid` is the ID of this process.
-pub(crate) fn of(kind: ThreadKind, pid: u32, counting: PerfEventAccess) -> Vec<Allowed> {
+pub(crate) fn of(kind: ThreadKind, pid: u32, counting: PerfEventAccess) -> Vec<AllowedSyscall> {
     let mut list = common(pid);
     let counts = matches!(kind, ThreadKind::Main | ThreadKind::Vcpu | ThreadKind::Starter);
     if counts && counting == PerfEventAccess::OwnThread {
@@ -57,7 +57,7 @@ pub(crate) fn of(kind: ThreadKind, pid: u32, counting: PerfEventAccess) -> Vec<A
 
 /// Returns the calls of threads of `kind` that fail with an error. Libraries attempt these calls
 /// but work without them.
-pub(crate) fn refused(kind: ThreadKind) -> Vec<Allowed> {
+pub(crate) fn refused(kind: ThreadKind) -> Vec<AllowedSyscall> {
     let mut list = fault_reporting();
     // File state by path. The standard library falls back to descriptors.
     let of_descriptor = u64::from(libc::AT_EMPTY_PATH.unsigned_abs());
@@ -89,7 +89,7 @@ pub(crate) fn refused(kind: ThreadKind) -> Vec<Allowed> {
 }
 
 /// Calls made to report a fault: location of the program and access checks.
-fn fault_reporting() -> Vec<Allowed> {
+fn fault_reporting() -> Vec<AllowedSyscall> {
     any(&[
         Sysno::readlink,
         Sysno::readlinkat,
@@ -101,7 +101,7 @@ fn fault_reporting() -> Vec<Allowed> {
 }
 
 /// Calls that every thread needs: memory, time, locks, existing descriptors and exit.
-fn common(pid: u32) -> Vec<Allowed> {
+fn common(pid: u32) -> Vec<AllowedSyscall> {
     let mut list = any(&[
         // Descriptors.
         Sysno::read,
@@ -171,7 +171,7 @@ fn all_but(bits: libc::c_int) -> u64 {
 
 /// Memory of the C library's allocator and of thread stacks: never file-backed or executable, and
 /// at a fixed address only without access.
-fn memory() -> Vec<Allowed> {
+fn memory() -> Vec<AllowedSyscall> {
     let prot = all_but(libc::PROT_READ | libc::PROT_WRITE);
     let needed = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     let optional = libc::MAP_NORESERVE | libc::MAP_STACK;
@@ -190,7 +190,7 @@ fn memory() -> Vec<Allowed> {
 
 /// Shared mappings of existing descriptors: perf event rings, memory files and KVM's structures. A
 /// ring in a memory file is mapped twice in succession into a reserved address range.
-fn shared_memory() -> Vec<Allowed> {
+fn shared_memory() -> Vec<AllowedSyscall> {
     let prot = all_but(libc::PROT_READ | libc::PROT_WRITE);
     let shared = ArgumentCheck::Bits(
         3,
@@ -203,7 +203,7 @@ fn shared_memory() -> Vec<Allowed> {
 /// `futex(2)` operations of the C library and Rust's standard library, private or shared, on either
 /// clock. Operations with a kernel-side owner (`FUTEX_LOCK_PI`) and requeue operations are
 /// excluded.
-fn locks() -> Vec<Allowed> {
+fn locks() -> Vec<AllowedSyscall> {
     let options = libc::FUTEX_PRIVATE_FLAG | libc::FUTEX_CLOCK_REALTIME;
     let operations = [libc::FUTEX_WAIT, libc::FUTEX_WAKE, libc::FUTEX_WAIT_BITSET];
     let operation = |operation: &i32| {
@@ -213,7 +213,7 @@ fn locks() -> Vec<Allowed> {
             u64::from(operation.unsigned_abs()),
         )]
     };
-    vec![Allowed {
+    vec![AllowedSyscall {
         call: Sysno::futex,
         when: operations.iter().map(operation).collect(),
     }]
@@ -222,7 +222,7 @@ fn locks() -> Vec<Allowed> {
 /// Signals of faults and of termination, whose handlers reset themselves before the signal
 /// terminates the process, and abort(3). Other handlers, including the one for seccomp violations,
 /// cannot be changed after the VM has started.
-fn ending_signals() -> Vec<Allowed> {
+fn ending_signals() -> Vec<AllowedSyscall> {
     let signals = [
         libc::SIGABRT,
         libc::SIGHUP,
@@ -238,7 +238,7 @@ fn ending_signals() -> Vec<Allowed> {
 }
 
 /// Event loop and its notifications.
-fn event_loop() -> Vec<Allowed> {
+fn event_loop() -> Vec<AllowedSyscall> {
     any(&[
         Sysno::epoll_create1,
         Sysno::epoll_ctl,
@@ -251,7 +251,7 @@ fn event_loop() -> Vec<Allowed> {
 }
 
 /// Existing connections, and new ones from existing listeners.
-fn connections() -> Vec<Allowed> {
+fn connections() -> Vec<AllowedSyscall> {
     let mut list = any(&[
         Sysno::accept4,
         Sysno::recvfrom,
@@ -270,7 +270,7 @@ fn connections() -> Vec<Allowed> {
 }
 
 /// Open perf events. Only the broker opens new ones.
-fn perf_events() -> Vec<Allowed> {
+fn perf_events() -> Vec<AllowedSyscall> {
     // ENABLE, DISABLE, REFRESH, RESET, PERIOD, SET_OUTPUT, ID, PAUSE_OUTPUT.
     let mut list = ioctls(b'$', &[0, 1, 2, 3, 4, 5, 7, 9]);
     // Requests to the broker, with descriptors.
@@ -287,9 +287,9 @@ fn perf_events() -> Vec<Allowed> {
     list
 }
 
-/// Opening of perf events without the broker ([`PerfEventAccess::OwnThread`]): on the calling thread and
-/// any CPU. The filter cannot check the attributes, which are passed by pointer.
-fn own_perf_events() -> Vec<Allowed> {
+/// Opening of perf events without the broker ([`PerfEventAccess::OwnThread`]): on the calling
+/// thread and any CPU. The filter cannot check the attributes, which are passed by pointer.
+fn own_perf_events() -> Vec<AllowedSyscall> {
     let (own, any_cpu, cloexec) = (0, u32::MAX, 8);
     let checks = [
         ArgumentCheck::Is(1, own),
@@ -348,7 +348,7 @@ const KVM_VCPU: &[u8] = &[
     0xcf, // GET_XSAVE2
 ];
 
-fn vcpu() -> Vec<Allowed> {
+fn vcpu() -> Vec<AllowedSyscall> {
     // KVM_RUN is first because it is the most frequent call.
     let mut list = ioctls(KVMIO, &[0x80]);
     list.extend(shared_memory());
@@ -364,7 +364,7 @@ fn vcpu() -> Vec<Allowed> {
 
 /// Set-up of vhost-net, which starts on a vCPU thread when the driver activates the device and
 /// continues on the device's thread.
-fn vhost() -> Vec<Allowed> {
+fn vhost() -> Vec<AllowedSyscall> {
     let mut list = ioctls(
         0xaf,
         &[
@@ -389,7 +389,7 @@ fn vhost() -> Vec<Allowed> {
 /// Access to disk images. Required by the disk's thread, and by threads that reset a disk and write
 /// back cached data: a vCPU thread when the driver resets it, and the main thread at reset or
 /// shutdown of the machine.
-fn images() -> Vec<Allowed> {
+fn images() -> Vec<AllowedSyscall> {
     let mut list = any(&[
         Sysno::pread64,
         Sysno::pwrite64,
@@ -408,7 +408,7 @@ fn images() -> Vec<Allowed> {
     list
 }
 
-fn device() -> Vec<Allowed> {
+fn device() -> Vec<AllowedSyscall> {
     let mut list = event_loop();
     list.extend(vhost());
     list.extend(images());
@@ -416,7 +416,7 @@ fn device() -> Vec<Allowed> {
     list
 }
 
-fn socket() -> Vec<Allowed> {
+fn socket() -> Vec<AllowedSyscall> {
     let mut list = event_loop();
     list.extend(connections());
     list.extend(ioctls(KVMIO, KVM_VM));
@@ -425,12 +425,12 @@ fn socket() -> Vec<Allowed> {
 
 /// The profiler communicates with the process that reads the guest's kernel, whose socket it
 /// receives from the keeper.
-fn profiler() -> Vec<Allowed> {
+fn profiler() -> Vec<AllowedSyscall> {
     any(&[Sysno::recvfrom, Sysno::recvmsg, Sysno::sendto, Sysno::sendmsg])
 }
 
 /// The debugger stops the guest and its events.
-fn debugger() -> Vec<Allowed> {
+fn debugger() -> Vec<AllowedSyscall> {
     let mut list = event_loop();
     list.extend(connections());
     list.extend(perf_events());
@@ -438,7 +438,7 @@ fn debugger() -> Vec<Allowed> {
     list
 }
 
-fn main() -> Vec<Allowed> {
+fn main() -> Vec<AllowedSyscall> {
     let mut list = event_loop();
     list.extend(shared_memory());
     list.extend(perf_events());
@@ -509,7 +509,7 @@ fn main() -> Vec<Allowed> {
 
 /// Allow-list of the starter: the calls of all threads that it starts, which inherit its filter,
 /// and the calls with which they confine themselves.
-fn starter(pid: u32, counting: PerfEventAccess) -> Vec<Allowed> {
+fn starter(pid: u32, counting: PerfEventAccess) -> Vec<AllowedSyscall> {
     let mut list = Vec::new();
     // The vCPU list comes first because of KVM_RUN.
     for kind in [ThreadKind::Vcpu].into_iter().chain(ThreadKind::ALL) {
@@ -545,14 +545,14 @@ fn starter(pid: u32, counting: PerfEventAccess) -> Vec<Allowed> {
 
 /// Allow-list of a process that handles guest-controlled bytes: memory, its socket, and exit. `pid`
 /// is the ID of that process.
-pub(crate) fn of_worker(pid: u32) -> Vec<Allowed> {
+pub(crate) fn of_worker(pid: u32) -> Vec<AllowedSyscall> {
     let mut list = of_any_worker();
     list.extend(only(Sysno::tgkill, &[ArgumentCheck::Is(0, pid)]));
     list
 }
 
 /// The same list for any process ID.
-fn of_any_worker() -> Vec<Allowed> {
+fn of_any_worker() -> Vec<AllowedSyscall> {
     let mut list = any(&[
         Sysno::read,
         Sysno::write,
@@ -583,7 +583,7 @@ fn of_any_worker() -> Vec<Allowed> {
 }
 
 /// Calls of workers and their keeper that fail with an error.
-pub(crate) fn refused_to_workers() -> Vec<Allowed> {
+pub(crate) fn refused_to_workers() -> Vec<AllowedSyscall> {
     let mut list = fault_reporting();
     // As for other threads: glibc's malloc opens this file.
     let others = non_read_flags();
@@ -594,7 +594,7 @@ pub(crate) fn refused_to_workers() -> Vec<Allowed> {
 
 /// Allow-list of the keeper: starts workers, limits them, terminates them and waits for them. Its
 /// workers inherit the filter, so the list includes their calls.
-pub(crate) fn of_keeper() -> Vec<Allowed> {
+pub(crate) fn of_keeper() -> Vec<AllowedSyscall> {
     let mut list = of_any_worker();
     list.extend(only(
         Sysno::clone,
@@ -628,7 +628,7 @@ pub(crate) fn of_keeper() -> Vec<Allowed> {
 
 /// Allow-list of the socket broker ([`crate::SocketBroker`]): examines files, creates and connects
 /// local sockets, passes them to the VM, and removes the VM's own files.
-pub(crate) fn of_socket_broker() -> Vec<Allowed> {
+pub(crate) fn of_socket_broker() -> Vec<AllowedSyscall> {
     let mut list = of_any_worker();
     list.extend(any(&[
         Sysno::recvmsg,
@@ -661,7 +661,7 @@ pub(crate) fn of_socket_broker() -> Vec<Allowed> {
 /// Allow-list of the supervisor of a VM in a PID namespace ([`crate::Supervisor`]): receives signals
 /// and reports, signals the VM, and ends like it. `vm` and `own` are the process IDs of the VM and
 /// of the supervisor.
-pub(crate) fn of_supervisor(vm: u32, own: u32) -> Vec<Allowed> {
+pub(crate) fn of_supervisor(vm: u32, own: u32) -> Vec<AllowedSyscall> {
     let mut list = any(&[
         Sysno::read,
         Sysno::write,
@@ -689,7 +689,7 @@ pub(crate) fn of_supervisor(vm: u32, own: u32) -> Vec<Allowed> {
 /// Allow-list of the perf event broker: receives a request, opens an event on a thread, sets its
 /// signal, and passes the descriptor. `vm` is the process ID of the VM, `signal` the only signal
 /// that events send.
-pub(crate) fn of_perf_broker(vm: u32, signal: u32) -> Vec<Allowed> {
+pub(crate) fn of_perf_broker(vm: u32, signal: u32) -> Vec<AllowedSyscall> {
     let (cloexec, any_process, any_cpu) = (8, u32::MAX, u32::MAX);
     let mut list = any(&[
         Sysno::recvmsg,

@@ -42,7 +42,7 @@ pub enum PerfBrokerError {
     #[error("the event is refused")]
     Refused(#[source] io::Error),
     /// The broker has exited or timed out, and no further events can be opened.
-    #[error("the process that opens perf events has ended")]
+    #[error("the process that opens perf events has exited")]
     Gone(#[source] io::Error),
 }
 
@@ -61,7 +61,8 @@ impl PerfBroker {
     /// the right to open events.
     ///
     /// # Errors
-    /// Returns a [`ServiceStartError`] if the process cannot be started or its filter cannot be created.
+    /// Returns a [`ServiceStartError`] if the process cannot be started or its filter cannot be
+    /// created.
     pub fn start(
         confinement: ProcessConfinement,
         signal: libc::c_int,
@@ -112,8 +113,8 @@ impl PerfBroker {
     /// the broker's signal to thread `receiver`.
     ///
     /// # Errors
-    /// Returns [`PerfBrokerError::Refused`] with `EPERM` if the event is not permitted, `ESRCH` if this
-    /// process has no such thread, or the error of `perf_event_open(2)` or `fcntl(2)`. Returns
+    /// Returns [`PerfBrokerError::Refused`] with `EPERM` if the event is not permitted, `ESRCH` if
+    /// this process has no such thread, or the error of `perf_event_open(2)` or `fcntl(2)`. Returns
     /// [`PerfBrokerError::Gone`] if the broker has exited.
     pub fn open(
         &self,

@@ -69,10 +69,7 @@ pub fn forbid_core_dumps() {
     };
     let limited = setrlimit(Resource::Core, limit);
     if let Err(e) = limited.and_then(|()| set_dumpable_behavior(DumpableBehavior::NotDumpable)) {
-        log::warn!(
-            "a crash may leave a core dump: {}",
-            error_line(&io::Error::from(e))
-        );
+        log::warn!("cannot disable core dumps: {}", error_line(&io::Error::from(e)));
     }
 }
 
@@ -80,7 +77,7 @@ pub fn forbid_core_dumps() {
 pub fn drop_thread_capabilities() {
     if let Err(e) = keep(CapabilitySet::empty()) {
         log::warn!(
-            "a thread keeps its capabilities: {}",
+            "cannot drop the capabilities of a thread: {}",
             error_line(&io::Error::from(e))
         );
     }

@@ -19,7 +19,7 @@ pub(crate) enum ArgumentCheck {
 
 /// A permitted system call.
 #[derive(Clone, Debug)]
-pub(crate) struct Allowed {
+pub(crate) struct AllowedSyscall {
     pub(crate) call: Sysno,
     /// Alternatives, each a list of conditions that must all hold. Empty if any arguments are
     /// permitted.
@@ -27,8 +27,8 @@ pub(crate) struct Allowed {
 }
 
 /// Permits each of `calls` with any arguments.
-pub(crate) fn any(calls: &[Sysno]) -> Vec<Allowed> {
-    let any = |call: &Sysno| Allowed {
+pub(crate) fn any(calls: &[Sysno]) -> Vec<AllowedSyscall> {
+    let any = |call: &Sysno| AllowedSyscall {
         call: *call,
         when: Vec::new(),
     };
@@ -36,19 +36,19 @@ pub(crate) fn any(calls: &[Sysno]) -> Vec<Allowed> {
 }
 
 /// Permits `call` if all of `checks` hold.
-pub(crate) fn only(call: Sysno, checks: &[ArgumentCheck]) -> Vec<Allowed> {
-    vec![Allowed {
+pub(crate) fn only(call: Sysno, checks: &[ArgumentCheck]) -> Vec<AllowedSyscall> {
+    vec![AllowedSyscall {
         call,
         when: vec![checks.to_vec()],
     }]
 }
 
 /// Permits `call` with any of `values` as argument `argument`.
-pub(crate) fn one_of(call: Sysno, argument: u8, values: &[u32]) -> Vec<Allowed> {
+pub(crate) fn one_of(call: Sysno, argument: u8, values: &[u32]) -> Vec<AllowedSyscall> {
     let when = values
         .iter()
         .map(|value| vec![ArgumentCheck::Is(argument, *value)]);
-    vec![Allowed {
+    vec![AllowedSyscall {
         call,
         when: when.collect(),
     }]
@@ -56,7 +56,7 @@ pub(crate) fn one_of(call: Sysno, argument: u8, values: &[u32]) -> Vec<Allowed> 
 
 /// Permits `ioctl(2)` with these requests, given by type and number (ioctl(2), `_IOC`). Direction
 /// and size are checked by the kernel only.
-pub(crate) fn ioctls(kind: u8, numbers: &[u8]) -> Vec<Allowed> {
+pub(crate) fn ioctls(kind: u8, numbers: &[u8]) -> Vec<AllowedSyscall> {
     let request = |number: &u8| {
         vec![ArgumentCheck::Bits(
             1,
@@ -64,7 +64,7 @@ pub(crate) fn ioctls(kind: u8, numbers: &[u8]) -> Vec<Allowed> {
             u64::from(kind) << 8 | u64::from(*number),
         )]
     };
-    vec![Allowed {
+    vec![AllowedSyscall {
         call: Sysno::ioctl,
         when: numbers.iter().map(request).collect(),
     }]

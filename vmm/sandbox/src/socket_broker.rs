@@ -33,7 +33,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use crate::paths::{self, Directory};
 use crate::service::{UNFIT, keep_only_descriptor, leave, trim_heap};
-use crate::start::{Mode as FilterMode, SandboxError};
+use crate::start::{SandboxError, SeccompMode};
 use crate::{ProcessConfinement, ServiceStartError, ThreadKind, files, filter, lists};
 
 /// Process name, as displayed by `ps`.
@@ -316,15 +316,15 @@ fn receive(stream: &mut UnixStream, bytes: &mut [u8]) -> io::Result<Option<Optio
 
 // ---------------------------------------------------------------- broker side
 
-fn filters(mode: FilterMode) -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
+fn filters(mode: SeccompMode) -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
     match mode {
-        FilterMode::Off => Ok(Vec::new()),
+        SeccompMode::Off => Ok(Vec::new()),
         // The broker has no handler that could log a violation.
-        FilterMode::On => Ok(vec![
+        SeccompMode::On => Ok(vec![
             filter::refuse(&lists::refused_to_workers())?,
             filter::compile(&lists::of_socket_broker(), SeccompAction::KillProcess)?,
         ]),
-        FilterMode::Log => Ok(vec![filter::compile(
+        SeccompMode::Log => Ok(vec![filter::compile(
             &lists::of_socket_broker(),
             SeccompAction::Log,
         )?]),

@@ -19,7 +19,7 @@ const STARTER_STACK_BYTES: usize = 128 << 10;
 
 /// Seccomp mode: the action for a system call that is not on the thread's list.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Mode {
+pub enum SeccompMode {
     /// Terminate the VM.
     #[default]
     On,
@@ -31,10 +31,10 @@ pub enum Mode {
 
 /// The error for an unknown seccomp mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("must be one of on, log, off")]
+#[error("must be on, log or off")]
 pub struct ParseSeccompModeError;
 
-impl fmt::Display for Mode {
+impl fmt::Display for SeccompMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::On => "on",
@@ -44,7 +44,7 @@ impl fmt::Display for Mode {
     }
 }
 
-impl FromStr for Mode {
+impl FromStr for SeccompMode {
     type Err = ParseSeccompModeError;
 
     fn from_str(word: &str) -> Result<Self, ParseSeccompModeError> {
@@ -62,20 +62,21 @@ impl FromStr for Mode {
 pub enum SandboxError {
     /// The kernel does not support seccomp filters.
     #[error(
-        "this kernel has no seccomp filters (CONFIG_SECCOMP_FILTER, Linux 4.14); --seccomp off runs without"
+        "this kernel does not support seccomp filters (CONFIG_SECCOMP_FILTER, Linux 4.14); use \
+        --seccomp off"
     )]
     NoFilters,
     /// A list could not be compiled.
     #[error("the filter of {0} threads")]
     Compile(ThreadKind, #[source] seccompiler::BackendError),
     /// The kernel rejected a filter.
-    #[error("the kernel does not take the filter of {0} threads")]
+    #[error("the kernel rejected the filter of {0} threads")]
     Apply(ThreadKind, #[source] seccompiler::Error),
     /// The SIGSYS handler could not be installed.
     #[error("sigaction(SIGSYS) failed")]
     Signal(#[source] io::Error),
     /// The starter thread could not be created.
-    #[error("no thread to start others")]
+    #[error("cannot start the thread that starts others")]
     Starter(#[source] io::Error),
 }
 
@@ -114,11 +115,15 @@ static SANDBOX: OnceLock<Sandbox> = OnceLock::new();
 /// # Errors
 /// Returns a [`SandboxError`] if the kernel does not support filters, a list cannot be compiled, or
 /// the signal handler cannot be installed.
-pub fn begin(mode: Mode, counting: PerfEventAccess, will: TerminationActions) -> Result<(), SandboxError> {
+pub fn begin(
+    mode: SeccompMode,
+    counting: PerfEventAccess,
+    will: TerminationActions,
+) -> Result<(), SandboxError> {
     let otherwise = match mode {
-        Mode::Off => return Ok(()),
-        Mode::On => SeccompAction::Trap,
-        Mode::Log => SeccompAction::Log,
+        SeccompMode::Off => return Ok(()),
+        SeccompMode::On => SeccompAction::Trap,
+        SeccompMode::Log => SeccompAction::Log,
     };
     if !violation::has_action(otherwise.clone().into()) {
         return Err(SandboxError::NoFilters);
@@ -127,7 +132,7 @@ pub fn begin(mode: Mode, counting: PerfEventAccess, will: TerminationActions) ->
     let pid = std::process::id();
     let program = |kind| {
         let mut list = lists::of(kind, pid, counting);
-        let refused = (mode == Mode::On).then(|| lists::refused(kind));
+        let refused = (mode == SeccompMode::On).then(|| lists::refused(kind));
         // If two filters match, the kernel applies the more restrictive action.
         list.extend(refused.clone().unwrap_or_default());
         let allow = filter::compile(&list, otherwise.clone());

@@ -8,7 +8,7 @@ use syscalls::Sysno;
 
 use crate::kind::{PerfEventAccess, ThreadKind};
 use crate::lists;
-use crate::rules::{Allowed, ArgumentCheck};
+use crate::rules::{AllowedSyscall, ArgumentCheck};
 
 /// Result of a thread's system call, as decided by its filters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -32,7 +32,7 @@ pub fn outcome(
     call: i64,
     arguments: [u64; 6],
 ) -> CallOutcome {
-    let on = |list: &[Allowed]| list.iter().any(|allowed| allowed.takes(call, arguments));
+    let on = |list: &[AllowedSyscall]| list.iter().any(|allowed| allowed.takes(call, arguments));
     if on(&lists::refused(kind)) {
         CallOutcome::Refused
     } else if call == i64::from(Sysno::clone3.id()) {
@@ -44,7 +44,7 @@ pub fn outcome(
     }
 }
 
-impl Allowed {
+impl AllowedSyscall {
     fn takes(&self, call: i64, arguments: [u64; 6]) -> bool {
         let holds = |checks: &Vec<ArgumentCheck>| checks.iter().all(|check| check.holds(arguments));
         i64::from(self.call.id()) == call && (self.when.is_empty() || self.when.iter().any(holds))
@@ -182,7 +182,7 @@ fn answers(counting: PerfEventAccess) -> BTreeMap<(String, ArgumentForm), CallOu
             (lists::refused(kind), CallOutcome::Refused),
         ];
         for (list, outcome) in lists {
-            for Allowed { call, when } in list {
+            for AllowedSyscall { call, when } in list {
                 let outcome = match call {
                     Sysno::clone3 if outcome == CallOutcome::Allowed => CallOutcome::Missing,
                     _ => outcome,

@@ -5,14 +5,14 @@
 //! | file | contents |
 //! |---|---|
 //! | `keeper` | the process that starts workers one at a time and reports how each ended |
-//! | `ended` | termination status of a worker |
+//! | `worker_exit` | termination status of a worker |
 //!
 //! A running VM may not start processes. The keeper is therefore forked earlier, with the
 //! privileges that the VM has at that time, and drops them immediately. The keeper never reads
 //! guest data.
 
-mod ended;
 pub(crate) mod keeper;
+mod worker_exit;
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::OwnedFd;
@@ -23,11 +23,11 @@ use std::time::Duration;
 use seccompiler::{BackendError, BpfProgram, SeccompAction};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
-pub use ended::WorkerExit;
 pub use keeper::WorkerLimits;
 use keeper::{BEGIN, GIVE_UP, KeeperConfig, KeeperMessage};
+pub use worker_exit::WorkerExit;
 
-use crate::start::{Mode, SandboxError};
+use crate::start::{SandboxError, SeccompMode};
 use crate::{ThreadKind, filter, lists};
 
 /// Timeout for an answer of the keeper and for a message of a worker.
@@ -37,7 +37,7 @@ const PATIENCE: Duration = Duration::from_secs(180);
 #[derive(Clone, Copy, Debug)]
 pub struct ProcessConfinement {
     /// Seccomp mode.
-    pub seccomp: Mode,
+    pub seccomp: SeccompMode,
     /// `true` if landlock denies access to all files, on kernels that support it.
     pub landlock: bool,
 }
@@ -46,10 +46,10 @@ impl ProcessConfinement {
     /// Returns the action for a call that is not on a process's list, or `None` without a filter.
     pub(crate) fn otherwise(self) -> Option<SeccompAction> {
         match self.seccomp {
-            Mode::Off => None,
+            SeccompMode::Off => None,
             // The process has no handler that could log a violation.
-            Mode::On => Some(SeccompAction::KillProcess),
-            Mode::Log => Some(SeccompAction::Log),
+            SeccompMode::On => Some(SeccompAction::KillProcess),
+            SeccompMode::Log => Some(SeccompAction::Log),
         }
     }
 }
@@ -69,10 +69,10 @@ pub enum ServiceStartError {
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerStartError {
     /// The keeper has exited or timed out, and no further workers can be started.
-    #[error("the process that starts it has ended")]
+    #[error("the process that starts workers has exited")]
     NoKeeper(#[source] io::Error),
     /// The keeper failed to start a worker.
-    #[error("it cannot be started")]
+    #[error("cannot start the worker")]
     Refused(#[source] io::Error),
 }
 
@@ -90,7 +90,8 @@ impl WorkerKeeper {
     /// counted from 0.
     ///
     /// # Errors
-    /// Returns a [`ServiceStartError`] if the keeper cannot be started or its filters cannot be created.
+    /// Returns a [`ServiceStartError`] if the keeper cannot be started or its filters cannot be
+    /// created.
     pub fn start(
         confinement: ProcessConfinement,
         limits: WorkerLimits,

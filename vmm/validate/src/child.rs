@@ -11,9 +11,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::procfs::{ThreadFacts, vcpu_threads};
-use crate::host::Stop;
+use crate::host::StopCallback;
 use control_api::client::{Client, ClientError};
-use control_api::protocol::{Generation, GuestViews, VcpuView};
+use control_api::protocol::{GuestViews, SnapshotId, VcpuView};
 use control_api::request;
 
 /// Maximum length of a console line in bytes. Longer lines are split.
@@ -45,7 +45,7 @@ pub enum ChildError {
     #[error(transparent)]
     Client(#[from] ClientError),
     /// The VM ended unexpectedly.
-    #[error("the VM ended while {doing} (status {status}){}{}", told(.messages), console_excerpt(.console))]
+    #[error("the VM exited while {doing} (status {status}){}{}", told(.messages), console_excerpt(.console))]
     Ended {
         /// Exit status, or -1 after a signal.
         status: i32,
@@ -57,23 +57,29 @@ pub enum ChildError {
         console: Vec<String>,
     },
     /// A timeout in seconds expired during this operation.
-    #[error("the guest said nothing for {0} s while {1}")]
+    #[error("no output of the guest for {0} s while {1}")]
     Silent(u64, String),
     /// The user interrupted the program with Ctrl-C or another signal.
     #[error("interrupted")]
     Interrupted,
     /// Reading the operator's ring failed.
     #[error("the ring of vCPU 0")]
-    Ring(#[source] perf_core::ring::ReadError),
+    Ring(#[source] perf_core::ring::RingReadError),
     /// The guest or the VM sent an unexpected reply.
-    #[error("the guest's answer is not understood: {0}")]
+    #[error("cannot parse the guest's reply: {0}")]
     Answer(String),
 }
 
 fn told(messages: &[String]) -> String {
     messages
         .last()
-        .map(|line| format!(": {}", line.trim_start_matches("perfvisor: ")))
+        .map(|line| {
+            format!(
+                ": {}",
+                line.trim_start_matches("perfvisor: ")
+                    .trim_start_matches("error: ")
+            )
+        })
         .unwrap_or_default()
 }
 
@@ -94,7 +100,7 @@ pub struct ChildVm {
     name: String,
     client: Option<Client>,
     threads: Vec<u32>,
-    signals: Stop,
+    signals: StopCallback,
 }
 
 impl ChildVm {
@@ -102,13 +108,17 @@ impl ChildVm {
     ///
     /// # Errors
     /// Returns [`ChildError::Io`] if the program cannot be started.
-    pub fn start(arguments: &[String], signals: &Stop) -> Result<Self, ChildError> {
+    pub fn start(arguments: &[String], signals: &StopCallback) -> Result<Self, ChildError> {
         let program = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("/proc/self/exe"));
         Self::start_with(Command::new(program), arguments, signals)
     }
 
     /// Starts another program with the arguments of `perfvisor run`.
-    fn start_with(mut program: Command, arguments: &[String], signals: &Stop) -> Result<Self, ChildError> {
+    fn start_with(
+        mut program: Command,
+        arguments: &[String],
+        signals: &StopCallback,
+    ) -> Result<Self, ChildError> {
         static STARTED: AtomicU32 = AtomicU32::new(0);
         let nth = STARTED.fetch_add(1, Ordering::Relaxed);
         let name = format!("validate-{}-{nth}", std::process::id());
@@ -292,7 +302,7 @@ impl ChildVm {
     pub fn views(&mut self) -> Result<Vec<VcpuView>, ChildError> {
         let until = Instant::now() + VIEW_TIMEOUT;
         let client = self.client()?;
-        let asked: Generation = client.call(request::GuestView)?;
+        let asked: SnapshotId = client.call(request::GuestView)?;
         loop {
             let mut seen: GuestViews = client.call(request::GuestViewResult {
                 generation: asked.generation,

@@ -18,8 +18,8 @@ use serde::Deserialize;
 
 use super::child::{ChildError, ChildVm};
 use super::procfs::ThreadFacts;
-use crate::host::Stop;
-use control_api::protocol::{EventReading, Failure, Opened, RingInfo, Sampling, VcpuView};
+use crate::host::StopCallback;
+use control_api::protocol::{EventReading, Failure, OpenedEvent, RingInfo, SamplingParams, VcpuView};
 use control_api::request;
 
 /// Timeout for the guest to start.
@@ -160,7 +160,7 @@ pub struct OperatorEvents<'a> {
 #[derive(Debug)]
 pub struct OperatorResults {
     /// The open events, or the reason for the refusal.
-    pub opened: Result<Vec<Opened>, Failure>,
+    pub opened: Result<Vec<OpenedEvent>, Failure>,
     /// Counts of the events.
     pub readings: Vec<EventReading>,
     /// Instruction addresses of the samples.
@@ -237,7 +237,7 @@ impl MeasuringGuest {
     ///
     /// # Errors
     /// Returns a [`ChildError`] if the VM or its guest does not start.
-    pub fn start(arguments: &[&str], signals: &Stop) -> Result<Self, ChildError> {
+    pub fn start(arguments: &[&str], signals: &StopCallback) -> Result<Self, ChildError> {
         let mut all = vec!["--builtin", "validate", "--memory", "128M"];
         all.extend_from_slice(arguments);
         let all: Vec<String> = all.into_iter().map(str::to_owned).collect();
@@ -335,18 +335,18 @@ fn parse(line: &str) -> Option<GuestReply> {
 
 /// The operator's open events.
 pub(super) struct OpenOperatorEvents {
-    opened: Result<Vec<Opened>, Failure>,
+    opened: Result<Vec<OpenedEvent>, Failure>,
     ring: Option<(RingReader, RingInfo)>,
 }
 
 impl OpenOperatorEvents {
     pub(super) fn open(vm: &mut ChildVm, operator: OperatorEvents<'_>) -> Result<Self, ChildError> {
         let client = vm.client()?;
-        let opened: Result<Vec<Opened>, _> = client.call(request::Open {
+        let opened: Result<Vec<OpenedEvent>, _> = client.call(request::Open {
             events: operator.events.to_owned(),
             vcpus: None,
             whole: false,
-            sampling: operator.period.map(|period| Sampling {
+            sampling: operator.period.map(|period| SamplingParams {
                 rate: period,
                 frequency: false,
                 callchain: false,

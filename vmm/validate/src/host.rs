@@ -8,11 +8,11 @@ use serde::Serialize;
 use vpmu::ArchEvent;
 
 /// Callback that returns `true` once the user has requested to stop.
-pub type Stop = Arc<dyn Fn() -> bool + Send + Sync>;
+pub type StopCallback = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// Options of the validation.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct ValidateOptions {
     /// PMU model of the guests, as for `--pmu`.
     pub pmu: String,
     /// Tolerance of time-dependent counts, in percent.
@@ -47,7 +47,7 @@ pub struct KvmSummary {
 
 /// Properties of this host, as probed by the caller.
 #[derive(Debug)]
-pub struct Host {
+pub struct HostProperties {
     /// Properties of KVM.
     pub kvm: KvmSummary,
     /// Description of the guests' PMU on this host.
@@ -70,7 +70,7 @@ pub struct Host {
     pub hardware_events: Vec<ArchEvent>,
 }
 
-impl Host {
+impl HostProperties {
     /// Converts nanoseconds to ticks of a guest's TSC.
     pub(crate) fn ticks(&self, ns: u64) -> u64 {
         let ticks = u128::from(ns) * u128::from(self.tsc_hz) / 1_000_000_000;

@@ -172,7 +172,7 @@ mod tests {
 
     /// A count that is off by one is detected.
     #[test]
-    fn an_exact_count_off_by_one_fails() {
+    fn exact_count_off_by_one_fails() {
         let ok = evidence(2010, 2010, 2010, Tolerance::Exact);
         assert_eq!(judge(&ok).0, Verdict::Pass);
         for tampered in [
@@ -220,7 +220,7 @@ mod tests {
     proptest! {
         /// Only counts within both tolerances pass.
         #[test]
-        fn a_pass_is_within_tolerance(guest: u32, host: u32, expected: u32, percent in 0.0..10.0f64) {
+        fn pass_is_within_tolerance(guest: u32, host: u32, expected: u32, percent in 0.0..10.0f64) {
             let (guest, host, expected) = (u64::from(guest), u64::from(host), u64::from(expected));
             let seen = evidence(guest, host, expected, Tolerance::Percent(percent));
             let right = guest == host && guest.abs_diff(expected) as f64 <= expected as f64 * percent / 100.0;

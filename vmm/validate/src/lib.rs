@@ -15,7 +15,7 @@
 //! | `builtin` | measurements with the built-in guest |
 //! | `linux` | measurements with perf in a Linux guest |
 //!
-//! Start with [`run`]. The caller probes the host ([`Host`]).
+//! Start with [`run`]. The caller probes the host ([`HostProperties`]).
 //!
 //! **Dependencies.** `control-api` for requests to a VM, `vpmu` for the names of events and
 //! registers, `perf-core` for records and rings. This crate starts VMs as child processes and
@@ -44,18 +44,18 @@ pub mod report;
 use std::time::Instant;
 
 use child::ChildError;
-pub use host::{Host, KvmSummary, LinuxFiles, Options, Stop};
-use report::{GuestKind, Report, ReportRow, ReportRows, ReportSummary};
+pub use host::{HostProperties, KvmSummary, LinuxFiles, StopCallback, ValidateOptions};
+use report::{GuestKind, Report, ReportRows, ReportSummary, ValidationRow};
 
 /// Runs all measurements and passes each final row to `on_row`.
 ///
 /// # Errors
 /// Returns a [`ChildError`] if a guest cannot be measured at all.
 pub fn run(
-    options: &Options,
-    host: &Host,
-    stop: &Stop,
-    on_row: &mut dyn FnMut(&ReportRow),
+    options: &ValidateOptions,
+    host: &HostProperties,
+    stop: &StopCallback,
+    on_row: &mut dyn FnMut(&ValidationRow),
 ) -> Result<Report, ChildError> {
     let start = Instant::now();
     let builtin = builtin::Builtin {
@@ -82,7 +82,7 @@ pub fn run(
     Ok(Report::new(rows.into_vec(), summary))
 }
 
-fn summary(host: &Host) -> ReportSummary {
+fn summary(host: &HostProperties) -> ReportSummary {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let cpuinfo = read("/proc/cpuinfo");
     let field = |name: &str| {

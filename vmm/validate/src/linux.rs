@@ -15,8 +15,8 @@ use super::guest::{OpenOperatorEvents, OperatorEvents, OperatorResults};
 use super::judge::Expectation;
 use super::procfs::ThreadFacts;
 use super::report::{ReportRows, ReportSummary};
-use crate::host::Stop;
-use crate::host::{Host, LinuxFiles, Options};
+use crate::host::StopCallback;
+use crate::host::{HostProperties, LinuxFiles, ValidateOptions};
 use crate::judge::whole;
 use control_api::protocol::VcpuView;
 
@@ -29,8 +29,8 @@ const MAX_OUTPUT_LINES: usize = 10_000;
 /// Initial value of a counter that Linux uses for counting only: half the range of a 48-bit counter
 /// before its overflow.
 const LINUX_START: u64 = (1 << 48) - ((1 << 47) - 1);
-/// Returns the shell command that runs `perf stat` on a program behind the gate. The output goes to
-/// a file first, because console output takes time.
+/// Returns the shell command that runs `perf stat` on a program controlled by the gate. The output
+/// goes to a file first, because console output takes time.
 fn perf_stat(arguments: &str, program: &str) -> String {
     perf_stat_of(arguments, &format!("gate {program}"))
 }
@@ -46,9 +46,9 @@ fn perf_stat_of(arguments: &str, command: &str) -> String {
 
 /// Parameters of the measurements with the Linux guest.
 pub(super) struct Linux<'a> {
-    pub options: &'a Options,
-    pub host: &'a Host,
-    pub signals: &'a Stop,
+    pub options: &'a ValidateOptions,
+    pub host: &'a HostProperties,
+    pub signals: &'a StopCallback,
     pub files: &'a LinuxFiles,
 }
 

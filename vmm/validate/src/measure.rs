@@ -5,15 +5,15 @@
 
 use crate::child::ChildError;
 use crate::judge::Verdict;
-use crate::report::ReportRow;
+use crate::report::ValidationRow;
 
 /// Number of measurements of a time-dependent row.
 pub const MEASUREMENTS: u32 = 3;
 
 /// Measures a single row. See [`measure_rows`].
 pub(crate) fn measure_row(
-    mut measure: impl FnMut() -> Result<ReportRow, ChildError>,
-) -> Result<ReportRow, ChildError> {
+    mut measure: impl FnMut() -> Result<ValidationRow, ChildError>,
+) -> Result<ValidationRow, ChildError> {
     measure_rows(|| Ok(vec![measure()?])).map(|mut rows| rows.swap_remove(0))
 }
 
@@ -23,10 +23,10 @@ pub(crate) fn measure_row(
 /// A failure that is independent of time is final. Otherwise the verdict of most measurements decides;
 /// without a majority, the row is too busy to tell. The median is shown with the spread.
 pub(crate) fn measure_rows(
-    mut measure: impl FnMut() -> Result<Vec<ReportRow>, ChildError>,
-) -> Result<Vec<ReportRow>, ChildError> {
+    mut measure: impl FnMut() -> Result<Vec<ValidationRow>, ChildError>,
+) -> Result<Vec<ValidationRow>, ChildError> {
     let mut all = vec![measure()?];
-    let depends_on_time = |row: &ReportRow| row.of_time && row.verdict != Verdict::NotSupported;
+    let depends_on_time = |row: &ValidationRow| row.of_time && row.verdict != Verdict::NotSupported;
     if all[0].iter().any(depends_on_time) {
         for _ in 1..MEASUREMENTS {
             all.push(measure()?);
@@ -43,11 +43,11 @@ pub(crate) fn measure_rows(
 }
 
 /// Returns the median of the measurements of a row with their common verdict and spread.
-fn combine(mut rows: Vec<ReportRow>) -> ReportRow {
+fn combine(mut rows: Vec<ValidationRow>) -> ValidationRow {
     let measurements = u32::try_from(rows.len()).unwrap_or(u32::MAX);
-    let is_final = |row: &ReportRow| row.verdict == Verdict::Fail && !row.of_time;
+    let is_final = |row: &ValidationRow| row.verdict == Verdict::Fail && !row.of_time;
     if let Some(at) = rows.iter().position(is_final) {
-        return ReportRow {
+        return ValidationRow {
             measurements,
             ..rows.swap_remove(at)
         };
@@ -60,7 +60,7 @@ fn combine(mut rows: Vec<ReportRow>) -> ReportRow {
     } else {
         (Verdict::Fail, Some("most measurements are off"))
     };
-    let order = |row: &ReportRow| row.ratio.unwrap_or_else(|| row.guest.unwrap_or(0) as f64);
+    let order = |row: &ValidationRow| row.ratio.unwrap_or_else(|| row.guest.unwrap_or(0) as f64);
     rows.sort_by(|a, b| order(a).total_cmp(&order(b)));
     let ends = rows.first().zip(rows.last()).filter(|_| measurements > 1);
     let spread = ends.and_then(|(low, high)| Some([low.ratio?, high.ratio?]));
@@ -68,7 +68,7 @@ fn combine(mut rows: Vec<ReportRow>) -> ReportRow {
     if median.verdict == Verdict::NotSupported {
         return median;
     }
-    ReportRow {
+    ValidationRow {
         measurements,
         spread,
         verdict,
@@ -83,18 +83,18 @@ mod tests {
     use crate::report::CheckKind;
     use Verdict::{Fail, Pass, TooBusy};
 
-    fn row(of_time: bool, verdict: Verdict, ratio: f64) -> ReportRow {
-        ReportRow {
+    fn row(of_time: bool, verdict: Verdict, ratio: f64) -> ValidationRow {
+        ValidationRow {
             of_time,
             verdict,
             ratio: Some(ratio),
             reason: (verdict == Fail).then(|| format!("off by {ratio}")),
-            ..ReportRow::new(CheckKind::Sampling, "cycles", "clock", "x")
+            ..ValidationRow::new(CheckKind::Sampling, "cycles", "clock", "x")
         }
     }
 
     /// Measures the rows of each element in turn. Fails if they are too few or too many.
-    fn measured(measurements: &[Vec<ReportRow>]) -> Vec<ReportRow> {
+    fn measured(measurements: &[Vec<ValidationRow>]) -> Vec<ValidationRow> {
         let mut left = measurements.iter();
         let rows = measure_rows(|| Ok(left.next().expect("measured too often").clone())).unwrap();
         assert_eq!(left.len(), 0, "measured too rarely");

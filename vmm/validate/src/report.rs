@@ -14,7 +14,7 @@ pub const KNOWN: &str = "counted by hand";
 
 /// A measurement, or an event that cannot be measured on this host.
 #[derive(Clone, Debug, Serialize)]
-pub struct ReportRow {
+pub struct ValidationRow {
     /// Kind of check.
     pub check: CheckKind,
     /// Name of the event.
@@ -76,7 +76,7 @@ pub enum GuestKind {
     Linux,
 }
 
-impl ReportRow {
+impl ValidationRow {
     /// Creates a row without values, which fails until it is judged.
     pub fn new(
         check: CheckKind,
@@ -177,14 +177,14 @@ impl ReportRow {
 
 /// The rows measured so far. Each one is shown when it is added.
 pub struct ReportRows<'a> {
-    rows: Vec<ReportRow>,
+    rows: Vec<ValidationRow>,
     guest_kind: GuestKind,
-    on_row: &'a mut dyn FnMut(&ReportRow),
+    on_row: &'a mut dyn FnMut(&ValidationRow),
 }
 
 impl<'a> ReportRows<'a> {
     /// Creates an empty list. `on_row` is called with each added row.
-    pub fn new(on_row: &'a mut dyn FnMut(&ReportRow)) -> Self {
+    pub fn new(on_row: &'a mut dyn FnMut(&ValidationRow)) -> Self {
         Self {
             rows: Vec::new(),
             guest_kind: GuestKind::BuiltIn,
@@ -198,8 +198,8 @@ impl<'a> ReportRows<'a> {
     }
 
     /// Adds a final row.
-    pub fn push(&mut self, row: ReportRow) {
-        let row = ReportRow {
+    pub fn push(&mut self, row: ValidationRow) {
+        let row = ValidationRow {
             guest_kind: self.guest_kind,
             ..row
         };
@@ -208,12 +208,12 @@ impl<'a> ReportRows<'a> {
     }
 
     /// Adds final rows.
-    pub fn extend(&mut self, rows: impl IntoIterator<Item = ReportRow>) {
+    pub fn extend(&mut self, rows: impl IntoIterator<Item = ValidationRow>) {
         rows.into_iter().for_each(|row| self.push(row));
     }
 
     /// Returns all rows.
-    pub fn into_vec(self) -> Vec<ReportRow> {
+    pub fn into_vec(self) -> Vec<ValidationRow> {
         self.rows
     }
 }
@@ -257,7 +257,7 @@ pub struct Report {
     /// Version of the report format.
     pub format: u32,
     /// The measured rows.
-    pub rows: Vec<ReportRow>,
+    pub rows: Vec<ValidationRow>,
     /// Number of passed rows.
     pub passed: usize,
     /// Number of failed rows.
@@ -272,7 +272,7 @@ pub struct Report {
 
 impl Report {
     /// Creates a report of these rows.
-    pub fn new(rows: Vec<ReportRow>, summary: ReportSummary) -> Self {
+    pub fn new(rows: Vec<ValidationRow>, summary: ReportSummary) -> Self {
         let count = |verdict| rows.iter().filter(|row| row.verdict == verdict).count();
         Self {
             format: 2,
@@ -364,7 +364,7 @@ pub struct ReportText {
 
 impl ReportText {
     /// Returns the line of a row, preceded by the section header for the first row of a section.
-    pub fn row(&mut self, row: &ReportRow) -> String {
+    pub fn row(&mut self, row: &ValidationRow) -> String {
         let mut out = String::new();
         let section = (row.guest_kind, row.check);
         if self.section != Some(section) {
@@ -463,12 +463,12 @@ mod tests {
                     tolerance: Tolerance::Percent(5.0),
                 }),
             };
-            ReportRow::new(CheckKind::Counting, "cycles", "clock", "busy").judged(&seen, basis)
+            ValidationRow::new(CheckKind::Counting, "cycles", "clock", "busy").judged(&seen, basis)
         };
         assert!(timed(80, Some(80), "CPU time").of_time);
         assert!(!timed(80, Some(81), "CPU time").of_time, "guest and host differ");
         assert!(!timed(80, None, KNOWN).of_time);
-        let three = ReportRow {
+        let three = ValidationRow {
             measurements: 3,
             spread: Some([0.98, 1.0]),
             ..timed(99, None, "CPU time")
@@ -484,7 +484,7 @@ mod tests {
         assert_eq!((&row["measurements"], &row["of_time"]), (&3.into(), &true.into()));
     }
 
-    fn row(guest: u64, expected: u64) -> ReportRow {
+    fn row(guest: u64, expected: u64) -> ValidationRow {
         let seen = Evidence {
             guest: Some(guest),
             host: None,
@@ -493,7 +493,7 @@ mod tests {
                 tolerance: Tolerance::Exact,
             }),
         };
-        ReportRow::new(CheckKind::Counting, "instructions", "exact", "busy").judged(&seen, "known")
+        ValidationRow::new(CheckKind::Counting, "instructions", "exact", "busy").judged(&seen, "known")
     }
 
     /// One wrong count fails the whole report.
@@ -514,7 +514,7 @@ mod tests {
     #[test]
     fn empty_report_fails() {
         assert!(!Report::new(vec![], ReportSummary::default()).is_good());
-        let only = ReportRow::new(CheckKind::Counting, "cycles", "hardware", "-").unsupported("no PMU");
+        let only = ValidationRow::new(CheckKind::Counting, "cycles", "hardware", "-").unsupported("no PMU");
         assert!(!Report::new(vec![only], ReportSummary::default()).is_good());
     }
 
@@ -524,7 +524,7 @@ mod tests {
         let mut text = ReportText::default();
         let mut shown = String::new();
         let mut lines = Vec::new();
-        let mut on_row = |row: &ReportRow| {
+        let mut on_row = |row: &ValidationRow| {
             shown.push_str(&text.row(row));
             lines.push(shown.lines().count());
         };
@@ -532,13 +532,13 @@ mod tests {
         rows.push(row(5, 5));
         rows.extend([
             row(7, 7),
-            ReportRow {
+            ValidationRow {
                 check: CheckKind::Sampling,
                 ..row(8, 9)
             },
         ]);
         rows.set_guest(GuestKind::Linux);
-        rows.push(ReportRow {
+        rows.push(ValidationRow {
             check: CheckKind::Sampling,
             ..row(1, 1)
         });
@@ -554,7 +554,7 @@ mod tests {
     fn reasons_are_footnotes_said_once() {
         let why = "no PMU";
         let rows = ["cycles", "branches"]
-            .map(|event| ReportRow::new(CheckKind::Counting, event, "hardware", "-").unsupported(why));
+            .map(|event| ValidationRow::new(CheckKind::Counting, event, "hardware", "-").unsupported(why));
         let text = Report::new(rows.to_vec(), ReportSummary::default()).text();
         assert_eq!(text.matches("not supported here [1]").count(), 2, "{text}");
         assert_eq!(text.matches("[1] no PMU").count(), 1, "{text}");

@@ -24,7 +24,7 @@ pub enum ActivateError {
         source: io::Error,
     },
     /// The driver configured the device in an unsupported way.
-    #[error("the driver asks for what this device has not: {0}")]
+    #[error("the driver requested an unsupported feature: {0}")]
     Driver(&'static str),
 }
 

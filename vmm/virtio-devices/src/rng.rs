@@ -143,7 +143,7 @@ impl MutEventSubscriber for EntropyHandler {
 
     fn init(&mut self, ops: &mut EventOps) {
         if let Err(error) = ops.add(Events::new(&*self.queue.kick, EventSet::IN)) {
-            guest_log!(Error, "rng0 hears no kicks: {}", error_line(&error));
+            guest_log!(Error, "rng0 cannot receive notifications: {}", error_line(&error));
         }
     }
 }

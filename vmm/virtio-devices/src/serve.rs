@@ -18,10 +18,10 @@ pub type GuestDescriptorChain<'m> = DescriptorChain<&'m GuestMemoryMmap>;
 #[derive(Debug, thiserror::Error)]
 pub enum QueueError {
     /// The rings are invalid.
-    #[error("the driver's queue cannot be worked with")]
+    #[error("the driver's queue is unusable")]
     Rings(#[from] virtio_queue::Error),
     /// The head index of a chain is not below the queue size.
-    #[error("the driver offers descriptor {head} of a queue of {size}")]
+    #[error("the driver offers descriptor {head} in a queue of size {size}")]
     Head {
         /// Index of the first descriptor of the chain.
         head: u16,
@@ -45,8 +45,8 @@ const MAX_ROUND: Duration = Duration::from_millis(50);
 const MAX_INTERRUPT_DELAY: Duration = Duration::from_micros(50);
 
 /// Processes the available chains of a queue. `serve` handles one chain and returns the number of
-/// bytes that it wrote. The driver is interrupted at the end and at least every `MAX_INTERRUPT_DELAY`,
-/// unless it suppresses notifications.
+/// bytes that it wrote. The driver is interrupted at the end and at least every
+/// `MAX_INTERRUPT_DELAY`, unless it suppresses notifications.
 ///
 /// The call returns after one pass over the queue or after `MAX_ROUND`, even if the driver
 /// keeps adding chains. In that case the queue's kick eventfd is signalled again, so that the

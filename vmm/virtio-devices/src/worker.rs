@@ -53,7 +53,7 @@ impl MutEventSubscriber for StopEvent {
         if let Err(error) = ops.add(Events::new(&self.fd, EventSet::IN)) {
             guest_log!(
                 Error,
-                "a device's thread cannot be stopped: {}",
+                "cannot stop the thread of a device: {}",
                 error_line(&error)
             );
             self.came = true;
@@ -113,7 +113,7 @@ impl DeviceWorker {
                 Ok(Err(error)) => error_line(&error),
                 Err(panic) => format!("it panicked: {}", panic_message(&*panic)),
             };
-            log::error!("the thread of {device} has ended, and the VM ends with it: {why}");
+            log::error!("the thread of {device} exited, which terminates the VM: {why}");
             fatal_error_callback.take();
         })?;
         Ok(Self {
@@ -130,7 +130,7 @@ impl DeviceWorker {
         // The write fails only if the counter is full, in which case a stop is already pending.
         let _ = self.stop.write(1);
         if thread.join().is_err() {
-            log::error!("a device's thread panicked");
+            log::error!("the thread of a device panicked");
         }
     }
 }
@@ -148,7 +148,7 @@ fn reset_affinity() {
     {
         guest_log!(
             Warn,
-            "a device's thread stays on the CPU of a vCPU: {}",
+            "the thread of a device remains pinned to the CPU of a vCPU: {}",
             error_line(&error)
         );
     }

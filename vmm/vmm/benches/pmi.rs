@@ -18,7 +18,7 @@ use perf_core::pmu::host::HostProbe;
 use test_support::figures::{self, Figure, Target, median};
 use vm_memory::{Bytes, GuestAddress};
 use vmm::boot::KernelSource;
-use vmm::kvm::armed::{ArmedVcpu, VcpuExit};
+use vmm::kvm::armed_vcpu::{ArmedVcpu, VcpuExit};
 use vmm::kvm::host::{self, Kvm};
 use vmm::kvm::vm_fd::VmFd;
 use vmm::kvm::{cpuid, msr_filter};
@@ -31,7 +31,7 @@ use vpmu::registers::{
     IA32_PERF_GLOBAL_CTRL, IA32_PERF_GLOBAL_STATUS, IA32_PERF_GLOBAL_STATUS_RESET, IA32_PERFEVTSEL0,
     IA32_PMC0,
 };
-use vpmu::{BackingPolicy, Generation, PmuModel};
+use vpmu::{BackingPolicy, PmuGeneration, PmuModel};
 
 /// Number of repetitions of each variant.
 const TURNS: usize = 21;
@@ -103,7 +103,7 @@ use Access::{Read, Write};
 /// A PMU model and the register accesses of its driver.
 struct Case {
     name: [&'static str; 2],
-    generation: Generation,
+    generation: PmuGeneration,
     selector: (u32, u32),
     counter: u32,
     global: Option<u32>,
@@ -128,7 +128,7 @@ const INTEL_HANDLER: (&[Access], &[Access]) = (
 const CASES: [Case; 4] = [
     Case {
         name: ["a PMI of AMD's version 1", "exits of a PMI of AMD's version 1"],
-        generation: Generation::AmdCore,
+        generation: PmuGeneration::AmdCore,
         selector: (AMD_CTL0, AMD_CYCLES),
         counter: AMD_CTR0,
         global: None,
@@ -136,7 +136,7 @@ const CASES: [Case; 4] = [
     },
     Case {
         name: ["a PMI of AMD's version 2", "exits of a PMI of AMD's version 2"],
-        generation: Generation::AmdV2,
+        generation: PmuGeneration::AmdV2,
         selector: (AMD_CTL0, AMD_CYCLES),
         counter: AMD_CTR0,
         global: Some(AMD_GLOBAL_CTL),
@@ -154,7 +154,7 @@ const CASES: [Case; 4] = [
             "a PMI of Intel's version 2",
             "exits of a PMI of Intel's version 2",
         ],
-        generation: Generation::Intel(2),
+        generation: PmuGeneration::Intel(2),
         selector: (IA32_PERFEVTSEL0, INTEL_CYCLES),
         counter: IA32_PMC0,
         global: Some(IA32_PERF_GLOBAL_CTRL),
@@ -165,7 +165,7 @@ const CASES: [Case; 4] = [
             "a PMI of Intel's version 4",
             "exits of a PMI of Intel's version 4",
         ],
-        generation: Generation::Intel(4),
+        generation: PmuGeneration::Intel(4),
         selector: (IA32_PERFEVTSEL0, INTEL_CYCLES),
         counter: IA32_PMC0,
         global: Some(IA32_PERF_GLOBAL_CTRL),

@@ -10,7 +10,7 @@ use std::time::Instant;
 use kvm_bindings::{KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP, kvm_guest_debug, kvm_segment};
 use test_support::figures::{self, Figure, Target, median};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
-use vmm::kvm::armed::{ArmedVcpu, VcpuExit};
+use vmm::kvm::armed_vcpu::{ArmedVcpu, VcpuExit};
 use vmm::kvm::stepping::{self, Stepping};
 use vmm::kvm::vm_fd::VmFd;
 use vmm::kvm::{cpuid, host};

@@ -11,7 +11,7 @@
 //! | [`devices`], [`console`] | the other devices of the machine |
 //! | [`gdb`] | the gdb server |
 //! | [`control`] | the control socket server |
-//! | [`turns`] | perf-core's timers in the main loop |
+//! | [`timers`] | perf-core's timers in the main loop |
 //!
 //! Start with [`vm::Vm::new`] and [`vcpu::running::Vcpu`]. docs/architecture.md follows a WRMSR to
 //! `perf_event_open(2)`.
@@ -43,6 +43,6 @@ pub mod numbers;
 pub mod pmu;
 #[cfg(test)]
 mod testing;
-pub mod turns;
+pub mod timers;
 pub mod vcpu;
 pub mod vm;

@@ -37,7 +37,7 @@ pub const RAM_GRANULE_BYTES: u64 = 4096;
 #[derive(Debug, Error)]
 pub enum MemoryError {
     /// The size is less than [`MIN_RAM_BYTES`].
-    #[error("guest memory of {size_bytes} bytes is too small: the least is 16 MiB; use --memory 16M or more")]
+    #[error("guest memory of {size_bytes} bytes must be at least 16 MiB; use --memory 16M or more")]
     TooSmall {
         /// Requested size in bytes.
         size_bytes: u64,
@@ -87,7 +87,8 @@ pub enum MemoryError {
     HugePages(MemoryBackingError),
     /// The size exceeds the limit of a control group.
     #[error(
-        "guest memory of {} MiB is more than this process may have ({limit}); use a smaller --memory, or raise that limit",
+        "guest memory of {} MiB exceeds the limit of this process ({limit}); use a smaller \
+        --memory, or raise the limit",
         size_bytes >> 20
     )]
     MoreThanGroup {
@@ -98,7 +99,8 @@ pub enum MemoryError {
     },
     /// The memory is to be preallocated and exceeds what is available.
     #[error(
-        "--prealloc: guest memory of {} MiB is more than is available ({limit}); free memory, use a smaller --memory, or leave --prealloc out",
+        "--prealloc: guest memory of {} MiB exceeds the available memory ({limit}); free memory, \
+        use a smaller --memory, or omit --prealloc",
         size_bytes >> 20
     )]
     MoreThanAvailable {
@@ -318,7 +320,8 @@ fn check_available(
         Some(limit) if kind.prealloc => Err(MemoryError::MoreThanAvailable { size_bytes, limit }),
         Some(limit) => {
             log::warn!(
-                "guest memory of {} MiB is more than is available now ({limit}); if the guest uses all of it, the kernel may end this VM",
+                "guest memory of {} MiB exceeds the available memory ({limit}); if the guest uses \
+                all of it, the kernel may kill this VM",
                 size_bytes >> 20
             );
             Ok(())
@@ -426,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_above_the_hole_continues_at_four_gib() {
+    fn guest_above_the_hole_continues_at_four_gib() {
         // The layout is pure arithmetic and independent of the host's memory.
         assert_eq!(ram_end(MMIO_HOLE_START), MMIO_HOLE_START);
         assert_eq!(ram_end(MMIO_HOLE_START + 4096), MMIO_HOLE_END + 4096);

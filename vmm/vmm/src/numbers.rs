@@ -18,11 +18,15 @@ pub struct VcpuNumbers {
 pub enum VcpuNumbersError {
     /// Zero vCPUs, too many vCPUs, or not a number.
     #[error(
-        "the number of vCPUs must be 1 to {MAX_CPUS}, or N,max=M for more that can be added later, as in 1,max=4"
+        "the number of vCPUs must be between 1 and {MAX_CPUS}, or N,max=M to add some later, for \
+        example 1,max=4"
     )]
     OutOfRange,
     /// The maximum is less than the initial number.
-    #[error("max={max} is fewer than the {present} vCPUs at the start; it must be {present} to {MAX_CPUS}")]
+    #[error(
+        "max={max} is less than the {present} vCPUs at the start; must be between {present} \
+         and {MAX_CPUS}"
+    )]
     MaxTooSmall {
         /// Initial number of vCPUs.
         present: u8,

@@ -1,8 +1,8 @@
 //! A virtual machine: created from a configuration and run until it ends.
 
-mod begun;
 mod config;
 mod error;
+mod pending_setup;
 mod plan;
 pub mod restart;
 
@@ -28,10 +28,10 @@ use crate::vcpu::control::{ResetPolicy, RunControl, StopReason};
 use crate::vcpu::kicker::Kicker;
 use crate::vcpu::kvm_vcpu::KvmVcpu;
 use crate::vcpu::registry::VcpuRegistry;
-pub use begun::PendingKvmSetup;
 pub use config::{DebuggerConfig, HaltPolling, ParseHaltPollingError, VmConfig};
 pub use error::VmError;
 use guest_patching::rdpmc::RdpmcMode;
+pub use pending_setup::PendingKvmSetup;
 use plan::{VcpuParts, VmPlan, needs_full_kvm};
 use restart::{RestartContext, Restarter};
 

@@ -3,14 +3,14 @@
 #![no_main]
 
 use vpmu::sim::SimEvents;
-use vpmu::{Generation, PmuModel, Vpmu};
+use vpmu::{PmuGeneration, PmuModel, Vpmu};
 
 /// Bytes of the layout version.
 const VERSION: std::ops::Range<usize> = 5..7;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    let v2 = PmuModel::new(Generation::AmdV2, None, None).expect("the default numbers fit");
-    let v5 = PmuModel::new(Generation::Intel(5), None, None).expect("the default numbers fit");
+    let v2 = PmuModel::new(PmuGeneration::AmdV2, None, None).expect("the default numbers fit");
+    let v5 = PmuModel::new(PmuGeneration::Intel(5), None, None).expect("the default numbers fit");
     let mut events = SimEvents::default();
     for model in [PmuModel::INTEL, PmuModel::AMD, v2, v5] {
         let mut vpmu = Vpmu::new(model);

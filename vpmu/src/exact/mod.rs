@@ -35,8 +35,8 @@
 //! [`crate::PerfCoreEvents::needs_stepping`] returns `true`, enable single-stepping and, unless
 //! [`StepMeter::in_step`] returns `true`, call [`StepMeter::begin`]. Otherwise disable
 //! single-stepping and call [`StepMeter::abandon`]. On a debug exit, call [`StepMeter::end`] and
-//! [`StepOutcome::feed`]. Other exits (I/O, MSR) occur in the middle of an instruction; handle them and
-//! re-enter, and the step continues. The WRMSR that enables counting exits first, so its step
+//! [`StepOutcome::feed`]. Other exits (I/O, MSR) occur in the middle of an instruction; handle them
+//! and re-enter, and the step continues. The WRMSR that enables counting exits first, so its step
 //! begins after the write took effect, and the instruction counts when it completes.
 //!
 //! The processor clears the trap flag when it enters a handler or the kernel, and exposes the flag
@@ -54,7 +54,7 @@ use perf_core::pmu::fed::FedCounts;
 
 use crate::events::ArchEvent;
 use crate::fed;
-use crate::names::Vendor;
+use crate::model_name::Vendor;
 
 pub use cpu::{CodeSize, CpuState, GateFormat, GuestMemory, InstructionClass, gate_in_table};
 pub use run::{MAX_RUN_BYTES, MAX_RUN_INSTRUCTIONS, StraightRun};

@@ -104,8 +104,8 @@ impl StraightRun {
 }
 
 impl StepMeter {
-    /// Decodes the straight-line run at the start of 64-bit `code`, limited to [`MAX_RUN_INSTRUCTIONS`]
-    /// instructions and [`MAX_RUN_BYTES`] bytes.
+    /// Decodes the straight-line run at the start of 64-bit `code`, limited to
+    /// [`MAX_RUN_INSTRUCTIONS`] instructions and [`MAX_RUN_BYTES`] bytes.
     pub fn straight_run(&mut self, code: &[u8]) -> StraightRun {
         let code = &code[..code.len().min(MAX_RUN_BYTES)];
         let mut decoder = Decoder::new(CodeSize::Bits64.bits(), code, DecoderOptions::NONE);

@@ -91,7 +91,7 @@ impl Vpmu {
                 self.throttle_logged_ns = Some(now_ns);
                 perf_core::guest_log!(
                     Warn,
-                    "the guest asks for more PMIs than the limit allows: {} delivered, {} delayed so far",
+                    "the guest requests more PMIs than the limit allows: {} delivered, {} delayed so far",
                     self.pmi_counts.delivered,
                     self.pmi_counts.throttled
                 );

@@ -9,7 +9,7 @@ use crate::common::Guest;
 const ENABLED: u64 = 0x43_0076; // cycles at every level
 
 #[test]
-fn the_event_select_has_twelve_bits() {
+fn event_select_has_twelve_bits() {
     let mut guest = Guest::of("amd", None);
     guest.write(PERF_CTL0, 0xF_0043_01FF);
     let counter = CounterIndex::general(0).unwrap();

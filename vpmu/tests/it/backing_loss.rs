@@ -12,7 +12,7 @@ use perf_core::pmu::fed::{FedCounts, FedPmu};
 use perf_core::pmu::sim::SimPmu;
 use perf_core::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
 use perf_core::time::ManualClock;
-use perf_core::{Attr, Core, CoreConfig, EventType, SharePolicy, VcpuContext};
+use perf_core::{Attr, EventType, PerfCore, PerfCoreConfig, SharePolicy, VcpuContext};
 use vpmu::registers::*;
 use vpmu::*;
 
@@ -287,7 +287,7 @@ const VCPU: VcpuId = VcpuId(0);
 
 /// PMU of a vCPU on perf-core, with a host PMU whose slots can be revoked.
 pub struct PerfCoreGuest {
-    core: Core,
+    core: PerfCore,
     clock: Arc<ManualClock>,
     pub pmu: SimPmu,
     pub context: Arc<VcpuContext>,
@@ -309,9 +309,9 @@ impl PerfCoreGuest {
     /// Creates the guest on a host where a VM with a mediated vPMU exists while `mediated` is set.
     fn beside(pmu: SimPmu, policy: BackingPolicy, mediated: Arc<AtomicBool>) -> Self {
         let clock = Arc::new(ManualClock::new());
-        let core = Core::new(CoreConfig {
+        let core = PerfCore::new(PerfCoreConfig {
             clock: clock.clone(),
-            ..CoreConfig::default()
+            ..PerfCoreConfig::default()
         });
         core.register(Arc::new(Hardware {
             pmu: pmu.clone(),

@@ -18,7 +18,7 @@ use kvm_ioctls::{
 };
 use perf_core::pmu::VcpuId;
 use perf_core::pmu::fed::{FedCounts, FedPmu};
-use perf_core::{Core, CoreConfig};
+use perf_core::{PerfCore, PerfCoreConfig};
 use vpmu::exact::*;
 use vpmu::registers::*;
 use vpmu::*;
@@ -160,7 +160,7 @@ impl Machine {
         (regs.rip, regs.rsp, regs.rflags) = (CODE, STACK, 2);
         vcpu.set_regs(&regs).unwrap();
 
-        let core = Core::new(CoreConfig::default());
+        let core = PerfCore::new(PerfCoreConfig::default());
         let fed = Arc::new(FedCounts::new(fed::SELECTORS));
         let driver = FedPmu::new();
         driver.add_vcpu(VcpuId(0), fed.clone());
@@ -304,7 +304,7 @@ fn empty_block_counts_only_enabling_wrmsr() {
 }
 
 #[test]
-fn a_loop_counts_its_instructions_and_branches() {
+fn loop_counts_its_instructions_and_branches() {
     expect(LOOP, None, INSTRUCTIONS, AROUND + 1 + 50 * 2);
     expect(LOOP, None, BRANCHES, 50);
     expect(LOOP, None, TAKEN, 49);

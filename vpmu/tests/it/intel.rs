@@ -249,7 +249,7 @@ fn event_3c_01_differs_from_fixed_counter_2() {
 #[test]
 fn fixed_counter_3_requires_countable_slots() {
     let four = PmuModel::new(
-        Generation::Intel(5),
+        PmuGeneration::Intel(5),
         Some(CounterNumbers {
             general: 8,
             fixed: Some(4),

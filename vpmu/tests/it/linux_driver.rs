@@ -57,7 +57,7 @@ fn linux_intel_driver_probes_and_samples() {
 
 #[test]
 fn linux_amd_drivers_probe_and_sample() {
-    let v2 = PmuModel::new(Generation::AmdV2, None, None).unwrap();
+    let v2 = PmuModel::new(PmuGeneration::AmdV2, None, None).unwrap();
     for model in [PmuModel::AMD, v2] {
         let mut guest = Guest::new(model);
         for n in 0..6 {

@@ -8,7 +8,7 @@ use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
 use perf_core::pmu::fed::{FedCounts, FedPmu};
 use perf_core::pmu::host::HostPmu;
-use perf_core::{Core, CoreConfig, SampleRegs, VcpuContext};
+use perf_core::{PerfCore, PerfCoreConfig, SampleRegs, VcpuContext};
 use proptest::prelude::*;
 use vpmu::registers::*;
 use vpmu::*;
@@ -26,9 +26,9 @@ struct Machine {
     clock: Arc<VcpuClock>,
 }
 
-pub struct NoRegs;
+pub struct UnavailableRegs;
 
-impl SampleRegs for NoRegs {
+impl SampleRegs for UnavailableRegs {
     fn mode(&mut self) -> perf_core::CpuMode {
         perf_core::CpuMode::GuestKernel
     }
@@ -40,7 +40,7 @@ impl SampleRegs for NoRegs {
 
 impl Machine {
     fn new(model: PmuModel, policy: BackingPolicy) -> Self {
-        let core = Core::new(CoreConfig::default());
+        let core = PerfCore::new(PerfCoreConfig::default());
         let fed = Arc::new(FedCounts::new(fed::SELECTORS));
         let fed_pmu = FedPmu::new();
         fed_pmu.add_vcpu(VCPU, fed.clone());
@@ -88,9 +88,10 @@ impl Machine {
 
     fn notice(&mut self) {
         let mut counters = Vec::new();
-        self.context.service_overflows(&mut NoRegs, &mut |overflowed| {
-            counters.extend(PerfCoreEvents::counter_of(overflowed.cookie));
-        });
+        self.context
+            .service_overflows(&mut UnavailableRegs, &mut |overflowed| {
+                counters.extend(PerfCoreEvents::counter_of(overflowed.cookie));
+            });
         for counter in counters {
             self.vpmu.overflowed(counter, &mut self.events);
         }
@@ -155,7 +156,7 @@ fn fed_event_overflow_raises_one_pmi() {
 }
 
 #[test]
-fn the_clock_counts_guest_time_only_and_a_disabled_counter_never_moves() {
+fn clock_counts_guest_time_only_and_a_disabled_counter_never_moves() {
     let mut m = Machine::new(PmuModel::AMD, BackingPolicy::Auto);
     m.write(PERF_CTL0, 0x43_0076);
     // Other load on the host may take the CPU away for a whole run.

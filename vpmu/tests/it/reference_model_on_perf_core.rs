@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex, Weak};
 
 use perf_core::pmu::{PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
-use perf_core::{Attr, Core, CoreConfig, CpuMode, EventType, Pmu, SampleRegs, VcpuContext};
+use perf_core::{Attr, CpuMode, EventType, PerfCore, PerfCoreConfig, Pmu, SampleRegs, VcpuContext};
 use proptest::prelude::*;
 use vpmu::*;
 
@@ -93,9 +93,9 @@ struct Machine {
     events: PerfCoreEvents,
 }
 
-struct NoRegs;
+struct UnavailableRegs;
 
-impl SampleRegs for NoRegs {
+impl SampleRegs for UnavailableRegs {
     fn mode(&mut self) -> CpuMode {
         CpuMode::GuestKernel
     }
@@ -107,7 +107,7 @@ impl SampleRegs for NoRegs {
 
 impl TestEvents for Machine {
     fn new(vendor: Vendor) -> Self {
-        let core = Core::new(CoreConfig::default());
+        let core = PerfCore::new(PerfCoreConfig::default());
         let driver = Arc::new(TickPmu::default());
         core.register(driver.clone());
         let context = core.add_vcpu(VCPU, 0).unwrap();
@@ -154,9 +154,10 @@ impl TestEvents for Machine {
 
     fn take_notified(&mut self) -> Vec<CounterIndex> {
         let mut counters = Vec::new();
-        self.context.service_overflows(&mut NoRegs, &mut |report| {
-            counters.extend(PerfCoreEvents::counter_of(report.cookie));
-        });
+        self.context
+            .service_overflows(&mut UnavailableRegs, &mut |report| {
+                counters.extend(PerfCoreEvents::counter_of(report.cookie));
+            });
         counters
     }
 }

@@ -7,7 +7,7 @@ use vpmu::registers::*;
 use vpmu::*;
 
 use crate::backing_loss::PerfCoreGuest;
-use crate::perf_core_backing::NoRegs;
+use crate::perf_core_backing::UnavailableRegs;
 
 const VCPU: VcpuId = VcpuId(0);
 /// Selector for branch instructions at all privilege levels, interrupting and enabled.
@@ -33,9 +33,10 @@ impl PerfCoreGuest {
     /// Handles an overflow signal.
     fn notice(&mut self) {
         let mut counters = Vec::new();
-        self.context.service_overflows(&mut NoRegs, &mut |overflowed| {
-            counters.extend(PerfCoreEvents::counter_of(overflowed.cookie));
-        });
+        self.context
+            .service_overflows(&mut UnavailableRegs, &mut |overflowed| {
+                counters.extend(PerfCoreEvents::counter_of(overflowed.cookie));
+            });
         for counter in counters {
             self.vpmu.overflowed(counter, &mut self.events);
         }
@@ -50,7 +51,7 @@ impl PerfCoreGuest {
     }
 }
 
-/// The PMI comes when the shortest period that the host accepts has ended.
+/// The PMI is raised when the shortest period that the host accepts has ended.
 #[test]
 fn short_distance_overflows_within_the_minimum_period() {
     for minimum in MINIMUMS {

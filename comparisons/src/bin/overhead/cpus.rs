@@ -1,17 +1,17 @@
-//! Who runs where: the vCPU alone on a CPU, before other programs.
+//! CPU affinity and priority: the vCPU runs alone on a CPU, with precedence over other programs.
 
 use std::process::{Command, Stdio};
 
-use crate::guest::Guest;
+use crate::guest::MeasuredGuest;
 
-/// Goes before other programs, with all that is started from here.
-pub(crate) fn go_first() {
+/// Raises the scheduling priority of this process and its children.
+pub(crate) fn raise_priority() {
     let mut renice = Command::new("renice");
     renice.args(["-n", "-15", "-p", &std::process::id().to_string()]);
     let _ = renice.stdout(Stdio::null()).stderr(Stdio::null()).status();
 }
 
-/// The CPUs of a list as the kernel prints it, such as `0-2,5`.
+/// Parses a CPU list in the format of the kernel, such as `0-2,5`.
 fn cpu_list(text: &str) -> Option<Vec<u32>> {
     let mut cpus = Vec::new();
     for part in text.trim().split(',') {
@@ -21,7 +21,7 @@ fn cpu_list(text: &str) -> Option<Vec<u32>> {
     Some(cpus)
 }
 
-/// The CPUs this may run on. Not all need be for us: the lab keeps everything off its first one
+/// Returns the CPUs on which this process may run. In the lab this excludes the first CPU
 /// (docs/guide/lab.md).
 fn allowed_cpus() -> Option<Vec<u32>> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
@@ -31,8 +31,8 @@ fn allowed_cpus() -> Option<Vec<u32>> {
     cpu_list(list)
 }
 
-/// Keeps the vCPU on one CPU, and everything else on the others, where there are others.
-pub(crate) fn pin(guest: &Guest) {
+/// Pins the vCPU to one CPU, and everything else to the others, if there are others.
+pub(crate) fn pin(guest: &MeasuredGuest) {
     let (tid, own) = (guest.tid.to_string(), std::process::id().to_string());
     let cpus = allowed_cpus().unwrap_or_default();
     let [first, others @ ..] = &cpus[..] else { return };
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_list_of_cpus_is_read_as_the_kernel_prints_it() {
+    fn list_of_cpus_is_read_as_the_kernel_prints_it() {
         assert_eq!(cpu_list("0-2,5\n"), Some(vec![0, 1, 2, 5]));
         assert_eq!(cpu_list("\t1-2"), Some(vec![1, 2]));
         assert_eq!(cpu_list("3"), Some(vec![3]));

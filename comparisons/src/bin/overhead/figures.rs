@@ -1,17 +1,17 @@
-//! From many comparisons to a figure and how sure it is.
+//! Statistics of repeated comparisons: medians, ratios and their uncertainty.
 
 fn quantile(values: &mut [f64], share: f64) -> f64 {
     values.sort_by(f64::total_cmp);
     values[((values.len() - 1) as f64 * share).round() as usize]
 }
 
-/// By how much a way slows the guest down, over all comparisons, in percent.
+/// Slowdown of the guest by a sampling method, in percent, over all comparisons.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub(crate) struct Slowdown {
     pub(crate) median: f64,
     pub(crate) lower_quartile: f64,
     pub(crate) upper_quartile: f64,
-    /// Of the median, as if the rounds were a normal sample.
+    /// Standard error of the median, assuming normally distributed rounds.
     pub(crate) standard_error: f64,
 }
 
@@ -22,19 +22,19 @@ impl Slowdown {
             median,
             lower_quartile,
             upper_quartile,
-            // A normal sample's quartiles are 1.349 standard deviations apart; its median has 1.253 times the
-            // mean's error.
+            // Quartiles of a normal distribution are 1.349 standard deviations apart; the standard
+            // error of the median is 1.253 times that of the mean.
             standard_error: 1.253 * (upper_quartile - lower_quartile) / 1.349 / (rounds.len() as f64).sqrt(),
         }
     }
 
-    /// Whether it is more than nothing by two standard errors.
+    /// Returns whether the median is more than two standard errors above zero.
     fn is_clear(self) -> bool {
         self.median > 2.0 * self.standard_error
     }
 }
 
-/// One slowdown over another.
+/// Ratio of two slowdowns.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub(crate) struct Ratio {
     pub(crate) value: f64,
@@ -42,9 +42,8 @@ pub(crate) struct Ratio {
 }
 
 impl Ratio {
-    /// That for which the first of a pair is as often above the second times the ratio as below. The
-    /// machine's moods are in both, and so in neither. `None` where the second is not clearly more than
-    /// nothing.
+    /// Returns the median ratio of the pairs. Noise that affects both values of a pair cancels.
+    /// Returns `None` if the second slowdown is not significantly above zero.
     pub(crate) fn of(pairs: &[(f64, f64)]) -> Option<Self> {
         let mut seconds: Vec<f64> = pairs.iter().map(|&(_, second)| second).collect();
         if pairs.is_empty() || !Slowdown::of(&mut seconds).is_clear() {
@@ -54,12 +53,12 @@ impl Ratio {
             .iter()
             .map(|&(first, second)| match second > 0.0 {
                 true => first / second,
-                // Above any multiple of it, or below.
+                // The ratio is above or below every finite value.
                 false => f64::INFINITY.copysign(first - second),
             })
             .collect();
-        // The number of those above is a binomial one: its standard deviation is half the root of the number
-        // of pairs.
+        // The number of ratios above the median is binomially distributed, with a standard
+        // deviation of half the square root of the number of pairs.
         let off = 0.5 / (pairs.len() as f64).sqrt();
         let (lower, upper) = (
             quantile(&mut ratios, 0.5 - off),
@@ -72,9 +71,9 @@ impl Ratio {
     }
 }
 
-/// What one way costs: by the time in which the guest is not run, and by the work it does.
+/// Cost of one method: by the time in which the guest did not run, and by the work done.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
-pub(crate) struct Cost {
+pub(crate) struct MethodCost {
     pub(crate) not_run: Slowdown,
     pub(crate) work: Slowdown,
 }
@@ -83,9 +82,9 @@ pub(crate) struct Cost {
 mod tests {
     use super::*;
 
-    /// Noise over noise is no figure.
+    /// The ratio of noise to noise is not reported.
     #[test]
-    fn a_ratio_is_given_only_over_a_slowdown_that_there_is() {
+    fn ratio_needs_a_clear_slowdown() {
         let clear: Vec<f64> = (0..12).map(|i| 4.0 + f64::from(i % 3) * 0.1).collect();
         let noise: Vec<f64> = (0..12).map(|i| f64::from(i % 5) - 1.9).collect();
         let pairs = |x: &[f64], y: &[f64]| x.iter().copied().zip(y.iter().copied()).collect::<Vec<_>>();
@@ -96,10 +95,10 @@ mod tests {
         assert_eq!(Ratio::of(&[]), None);
     }
 
-    /// The machine is twice as slow for every third pair; one in ten is far off, or has a second that is less
-    /// than nothing.
+    /// The machine is twice as slow for every third pair. One pair in ten is an outlier or has a
+    /// negative second value.
     #[test]
-    fn what_both_share_is_not_in_their_ratio() {
+    fn ratio_is_insensitive_to_common_noise() {
         let pairs: Vec<(f64, f64)> = (0..90)
             .map(|i| {
                 let mood = if i % 3 == 0 { 2.0 } else { 1.0 };

@@ -1,4 +1,4 @@
-//! The guest that is sampled: it tells by itself how it fares.
+//! The sampled guest, which reports its own progress.
 
 use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -7,17 +7,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// How long sampling stays on, or off: some of the guest's lines, which come every 50 ms.
+/// Length of a window with or without sampling. The guest prints a line every 50 ms.
 pub(crate) const WINDOW: Duration = Duration::from_millis(320);
-/// After it was switched: what comes with that has passed.
+/// Time after a switch before a window starts.
 const SETTLES: Duration = Duration::from_millis(15);
-/// Lines in a window, at least, for it to say anything.
+/// Minimum number of lines in a valid window.
 const FEWEST_LINES: usize = 3;
 
-/// Why there is no guest to measure.
+/// Errors of starting and reading the guest.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum GuestError {
-    #[error("no directory for it")]
+pub(crate) enum MeasuredGuestError {
+    #[error("cannot create a directory")]
     Directory(#[source] io::Error),
     #[error("{}", .0.display())]
     Program(PathBuf, #[source] io::Error),
@@ -25,21 +25,22 @@ pub(crate) enum GuestError {
     Silent,
     #[error("the VM has no vCPU thread")]
     NoThread,
-    #[error("the guest has ended")]
+    #[error("the guest has exited")]
     Ended,
 }
 
-/// How the guest fares, by its own account.
+/// Progress of the guest according to its own output.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Pace {
-    /// Share of its time in which it was run.
+pub(crate) struct GuestPace {
+    /// Share of the time in which the guest ran.
     run: f64,
     /// Readings of the TSC per millisecond.
     work: f64,
 }
 
-impl Pace {
-    /// A line of the guest's: parts in a million of its time in which it was not run, and readings.
+impl GuestPace {
+    /// Parses a line of the guest: time in which it did not run, in parts per million, and number
+    /// of readings.
     fn parse(line: &str) -> Option<Self> {
         let mut words = line.split_whitespace().map(|word| word.parse::<u32>().ok());
         let (lost, work) = (words.next()??, words.next()??);
@@ -49,7 +50,7 @@ impl Pace {
         })
     }
 
-    /// The mean; `None` of none.
+    /// Returns the mean, or `None` if `paces` is empty.
     pub(crate) fn mean(paces: &[Self]) -> Option<Self> {
         let sum = |of: fn(&Self) -> f64| paces.iter().map(of).sum::<f64>() / paces.len() as f64;
         (!paces.is_empty()).then(|| Self {
@@ -58,37 +59,37 @@ impl Pace {
         })
     }
 
-    /// By how many percent more time everything takes at this pace than without sampling: by the time it is
+    /// Returns the slowdown relative to `without`, in percent: by the time in which the guest did
     /// not run, and by the work done.
     pub(crate) fn slowdown(self, without: Self) -> [f64; 2] {
         [without.run / self.run, without.work / self.work].map(|ratio| 100.0 * (ratio - 1.0))
     }
 }
 
-pub(crate) struct Guest {
+pub(crate) struct MeasuredGuest {
     perfvisor: PathBuf,
     pub(crate) child: Child,
     pub(crate) name: String,
     pub(crate) runtime: tempfile::TempDir,
-    /// The thread of its vCPU.
+    /// Thread ID of the vCPU.
     pub(crate) tid: i32,
-    /// What the guest told since this was emptied.
-    told: Arc<Mutex<Vec<Pace>>>,
-    /// It will not tell more.
+    /// Reports of the guest since the list was last cleared.
+    told: Arc<Mutex<Vec<GuestPace>>>,
+    /// Set when the console has ended.
     console_ended: Arc<AtomicBool>,
 }
 
-impl Drop for Guest {
+impl Drop for MeasuredGuest {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-impl Guest {
-    /// One that runs, its console read by a thread of its own.
-    pub(crate) fn start(perfvisor: &Path) -> Result<Self, GuestError> {
-        let runtime = tempfile::tempdir().map_err(GuestError::Directory)?;
+impl MeasuredGuest {
+    /// Starts the guest, and a thread that reads its console.
+    pub(crate) fn start(perfvisor: &Path) -> Result<Self, MeasuredGuestError> {
+        let runtime = tempfile::tempdir().map_err(MeasuredGuestError::Directory)?;
         let name = "overhead".to_owned();
         let mut child = Command::new(perfvisor)
             .args(["run", "--name", &name, "--memory", "32M", "--cmdline", "gaps"])
@@ -97,7 +98,7 @@ impl Guest {
             .stdout(Stdio::piped())
             .stderr(Stdio::inherit())
             .spawn()
-            .map_err(|source| GuestError::Program(perfvisor.to_owned(), source))?;
+            .map_err(|source| MeasuredGuestError::Program(perfvisor.to_owned(), source))?;
         let console = child.stdout.take();
         let mut guest = Self {
             perfvisor: perfvisor.to_owned(),
@@ -108,51 +109,51 @@ impl Guest {
             told: Arc::default(),
             console_ended: Arc::default(),
         };
-        let mut console = BufReader::new(console.ok_or(GuestError::Silent)?);
+        let mut console = BufReader::new(console.ok_or(MeasuredGuestError::Silent)?);
         loop {
             let mut line = String::new();
             match console.read_line(&mut line) {
                 Ok(n) if n > 0 && line.trim() == "gaps" => break,
                 Ok(n) if n > 0 => {}
-                _ => return Err(GuestError::Silent),
+                _ => return Err(MeasuredGuestError::Silent),
             }
         }
-        guest.tid = vcpu_thread(guest.child.id()).ok_or(GuestError::NoThread)?;
+        guest.tid = vcpu_thread(guest.child.id()).ok_or(MeasuredGuestError::NoThread)?;
         let (told, ended) = (guest.told.clone(), guest.console_ended.clone());
         std::thread::spawn(move || {
             for line in console.lines().map_while(Result::ok) {
                 let mut told = told.lock().unwrap_or_else(PoisonError::into_inner);
-                told.extend(Pace::parse(&line));
+                told.extend(GuestPace::parse(&line));
             }
             ended.store(true, Ordering::Relaxed);
         });
         Ok(guest)
     }
 
-    /// The program, where it finds this guest.
+    /// Returns a command of the program that finds this guest.
     pub(crate) fn command(&self) -> Command {
         let mut command = Command::new(&self.perfvisor);
         command.env("XDG_RUNTIME_DIR", self.runtime.path());
         command
     }
 
-    /// How it fares once what was switched just now has passed.
-    pub(crate) fn paced(&self) -> Result<Option<Pace>, GuestError> {
+    /// Returns the progress in the next window, after the effects of the last switch have passed.
+    pub(crate) fn paced(&self) -> Result<Option<GuestPace>, MeasuredGuestError> {
         if self.console_ended.load(Ordering::Relaxed) {
-            return Err(GuestError::Ended);
+            return Err(MeasuredGuestError::Ended);
         }
         std::thread::sleep(SETTLES);
         Ok(self.pace())
     }
 
-    /// How it fares in a window that begins now. `None`: it told too little.
-    fn pace(&self) -> Option<Pace> {
+    /// Returns the progress in a window that begins now, or `None` if there were too few reports.
+    fn pace(&self) -> Option<GuestPace> {
         self.told.lock().unwrap_or_else(PoisonError::into_inner).clear();
         std::thread::sleep(WINDOW);
         let told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        // The first line is about time before the window, too.
+        // The first line also covers time before the window.
         let inside = told.get(1..).filter(|inside| inside.len() >= FEWEST_LINES)?;
-        Pace::mean(inside)
+        GuestPace::mean(inside)
     }
 }
 
@@ -169,14 +170,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_slowdown_is_told_by_the_time_not_run_and_by_the_work() {
-        let without = Pace::parse("1000 40000").unwrap();
-        let with = Pace::parse("50950 37975").unwrap();
+    fn slowdown_follows_run_time_and_work() {
+        let without = GuestPace::parse("1000 40000").unwrap();
+        let with = GuestPace::parse("50950 37975").unwrap();
         let [not_run, work] = with.slowdown(without);
         assert!((not_run - 5.263).abs() < 0.001, "{not_run}");
         assert!((work - 5.332).abs() < 0.001, "{work}");
         for line in ["", "7", "x 5", "1000000 5", "5 0", "-1 5"] {
-            assert_eq!(Pace::parse(line), None, "{line}");
+            assert_eq!(GuestPace::parse(line), None, "{line}");
         }
     }
 }

@@ -1,21 +1,22 @@
-//! What sampling costs a guest, the ways to do it side by side.
+//! Compares the cost of sampling methods for a guest.
 //!
-//! One guest reads its TSC at CPL3, over and over, and tells how much of its time lies in gaps between two
-//! readings, when it was not run. Its vCPU, alone on a CPU, is sampled in one of these ways:
+//! The guest reads its TSC at CPL 3 in a loop and reports how much of its time lies in gaps between
+//! two readings, in which it did not run. Its vCPU, alone on a CPU, is sampled with one of these
+//! methods:
 //!
-//! - b: `perf record` on the vCPU's thread: the kernel's samples, without call chains
-//! - c: a signal for each sample that takes the vCPU out of `KVM_RUN`, and nothing else: the floor of what is
-//!   taken from user space
+//! - b: `perf record` on the vCPU's thread: samples of the kernel, without call chains
+//! - c: a signal per sample that makes `KVM_RUN` return, and nothing else: the lower bound for
+//!   sampling from user space
 //! - d: `perfvisor record --chain-every 1`: a call chain with every sample
-//! - e: `perfvisor record`: instruction pointers by the kernel, chains now and then
+//! - e: `perfvisor record`: instruction pointers sampled by the kernel, with occasional call chains
 //!
-//! A machine that is itself virtual runs at one speed now and at another a second later, up to twice as fast
-//! as seen here. So what decides is the time in which the guest was not run, and the ways take turns all the
-//! time, each on for a moment and off for another: each stretch with sampling is compared with those without
-//! it right before and right after. Shown are the median of all such comparisons and their quartiles, and
-//! beside them the same of the work done (readings of the TSC in equal times), which holds more, such as cold
-//! caches, but depends on the machine's speed. A ratio of two slowdowns is the median of those of
-//! neighbouring turns, and is given only where the lower slowdown is known to be more than nothing.
+//! The speed of a virtual machine on which this runs can change by a factor of two within a second.
+//! The main result is therefore the time in which the guest did not run, and methods alternate in
+//! short windows: each window with sampling is compared with the windows without sampling before
+//! and after it. The output has the median and the quartiles of these comparisons, and the same for
+//! the work done (TSC readings in equal times), which includes effects such as cold caches but
+//! depends on the machine's speed. The ratio of two slowdowns is the median ratio of neighbouring
+//! windows, and is printed only if the lower slowdown is significantly above zero.
 
 mod cpus;
 mod figures;
@@ -23,28 +24,28 @@ mod guest;
 mod options;
 mod report;
 mod sampling;
-mod way;
+mod sampling_method;
 
 use std::process::ExitCode;
 
 use clap::Parser;
 use integration::artefacts::describe;
 
-use crate::cpus::{go_first, pin};
-use crate::guest::{Guest, GuestError, Pace};
+use crate::cpus::{pin, raise_priority};
+use crate::guest::{GuestPace, MeasuredGuest, MeasuredGuestError};
 use crate::options::Options;
-use crate::report::{Cycle, ReportError, report};
-use crate::sampling::{Sampling, SamplingError};
-use crate::way::Way;
+use crate::report::{ReportError, RoundSlowdowns, report};
+use crate::sampling::{ActiveSampling, SamplingError};
+use crate::sampling_method::SamplingMethod;
 
-/// Why there are no figures.
+/// Errors of the comparison.
 #[derive(Debug, thiserror::Error)]
 enum OverheadError {
     #[error(transparent)]
-    Guest(#[from] GuestError),
+    Guest(#[from] MeasuredGuestError),
     #[error("{}", .0.name())]
-    Way(Way, #[source] SamplingError),
-    #[error("the guest told too little")]
+    Way(SamplingMethod, #[source] SamplingError),
+    #[error("too few reports of the guest")]
     TooLittle,
     #[error(transparent)]
     Report(#[from] ReportError),
@@ -62,30 +63,30 @@ fn main() -> ExitCode {
 }
 
 fn measure(options: &Options) -> Result<bool, OverheadError> {
-    go_first();
-    let guest = Guest::start(&options.perfvisor)?;
+    raise_priority();
+    let guest = MeasuredGuest::start(&options.perfvisor)?;
     pin(&guest);
     let mut cycles = Vec::new();
     for round in 0..options.rounds {
-        // Each way comes in each place.
+        // Each method takes each position in the order.
         let mut ways = options.ways.0.clone();
         let n = ways.len();
         ways.rotate_left(round as usize % n);
         let mut ready = Vec::new();
         for way in ways {
-            let sampling = Sampling::prepare(way, &guest, options.hz).map_err(of(way))?;
+            let sampling = ActiveSampling::prepare(way, &guest, options.hz).map_err(of(way))?;
             ready.push((way, sampling));
         }
         let mut before = guest.paced()?;
         for _ in 0..options.cycles {
-            let mut cycle = Cycle::new();
+            let mut cycle = RoundSlowdowns::new();
             for (way, sampling) in &mut ready {
                 sampling.switch(true).map_err(of(*way))?;
                 let with = guest.paced()?;
                 sampling.switch(false).map_err(of(*way))?;
                 let after = guest.paced()?;
                 if let (Some(before), Some(with), Some(after)) = (before, with, after)
-                    && let Some(without) = Pace::mean(&[before, after])
+                    && let Some(without) = GuestPace::mean(&[before, after])
                 {
                     cycle.insert(way.letter(), with.slowdown(without));
                 }
@@ -103,7 +104,7 @@ fn measure(options: &Options) -> Result<bool, OverheadError> {
     Ok(report(options, &cycles)?)
 }
 
-/// What went wrong with `way`.
-fn of(way: Way) -> impl Fn(SamplingError) -> OverheadError {
+/// Returns a function that wraps an error of `way`.
+fn of(way: SamplingMethod) -> impl Fn(SamplingError) -> OverheadError {
     move |error| OverheadError::Way(way, error)
 }

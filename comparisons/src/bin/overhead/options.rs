@@ -1,32 +1,32 @@
-//! What is asked for on the command line.
+//! Command line options.
 
 use std::path::PathBuf;
 
 use clap::Parser;
 
-use crate::way::Ways;
+use crate::sampling_method::SamplingMethods;
 
-/// Compares what ways of sampling cost a guest. Wants root, for perf on another process.
+/// Compares the cost of sampling methods for a guest. Requires root for perf on another process.
 #[derive(Parser)]
 #[command(name = "overhead")]
 pub(crate) struct Options {
-    /// The program that is measured
+    /// Use this perfvisor binary
     #[arg(long, value_name = "FILE", default_value_os_t = integration::artefacts::beside("perfvisor"))]
     pub(crate) perfvisor: PathBuf,
-    /// What is compared
+    /// Compare these methods
     #[arg(long, value_name = "LETTERS", default_value = "bcde")]
-    pub(crate) ways: Ways,
+    pub(crate) ways: SamplingMethods,
     #[arg(long, value_name = "N", default_value_t = 24,
         value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) rounds: u32,
-    /// Turns of each way in a round
+    /// Set the number of windows per method in a round
     #[arg(long, value_name = "N", default_value_t = 4,
         value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) cycles: u32,
     #[arg(long, value_name = "N", default_value_t = 1000,
         value_parser = clap::value_parser!(u64).range(10..=20_000))]
     pub(crate) hz: u64,
-    /// Where the figures go, too
+    /// Also write the results to this file, as JSON
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
 }

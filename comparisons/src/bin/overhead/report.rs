@@ -1,30 +1,29 @@
-//! The figures as a table, as JSON, and against what the project promises.
+//! Prints the results as a table and as JSON, and compares them with the targets of the project.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
 
-use crate::figures::{Cost, Ratio, Slowdown};
+use crate::figures::{MethodCost, Ratio, Slowdown};
 use crate::guest::WINDOW;
 use crate::options::Options;
-use crate::way::Way;
+use crate::sampling_method::SamplingMethod;
 
-/// What the project promises of d against c, and of e against b.
+/// Targets: maximum ratios of d to c and of e to b.
 const MOST_D_TO_C: f64 = 1.2;
 const MOST_E_TO_B: f64 = 1.5;
 
-/// The file for the figures cannot be written.
+/// Error of writing the file with the results.
 #[derive(Debug, thiserror::Error)]
 #[error("{}", .0.display())]
 pub(crate) struct ReportError(PathBuf, #[source] io::Error);
 
-/// By how much each way, by its letter, slowed the guest down when its turn came, in percent: by the time not
-/// run, and by the work done.
-pub(crate) type Cycle = BTreeMap<char, [f64; 2]>;
+/// Slowdown in one round by letter of the method, in percent: by the time in which the guest did
+/// not run, and by the work done.
+pub(crate) type RoundSlowdowns = BTreeMap<char, [f64; 2]>;
 
-/// Prints the figures and writes them where they are wanted, too. Returns whether what the project promises
-/// is met.
-pub(crate) fn report(options: &Options, cycles: &[Cycle]) -> Result<bool, ReportError> {
+/// Prints the results and writes them to the requested file. Returns whether the targets are met.
+pub(crate) fn report(options: &Options, cycles: &[RoundSlowdowns]) -> Result<bool, ReportError> {
     println!(
         "Slowdown of a CPL3 loop sampled at {} Hz, {} ms with sampling against {} ms before and after; {} rounds of {} turns of each:\n",
         options.hz,
@@ -37,21 +36,21 @@ pub(crate) fn report(options: &Options, cycles: &[Cycle]) -> Result<bool, Report
         "{:<46} {:>9} {:>20} {:>9}   by work done",
         "", "median", "quartiles", "error +-"
     );
-    let by = |way: Way, which: usize| {
+    let by = |way: SamplingMethod, which: usize| {
         let slowdowns = cycles
             .iter()
             .filter_map(|cycle| Some(cycle.get(&way.letter())?[which]));
         Slowdown::of(&mut slowdowns.collect::<Vec<_>>())
     };
-    let cost = |&way: &Way| {
-        let cost = Cost {
+    let cost = |&way: &SamplingMethod| {
+        let cost = MethodCost {
             not_run: by(way, 0),
             work: by(way, 1),
         };
         (way, cost)
     };
-    let costs: Vec<(Way, Cost)> = options.ways.0.iter().map(cost).collect();
-    for (way, Cost { not_run: s, work }) in &costs {
+    let costs: Vec<(SamplingMethod, MethodCost)> = options.ways.0.iter().map(cost).collect();
+    for (way, MethodCost { not_run: s, work }) in &costs {
         let quartiles = format!("{:.2} to {:.2} %", s.lower_quartile, s.upper_quartile);
         println!(
             "{:<46} {:>7.2} % {quartiles:>20} {:>9.2}   {:>6.2} +-{:.2} %",
@@ -62,9 +61,13 @@ pub(crate) fn report(options: &Options, cycles: &[Cycle]) -> Result<bool, Report
             work.standard_error
         );
     }
-    let [d_to_c, e_to_b] = [(Way::EveryChain, Way::Signal), (Way::Default, Way::Perf)].map(|(x, y)| {
+    let [d_to_c, e_to_b] = [
+        (SamplingMethod::EveryChain, SamplingMethod::Signal),
+        (SamplingMethod::Default, SamplingMethod::Perf),
+    ]
+    .map(|(x, y)| {
         let asked = [x, y].iter().all(|way| options.ways.0.contains(way));
-        let both = |cycle: &Cycle| Some((cycle.get(&x.letter())?[0], cycle.get(&y.letter())?[0]));
+        let both = |cycle: &RoundSlowdowns| Some((cycle.get(&x.letter())?[0], cycle.get(&y.letter())?[0]));
         asked.then(|| Ratio::of(&cycles.iter().filter_map(both).collect::<Vec<_>>()))
     });
     let told = |ratio: Option<Option<Ratio>>| match ratio {
@@ -85,7 +88,7 @@ pub(crate) fn report(options: &Options, cycles: &[Cycle]) -> Result<bool, Report
         });
         std::fs::write(path, format!("{json:#}")).map_err(|source| ReportError(path.clone(), source))?;
     }
-    // What was not asked for is not missed.
+    // Methods that were not measured do not fail.
     let met =
         |ratio: Option<Option<Ratio>>, most: f64| ratio.is_none_or(|r| r.is_some_and(|r| r.value <= most));
     Ok(met(d_to_c, MOST_D_TO_C) && met(e_to_b, MOST_E_TO_B))

@@ -1,4 +1,4 @@
-//! Each way of sampling, ready to be switched on and off.
+//! Sampling methods that can be switched on and off.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
@@ -11,60 +11,64 @@ use std::time::{Duration, Instant};
 use perf_core::pmu::PmuError;
 use perf_core::pmu::host::{GuestSampleRing, GuestSampler};
 
-use crate::guest::Guest;
-use crate::way::Way;
+use crate::guest::MeasuredGuest;
+use crate::sampling_method::SamplingMethod;
 
-/// How long a program may take to begin, or to do what it is told.
+/// Time limit for a program to start or to execute a command.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Why a way of sampling does not work.
+/// Errors of a sampling method.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SamplingError {
     #[error("perf event")]
     Event(#[from] PmuError),
-    #[error("the perf event's ring")]
+    #[error("ring of the perf event")]
     Ring(#[source] io::Error),
-    #[error("the perf event's signal")]
+    #[error("signal of the perf event")]
     Signal(#[source] io::Error),
-    #[error("the perf event could not be switched")]
+    #[error("cannot switch the perf event")]
     Switch(#[source] io::Error),
     #[error("mkfifo failed")]
     NoPipe,
-    #[error("its pipes")]
+    #[error("pipes")]
     Pipe(#[source] io::Error),
-    #[error("it cannot be run")]
+    #[error("cannot start the program")]
     Program(#[source] io::Error),
-    #[error("no answer to '{0}'")]
+    #[error("no acknowledgment of '{0}'")]
     NoAnswer(&'static str),
-    #[error("it ended by itself: {0}")]
+    #[error("the program exited: {0}")]
     Ended(ExitStatus),
-    #[error("it ended with {0}")]
+    #[error("the program failed with {0}")]
     Failed(ExitStatus),
 }
 
-/// A way of sampling, to be switched on and off.
-pub(crate) enum Sampling {
+/// A prepared sampling method, which can be switched on and off.
+pub(crate) enum ActiveSampling {
     Event(GuestSampler),
     Drained(GuestSampler, Arc<AtomicBool>),
-    Process(Controlled),
+    Process(ControlledRecord),
 }
 
-/// A `record` that follows words through a pipe.
-pub(crate) struct Controlled {
+/// A `record` process that is controlled through a pipe.
+pub(crate) struct ControlledRecord {
     child: Child,
     ctl: File,
     answers: mpsc::Receiver<()>,
-    /// The other end of the answers, to end the thread that reads them.
+    /// Write end of the acknowledgment pipe, to end the thread that reads from it.
     end: File,
 }
 
-impl Sampling {
-    /// Ready, and off.
-    pub(crate) fn prepare(way: Way, guest: &Guest, hz: u64) -> Result<Self, SamplingError> {
+impl ActiveSampling {
+    /// Prepares `way`, switched off.
+    pub(crate) fn prepare(
+        way: SamplingMethod,
+        guest: &MeasuredGuest,
+        hz: u64,
+    ) -> Result<Self, SamplingError> {
         let clock = || GuestSampler::clock(guest.tid, 1_000_000_000 / hz);
         let hz = hz.to_string();
         match way {
-            Way::Perf if has_perf() => {
+            SamplingMethod::Perf if has_perf() => {
                 let mut perf = Command::new("perf");
                 perf.args([
                     "record",
@@ -78,8 +82,8 @@ impl Sampling {
                 ]);
                 Self::process(perf, way, guest)
             }
-            // The same event, read in the same way.
-            Way::Perf => {
+            // Reads the same event in the same way.
+            SamplingMethod::Perf => {
                 let sampler = clock()?;
                 let fd = sampler
                     .as_fd()
@@ -96,18 +100,18 @@ impl Sampling {
                 });
                 Ok(Self::Drained(sampler, stop))
             }
-            Way::Signal => {
+            SamplingMethod::Signal => {
                 let sampler = clock()?;
-                // What the VMM takes for "look at your run state".
+                // Signal with which the VMM makes a vCPU check its run state.
                 sampler
                     .also_signal(guest.tid, libc::SIGUSR1)
                     .map_err(SamplingError::Signal)?;
                 Ok(Self::Event(sampler))
             }
-            Way::EveryChain | Way::Default => {
+            SamplingMethod::EveryChain | SamplingMethod::Default => {
                 let mut record = guest.command();
                 record.args(["record", &guest.name, "-q", "-F", &hz]);
-                if way == Way::EveryChain {
+                if way == SamplingMethod::EveryChain {
                     record.args(["--chain-every", "1"]);
                 }
                 Self::process(record, way, guest)
@@ -115,8 +119,12 @@ impl Sampling {
         }
     }
 
-    /// `command` is a `record` of perf's or ours, which know the same options for this.
-    fn process(mut command: Command, way: Way, guest: &Guest) -> Result<Self, SamplingError> {
+    /// Starts `command`, the `record` command of perf or Perfvisor, which share these options.
+    fn process(
+        mut command: Command,
+        way: SamplingMethod,
+        guest: &MeasuredGuest,
+    ) -> Result<Self, SamplingError> {
         let directory = guest.runtime.path();
         let file = |what: &str| directory.join(format!("{what}-{}", way.letter()));
         let (ctl, ack) = (file("ctl"), file("ack"));
@@ -140,7 +148,7 @@ impl Sampling {
         let (answer, answers) = mpsc::channel();
         std::thread::spawn(move || {
             for line in BufReader::new(ack).lines() {
-                // perf ends its answers with a zero.
+                // perf terminates acknowledgments with a zero byte.
                 if !line.is_ok_and(|line| line.trim_matches(char::from(0)) == "ack")
                     || answer.send(()).is_err()
                 {
@@ -156,18 +164,18 @@ impl Sampling {
             .stderr(Stdio::null())
             .spawn()
             .map_err(SamplingError::Program)?;
-        let mut record = Controlled {
+        let mut record = ControlledRecord {
             child,
             ctl,
             answers,
             end,
         };
-        // Answered when it is ready.
+        // Acknowledged when the program is ready.
         record.say("ping")?;
         Ok(Self::Process(record))
     }
 
-    /// Starts or stops it, and waits until that is done.
+    /// Starts or stops sampling and waits for the acknowledgment.
     pub(crate) fn switch(&mut self, on: bool) -> Result<(), SamplingError> {
         match self {
             Self::Event(sampler) | Self::Drained(sampler, _) => {
@@ -177,7 +185,7 @@ impl Sampling {
         }
     }
 
-    /// Ends it for good.
+    /// Terminates the sampling.
     pub(crate) fn stop(self) -> Result<(), SamplingError> {
         match self {
             Self::Event(_) => {}
@@ -194,8 +202,8 @@ impl Sampling {
     }
 }
 
-impl Controlled {
-    /// Makes it do something, and waits until it is done.
+impl ControlledRecord {
+    /// Sends a command and waits for the acknowledgment.
     fn say(&mut self, word: &'static str) -> Result<(), SamplingError> {
         writeln!(self.ctl, "{word}").map_err(SamplingError::Pipe)?;
         let until = Instant::now() + PATIENCE;
@@ -212,7 +220,7 @@ impl Controlled {
     }
 }
 
-impl Drop for Controlled {
+impl Drop for ControlledRecord {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

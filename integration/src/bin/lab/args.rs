@@ -66,7 +66,7 @@ pub struct FileRequest {
 /// Maximum number of `--get` options.
 const MAX_GETS: usize = 64;
 
-/// Why a command line is invalid.
+/// Reason why a command line is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum UsageError {
     /// The file does not exist.

@@ -17,7 +17,7 @@ use integration::limit::Limit;
 use integration::process::{Command, OutputSink, ProcessError};
 use lab_agent::ordered::OutputStream;
 use lab_agent::terminal::{RawMode, window_size};
-use lab_agent::wire::{Ended, StreamMode, WindowSize};
+use lab_agent::wire::{ProcessExit, StreamMode, WindowSize};
 use nix::sys::signal::{SigSet, Signal};
 
 use crate::args::{FileRequest, LabRequest, directory_of};
@@ -137,7 +137,7 @@ pub fn run(lab: Lab, request: &LabRequest, signals: Signals) -> ExitCode {
     ExitCode::from(if status == 0 && failed > 0 { 1 } else { status })
 }
 
-/// Why a command did not exit by itself.
+/// Reason why a command did not exit by itself.
 struct CommandFailure {
     status: u8,
     message: String,
@@ -225,7 +225,7 @@ fn failure(error: &ProcessError) -> CommandFailure {
 }
 
 /// Converts the end of a command to an exit status, as a shell does.
-fn exit_status(ended: Ended) -> u8 {
+fn exit_status(ended: ProcessExit) -> u8 {
     let code = match (ended.code, ended.signal) {
         (Some(code), _) => code,
         (None, Some(signal)) => 128 + signal,
@@ -236,7 +236,7 @@ fn exit_status(ended: Ended) -> u8 {
 
 /// Returns the exit status of a program killed by a signal, as a shell does.
 pub fn signal_status(signal: Signal) -> ExitCode {
-    ExitCode::from(exit_status(Ended {
+    ExitCode::from(exit_status(ProcessExit {
         code: None,
         signal: Some(signal as i32),
     }))
@@ -300,7 +300,7 @@ fn react(
                 }
             }
             Ok(SessionEvent::Stop(signal)) => {
-                keep(exit_status(Ended {
+                keep(exit_status(ProcessExit {
                     code: None,
                     signal: Some(signal as i32),
                 }));
@@ -313,7 +313,7 @@ fn react(
                 stopping = true;
             }
             Ok(SessionEvent::OutputClosed) => {
-                keep(exit_status(Ended {
+                keep(exit_status(ProcessExit {
                     code: None,
                     signal: Some(libc::SIGPIPE),
                 }));
@@ -424,7 +424,7 @@ mod tests {
 
     #[test]
     fn exit_status_encodes_signal() {
-        let status = |code, signal| exit_status(Ended { code, signal });
+        let status = |code, signal| exit_status(ProcessExit { code, signal });
         assert_eq!(status(Some(0), None), 0);
         assert_eq!(status(Some(255), None), 255);
         assert_eq!(status(None, Some(libc::SIGINT)), 130);

@@ -364,7 +364,8 @@ mod tests {
 
     proptest! {
         /// For any sequence of arming and disarming, and however little time the guest gets, it
-        /// does not run past a deadline without a signal ([`SimulatedVcpu::run`]), and each overflow occurs.
+        /// does not run past a deadline without a signal ([`SimulatedVcpu::run`]), and each
+        /// overflow occurs.
         #[test]
         fn no_deadline_passes_without_expiry(all in prop::collection::vec(any_operation(), 1..200)) {
             let mut vcpu = SimulatedVcpu::with(4);

@@ -53,7 +53,7 @@ const MAX_BACKOFF_NS: u64 = 10_000_000;
 /// part of it.
 const EARLY_DIVISOR: u64 = 16;
 
-/// Whether the host kernel's samples show the guest, determined once for all vCPUs.
+/// State of the test whether the host kernel's samples show the guest. Shared by all vCPUs.
 static SAMPLES: AtomicU8 = AtomicU8::new(UNPROVEN);
 const UNPROVEN: u8 = 0;
 const SHOW_GUEST: u8 = 1;
@@ -165,7 +165,8 @@ pub(crate) struct CplAttribution {
     /// current one.
     watched_ns: u64,
     watched_from_ns: u64,
-    /// Guest samples in the observed ring, those of them at CPL3, and kicks that found CPL3.
+    /// Number of guest samples in the observed ring, of those at CPL 3, and of kicks that found CPL
+    /// 3.
     seen_guest: u64,
     seen_user: u64,
     kicked_user: u64,
@@ -266,7 +267,7 @@ impl CplAttribution {
         }
         if let Err(e) = kicks.rearm(now_ns) {
             log::warn!(
-                "the next privilege level tick could not be set: {}",
+                "cannot arm the next privilege level tick: {}",
                 crate::error_line(&e)
             );
         }
@@ -389,8 +390,8 @@ impl CplAttribution {
             self.kicks = None;
         } else {
             log::info!(
-                "the host's samples show the guest for {} of {expected} ms, at CPL3 for {} where kicks found it there {} \
-                 times: privilege levels are learnt by kicks",
+                "the host's samples show the guest for {} of {expected} ms, at CPL3 for {}, where \
+                kicks found CPL3 {} times; kicks determine privilege levels instead",
                 self.seen_guest,
                 self.seen_user,
                 self.kicked_user

@@ -64,7 +64,7 @@ pub(super) enum CountedTime {
 
 /// The unit of the event's count.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum CountUnit {
+pub(super) enum ClockUnit {
     Cycles,
     Nanoseconds,
 }
@@ -74,7 +74,7 @@ pub(super) struct ClockEvent {
     clock: Arc<VcpuClock>,
     signal: Option<i32>,
     share: CountedTime,
-    unit: CountUnit,
+    unit: ClockUnit,
     /// Clock reading at the start of the current span; `None` while stopped.
     span_start_ns: Option<u64>,
     /// Time of all finished spans, in nanoseconds.
@@ -103,7 +103,7 @@ impl ClockEvent {
         clock: Arc<VcpuClock>,
         signal: Option<i32>,
         share: CountedTime,
-        unit: CountUnit,
+        unit: ClockUnit,
     ) -> Self {
         Self {
             clock,
@@ -139,8 +139,8 @@ impl ClockEvent {
         if ns > self.last_ns {
             self.last_ns = ns;
             self.last_count = match self.unit {
-                CountUnit::Cycles => cycles_of_ns(ns, self.clock.tsc_khz()),
-                CountUnit::Nanoseconds => ns,
+                ClockUnit::Cycles => cycles_of_ns(ns, self.clock.tsc_khz()),
+                ClockUnit::Nanoseconds => ns,
             };
         }
         self.last_count
@@ -199,8 +199,8 @@ impl ClockEvent {
 
     fn ns_for(&self, counts: u64) -> u64 {
         match self.unit {
-            CountUnit::Cycles => ns_for_cycles(counts, self.clock.tsc_khz()),
-            CountUnit::Nanoseconds => counts,
+            ClockUnit::Cycles => ns_for_cycles(counts, self.clock.tsc_khz()),
+            ClockUnit::Nanoseconds => counts,
         }
     }
 }
@@ -314,7 +314,7 @@ impl PmuEvent for ClockEvent {
         let wait_ns = self.wait_for_rest(now, at - now);
         if let Err(e) = self.wait(now, wait_ns) {
             log::warn!(
-                "an overflow timer could not be set for the rest of its period: {}",
+                "cannot arm an overflow timer for the rest of its period: {}",
                 crate::error_line(&e)
             );
         }
@@ -402,9 +402,9 @@ mod tests {
             clock.clone(),
             None,
             CountedTime::One(PrivilegeLevel::User),
-            CountUnit::Nanoseconds,
+            ClockUnit::Nanoseconds,
         );
-        let mut all = ClockEvent::new(clock, None, CountedTime::All, CountUnit::Nanoseconds);
+        let mut all = ClockEvent::new(clock, None, CountedTime::All, ClockUnit::Nanoseconds);
         let rings = |event: &mut ClockEvent| {
             let mut waited_ns = 0;
             (0..)
@@ -420,11 +420,11 @@ mod tests {
     }
 
     /// Returns the delays of the overflows of a guest with a sampling period of `period_ns`, in
-    /// guest time. In each turn the vCPU thread has its CPU for the first number of nanoseconds and
-    /// loses it for the second.
+    /// guest time. In each interval the vCPU thread has its CPU for the first number of nanoseconds
+    /// and loses it for the second.
     fn lateness(period_ns: u64, turns: &[(u64, u64)]) -> Vec<u64> {
         let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
-        let mut event = ClockEvent::new(clock, None, CountedTime::All, CountUnit::Nanoseconds);
+        let mut event = ClockEvent::new(clock, None, CountedTime::All, ClockUnit::Nanoseconds);
         let (mut wall_ns, mut guest_ns, mut late) = (0, 0, Vec::new());
         let (mut due_ns, mut expires_ns) = (period_ns, period_ns);
         event.wait(guest_ns, period_ns).unwrap();
@@ -476,7 +476,7 @@ mod tests {
     #[test]
     fn waits_grow_without_guest_progress() {
         let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
-        let mut event = ClockEvent::new(clock, None, CountedTime::All, CountUnit::Nanoseconds);
+        let mut event = ClockEvent::new(clock, None, CountedTime::All, ClockUnit::Nanoseconds);
         event.wait(0, 1_000_000).unwrap();
         let waits = [(); 6].map(|()| {
             let wait_ns = event.wait_for_rest(0, 1_000_000);
@@ -494,7 +494,7 @@ mod tests {
     #[test]
     fn waits_respect_minimum_duration() {
         let clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
-        let mut event = ClockEvent::new(clock, None, CountedTime::All, CountUnit::Nanoseconds);
+        let mut event = ClockEvent::new(clock, None, CountedTime::All, ClockUnit::Nanoseconds);
         for (asked, set) in [(0, 10_000), (1, 10_000), (9_999, 10_000), (10_001, 10_001)] {
             event.wait(0, asked).unwrap();
             assert_eq!(event.wait_ns, set, "{asked} ns");

@@ -40,7 +40,7 @@ use crate::attr::{Attr, EventType};
 use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
 
 use cpl::PrivilegeLevel;
-use event::{ClockEvent, CountUnit, CountedTime};
+use event::{ClockEvent, ClockUnit, CountedTime};
 
 /// Minimum duration of an overflow timer, in nanoseconds.
 pub const MIN_TIMER_NS: u64 = 10_000;
@@ -152,8 +152,8 @@ impl Pmu for ClockPmu {
 
     fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         let unit = match attr.config {
-            CYCLES | REF_CYCLES => CountUnit::Cycles,
-            GUEST_NS => CountUnit::Nanoseconds,
+            CYCLES | REF_CYCLES => ClockUnit::Cycles,
+            GUEST_NS => ClockUnit::Nanoseconds,
             _ => return Err(PmuError::NoSuchEvent),
         };
         let PmuTarget::Vcpu { vcpu, .. } = target else {

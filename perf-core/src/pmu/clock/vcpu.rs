@@ -369,7 +369,7 @@ impl VcpuClock {
         self.alarm_is_stale.store(false, Ordering::Relaxed);
         let mut alarm = self.alarm();
         if let Err(e) = alarm.update_at_entry(now) {
-            log::warn!("an overflow timer could not be set: {}", crate::error_line(&e));
+            log::warn!("cannot arm an overflow timer: {}", crate::error_line(&e));
         }
         self.alarm_is_set.store(alarm.is_set(), Ordering::Relaxed);
     }

@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn an_intel_host_with_two_threads_a_core() {
+    fn intel_host_with_two_threads_a_core() {
         let found = find(SimHost::intel(4), false);
         assert_eq!(
             describe(&found),
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn the_watchdog_of_an_intel_host_takes_the_fixed_counter_of_cycles() {
+    fn watchdog_of_an_intel_host_takes_the_fixed_counter_of_cycles() {
         let found = find(SimHost::intel(4).with_watchdog(), true);
         assert_eq!(
             describe(&found),
@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn an_amd_host_with_the_watchdog_on() {
+    fn amd_host_with_the_watchdog_on() {
         let found = find(SimHost::amd(6).with_watchdog(), true);
         assert_eq!(describe(&found), (5, 6, vec![]));
         assert_eq!(found.at_once(&hardware(SimHost::CYCLES)), 5);
@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn an_intel_host_with_eight_and_four() {
+    fn intel_host_with_eight_and_four() {
         let mut host = SimHost::intel(8);
         // The fourth counter holds issue slots, an event that these tests do not use.
         host.fixed.push(SimFixed {
@@ -401,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_without_counters() {
+    fn host_without_counters() {
         let found = find(SimHost::amd(0), false);
         assert_eq!(found, HostCounters::default());
         assert_eq!((found.free(), found.mask()), (0, CounterMask::NONE));

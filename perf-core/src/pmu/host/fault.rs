@@ -35,7 +35,7 @@ pub(super) fn injected_open_error() -> Option<i32> {
         return None;
     }
     if LAST.swap(error, Ordering::Relaxed) != error {
-        log::info!("a test has perf_event_open fail with error {error}");
+        log::info!("a test makes perf_event_open fail with error {error}");
     }
     Some(error)
 }

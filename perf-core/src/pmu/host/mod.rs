@@ -1,27 +1,30 @@
-//! The `host` driver: perf events of the host kernel on a vCPU's thread, any other thread, or a CPU.
+//! The `host` driver: perf events of the host kernel on a vCPU's thread, any other thread, or a
+//! CPU.
 //!
 //! Two drivers share this code because their resources differ. [`HostPmu::hardware`] serves
-//! [`EventType::HARDWARE`], [`EventType::HW_CACHE`] and [`EventType::RAW`]; its slots are the host counters
-//! available, general-purpose and fixed-function. [`HostPmu::software`] serves [`EventType::SOFTWARE`]
-//! without a limit.
+//! [`EventType::HARDWARE`], [`EventType::HW_CACHE`] and [`EventType::RAW`]; its slots are the host
+//! counters available, general-purpose and fixed-function. [`HostPmu::software`] serves
+//! [`EventType::SOFTWARE`] without a limit.
 //!
-//! Events are opened pinned and never exceed the number of slots, so the kernel does not multiplex them. If
-//! the kernel does so nevertheless, its times of the event reveal this and a message is logged. Events are
-//! opened once, and then enabled, disabled and given periods.
+//! Events are opened pinned and never exceed the number of slots, so the kernel does not multiplex
+//! them. If the kernel does so nevertheless, its times of the event reveal this and a message is
+//! logged. Events are opened once, and then enabled, disabled and given periods.
 //!
 //! # Filters
-//! Hardware events obey `exclude_host`, `exclude_guest`, `exclude_user` and `exclude_kernel`; the last two
-//! refer to the guest's privilege level if `exclude_host` is set. Software events (page faults, context
-//! switches, migrations) belong to the vCPU's thread on the host. They have no guest privilege level:
-//! `exclude_user` and `exclude_kernel` are rejected, `exclude_host` and `exclude_guest` have no effect.
+//! Hardware events obey `exclude_host`, `exclude_guest`, `exclude_user` and `exclude_kernel`; the
+//! last two refer to the guest's privilege level if `exclude_host` is set. Software events (page
+//! faults, context switches, migrations) belong to the vCPU's thread on the host. They have no
+//! guest privilege level: `exclude_user` and `exclude_kernel` are rejected, `exclude_host` and
+//! `exclude_guest` have no effect.
 //!
 //! # Overflow
-//! The signal is sent to the vCPU's thread only. Its handler must be installed without `SA_RESTART`, so that
-//! it ends `KVM_RUN`. A standard signal (below `SIGRTMIN`, such as `SIGUSR2`) is preferable to a real-time
-//! signal: further overflows during a pending signal are merged without loss, because
-//! [`PmuEvent::take_overflows`] checks the counts. Real-time signals are queued, and if the queue, which all
-//! processes of a user share, is full, the kernel sends `SIGIO` instead. Its default action ends the process
-//! (see [`ignore_sigio`]), and the overflow is not noticed until the next exit.
+//! The signal is sent to the vCPU's thread only. Its handler must be installed without
+//! `SA_RESTART`, so that it ends `KVM_RUN`. A standard signal (below `SIGRTMIN`, such as `SIGUSR2`)
+//! is preferable to a real-time signal: further overflows during a pending signal are merged
+//! without loss, because [`PmuEvent::take_overflows`] checks the counts. Real-time signals are
+//! queued, and if the queue, which all processes of a user share, is full, the kernel sends `SIGIO`
+//! instead. Its default action ends the process (see [`ignore_sigio`]), and the overflow is not
+//! noticed until the next exit.
 
 mod counters;
 mod fault;
@@ -52,7 +55,7 @@ use group::KernelGroup;
 pub use guest_ring::{DrainStats, GuestSample, GuestSampleRing, GuestSampler, SampleOrigin};
 use late::LateOverflowPoll;
 use open_params::{GroupMembership, OpenParams, missing_cpu_error};
-pub use opener::{DirectOpener, EventOpener, HostTarget, OpenRequest, OverflowSignal, set_event_opener};
+pub use opener::{EventOpener, HostTarget, OpenRequest, OverflowSignal, SyscallOpener, set_event_opener};
 pub use probe::{
     GenericEvent, HostProbe, cache_event_opens, counting_is_denied, counting_is_denied_to, ignore_sigio,
 };
@@ -190,7 +193,8 @@ impl HostPmu {
             return Err(PmuError::NoSuchEvent);
         }
         let mut raw = new_attr(attr.ty.0, attr.config);
-        // Opened as a sampling event, because the kernel rejects a later period for a counting event.
+        // Opened as a sampling event, because the kernel rejects a later period for a counting
+        // event.
         raw.__bindgen_anon_1.sample_period = PARKED_PERIOD;
         raw.sample_type = u64::from(PERF_SAMPLE_READ);
         raw.read_format = READ_TIMES;
@@ -273,7 +277,8 @@ struct HostEvent {
     user_read: bool,
     /// Accounting of clock events, which overflow by a kernel timer.
     ringing: ClockRate,
-    /// Set if the kernel counts the event one by one, that is, it is neither a hardware counter nor a clock.
+    /// Set if the kernel counts the event one by one, that is, it is neither a hardware counter nor
+    /// a clock.
     one_by_one: bool,
     on: bool,
     /// Period that the kernel repeats; [`PARKED_PERIOD`] if the event must not overflow.
@@ -307,8 +312,8 @@ struct LastOnCounter {
 
 impl HostEvent {
     /// Makes the kernel end a period `period` counts after the current count `count`, and repeat
-    /// that period. Does nothing if the kernel is already set to do so. The period of a clock, or one
-    /// below the kernel's minimum, may have to be longer.
+    /// that period. Does nothing if the kernel is already set to do so. The period of a clock, or
+    /// one below the kernel's minimum, may have to be longer.
     fn set_period(&mut self, count: u64, period: u64) -> Result<(), PmuError> {
         let asked = count.saturating_add(period);
         let period = self.floor.period_for(self.ringing.period_for(period));
@@ -382,7 +387,8 @@ impl HostEvent {
         }
     }
 
-    /// Returns the most recent count in the ring, if there is a ring. The ring holds one count per overflow.
+    /// Returns the most recent count in the ring, if there is a ring. The ring holds one count per
+    /// overflow.
     fn overflow_in_ring(&mut self) -> Option<Option<u64>> {
         if self
             .member
@@ -421,7 +427,8 @@ impl HostEvent {
         };
         if read.running_ns < read.enabled_ns && !std::mem::replace(&mut self.loss_logged, true) {
             log::warn!(
-                "the host's kernel took the counter of a pinned event away: it was on for {} of {} ns; its count is short",
+                "the host's kernel took the counter of a pinned event, which counted for {} of {} \
+                ns; its count is too low",
                 read.running_ns,
                 read.enabled_ns
             );
@@ -476,7 +483,8 @@ impl HostEvent {
         let mut at_ns = self.good.at_ns;
         if let Some(left) = self.map.as_ref().and_then(PerfMap::left) {
             self.last_count = self.last_count.max(self.base + left.count);
-            // Enabled time passes only while the thread is on a CPU, so this is the earliest moment.
+            // Enabled time passes only while the thread is on a CPU, so this is the earliest
+            // moment.
             at_ns = at_ns
                 .saturating_add(left.enabled_ns.saturating_sub(self.good.enabled_ns))
                 .min(monotonic_ns());
@@ -569,11 +577,12 @@ impl PmuEvent for HostEvent {
                 self.good = LastOnCounter::default();
                 self.loss_logged = false;
             }
-            // The event stays disabled in the kernel. A later start that does not count is detected.
+            // The event stays disabled in the kernel. A later start that does not count is
+            // detected.
             Err(e) => {
                 let _ = self.fd.disable();
                 log::warn!(
-                    "a host event could not be opened anew after its group's leader went: {}",
+                    "cannot reopen a host event after its group leader was closed: {}",
                     crate::error_line(&e)
                 );
             }
@@ -622,7 +631,8 @@ impl PmuEvent for HostEvent {
     }
 
     fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {
-        // Read before the kernel restarts the period, so that the overflow never precedes the armed count.
+        // Read before the kernel restarts the period, so that the overflow never precedes the armed
+        // count.
         let count = self.read();
         self.rearm(count, overflow_in)
     }
@@ -667,7 +677,7 @@ impl PmuEvent for HostEvent {
             && let Err(e) = self.set_period(count, (at - count).min(PARKED_PERIOD - 1))
         {
             log::warn!(
-                "a host event that overflowed early could not be armed again: {}",
+                "cannot re-arm a host event that overflowed early: {}",
                 crate::error_line(&e)
             );
         }

@@ -78,7 +78,8 @@ impl OpenParams {
         group: Arc<KernelGroup>,
         counts: bool,
     ) -> Option<(GroupMembership, Arc<PerfFd>, Option<PerfMap>)> {
-        // The kernel could silently take a counter away from a group with a leader that is not pinned.
+        // The kernel could silently take a counter away from a group with a leader that is not
+        // pinned.
         if group.counted != self.counted || self.hardware && !group.pinned || group.is_full() {
             return None;
         }
@@ -109,8 +110,9 @@ impl OpenParams {
         }
     }
 
-    /// Maps the pages that save system calls: a ring, to which the kernel writes the count at each overflow,
-    /// and the control page, with which the counter is read in user space. The event works without either.
+    /// Maps the pages that save system calls: a ring, to which the kernel writes the count at each
+    /// overflow, and the control page, with which the counter is read in user space. The event
+    /// works without either.
     fn map(&self, fd: &PerfFd) -> Option<PerfMap> {
         let ring = || {
             fd.map(Some(0))

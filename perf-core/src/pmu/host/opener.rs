@@ -76,9 +76,9 @@ pub trait EventOpener: Debug + Send + Sync {
 
 /// The default opener, which calls `perf_event_open(2)` in the calling thread.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct DirectOpener;
+pub struct SyscallOpener;
 
-impl EventOpener for DirectOpener {
+impl EventOpener for SyscallOpener {
     /// Makes system calls only, so a signal handler may call this.
     fn open(&self, request: &OpenRequest<'_>) -> io::Result<OwnedFd> {
         let event = perf_event_open(request)?;
@@ -151,7 +151,7 @@ fn check(rc: libc::c_int) -> io::Result<libc::c_int> {
     }
 }
 
-/// The opener of this process, unless it is [`DirectOpener`].
+/// The opener of this process, unless it is [`SyscallOpener`].
 static OPENER: OnceLock<Box<dyn EventOpener>> = OnceLock::new();
 
 /// Sets the opener of all host perf events that this process opens from now on.
@@ -163,5 +163,5 @@ pub fn set_event_opener(opener: impl EventOpener + 'static) -> bool {
 
 /// Returns the opener of this process.
 pub(super) fn current() -> &'static dyn EventOpener {
-    OPENER.get().map_or(&DirectOpener, |opener| &**opener)
+    OPENER.get().map_or(&SyscallOpener, |opener| &**opener)
 }

@@ -463,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn the_probe_survives_a_round_trip_through_json() {
+    fn probe_survives_a_round_trip_through_json() {
         let probe = HostProbe::run();
         let text = serde_json::to_string(&probe).unwrap();
         assert_eq!(serde_json::from_str::<HostProbe>(&text).unwrap(), probe);

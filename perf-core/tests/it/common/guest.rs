@@ -10,13 +10,13 @@ const PAGE: usize = 4096;
 const CODE_AT: u64 = 0x1000;
 
 /// A VM whose vCPUs all run the same few bytes of code in real mode.
-pub struct Guest {
+pub struct RealModeVm {
     pub vcpus: Vec<VcpuFd>,
     pub vm: VmFd,
     memory: *mut libc::c_void,
 }
 
-impl Guest {
+impl RealModeVm {
     /// Creates the VM. Returns `None` if KVM is not usable.
     pub fn new(vcpus: u64, code: &[u8]) -> Option<Self> {
         assert!(code.len() <= PAGE);
@@ -68,7 +68,7 @@ impl Guest {
     }
 }
 
-impl Guest {
+impl RealModeVm {
     /// Runs vCPU 0 until this thread receives a signal after the first `signals`.
     pub fn run_until_signal(&mut self, signals: u64) -> Result<VcpuExit<'_>, kvm_ioctls::Error> {
         let vcpu = &mut self.vcpus[0];
@@ -86,7 +86,7 @@ impl Guest {
     }
 }
 
-impl Drop for Guest {
+impl Drop for RealModeVm {
     fn drop(&mut self) {
         // SAFETY: mapped in `new` with this length, and the guest no longer runs.
         unsafe { libc::munmap(self.memory, PAGE) };

@@ -4,17 +4,17 @@ use perf_core::{CpuMode, SampleRegs};
 
 #[cfg(feature = "host")]
 pub mod guest;
-#[cfg(feature = "sim")]
-pub mod machine;
 pub mod memory;
 pub mod ring;
+#[cfg(feature = "sim")]
+pub mod test_core;
 #[cfg(feature = "host")]
 pub mod thread;
 
 /// Registers without values.
-pub struct NoRegs;
+pub struct UnavailableRegs;
 
-impl SampleRegs for NoRegs {
+impl SampleRegs for UnavailableRegs {
     fn mode(&mut self) -> CpuMode {
         CpuMode::GuestKernel
     }

@@ -1,8 +1,8 @@
-//! The oracle's model: a flat list of parts, each an event in one context, and simple loops over it.
+//! The oracle's model: a flat list of parts, each an event in one context, and simple loops.
 //!
-//! The model predicts everything except which flexible groups of hardware events have the slots. That
-//! assignment is observed and checked against the rules that users rely on (`judging.rs`). `counting.rs`
-//! models time, raised events and overflows.
+//! The model predicts everything except which flexible groups of hardware events have the slots.
+//! That assignment is observed and checked against the rules that users rely on (`judging.rs`).
+//! `counting.rs` models time, raised events and overflows.
 
 mod counting;
 mod judging;
@@ -28,7 +28,7 @@ pub enum EventState {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum OracleKind {
     /// A driver event that needs a slot.
     Hw,
     /// A driver event that needs no slot.
@@ -39,8 +39,8 @@ pub enum Kind {
 
 /// The parameters with which an event was opened.
 #[derive(Clone, Debug)]
-pub struct Spec {
-    pub kind: Kind,
+pub struct OracleSpec {
+    pub kind: OracleKind,
     pub rate: u64,
     /// Target vCPU; `None` for the VM.
     pub vcpu: Option<u32>,
@@ -72,7 +72,7 @@ impl Totals {
 }
 
 pub struct Event {
-    pub spec: Spec,
+    pub spec: OracleSpec,
     /// Name of the group leader, which may be the event itself.
     pub leader: u64,
     /// Set for an event that represents one part per vCPU.
@@ -96,7 +96,7 @@ struct PendingOverflows {
 }
 
 /// An event in one context.
-pub struct Part {
+pub struct OracleEventInContext {
     pub event: u64,
     pub ctx: usize,
     pub state: EventState,
@@ -109,8 +109,7 @@ pub struct Part {
     on_since: u64,
     /// Set if the driver refused.
     refused: bool,
-    /// Set if the group did not fit beside the pinned groups since it was queued, so that its queue
-    /// position is unknown.
+    /// Set if the group, while queued, did not fit with the pinned groups: its position is unknown.
     excused: bool,
     // Fields for sampling. Positions are counts since the event was opened, unaffected by resets.
     position: u64,
@@ -120,7 +119,7 @@ pub struct Part {
     covered: u64,
     fresh: PendingOverflows,
     kept: PendingOverflows,
-    /// Set if the kept overflows occurred before the event was stopped; these get a sample of their own.
+    /// Set if the kept overflows occurred before the event was stopped; these get their own sample.
     apart: bool,
     throttled: bool,
     limit: u64,
@@ -130,7 +129,7 @@ pub struct Part {
 }
 
 #[derive(Clone, Default)]
-pub struct Ctx {
+pub struct OracleContext {
     pub tid: i32,
     pub inside: bool,
     pub dead: bool,
@@ -140,12 +139,12 @@ pub struct Ctx {
     turned_ns: u64,
     clone_of: Option<u64>,
     /// Set if a flexible group lost its slots to a pinned one. The remaining slots stay unused
-    /// until the next turn, because the first group that does not fit ends a pass.
+    /// until the next interval, because the first group that does not fit ends a pass.
     stalled: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub struct Setup {
+pub struct OracleSetup {
     pub slots: usize,
     /// Number of slots reserved for VM-wide events.
     pub reserved: usize,
@@ -157,28 +156,28 @@ pub struct Setup {
 }
 
 #[derive(Default)]
-pub struct Reports(pub BTreeMap<u64, u64>);
+pub struct OverflowCounts(pub BTreeMap<u64, u64>);
 
 pub struct Model {
-    pub setup: Setup,
+    pub setup: OracleSetup,
     pub now: u64,
     pub refuse: bool,
-    pub contexts: Vec<Ctx>,
+    pub contexts: Vec<OracleContext>,
     pub at: BTreeMap<u32, usize>,
     pub events: BTreeMap<u64, Event>,
-    pub parts: Vec<Part>,
+    pub parts: Vec<OracleEventInContext>,
     stamp: u64,
     /// Number of additions to the set of VM-wide families.
     generation: u64,
-    /// Contexts that had a turn in this step.
+    /// Contexts that had an interval in this step.
     turned: Vec<usize>,
 }
 
 impl Model {
-    pub fn new(setup: Setup) -> Self {
-        let vm = Ctx {
+    pub fn new(setup: OracleSetup) -> Self {
+        let vm = OracleContext {
             inside: true,
-            ..Ctx::default()
+            ..OracleContext::default()
         };
         Self {
             setup,
@@ -209,7 +208,7 @@ impl Model {
 
     // Lookups.
 
-    pub fn spec(&self, p: usize) -> &Spec {
+    pub fn spec(&self, p: usize) -> &OracleSpec {
         &self.events[&self.parts[p].event].spec
     }
 
@@ -247,12 +246,13 @@ impl Model {
 
     /// Returns `true` if the group has hardware events.
     fn is_hw(&self, leader: usize) -> bool {
-        self.group(leader).iter().any(|p| self.spec(*p).kind == Kind::Hw)
+        let hw = |p: &usize| self.spec(*p).kind == OracleKind::Hw;
+        self.group(leader).iter().any(hw)
     }
 
     fn needs(&self, leader: usize) -> usize {
-        let wants =
-            |p: &&usize| self.spec(**p).kind == Kind::Hw && self.parts[**p].state >= EventState::Waiting;
+        let hw = |p: usize| self.spec(p).kind == OracleKind::Hw;
+        let wants = |p: &&usize| hw(**p) && self.parts[**p].state >= EventState::Waiting;
         self.group(leader).iter().filter(wants).count()
     }
 
@@ -322,7 +322,7 @@ impl Model {
             return;
         }
         let refused = |m: &Self, p: &usize| {
-            m.refuse && m.spec(*p).kind == Kind::Soft && m.parts[*p].state == EventState::Waiting
+            m.refuse && m.spec(*p).kind == OracleKind::Soft && m.parts[*p].state == EventState::Waiting
         };
         let group = self.group(leader);
         if group.iter().any(|p| refused(self, p)) {
@@ -402,26 +402,26 @@ impl Model {
     // Opening and closing.
 
     /// Returns `true` if the core should accept the event.
-    pub fn opens(&self, spec: &Spec, leader: Option<u64>) -> bool {
+    pub fn opens(&self, spec: &OracleSpec, leader: Option<u64>) -> bool {
         if spec.vcpu.is_some_and(|n| !self.at.contains_key(&n)) {
             return false;
         }
-        let hw = usize::from(spec.kind == Kind::Hw);
+        let hw = usize::from(spec.kind == OracleKind::Hw);
         let Some(leader) = leader else {
             // A driver that counts vCPUs accepts a VM without vCPUs only for events that future
             // vCPUs inherit.
-            let none = self.at.is_empty() && !matches!(spec.kind, Kind::Raised(_));
+            let none = self.at.is_empty() && !matches!(spec.kind, OracleKind::Raised(_));
             return !(spec.vcpu.is_none() && none && !spec.inherit) && hw <= self.setup.slots;
         };
         let lead = &self.events[&leader];
         let members = self.events.values().filter(|e| e.leader == leader);
-        let taken = members.filter(|e| e.spec.kind == Kind::Hw).count();
+        let taken = members.filter(|e| e.spec.kind == OracleKind::Hw).count();
         let same_place = match (spec.vcpu, lead.spec.vcpu) {
-            (None, None) => lead.family || matches!(spec.kind, Kind::Raised(_)),
+            (None, None) => lead.family || matches!(spec.kind, OracleKind::Raised(_)),
             (Some(n), Some(_)) => self.part(leader, self.at[&n]).is_some(),
             _ => false,
         };
-        let none = self.at.is_empty() && !matches!(spec.kind, Kind::Raised(_));
+        let none = self.at.is_empty() && !matches!(spec.kind, OracleKind::Raised(_));
         // An event of the vCPUs at that time may have none left.
         let counts_anywhere = lead.spec.inherit || !self.parts_of(leader).is_empty();
         lead.leader == leader
@@ -435,14 +435,14 @@ impl Model {
     pub fn open(
         &mut self,
         name: u64,
-        spec: Spec,
+        spec: OracleSpec,
         leader: Option<u64>,
         claim: &dyn Fn(u32) -> Option<Arc<Counter>>,
     ) {
         let family = spec.vcpu.is_none()
             && match (leader, spec.kind) {
                 (Some(leader), _) => self.events[&leader].family,
-                (None, Kind::Raised(_)) => spec.inherit,
+                (None, OracleKind::Raised(_)) => spec.inherit,
                 (None, _) => true,
             };
         let event = Event {
@@ -474,7 +474,7 @@ impl Model {
     fn attach(&mut self, name: u64, ctx: usize, counter: Option<Arc<Counter>>) {
         let event = &self.events[&name];
         let (enabled, period, leads) = (event.enabled, event.period, event.leader == name);
-        let hw = event.spec.kind == Kind::Hw;
+        let hw = event.spec.kind == OracleKind::Hw;
         let on_exec = event.spec.on_exec;
         let leader = self.part(event.leader, ctx);
         let mut again = enabled;
@@ -488,7 +488,7 @@ impl Model {
             self.parts[leader].refused = false;
             self.in_line(leader);
         }
-        self.parts.push(Part {
+        self.parts.push(OracleEventInContext {
             event: name,
             ctx,
             state: if enabled {
@@ -569,8 +569,8 @@ impl Model {
         } else {
             self.goes_off(p);
             let others = self.group(leader).into_iter().filter(|m| *m != p);
-            let hw_left = others.clone().any(|m| self.spec(m).kind == Kind::Hw);
-            if self.spec(p).kind == Kind::Hw && !hw_left {
+            let hw_left = others.clone().any(|m| self.spec(m).kind == OracleKind::Hw);
+            if self.spec(p).kind == OracleKind::Hw && !hw_left {
                 // The last member that needed a slot: the others stop briefly.
                 self.group_off(leader);
             }
@@ -585,10 +585,10 @@ impl Model {
             .iter()
             .filter(|(name, e)| e.family && e.leader == **name);
         let all = leaders.all(|(_, e)| e.spec.inherit);
-        self.contexts.push(Ctx {
+        self.contexts.push(OracleContext {
             tid: self.tid(n),
             clone_of: all.then_some(self.generation),
-            ..Ctx::default()
+            ..OracleContext::default()
         });
         let ctx = self.contexts.len() - 1;
         self.at.insert(n, ctx);
@@ -669,7 +669,7 @@ impl Model {
         }
     }
 
-    pub fn sched_out(&mut self, n: u32) -> Reports {
+    pub fn sched_out(&mut self, n: u32) -> OverflowCounts {
         let reports = self.raise(n, CONTEXT_SWITCHES, 1, false);
         self.out(self.at[&n]);
         reports
@@ -751,7 +751,7 @@ impl Model {
         }
     }
 
-    /// Returns the parts that an enable or disable of the event affects, and updates a family's own state.
+    /// Returns the parts that an enable or disable affects, and updates a family's own state.
     pub fn set_enabled(&mut self, name: u64, on: bool) {
         self.events.get_mut(&name).expect("it is open").enabled = on;
         for p in self.parts_of(name) {

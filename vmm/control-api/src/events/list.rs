@@ -25,9 +25,9 @@ pub const MAX_EVENTS: usize = 256;
 /// Maximum length of a list, in bytes.
 pub const MAX_LIST: usize = 16 << 10;
 
-/// Why an event list is invalid.
+/// Reason why an event list is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ListError {
+pub enum EventListError {
     /// The list is empty.
     #[error("the event list is empty; give at least one event, for example -e cycles")]
     Empty,
@@ -45,7 +45,7 @@ pub enum ListError {
     #[error("an empty group in the event list")]
     EmptyGroup,
     /// Two commas in a row, or a comma at either end.
-    #[error("an event is missing beside a comma in the event list")]
+    #[error("an event is missing next to a comma in the event list")]
     MissingEvent,
     /// The event name is unknown.
     #[error("unknown event '{}'{}", .0, names::known(.0))]
@@ -59,7 +59,7 @@ pub enum ListError {
         modifier: char,
     },
     /// More than three `p` modifiers.
-    #[error("event '{0}' asks for more precision than ppp")]
+    #[error("event '{0}' requests more precision than ppp")]
     Precision(String),
     /// A term of a `pmu/…/` event is invalid.
     #[error("term '{term}' of event '{event}': {why}")]
@@ -78,7 +78,7 @@ pub enum ListError {
     #[error("unknown PMU '{}'{}; known are cpu, software, kvm and pv", .0, did_you_mean(.0, names::PMUS))]
     Pmu(String),
     /// The raw selector is not a number of at most 64 bits.
-    #[error("'{0}' is no raw event; write r and up to 16 hexadecimal digits")]
+    #[error("invalid raw event '{0}'; use r and up to 16 hexadecimal digits")]
     Raw(String),
 }
 
@@ -143,7 +143,7 @@ impl EventModifiers {
         (self.user || self.hypervisor) && !self.kernel
     }
 
-    fn add(&mut self, letters: &str, event: &str) -> Result<(), ListError> {
+    fn add(&mut self, letters: &str, event: &str) -> Result<(), EventListError> {
         for c in letters.chars() {
             match c {
                 'u' => self.user = true,
@@ -151,14 +151,14 @@ impl EventModifiers {
                 'h' => self.hypervisor = true,
                 'G' => self.guest = true,
                 'H' => self.host = true,
-                'p' if self.precise == 3 => return Err(ListError::Precision(event.to_owned())),
+                'p' if self.precise == 3 => return Err(EventListError::Precision(event.to_owned())),
                 'p' => self.precise += 1,
                 'P' => self.precise_max = true,
                 'D' => self.pinned = true,
                 'e' => self.exclusive = true,
                 'I' => self.exclude_idle = true,
                 modifier => {
-                    return Err(ListError::Modifier {
+                    return Err(EventListError::Modifier {
                         event: event.to_owned(),
                         modifier,
                     });
@@ -223,9 +223,9 @@ impl fmt::Display for EventSpec {
 }
 
 /// Parses an event list. Preserves the order of groups and events.
-pub fn parse(list: &str) -> Result<Vec<EventGroup>, ListError> {
+pub fn parse(list: &str) -> Result<Vec<EventGroup>, EventListError> {
     if list.len() > MAX_LIST {
-        return Err(ListError::TooLong);
+        return Err(EventListError::TooLong);
     }
     let mut groups = Vec::new();
     let mut count = 0;
@@ -237,15 +237,15 @@ pub fn parse(list: &str) -> Result<Vec<EventGroup>, ListError> {
                 braced: false,
             },
             Some(rest) => {
-                let (inside, after) = rest.rsplit_once('}').ok_or(ListError::Braces)?;
+                let (inside, after) = rest.rsplit_once('}').ok_or(EventListError::Braces)?;
                 if inside.trim().is_empty() {
-                    return Err(ListError::EmptyGroup);
+                    return Err(EventListError::EmptyGroup);
                 }
                 let mut all = EventModifiers::default();
                 match after.strip_prefix(':') {
                     Some(letters) => all.add(letters, item)?,
                     None if after.is_empty() => {}
-                    None => return Err(ListError::Braces),
+                    None => return Err(EventListError::Braces),
                 }
                 let mut events = Vec::new();
                 for (i, text) in split(inside, false)?.into_iter().enumerate() {
@@ -258,19 +258,19 @@ pub fn parse(list: &str) -> Result<Vec<EventGroup>, ListError> {
         };
         count += group.events.len();
         if count > MAX_EVENTS {
-            return Err(ListError::TooLong);
+            return Err(EventListError::TooLong);
         }
         groups.push(group);
     }
     if groups.is_empty() {
-        Err(ListError::Empty)
+        Err(EventListError::Empty)
     } else {
         Ok(groups)
     }
 }
 
 /// Splits a list at commas outside braces and slashes.
-fn split(list: &str, braces_allowed: bool) -> Result<Vec<&str>, ListError> {
+fn split(list: &str, braces_allowed: bool) -> Result<Vec<&str>, EventListError> {
     if list.trim().is_empty() {
         return Ok(Vec::new());
     }
@@ -279,9 +279,9 @@ fn split(list: &str, braces_allowed: bool) -> Result<Vec<&str>, ListError> {
     for (i, c) in list.char_indices() {
         match c {
             '/' => slashed = !slashed,
-            '{' if slashed || depth > 0 || !braces_allowed => return Err(ListError::Braces),
+            '{' if slashed || depth > 0 || !braces_allowed => return Err(EventListError::Braces),
             '{' => depth = 1,
-            '}' if depth == 0 => return Err(ListError::Braces),
+            '}' if depth == 0 => return Err(EventListError::Braces),
             '}' => depth = 0,
             ',' if depth == 0 && !slashed => {
                 parts.push(&list[from..i]);
@@ -291,17 +291,17 @@ fn split(list: &str, braces_allowed: bool) -> Result<Vec<&str>, ListError> {
         }
     }
     if depth > 0 {
-        return Err(ListError::Braces);
+        return Err(EventListError::Braces);
     }
     parts.push(&list[from..]);
     if parts.iter().any(|p| p.trim().is_empty()) {
-        Err(ListError::MissingEvent)
+        Err(EventListError::MissingEvent)
     } else {
         Ok(parts)
     }
 }
 
-fn event(text: &str) -> Result<EventSpec, ListError> {
+fn event(text: &str) -> Result<EventSpec, EventListError> {
     let plain = |kind, modifiers| EventSpec {
         name: text.to_owned(),
         kind,
@@ -312,7 +312,7 @@ fn event(text: &str) -> Result<EventSpec, ListError> {
     if let Some((pmu, rest)) = text.split_once('/') {
         let (terms, after) = rest
             .rsplit_once('/')
-            .ok_or_else(|| ListError::Slash(text.to_owned()))?;
+            .ok_or_else(|| EventListError::Slash(text.to_owned()))?;
         let mut modifiers = EventModifiers::default();
         modifiers.add(after.strip_prefix(':').unwrap_or(after), text)?;
         return with_terms(text, pmu, terms, modifiers);
@@ -340,21 +340,21 @@ fn event(text: &str) -> Result<EventSpec, ListError> {
     let kind = match (known, name.strip_prefix('r')) {
         (Some(kind), _) => kind,
         (None, Some(hex)) if !hex.is_empty() && hex.bytes().all(|b| b.is_ascii_hexdigit()) => {
-            let config = u64::from_str_radix(hex, 16).map_err(|_| ListError::Raw(name.to_owned()))?;
+            let config = u64::from_str_radix(hex, 16).map_err(|_| EventListError::Raw(name.to_owned()))?;
             EventKind::Raw {
                 config,
                 config1: 0,
                 config2: 0,
             }
         }
-        _ => return Err(ListError::Unknown(text.to_owned())),
+        _ => return Err(EventListError::Unknown(text.to_owned())),
     };
     let mut modifiers = EventModifiers::default();
     modifiers.add(letters, text)?;
     Ok(plain(kind, modifiers))
 }
 
-fn kvm(name: &str) -> Result<EventKind, ListError> {
+fn kvm(name: &str) -> Result<EventKind, EventListError> {
     let of = name.strip_prefix("vm:").unwrap_or(name);
     let word = !of.is_empty()
         && of
@@ -363,7 +363,7 @@ fn kvm(name: &str) -> Result<EventKind, ListError> {
     if word {
         Ok(EventKind::Kvm(name.to_owned()))
     } else {
-        Err(ListError::Unknown(format!("kvm:{name}")))
+        Err(EventListError::Unknown(format!("kvm:{name}")))
     }
 }
 
@@ -441,10 +441,15 @@ impl EventTerms {
     }
 }
 
-fn with_terms(text: &str, pmu: &str, terms: &str, modifiers: EventModifiers) -> Result<EventSpec, ListError> {
+fn with_terms(
+    text: &str,
+    pmu: &str,
+    terms: &str,
+    modifiers: EventModifiers,
+) -> Result<EventSpec, EventListError> {
     let mut said = EventTerms::default();
     for term in terms.split(',').map(str::trim).filter(|t| !t.is_empty()) {
-        let fail = |why| ListError::Term {
+        let fail = |why| EventListError::Term {
             event: text.to_owned(),
             term: term.to_owned(),
             why,
@@ -468,7 +473,7 @@ fn with_terms(text: &str, pmu: &str, terms: &str, modifiers: EventModifiers) -> 
                 "period" | "freq" => None,
                 name => Some(kvm(name)?),
             },
-            other => return Err(ListError::Pmu(other.to_owned())),
+            other => return Err(EventListError::Pmu(other.to_owned())),
         };
         if let (Some(kind), None) = (known, value) {
             if said.named.replace(kind).is_some() {
@@ -486,9 +491,9 @@ fn with_terms(text: &str, pmu: &str, terms: &str, modifiers: EventModifiers) -> 
         said.set(pmu, key, number).map_err(fail)?;
     }
     if pmu != "cpu" && !["software", "pv", "kvm"].contains(&pmu) {
-        return Err(ListError::Pmu(pmu.to_owned()));
+        return Err(EventListError::Pmu(pmu.to_owned()));
     }
-    let kind = said.kind().map_err(|why| ListError::Term {
+    let kind = said.kind().map_err(|why| EventListError::Term {
         event: text.to_owned(),
         term: terms.to_owned(),
         why,
@@ -618,7 +623,7 @@ mod tests {
         for (text, want) in [
             ("", "is empty"),
             (" ", "is empty"),
-            ("cycles,", "beside a comma"),
+            ("cycles,", "next to a comma"),
             ("{cycles", "braces"),
             ("cycles}", "braces"),
             ("{a,{b}}", "braces"),
@@ -643,10 +648,13 @@ mod tests {
         ] {
             assert!(e(text).contains(want), "{text}: {}", e(text));
         }
-        assert_eq!(parse(&"cycles,".repeat(4000)).unwrap_err(), ListError::TooLong);
+        assert_eq!(
+            parse(&"cycles,".repeat(4000)).unwrap_err(),
+            EventListError::TooLong
+        );
         assert_eq!(
             parse(&vec!["cycles"; 300].join(",")).unwrap_err(),
-            ListError::TooLong
+            EventListError::TooLong
         );
     }
 

@@ -41,7 +41,7 @@ fn same<T: Serialize + DeserializeOwned>(json: &str) {
 }
 
 #[test]
-fn the_version_is_1() {
+fn version_is_1() {
     assert_eq!(PROTOCOL, 1);
 }
 
@@ -129,7 +129,7 @@ fn open_request_omits_defaults() {
         whole,
         r#"{"id":7,"call":"open","events":"{cycles,kvm:exits}","whole":true}"#,
     );
-    let sampling = control_api::protocol::Sampling {
+    let sampling = control_api::protocol::SamplingParams {
         rate: 999,
         frequency: true,
         callchain: true,
@@ -146,7 +146,7 @@ fn open_request_omits_defaults() {
         r#"{"id":7,"call":"open","events":"{cycles,kvm:exits}","vcpus":[0,2],"sampling":{"rate":999,"frequency":true,"callchain":true}}"#,
     );
     let sampled = request::Open {
-        sampling: Some(control_api::protocol::Sampling {
+        sampling: Some(control_api::protocol::SamplingParams {
             chain_every: 8,
             stack_bytes: 0,
             ..sampling
@@ -296,7 +296,7 @@ fn optional_fields_are_accepted() {
         (less.vcpu, less.exits, less.pmi_nmi, less.context),
         (1, 9, 0, None)
     );
-    let sampling = control_api::protocol::Sampling {
+    let sampling = control_api::protocol::SamplingParams {
         rate: 1000,
         frequency: false,
         callchain: true,

@@ -15,7 +15,7 @@
 //! that occurs at least 1 ms after the last check (doubling to 64 ms), and after 1,024 writes.
 
 mod frame;
-mod planted;
+mod handler_trap;
 #[cfg(test)]
 mod tests;
 
@@ -29,9 +29,9 @@ use crate::linear_memory::LinearMemory;
 use crate::registers::VcpuState;
 use frame::FaultFrame;
 pub use frame::{RFLAGS_TF, rdpmc_length};
+use handler_trap::HandlerInstruction;
+pub use handler_trap::{GpHandlerTrap, TrapState};
 use kernel_images::packed::PackedSymbols;
-use planted::HandlerInstruction;
-pub use planted::{GpHandlerTrap, TrapState};
 
 /// Vector of #GP (SDM vol. 3 §6.15).
 const GENERAL_PROTECTION: u8 = 13;
@@ -218,16 +218,15 @@ impl GpHandlerGate {
             self.said += 1;
             let place = self.place(gate);
             if served.is_some() {
-                log::info!(
-                    "rdpmc in user mode and in modules: served at the guest's handler of #GP, {place}"
-                );
+                log::info!("rdpmc in user mode and in modules: emulated at the guest's #GP handler, {place}");
             } else if other_ways {
                 log::info!(
-                    "rdpmc in user mode and in modules raises #GP: the guest has shadow stacks or FRED on"
+                    "rdpmc in user mode and in modules raises #GP: the guest uses shadow stacks or FRED"
                 );
             } else {
                 log::info!(
-                    "rdpmc in user mode and in modules raises #GP: the guest's handler of it, {place}, begins with {:02x?}",
+                    "rdpmc in user mode and in modules raises #GP: the guest's #GP handler, \
+                    {place}, starts with {:02x?}",
                     &code[..code.len().min(8)]
                 );
             }

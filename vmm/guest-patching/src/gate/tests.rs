@@ -1,5 +1,5 @@
 use super::frame::{CR4_LA57, is_canonical};
-use super::planted::{InstructionEffect, RFLAGS_AC, RFLAGS_DF};
+use super::handler_trap::{InstructionEffect, RFLAGS_AC, RFLAGS_DF};
 use super::*;
 use crate::finder::RDPMC;
 use proptest::prelude::*;

@@ -18,7 +18,8 @@ fn tables(functions: &[(u64, u32, &[u8])]) -> UnwindTables {
         all.extend(bytes);
         all
     };
-    // Version 1, "zR", code 1, data -8, return address 16; pointers of 8 bytes; CFA = rsp+8, ra at CFA-8.
+    // Version 1, "zR", code 1, data -8, return address 16; pointers of 8 bytes; CFA = rsp+8, ra at
+    // CFA-8.
     let mut frames = entry(0, &[1, b'z', b'R', 0, 1, 0x78, 16, 1, 0, 0x0c, 7, 8, 0x90, 1]);
     let mut rows = Vec::new();
     for (start, len, instructions) in functions {
@@ -99,7 +100,7 @@ fn eh_frame_unwinds_stack_without_frame_pointers() {
     state.registers[3] = Some(STACK + 8 * 6);
     let (chain, unwound) = unwind(&code, &state);
     assert_eq!(chain, [CODE + 0x110, CODE + 0x210, CODE + 0x310, CODE + 0x410]);
-    assert_eq!(unwound.end, End::Complete);
+    assert_eq!(unwound.end, UnwindStop::Complete);
     assert!(!unwound.guessed);
 }
 
@@ -134,7 +135,7 @@ fn debug_frame_replaces_missing_eh_frame() {
     state.registers[3] = Some(STACK + 8 * 6);
     let (chain, unwound) = unwind(&code, &state);
     assert_eq!(chain, [CODE + 0x110, CODE + 0x210, CODE + 0x310, CODE + 0x410]);
-    assert_eq!((unwound.end, unwound.guessed), (End::Complete, false));
+    assert_eq!((unwound.end, unwound.guessed), (UnwindStop::Complete, false));
     // A section truncated at any byte must not cause a panic.
     for len in 0..section.len() {
         if let Some(frames) = DebugFrames::parse(section[..len].to_vec()) {
@@ -148,7 +149,7 @@ fn debug_frame_replaces_missing_eh_frame() {
 fn truncated_stack_is_incomplete() {
     let code = code(tables(FUNCTIONS));
     let stack = words(&[CODE + 0x210, 1, 2]);
-    for (cut, end) in [(true, End::Full), (false, End::Unmapped)] {
+    for (cut, end) in [(true, UnwindStop::Full), (false, UnwindStop::Unmapped)] {
         let state = UserThreadState {
             cut,
             ..state(CODE + 0x110, &stack)
@@ -158,11 +159,11 @@ fn truncated_stack_is_incomplete() {
     }
     let stack = words(&[CODE + 0x310; 4]);
     let (_, unwound) = unwind(&code, &state(CODE + 0x110, &stack));
-    assert_eq!(unwound.end, End::BadFrame, "rbx leads down");
+    assert_eq!(unwound.end, UnwindStop::BadFrame, "rbx leads down");
     let stack = words(&[0; 4]);
     assert_eq!(
         unwind(&code, &state(CODE + 0x110, &stack)).1.end,
-        End::Complete,
+        UnwindStop::Complete,
         "0 ends a chain"
     );
 }
@@ -174,11 +175,11 @@ fn code_without_tables_is_unwound_by_frame_pointer() {
     let code = code(tables(FUNCTIONS));
     let stack = words(&[5, 6, STACK + 64, CODE + 0x410]);
     let mut state = state(CODE + 0x8000, &stack);
-    assert_eq!(unwind(&code, &state).1.end, End::NoTable);
+    assert_eq!(unwind(&code, &state).1.end, UnwindStop::NoTable);
     state.registers[RBP] = Some(STACK + 16);
     let (chain, unwound) = unwind(&code, &state);
     assert_eq!(chain, [CODE + 0x8000, CODE + 0x410]);
-    assert_eq!((unwound.end, unwound.guessed), (End::Complete, true));
+    assert_eq!((unwound.end, unwound.guessed), (UnwindStop::Complete, true));
 }
 
 /// Covers an endless loop and the expression that linkers generate for PLT stubs.
@@ -188,7 +189,7 @@ fn cfi_expressions_are_evaluated_and_bounded() {
     let endless: &[(u64, u32, &[u8])] = &[(0x100, 0x20, &[0x0f, 3, 0x2f, 0xfd, 0xff])];
     let stack = words(&[CODE + 0x410; 8]);
     let (chain, unwound) = unwind(&code(tables(endless)), &state(CODE + 0x110, &stack));
-    assert_eq!((chain.len(), unwound.end), (1, End::BadFrame));
+    assert_eq!((chain.len(), unwound.end), (1, UnwindStop::BadFrame));
     // breg7 8, breg16 0, lit15, and, lit11, ge, lit3, shl, plus: rsp+8, and rsp+16 from the 11th
     // byte on.
     let stub: &[u8] = &[
@@ -202,7 +203,7 @@ fn cfi_expressions_are_evaluated_and_bounded() {
         let (chain, unwound) = unwind(&code, &state(CODE + at, &stack));
         assert_eq!(
             (chain, unwound.end),
-            (vec![CODE + at, CODE + 0x410], End::Complete)
+            (vec![CODE + at, CODE + 0x410], UnwindStop::Complete)
         );
     }
 }

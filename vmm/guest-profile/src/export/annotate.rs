@@ -2,7 +2,8 @@
 //! annotate --stdio`.
 //!
 //! A profile contains only addresses. The code is read from another source and may differ from the
-//! code that ran; samples that match no instruction reveal the difference ([`AnnotatedCode::astray`]).
+//! code that ran; samples that match no instruction reveal the difference
+//! ([`AnnotatedCode::astray`]).
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
@@ -209,9 +210,9 @@ pub fn render(event: &str, function: &SampledFunction, annotated: &AnnotatedCode
 
 #[cfg(test)]
 mod tests {
-    use super::super::{EventRate, NO_PID, ProfileMetadata, Sample, SavedSymbol};
+    use super::super::{EventRate, NO_PID, ProfileMetadata, ProfileSample, SavedSymbol};
     use super::*;
-    use crate::unwind::Ends;
+    use crate::unwind::UnwindStops;
 
     /// push %rbp; mov %rsp,%rbp; jmp to itself; ret
     const CODE: [u8; 7] = [0x55, 0x48, 0x89, 0xe5, 0xeb, 0xfe, 0xc3];
@@ -238,7 +239,7 @@ mod tests {
     }
 
     fn push(profile: &mut Profile, ip: u64, cr3: u64) {
-        profile.push(&Sample {
+        profile.push(&ProfileSample {
             time_ns: 0,
             vcpu: 0,
             pid: NO_PID,
@@ -248,7 +249,7 @@ mod tests {
             cr3,
             period: 10,
             event_id: 7,
-            ends: Ends::default(),
+            ends: UnwindStops::default(),
             chain: &[],
         });
     }

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::rc::Rc;
 
 use super::symbolize::Symbolizer;
-use super::{Sample, frames};
+use super::{ProfileSample, frames};
 
 /// Maximum depth of a tree: the default of perf. A recording's chains may be longer.
 const MAX_DEPTH: usize = 127;
@@ -73,7 +73,7 @@ impl CallTree {
     }
 
     /// Adds the chain of a sample.
-    pub(super) fn add(&mut self, sample: &Sample<'_>, symbols: &mut Symbolizer<'_>, order: CallOrder) {
+    pub(super) fn add(&mut self, sample: &ProfileSample<'_>, symbols: &mut Symbolizer<'_>, order: CallOrder) {
         let mut names: Vec<Rc<str>> = frames(sample)
             .map(|frame| symbols.name(frame, sample.pid).name.as_str().into())
             .collect();

@@ -2,7 +2,7 @@
 //! `perf report`.
 
 use super::symbolize::{Symbolizer, task_label};
-use super::{Profile, Sample, frames};
+use super::{Profile, ProfileSample, frames};
 
 /// Conditions on samples. An empty list matches every sample.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -17,7 +17,12 @@ pub struct SampleFilter {
 
 impl SampleFilter {
     /// Returns whether a sample fulfils all conditions.
-    pub fn matches(&self, profile: &Profile, symbols: &mut Symbolizer<'_>, sample: &Sample<'_>) -> bool {
+    pub fn matches(
+        &self,
+        profile: &Profile,
+        symbols: &mut Symbolizer<'_>,
+        sample: &ProfileSample<'_>,
+    ) -> bool {
         let accepts = |list: &[String], name: &str| list.is_empty() || list.iter().any(|n| n == name);
         if !self.comms.is_empty() {
             let comm = task_label(profile, sample.tid, sample.cr3, sample.time_ns);

@@ -10,7 +10,7 @@ use fxprof_processed_profile::{
 };
 
 use super::symbolize::{Symbolizer, task_label};
-use super::{EventInfo, EventRate, Profile, Sample, frames};
+use super::{EventInfo, EventRate, Profile, ProfileSample, frames};
 
 /// Interval in the file for an event that is sampled by period: 1 ms.
 const DEFAULT_INTERVAL_NS: u64 = 1_000_000;
@@ -27,7 +27,7 @@ pub fn write(
     symbols: &mut Symbolizer<'_>,
     out: impl Write,
 ) -> io::Result<()> {
-    let mut order: Vec<Sample<'_>> = profile.samples().filter(|s| s.event_id == event.id).collect();
+    let mut order: Vec<ProfileSample<'_>> = profile.samples().filter(|s| s.event_id == event.id).collect();
     order.sort_by_key(|s| s.time_ns);
     let first_ns = order.first().map_or(0, |s| s.time_ns);
     let interval = match event.rate {
@@ -50,7 +50,7 @@ pub fn write(
 
 /// Returns the number of events that a weight of 1 stands for: the smallest period, as far as the
 /// sum of the weights fits into 31 bits.
-fn weight_unit(samples: &[Sample<'_>]) -> u64 {
+fn weight_unit(samples: &[ProfileSample<'_>]) -> u64 {
     let least = samples.iter().map(|s| s.period).filter(|p| *p > 0).min();
     let total = samples.iter().fold(0u64, |sum, s| sum.saturating_add(s.period));
     least.unwrap_or(1).max(total >> 30).max(1)
@@ -89,7 +89,7 @@ impl<'p> FirefoxWriter<'p> {
         }
     }
 
-    fn thread(&mut self, s: &Sample<'_>, at: Timestamp) -> ThreadHandle {
+    fn thread(&mut self, s: &ProfileSample<'_>, at: Timestamp) -> ThreadHandle {
         let comm = task_label(self.profile, s.tid, s.cr3, s.time_ns);
         let key = (s.pid, s.tid, comm);
         if let Some(known) = self.threads.get(&key) {
@@ -106,7 +106,7 @@ impl<'p> FirefoxWriter<'p> {
         thread
     }
 
-    fn add(&mut self, s: &Sample<'_>, at: Timestamp, weight: i32, symbols: &mut Symbolizer<'_>) {
+    fn add(&mut self, s: &ProfileSample<'_>, at: Timestamp, weight: i32, symbols: &mut Symbolizer<'_>) {
         let thread = self.thread(s, at);
         let mut chain: Vec<FrameInfo> = Vec::new();
         for frame in frames(s) {

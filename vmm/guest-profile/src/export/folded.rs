@@ -7,7 +7,7 @@ use std::io::{self, Write};
 use super::symbolize::{Symbolizer, task_label};
 use super::{Profile, frames};
 
-/// Why a flame graph could not be drawn.
+/// Reason why a flame graph could not be drawn.
 #[derive(Debug, thiserror::Error)]
 pub enum FlameError {
     /// The profile has no samples of the event.

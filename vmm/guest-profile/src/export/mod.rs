@@ -40,7 +40,7 @@ pub mod symbolize;
 
 use serde::{Deserialize, Serialize};
 
-use crate::unwind::Ends;
+use crate::unwind::UnwindStops;
 use kernel_images::build_id::BuildId;
 
 /// A sampled event.
@@ -67,7 +67,7 @@ pub enum EventRate {
     FrequencyHz(u64),
 }
 
-/// How a `perf.data` file presents the guest.
+/// Presentation of the guest in a `perf.data` file.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum ProfilePerspective {
     /// The file looks as if `perf` had recorded inside the guest, so any reader of `perf.data` can
@@ -105,7 +105,7 @@ pub struct ProfileMetadata {
     pub vcpus: u32,
     /// Command line that recorded the profile.
     pub command: Vec<String>,
-    /// How the file presents the guest.
+    /// Presentation of the guest in the file.
     pub form: ProfilePerspective,
     /// Wall-clock time of the samples' clock, if known. The clock is then `CLOCK_MONOTONIC`.
     pub clock: Option<WallClock>,
@@ -161,7 +161,7 @@ pub struct FileMapping {
 /// A sample. `chain` has the format of [`crate::unwind::walk`]: context markers and addresses,
 /// innermost first; empty if no call chain was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Sample<'c> {
+pub struct ProfileSample<'c> {
     /// Time of the sample, in nanoseconds.
     pub time_ns: u64,
     /// vCPU number.
@@ -180,8 +180,8 @@ pub struct Sample<'c> {
     pub period: u64,
     /// ID of the event ([`EventInfo::id`]).
     pub event_id: u64,
-    /// Why unwinding of the call chain ended.
-    pub ends: Ends,
+    /// Reason why unwinding of the call chain ended.
+    pub ends: UnwindStops,
     /// Call chain, innermost frame first.
     pub chain: &'c [u64],
 }
@@ -226,7 +226,7 @@ pub struct Profile {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct StoredSample {
-    fixed: Sample<'static>,
+    fixed: ProfileSample<'static>,
     chain_at: usize,
     chain_len: usize,
 }
@@ -242,9 +242,9 @@ impl Profile {
     }
 
     /// Appends a sample.
-    pub fn push(&mut self, sample: &Sample<'_>) {
+    pub fn push(&mut self, sample: &ProfileSample<'_>) {
         self.samples.push(StoredSample {
-            fixed: Sample {
+            fixed: ProfileSample {
                 chain: &[],
                 time_ns: sample.time_ns,
                 vcpu: sample.vcpu,
@@ -264,8 +264,8 @@ impl Profile {
     }
 
     /// Returns the samples in insertion order.
-    pub fn samples(&self) -> impl ExactSizeIterator<Item = Sample<'_>> {
-        self.samples.iter().map(|s| Sample {
+    pub fn samples(&self) -> impl ExactSizeIterator<Item = ProfileSample<'_>> {
+        self.samples.iter().map(|s| ProfileSample {
             chain: &self.chains[s.chain_at..][..s.chain_len],
             ..s.fixed
         })
@@ -320,7 +320,7 @@ impl ChainFrame {
 
 /// Returns the frames of a sample, innermost first: those of its call chain, or its instruction
 /// pointer alone.
-pub fn frames<'s>(sample: &Sample<'s>) -> impl Iterator<Item = ChainFrame> + 's {
+pub fn frames<'s>(sample: &ProfileSample<'s>) -> impl Iterator<Item = ChainFrame> + 's {
     let mut kernel = sample.cpl != 3;
     let alone = sample.chain.is_empty().then_some(sample.ip);
     let mut exact = true;

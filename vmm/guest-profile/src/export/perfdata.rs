@@ -28,8 +28,8 @@ use zerocopy::IntoBytes;
 
 use super::context::{CONTEXT_KERNEL, CONTEXT_USER};
 use super::{
-    EventInfo, EventRate, FileMapping, KernelMap, Profile, ProfileMetadata, ProfilePerspective, Sample,
-    SavedSymbol, TaskName,
+    EventInfo, EventRate, FileMapping, KernelMap, Profile, ProfileMetadata, ProfilePerspective,
+    ProfileSample, SavedSymbol, TaskName,
 };
 use crate::sample::FileSampleData;
 use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER};
@@ -344,7 +344,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
 
     /// Writes a sample.
     #[expect(clippy::cast_possible_truncation, reason = "the size of a small struct")]
-    pub fn sample(&mut self, s: &Sample<'_>) -> io::Result<()> {
+    pub fn sample(&mut self, s: &ProfileSample<'_>) -> io::Result<()> {
         let misc = if s.cpl == 3 {
             self.meta.form.user_mode()
         } else {

@@ -197,7 +197,7 @@ impl LocationTable {
 
 /// A label that distinguishes samples with the same stack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Label {
+pub enum SampleLabel {
     /// Name of the task.
     Task,
     /// Name of the event.
@@ -208,7 +208,7 @@ pub enum Label {
     Pid,
 }
 
-impl Label {
+impl SampleLabel {
     /// All labels in the order in which they are written.
     pub const ALL: [Self; 4] = [Self::Task, Self::Event, Self::Vcpu, Self::Pid];
 
@@ -227,7 +227,7 @@ impl Label {
 pub fn write(
     profile: &Profile,
     symbols: &mut Symbolizer<'_>,
-    labels: &[Label],
+    labels: &[SampleLabel],
     out: impl Write,
 ) -> io::Result<()> {
     let mut strings = StringTable {
@@ -273,13 +273,13 @@ pub fn write(
             .map(|label| {
                 let key = strings.id(label.name());
                 let (str, num) = match label {
-                    Label::Task => (strings.id(&task_label(profile, s.tid, s.cr3, s.time_ns)), 0),
-                    Label::Event => {
+                    SampleLabel::Task => (strings.id(&task_label(profile, s.tid, s.cr3, s.time_ns)), 0),
+                    SampleLabel::Event => {
                         let event = profile.event(s.event_id).map_or("unknown", |e| e.name.as_str());
                         (strings.id(event), 0)
                     }
-                    Label::Vcpu => (0, i64::from(s.vcpu)),
-                    Label::Pid => (0, i64::from(s.pid.cast_signed())),
+                    SampleLabel::Vcpu => (0, i64::from(s.vcpu)),
+                    SampleLabel::Pid => (0, i64::from(s.pid.cast_signed())),
                 };
                 proto::Label { key, str, num }
             })

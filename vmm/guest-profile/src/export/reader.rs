@@ -14,39 +14,39 @@ use super::context::{CONTEXT_KERNEL, CONTEXT_USER};
 use super::perfdata::{FOOTER_MAGIC, GUEST_KERNEL_NAME, KERNEL_NAME, MISC_MMAP_BUILD_ID, UPDATES_NAME};
 use super::{
     EventInfo, EventRate, FileMapping, KernelMap, NO_PID, Profile, ProfileMetadata, ProfilePerspective,
-    Sample, SavedSymbol, TaskName, WallClock,
+    ProfileSample, SavedSymbol, TaskName, WallClock,
 };
 use crate::sample::FileSampleData;
-use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, Ends};
+use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStops};
 use kernel_images::build_id::{self, BuildId};
 use kernel_images::le::u64_at;
 
-/// Why a file could not be read as a profile.
+/// Reason why a file could not be read as a profile.
 #[derive(Debug, thiserror::Error)]
-pub enum ReadError {
+pub enum ProfileReadError {
     /// The file cannot be read.
-    #[error("cannot read it")]
+    #[error("cannot read the file")]
     Io(#[source] std::io::Error),
     /// The path is a device, a pipe or a directory.
-    #[error("it is a {0} and no file; name the perf.data that perfvisor record wrote")]
+    #[error("is a {0}, not a file; use the perf.data file of perfvisor record")]
     NoFile(&'static str),
     /// The file is empty: the recording ended before its first sample. Not treated as a failure.
-    #[error("it is empty, there is nothing to show")]
+    #[error("the file is empty")]
     Empty,
     /// The file exceeds [`MAX_FILE`].
-    #[error("it is larger than {} MiB; record for a shorter time or at a lower frequency", MAX_FILE >> 20)]
+    #[error("larger than {} MiB; record for a shorter time or at a lower frequency", MAX_FILE >> 20)]
     TooLarge,
     /// The file has no records: the recording ended in its first second.
-    #[error("the recording was cut off before it had anything; record again")]
+    #[error("the recording has no data, because it was interrupted; record again")]
     Unfinished,
     /// The samples carry counter values, which only `perf` itself can read.
-    #[error("its samples carry counter values (PERF_SAMPLE_READ); use perf to read it")]
+    #[error("unsupported: samples with counter values (PERF_SAMPLE_READ); use perf")]
     CounterValues,
     /// The file does not start with the magic number.
-    #[error("it is no perf.data file; name the one that perfvisor record wrote")]
+    #[error("not a perf.data file; use the file of perfvisor record")]
     NoPerfData,
     /// The file is truncated or damaged.
-    #[error("it is truncated or damaged")]
+    #[error("the file is truncated or damaged")]
     Broken(#[source] linux_perf_data::Error),
 }
 
@@ -58,7 +58,7 @@ pub const MAX_FILE: u64 = 4 << 30;
 /// Maximum size of the decompressed symbols, in bytes.
 const MAX_SYMBOLS: u64 = 256 << 20;
 
-impl ReadError {
+impl ProfileReadError {
     /// Returns whether the command should print the message and exit with status 0, because the
     /// file is merely empty.
     pub fn is_empty(&self) -> bool {
@@ -74,20 +74,20 @@ const NULL_DEVICE: u64 = 1 << 8 | 3;
 /// Reads a `perf.data` file.
 ///
 /// # Errors
-/// Returns a [`ReadError`] if the file is not a readable recording.
-pub fn read_file(path: &Path) -> Result<Profile, ReadError> {
+/// Returns a [`ProfileReadError`] if the file is not a readable recording.
+pub fn read_file(path: &Path) -> Result<Profile, ProfileReadError> {
     let mut options = std::fs::OpenOptions::new();
     let file = options.read(true).custom_flags(DO_NOT_WAIT).open(path);
-    let file = file.map_err(ReadError::Io)?;
+    let file = file.map_err(ProfileReadError::Io)?;
     // Check the opened file; the path may refer to another one by now.
-    let meta = file.metadata().map_err(ReadError::Io)?;
+    let meta = file.metadata().map_err(ProfileReadError::Io)?;
     let kind = meta.file_type();
     match () {
         () if kind.is_file() => {}
-        () if kind.is_char_device() && meta.rdev() == NULL_DEVICE => return Err(ReadError::Empty),
-        () if kind.is_dir() => return Err(ReadError::NoFile("directory")),
-        () if kind.is_fifo() => return Err(ReadError::NoFile("pipe")),
-        () => return Err(ReadError::NoFile("device")),
+        () if kind.is_char_device() && meta.rdev() == NULL_DEVICE => return Err(ProfileReadError::Empty),
+        () if kind.is_dir() => return Err(ProfileReadError::NoFile("directory")),
+        () if kind.is_fifo() => return Err(ProfileReadError::NoFile("pipe")),
+        () => return Err(ProfileReadError::NoFile("device")),
     }
     // Only recordings may take the memory of a large file, so check the magic number and the size
     // first.
@@ -95,15 +95,15 @@ pub fn read_file(path: &Path) -> Result<Profile, ReadError> {
     file.by_ref()
         .take(MAGIC.len() as u64)
         .read_to_end(&mut bytes)
-        .map_err(ReadError::Io)?;
+        .map_err(ProfileReadError::Io)?;
     if bytes == MAGIC {
         if meta.len() > MAX_FILE {
-            return Err(ReadError::TooLarge);
+            return Err(ProfileReadError::TooLarge);
         }
-        file.read_to_end(&mut bytes).map_err(ReadError::Io)?;
+        file.read_to_end(&mut bytes).map_err(ProfileReadError::Io)?;
     }
     if bytes.len() as u64 > MAX_FILE {
-        return Err(ReadError::TooLarge);
+        return Err(ProfileReadError::TooLarge);
     }
     read(&bytes)
 }
@@ -114,15 +114,15 @@ pub fn read_file(path: &Path) -> Result<Profile, ReadError> {
     clippy::cast_possible_truncation,
     reason = "inside the file, which is in memory"
 )]
-fn check_sections(bytes: &[u8]) -> Result<(), ReadError> {
+fn check_sections(bytes: &[u8]) -> Result<(), ProfileReadError> {
     let truncated = || {
         let eof = std::io::Error::from(std::io::ErrorKind::UnexpectedEof);
-        ReadError::Broken(linux_perf_data::Error::from(eof))
+        ProfileReadError::Broken(linux_perf_data::Error::from(eof))
     };
     let inside = |at: u64, len: u64| at.checked_add(len).is_some_and(|end| end <= bytes.len() as u64);
     let field = |at| u64_at(bytes, at).ok_or_else(truncated);
     if !bytes.starts_with(MAGIC) {
-        return Err(ReadError::NoPerfData);
+        return Err(ProfileReadError::NoPerfData);
     }
     let (attrs, attrs_len, data, data_len) = (field(24)?, field(32)?, field(40)?, field(48)?);
     if data_len == 0
@@ -130,7 +130,7 @@ fn check_sections(bytes: &[u8]) -> Result<(), ReadError> {
             .step_by(8)
             .all(|at| field(at).is_ok_and(|bits| bits == 0))
     {
-        return Err(ReadError::Unfinished);
+        return Err(ProfileReadError::Unfinished);
     }
     let attr_size = field(16)?;
     if !inside(attrs, attrs_len) || !inside(data, data_len) || !(16..=4096).contains(&attr_size) {
@@ -205,15 +205,15 @@ fn event_desc_is_sane(section: &[u8]) -> Option<()> {
 }
 
 /// Parses the contents of a `perf.data` file.
-pub fn read(bytes: &[u8]) -> Result<Profile, ReadError> {
+pub fn read(bytes: &[u8]) -> Result<Profile, ProfileReadError> {
     if bytes.is_empty() {
-        return Err(ReadError::Empty);
+        return Err(ProfileReadError::Empty);
     }
     check_sections(bytes)?;
     let PerfFileReader {
         mut perf_file,
         mut record_iter,
-    } = PerfFileReader::parse_file(Cursor::new(bytes)).map_err(ReadError::Broken)?;
+    } = PerfFileReader::parse_file(Cursor::new(bytes)).map_err(ProfileReadError::Broken)?;
     let text = |s: Result<Option<&str>, _>| s.ok().flatten().unwrap_or_default().to_owned();
     let mut profile = Profile {
         meta: ProfileMetadata {
@@ -254,7 +254,7 @@ pub fn read(bytes: &[u8]) -> Result<Profile, ReadError> {
             Ok(Some(PerfFileRecord::EventRecord { attr_index, record })) => {
                 let id = profile.events.get(attr_index).map_or(0, |e| e.id);
                 if record.parse_info.sample_format.contains(SampleFormat::READ) {
-                    return Err(ReadError::CounterValues);
+                    return Err(ProfileReadError::CounterValues);
                 }
                 // Skip a damaged record; the others are still valid.
                 if chain_is_sane(&record)
@@ -269,7 +269,7 @@ pub fn read(bytes: &[u8]) -> Result<Profile, ReadError> {
                     take_name(&mut profile.events, &record.data.as_slice());
                 }
             }
-            Err(e) => return Err(ReadError::Broken(e)),
+            Err(e) => return Err(ProfileReadError::Broken(e)),
         }
     }
     if let Ok(ids) = perf_file.build_ids() {
@@ -420,9 +420,9 @@ fn add(profile: &mut Profile, record: &EventRecord<'_>, time: Option<u64>, event
                 profile.meta.form = ProfilePerspective::AsHost;
             }
             let ours = s.raw.and_then(|raw| FileSampleData::read(&raw.as_slice()));
-            let unknown = (0, if user { 3 } else { 0 }, Ends::default());
+            let unknown = (0, if user { 3 } else { 0 }, UnwindStops::default());
             let (cr3, cpl, ends) = ours.unwrap_or(unknown);
-            profile.push(&Sample {
+            profile.push(&ProfileSample {
                 time_ns: s.timestamp.unwrap_or(time_ns),
                 vcpu: s.cpu.unwrap_or(0),
                 pid: s.pid.map_or(NO_PID, pid),

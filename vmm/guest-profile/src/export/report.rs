@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use super::call_tree::{CallGraphOptions, CallTree};
 use super::filter::SampleFilter;
 use super::symbolize::{Symbolizer, task_label};
-use super::{EventInfo, Profile, Sample, frames};
+use super::{EventInfo, Profile, ProfileSample, frames};
 
 /// A column by which samples are grouped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -212,7 +212,7 @@ fn table(
 
 /// Returns the texts of the sort columns of a sample.
 fn keys(
-    s: &Sample<'_>,
+    s: &ProfileSample<'_>,
     profile: &Profile,
     symbols: &mut Symbolizer<'_>,
     options: &ReportOptions,

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::filter::SampleFilter;
 use super::symbolize::{NamedFrame, Symbolizer, task_label};
-use super::{ChainFrame, Profile, Sample, frames};
+use super::{ChainFrame, Profile, ProfileSample, frames};
 
 /// A field of a sample, with the names of `perf script --fields`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -123,7 +123,7 @@ pub fn write_with(
     mut out: impl Write,
 ) -> io::Result<()> {
     let fields = &options.fields;
-    let mut order: Vec<Sample<'_>> = profile.samples().collect();
+    let mut order: Vec<ProfileSample<'_>> = profile.samples().collect();
     order.sort_by_key(|s| s.time_ns);
     for sample in &order {
         if !options.filter.matches(profile, symbols, sample) {
@@ -143,7 +143,7 @@ pub fn write_with(
     Ok(())
 }
 
-fn event_name(profile: &Profile, sample: &Sample<'_>) -> String {
+fn event_name(profile: &Profile, sample: &ProfileSample<'_>) -> String {
     let event = profile.event(sample.event_id);
     event.map_or_else(|| "unknown".to_owned(), |e| e.name.clone())
 }
@@ -152,7 +152,7 @@ fn event_name(profile: &Profile, sample: &Sample<'_>) -> String {
 fn write_head(
     profile: &Profile,
     fields: &ScriptFields,
-    s: &Sample<'_>,
+    s: &ProfileSample<'_>,
     out: &mut impl Write,
 ) -> io::Result<()> {
     use ScriptField::{Comm, Cpu, Event, Period, Pid, Tid, Time};
@@ -187,7 +187,7 @@ fn write_head(
 fn write_frames(
     symbols: &mut Symbolizer<'_>,
     fields: &ScriptFields,
-    s: &Sample<'_>,
+    s: &ProfileSample<'_>,
     out: &mut impl Write,
 ) -> io::Result<()> {
     use ScriptField::{Dso, Ip, Sym};
@@ -273,7 +273,7 @@ fn json(
     profile: &Profile,
     symbols: &mut Symbolizer<'_>,
     fields: &ScriptFields,
-    s: &Sample<'_>,
+    s: &ProfileSample<'_>,
 ) -> SampleJson {
     use ScriptField::{Comm, Cpu, Dso, Event, Ip, Period, Pid, Sym, Symoff, Tid, Time};
     let chain = fields.any(&[Ip, Sym, Dso]);

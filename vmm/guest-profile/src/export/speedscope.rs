@@ -7,7 +7,7 @@ use std::rc::Rc;
 use serde::Serialize;
 
 use super::symbolize::{NamedFrame, Symbolizer, task_label};
-use super::{Profile, Sample, frames};
+use super::{Profile, ProfileSample, frames};
 
 const SCHEMA: &str = "https://www.speedscope.app/file-format-schema.json";
 
@@ -69,7 +69,7 @@ pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, out: impl Write) -
     let mut shared = SharedFrames::default();
     let mut known: HashMap<(String, Rc<str>), usize> = HashMap::new();
     let mut profiles: BTreeMap<(usize, String), SampledProfile> = BTreeMap::new();
-    let mut order: Vec<Sample<'_>> = profile.samples().collect();
+    let mut order: Vec<ProfileSample<'_>> = profile.samples().collect();
     order.sort_by_key(|s| s.time_ns);
     let mut index = |named: &NamedFrame| {
         let key = (named.name.clone(), Rc::clone(&named.object));

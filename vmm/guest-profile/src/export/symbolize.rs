@@ -270,7 +270,7 @@ pub fn symbols_to_save(
 /// A sample whose function has no chain remains unchanged. Truncated chains are used only if there
 /// is no other.
 pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profile {
-    let mut donors: HashMap<ChainKey, (Vec<super::Sample<'_>>, usize)> = HashMap::new();
+    let mut donors: HashMap<ChainKey, (Vec<super::ProfileSample<'_>>, usize)> = HashMap::new();
     for sample in profile.samples().filter(|s| !s.chain.is_empty()) {
         for place in chain_keys(profile, symbols, &sample).into_iter().flatten() {
             donors.entry(place).or_default().0.push(sample);
@@ -307,7 +307,7 @@ pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profi
                 *own = sample.ip;
             }
         }
-        full.push(&super::Sample {
+        full.push(&super::ProfileSample {
             chain: &chain,
             ..sample
         });
@@ -332,7 +332,7 @@ type ChainKey = (u64, SampleOwner, Rc<str>, Option<String>);
 fn chain_keys(
     profile: &Profile,
     symbols: &mut Symbolizer<'_>,
-    sample: &super::Sample<'_>,
+    sample: &super::ProfileSample<'_>,
 ) -> [Option<ChainKey>; 2] {
     let Some(frame) = super::frames(sample).next() else {
         return [None, None];

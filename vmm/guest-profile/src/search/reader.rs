@@ -8,7 +8,7 @@ use std::rc::Rc;
 
 use kernel_images::image::KernelImage;
 
-use super::found::UnreadPart;
+use super::found_kernel::UnreadPart;
 use super::wire::{self, KernelSummary, MemoryRequest, PIECE, SearchRequest};
 use crate::locate;
 use crate::task::TaskLayout;

@@ -96,7 +96,7 @@ fn reader_reports_missing_kernel() {
     let (regs, anchors) = (GuestRegs::default(), KernelAnchors::default());
     let found = ask(&mut ours, &ram[..], &regs, &anchors, Instant::now() + LATER);
     let why = found.unwrap_err().to_string();
-    assert_eq!(why, "the guest's page tables are not walked");
+    assert_eq!(why, "cannot read the guest's page tables");
     reader.join().unwrap();
 }
 
@@ -150,21 +150,21 @@ fn invalid_search_result_is_rejected() {
         found.err().map(|e| e.to_string()).unwrap_or_default()
     };
     let cases: [(&str, Reader); 11] = [
-        ("does not answer", |_| ()),
+        ("does not respond", |_| ()),
         ("no message", |its| wire::send(its, b'?', b"").unwrap()),
         ("no message", |its| {
             its.write_all(&[wire::FOUND, 0, 0, 0x80, 0]).unwrap();
         }),
         ("no range", |its| wire::send(its, wire::READ, &[0; 11]).unwrap()),
         ("no summary", |its| wire::send(its, wire::FOUND, b"{}").unwrap()),
-        ("wrong unwind tables", |its| {
+        ("invalid unwind tables", |its| {
             wire::send(its, wire::FOUND, &summary("16", "16")).unwrap();
         }),
-        ("wrong unwind tables", |its| {
+        ("invalid unwind tables", |its| {
             orc(its, &[0, 9, 8], 3);
             wire::send(its, wire::FOUND, &summary("16", "16")).unwrap();
         }),
-        ("wrong unwind tables", |its| {
+        ("invalid unwind tables", |its| {
             orc(its, &[0, 8], 3);
             wire::send(its, wire::FOUND, &summary("16", "16")).unwrap();
         }),
@@ -186,7 +186,7 @@ fn invalid_search_result_is_rejected() {
     }
 }
 
-/// The asker's memory stays bounded regardless of the reader's messages.
+/// The requester's memory stays bounded regardless of the reader's messages.
 #[test]
 fn reader_exceeding_limits_is_rejected() {
     let ram = ram();

@@ -4,7 +4,7 @@ use std::io::{self, ErrorKind, Read, Write};
 
 use serde::{Deserialize, Serialize};
 
-use super::found::UnreadPart;
+use super::found_kernel::UnreadPart;
 use crate::GuestRegs;
 use crate::locate::KernelAnchors;
 use crate::task::TaskLayout;

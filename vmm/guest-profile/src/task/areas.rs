@@ -1,7 +1,7 @@
 //! Reads all mappings of any process, found by its ID, and memory that the process has mapped but
 //! not touched.
 
-use super::{AreaLayout, MAX_AREAS, Mapping, TaskLayout, TaskReader};
+use super::{AreaLayout, MAX_AREAS, ProcessMapping, TaskLayout, TaskReader};
 use crate::paging::AddressSpace;
 use crate::{GuestPhys, GuestRegs, WalkBudget};
 use kernel_images::image::KernelImage;
@@ -118,7 +118,7 @@ impl GuestProcess {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExecutableMapping {
     /// The mapping itself.
-    pub mapping: Mapping,
+    pub mapping: ProcessMapping,
     /// Address at which the first byte of the file is mapped; `None` if it is not mapped or too far
     /// below.
     pub base: Option<u64>,
@@ -178,7 +178,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         mm: u64,
         address: u64,
         budget: &mut WalkBudget,
-    ) -> Option<(Option<Mapping>, u64)> {
+    ) -> Option<(Option<ProcessMapping>, u64)> {
         let maps = self.layout.maps.as_ref()?;
         match maps.areas {
             AreaLayout::List { first, next } => {
@@ -220,7 +220,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         budget: &mut WalkBudget,
         mut missing: impl FnMut(usize, usize),
     ) {
-        let mut mapping: Option<Mapping> = None;
+        let mut mapping: Option<ProcessMapping> = None;
         let mut done = 0;
         while done < bytes.len() {
             let Some(at) = address.checked_add(done as u64) else {
@@ -245,7 +245,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         &mut self,
         mm: u64,
         at: u64,
-        mapping: &mut Option<Mapping>,
+        mapping: &mut Option<ProcessMapping>,
         part: &mut [u8],
         budget: &mut WalkBudget,
     ) -> bool {
@@ -264,7 +264,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
             .is_some_and(|page| self.space.phys().read(page + at % PAGE, part))
     }
 
-    fn cached_page(&mut self, mapping: &Mapping, at: u64, budget: &mut WalkBudget) -> Option<u64> {
+    fn cached_page(&mut self, mapping: &ProcessMapping, at: u64, budget: &mut WalkBudget) -> Option<u64> {
         let cache = self.layout.maps.as_ref()?.cache.as_ref()?;
         let offset = (at - mapping.start).checked_add(mapping.file_offset)?;
         cache.page(mapping.file, offset / PAGE, &mut |at| self.kernel_u64(at, budget))

@@ -27,14 +27,14 @@ const R8: usize = 12;
 
 /// User registers of a sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct UserContext {
+pub struct SampledUserRegs {
     /// Registers in the order of [`REGISTERS`]; 0 for unknown ones.
     pub registers: [u64; REGISTERS],
     /// `true` for 64-bit code.
     pub wide: bool,
 }
 
-impl UserContext {
+impl SampledUserRegs {
     /// Returns the user registers that `chain`, walked from `regs`, led to, or `None` if it has no
     /// user part.
     pub fn of<M: GuestPhys + ?Sized>(mem: &M, regs: &GuestRegs, chain: &CallChain) -> Option<Self> {

@@ -33,9 +33,9 @@ impl<'k> KernelUnwind<'k> {
     }
 }
 
-/// Why unwinding of one part of a call chain ended.
+/// Reason why unwinding of one part of a call chain ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum End {
+pub enum UnwindStop {
     /// The outermost frame was reached.
     Complete,
     /// The output slice or the maximum depth is exhausted.
@@ -52,7 +52,7 @@ pub enum End {
     Unsupported,
 }
 
-impl End {
+impl UnwindStop {
     pub(super) const ALL: [Self; 7] = [
         Self::Complete,
         Self::Full,
@@ -125,9 +125,9 @@ impl ChainBuffer<'_> {
         true
     }
 
-    pub(super) fn frame(&mut self, ip: u64) -> Result<(), End> {
+    pub(super) fn frame(&mut self, ip: u64) -> Result<(), UnwindStop> {
         if self.frames_left == 0 || self.len == self.slots.len() {
-            return Err(End::Full);
+            return Err(UnwindStop::Full);
         }
         self.slots[self.len] = ip;
         self.len += 1;
@@ -136,10 +136,10 @@ impl ChainBuffer<'_> {
     }
 }
 
-pub(super) fn end_of(hole: TranslationFault) -> End {
+pub(super) fn end_of(hole: TranslationFault) -> UnwindStop {
     match hole {
-        TranslationFault::Spent => End::Spent,
-        _ => End::Unmapped,
+        TranslationFault::Spent => UnwindStop::Spent,
+        _ => UnwindStop::Unmapped,
     }
 }
 

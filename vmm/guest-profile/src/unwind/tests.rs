@@ -1,6 +1,6 @@
 //! Tests of call chains in small synthetic guests, valid and hostile ones.
 
-use super::context::UserContext;
+use super::context::SampledUserRegs;
 use super::parts::{USER_DS, USER64_CS};
 use super::*;
 use crate::testing::{TestGuest, orc_sections as sections};
@@ -82,7 +82,8 @@ fn run(
 }
 
 fn orc() -> OrcTable {
-    // f: sub 0x10 (cfa rsp+0x18); g: push rbp (cfa rsp+0x10, bp at cfa-0x10); entry: pt_regs; irq: pt_regs.
+    // f: sub 0x10 (cfa rsp+0x18); g: push rbp (cfa rsp+0x10, bp at cfa-0x10); entry: pt_regs; irq:
+    // pt_regs.
     let (i, e) = sections(
         ORC_AT,
         &[
@@ -107,7 +108,7 @@ fn put_pt_regs(g: &mut TestGuest, at: u64, ip: u64, cs: u64, sp: u64, bp: u64) {
 }
 
 #[test]
-fn a_user_sample_follows_frame_pointers() {
+fn user_sample_follows_frame_pointers() {
     let mut g = guest();
     user_frames(&mut g);
     let r = regs(&g, 3, UTEXT + 0x50, USTACK + 0x80, USTACK + 0x100);
@@ -116,7 +117,10 @@ fn a_user_sample_follows_frame_pointers() {
         out,
         [CONTEXT_GUEST_USER, UTEXT + 0x50, UTEXT + 0x111, UTEXT + 0x222]
     );
-    assert_eq!((chain.user_end, chain.kernel_end), (Some(End::Complete), None));
+    assert_eq!(
+        (chain.user_end, chain.kernel_end),
+        (Some(UnwindStop::Complete), None)
+    );
 }
 
 #[test]
@@ -208,7 +212,7 @@ fn orc_unwinds_from_kernel_to_user_space() {
             UTEXT + 0x222
         ]
     );
-    assert_eq!(chain.kernel_end, Some(End::Complete));
+    assert_eq!(chain.kernel_end, Some(UnwindStop::Complete));
     assert!(!chain.guessed);
 }
 
@@ -234,7 +238,10 @@ fn orc_unwinds_through_interrupt_frame() {
         out,
         [CONTEXT_GUEST_KERNEL, TEXT + 0x210, TEXT + 0x30, TEXT + 0x301]
     );
-    assert_eq!((chain.kernel_end, chain.user_end), (Some(End::Complete), None));
+    assert_eq!(
+        (chain.kernel_end, chain.user_end),
+        (Some(UnwindStop::Complete), None)
+    );
 }
 
 #[test]
@@ -262,7 +269,7 @@ fn user_part_is_found_at_stack_top_without_tables() {
         }),
         16,
     );
-    assert_eq!(chain.kernel_end, Some(End::NoTable));
+    assert_eq!(chain.kernel_end, Some(UnwindStop::NoTable));
     assert_eq!(out[2..4], [CONTEXT_GUEST_USER, UTEXT + 0x50]);
     assert!(chain.guessed);
     // Without a user code selector, the words are not a user `pt_regs`.
@@ -320,7 +327,7 @@ fn frame_pointer_kernel_is_unwound() {
             UTEXT + 0x50
         ]
     );
-    assert_eq!(chain.kernel_end, Some(End::Complete));
+    assert_eq!(chain.kernel_end, Some(UnwindStop::Complete));
 }
 
 /// Address range of the entry code, which no table covers; its stack and the TSS are in the first
@@ -364,7 +371,7 @@ fn syscall_entry_and_exit_have_user_chain() {
         let (chain, out) = in_entry_code(sp, |g, _| kput(g, ENTRY_STACK - 8, USTACK + 0x80));
         assert_eq!(out, FROM_ENTRY, "{sp:#x}");
         assert!(chain.guessed);
-        assert_eq!(chain.kernel_end, Some(End::Complete));
+        assert_eq!(chain.kernel_end, Some(UnwindStop::Complete));
     }
 }
 
@@ -417,22 +424,22 @@ fn entry_code_without_user_registers_has_no_user_part() {
 
 #[test]
 fn chain_end_reasons_round_trip() {
-    let ends = || End::ALL.into_iter().map(Some).chain([None]);
+    let ends = || UnwindStop::ALL.into_iter().map(Some).chain([None]);
     for (kernel, user) in ends().flat_map(|k| ends().map(move |u| (k, u))) {
         for guessed in [false, true] {
-            let ends = Ends {
+            let ends = UnwindStops {
                 kernel,
                 user,
                 guessed,
             };
-            assert_eq!(Ends::from_bytes(ends.to_bytes()), ends);
+            assert_eq!(UnwindStops::from_bytes(ends.to_bytes()), ends);
             let cut = [kernel, user]
                 .iter()
-                .any(|e| matches!(e, Some(End::Full | End::Spent)));
+                .any(|e| matches!(e, Some(UnwindStop::Full | UnwindStop::Spent)));
             assert_eq!(ends.cut_short().is_some(), cut);
         }
     }
-    assert_eq!(Ends::from_bytes([0xFF, 0xFE]), Ends::default());
+    assert_eq!(UnwindStops::from_bytes([0xFF, 0xFE]), UnwindStops::default());
 }
 
 #[test]
@@ -441,7 +448,10 @@ fn cyclic_or_descending_frames_end_walk() {
     uput(&mut g, USTACK + 0x100, USTACK + 0x100);
     uput(&mut g, USTACK + 0x108, UTEXT + 1);
     let (chain, _) = run(&g, &regs(&g, 3, UTEXT, USTACK, USTACK + 0x100), None, 64);
-    assert_eq!((chain.user_end, chain.user_frames), (Some(End::BadFrame), 2));
+    assert_eq!(
+        (chain.user_end, chain.user_frames),
+        (Some(UnwindStop::BadFrame), 2)
+    );
     // A kernel frame restores a lower stack pointer within the same stack.
     let table = orc();
     let sp = KSTACK + 0x2000;
@@ -457,7 +467,10 @@ fn cyclic_or_descending_frames_end_walk() {
         }),
         64,
     );
-    assert_eq!((chain.kernel_end, chain.kernel_frames), (Some(End::BadFrame), 1));
+    assert_eq!(
+        (chain.kernel_end, chain.kernel_frames),
+        (Some(UnwindStop::BadFrame), 1)
+    );
 }
 
 #[test]
@@ -473,7 +486,7 @@ fn walk_stops_at_end_of_slice() {
             Some(&CONTEXT_GUEST_USER),
             "a marker with nothing after it"
         );
-        assert_eq!(chain.user_end == Some(End::Complete), slots >= 4);
+        assert_eq!(chain.user_end == Some(UnwindStop::Complete), slots >= 4);
     }
 }
 
@@ -484,7 +497,7 @@ fn chain_without_paging_is_interrupted_address() {
     r.cr0 = 0;
     let (chain, out) = run(&g, &r, None, 16);
     assert_eq!(out, [CONTEXT_GUEST_KERNEL, 0x7c00]);
-    assert_eq!(chain.kernel_end, Some(End::Unsupported));
+    assert_eq!(chain.kernel_end, Some(UnwindStop::Unsupported));
 }
 
 #[test]
@@ -588,7 +601,7 @@ fn user_context_copies_registers_and_stack() {
     let high = [0x109, 0x108, 0x107, 0x106, 0x103, 0x102, 0x101, 0x100];
     for regs in [in_kernel, in_program] {
         let (chain, _) = run(&g, &regs, None, 127);
-        let context = UserContext::of(&g.ram[..], &regs, &chain).unwrap();
+        let context = SampledUserRegs::of(&g.ram[..], &regs, &chain).unwrap();
         assert!(context.wide);
         assert_eq!(context.registers[..9], low, "{}", regs.cpl);
         assert_eq!(context.registers[10..12], [USER64_CS, USER_DS]);
@@ -602,5 +615,5 @@ fn user_context_copies_registers_and_stack() {
     // A kernel thread has no user registers.
     let nowhere = regs(&guest(), 0, TEXT + 0x10, KSTACK + 0x2000, 0);
     let (chain, _) = run(&guest(), &nowhere, None, 127);
-    assert_eq!(UserContext::of(&g.ram[..], &nowhere, &chain), None);
+    assert_eq!(SampledUserRegs::of(&g.ram[..], &nowhere, &chain), None);
 }

@@ -1,7 +1,7 @@
 //! Unwinds the user part of a call chain by frame pointers, with corrections where rbp is not the
 //! frame pointer of the current function.
 
-use super::parts::{ChainBuffer, End, UserRegs, end_of};
+use super::parts::{ChainBuffer, UnwindStop, UserRegs, end_of};
 use crate::paging::AddressSpace;
 use crate::{GuestPhys, WalkBudget};
 
@@ -12,14 +12,14 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
     budget: &mut WalkBudget,
     out: &mut ChainBuffer<'_>,
     guessed: &mut bool,
-) -> End {
+) -> UnwindStop {
     if let Err(end) = out.frame(user.ip) {
         return end;
     }
     let width = if user.wide { 8 } else { 4 };
     let read = |space: &mut AddressSpace<'_, M>, at: u64, budget: &mut WalkBudget| {
         if !space.is_user_half(at) {
-            return Err(End::BadFrame);
+            return Err(UnwindStop::BadFrame);
         }
         if user.wide {
             space.read_u64(at, budget)
@@ -60,12 +60,12 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
     loop {
         // The ABI ends the chain with 0. Some start code leaves other small values in rbp.
         if bp < 4096 {
-            return End::Complete;
+            return UnwindStop::Complete;
         }
         // Frames must strictly ascend; a frame that points down or to itself could cause an endless
         // loop.
         if bp < floor {
-            return End::BadFrame;
+            return UnwindStop::BadFrame;
         }
         let frame = if user.wide && space.is_user_half(bp.wrapping_add(8)) {
             space.read_pair(bp, budget).map_err(end_of)
@@ -78,10 +78,10 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
             Err(end) => return end,
         };
         if ip == 0 {
-            return End::Complete;
+            return UnwindStop::Complete;
         }
         if !space.is_user_half(ip) {
-            return End::BadFrame;
+            return UnwindStop::BadFrame;
         }
         if let Err(end) = out.frame(ip) {
             return end;

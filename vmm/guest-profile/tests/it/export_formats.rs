@@ -5,10 +5,10 @@ use std::io::{Cursor, Read};
 
 use guest_profile::export::symbolize::{Symbolizer, complete_chains, symbols_to_save};
 use guest_profile::export::{
-    EventInfo, EventRate, FileMapping, NO_PID, Profile, ProfileMetadata, Sample, SavedSymbol, TaskName,
-    folded, perfdata, pprof, reader, script,
+    EventInfo, EventRate, FileMapping, NO_PID, Profile, ProfileMetadata, ProfileSample, SavedSymbol,
+    TaskName, folded, perfdata, pprof, reader, script,
 };
-use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, End, Ends};
+use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStops};
 use kernel_images::symbols::KernelSymbols;
 use proptest::prelude::*;
 
@@ -80,7 +80,7 @@ pub(super) fn profile() -> Profile {
         (300, system, 42, 0, KERNEL + 0x110),
         (400, &[][..], NO_PID, 3, 0x1234),
     ] {
-        p.push(&Sample {
+        p.push(&ProfileSample {
             time_ns,
             vcpu: 0,
             pid,
@@ -90,7 +90,7 @@ pub(super) fn profile() -> Profile {
             cr3: 0x5000,
             period: 10,
             event_id: 3,
-            ends: Ends::default(),
+            ends: UnwindStops::default(),
             chain,
         });
     }
@@ -116,7 +116,7 @@ fn stacks_fold_by_task_with_the_outermost_first() {
 #[test]
 fn truncated_chains_are_not_reused() {
     let mut p = profile();
-    let sample = |time_ns, ends, chain| Sample {
+    let sample = |time_ns, ends, chain| ProfileSample {
         time_ns,
         vcpu: 0,
         pid: 42,
@@ -129,13 +129,13 @@ fn truncated_chains_are_not_reused() {
         ends,
         chain,
     };
-    let spent = Ends {
-        user: Some(End::Spent),
-        ..Ends::default()
+    let spent = UnwindStops {
+        user: Some(UnwindStop::Spent),
+        ..UnwindStops::default()
     };
     let cut = [CONTEXT_GUEST_USER, 0x40_0110, 0x40_0150];
     (0..6).for_each(|i| p.push(&sample(500 + i, spent, &cut)));
-    (0..9).for_each(|i| p.push(&sample(600 + i, Ends::default(), &[])));
+    (0..9).for_each(|i| p.push(&sample(600 + i, UnwindStops::default(), &[])));
     let full = complete_chains(&p, &mut Symbolizer::new(&p, Some(kernel()), None));
     let lengths: Vec<usize> = full
         .samples()
@@ -150,7 +150,7 @@ fn truncated_chains_are_not_reused() {
     );
     let mut only = Profile::new(p.meta.clone(), p.events.clone());
     only.push(&sample(1, spent, &cut));
-    only.push(&sample(2, Ends::default(), &[]));
+    only.push(&sample(2, UnwindStops::default(), &[]));
     let full = complete_chains(&only, &mut Symbolizer::new(&only, None, None));
     assert!(full.samples().all(|s| s.chain == cut));
     let mut text = Vec::new();
@@ -167,7 +167,7 @@ fn truncated_chains_are_not_reused() {
 #[test]
 fn samples_without_chain_reuse_chains_of_same_function() {
     let mut p = profile();
-    let light = |time_ns, ip, cpl| Sample {
+    let light = |time_ns, ip, cpl| ProfileSample {
         time_ns,
         vcpu: 0,
         pid: 42,
@@ -177,7 +177,7 @@ fn samples_without_chain_reuse_chains_of_same_function() {
         cr3: 0x5000,
         period: 10,
         event_id: 3,
-        ends: Ends::default(),
+        ends: UnwindStops::default(),
         chain: &[],
     };
     p.push(&light(500, 0x40_0120, 3));
@@ -289,7 +289,7 @@ fn as_pprof(p: &Profile) -> Vec<u8> {
     pprof::write(
         p,
         &mut Symbolizer::new(p, Some(kernel()), None),
-        &pprof::Label::ALL,
+        &pprof::SampleLabel::ALL,
         &mut gz,
     )
     .unwrap();
@@ -320,7 +320,7 @@ fn interrupted_first_instruction_differs_from_return_address() {
         (600, 0, &interrupted[..]),
         (700, 3, &alone[..]),
     ] {
-        p.push(&Sample {
+        p.push(&ProfileSample {
             time_ns,
             vcpu: 0,
             pid: 42,
@@ -330,7 +330,7 @@ fn interrupted_first_instruction_differs_from_return_address() {
             cr3: 0x5000,
             period: 1000,
             event_id: 3,
-            ends: Ends::default(),
+            ends: UnwindStops::default(),
             chain,
         });
     }
@@ -451,7 +451,7 @@ fn empty_perf_data_is_accepted_and_damaged_one_rejected() {
     let dir = tempfile::tempdir().unwrap();
     assert!(matches!(
         reader::read_file(&dir.path().join("none")).unwrap_err(),
-        reader::ReadError::Io(_)
+        reader::ProfileReadError::Io(_)
     ));
 }
 
@@ -500,7 +500,7 @@ fn recording_killed_before_checkpoint_is_reported() {
     drop(w);
     assert!(matches!(
         reader::read(out.get_ref()).unwrap_err(),
-        reader::ReadError::Unfinished
+        reader::ProfileReadError::Unfinished
     ));
 }
 
@@ -587,7 +587,7 @@ proptest! {
         if let Ok(p) = reader::read(&f) {
             let mut symbols = Symbolizer::new(&p, None, None);
             let _ = folded::stacks(&p, &mut symbols, None);
-            pprof::write(&p, &mut symbols, &pprof::Label::ALL, std::io::sink()).unwrap();
+            pprof::write(&p, &mut symbols, &pprof::SampleLabel::ALL, std::io::sink()).unwrap();
         }
     }
 }

@@ -7,10 +7,10 @@ use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::report::{self, ReportOptions, SortKey};
 use guest_profile::export::symbolize::Symbolizer;
 use guest_profile::export::{
-    EventInfo, EventRate, FileMapping, KernelMap, Profile, ProfileMetadata, ProfilePerspective, Sample,
-    SavedSymbol, TaskName, WallClock, perfdata, reader, script,
+    EventInfo, EventRate, FileMapping, KernelMap, Profile, ProfileMetadata, ProfilePerspective,
+    ProfileSample, SavedSymbol, TaskName, WallClock, perfdata, reader, script,
 };
-use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, End, Ends};
+use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStops};
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 use linux_perf_data::linux_perf_event_reader::CpuMode;
@@ -109,7 +109,7 @@ fn profile() -> Profile {
             PROGRAM + 0x320,
         ];
         let kernel = i >= 90;
-        p.push(&Sample {
+        p.push(&ProfileSample {
             time_ns: 1_000_000 * i + 10,
             vcpu: (i % 2) as u32,
             pid: 42,
@@ -119,9 +119,13 @@ fn profile() -> Profile {
             cr3: 0x2a5_8000,
             period: 1000,
             event_id: 7,
-            ends: Ends {
-                kernel: kernel.then_some(End::Complete),
-                user: Some(if i == 3 { End::Spent } else { End::Complete }),
+            ends: UnwindStops {
+                kernel: kernel.then_some(UnwindStop::Complete),
+                user: Some(if i == 3 {
+                    UnwindStop::Spent
+                } else {
+                    UnwindStop::Complete
+                }),
                 guessed: i % 2 == 1,
             },
             chain: if kernel { &kernel_chain } else { &user_chain },

@@ -8,8 +8,8 @@ use guest_profile::export::filter::SampleFilter;
 use guest_profile::export::report::{self, ReportColumn, ReportOptions, SortKey};
 use guest_profile::export::script::{self, ScriptField, ScriptFields, ScriptFormat, ScriptOptions};
 use guest_profile::export::symbolize::Symbolizer;
-use guest_profile::export::{NO_PID, Profile, Sample, firefox, folded, speedscope};
-use guest_profile::unwind::Ends;
+use guest_profile::export::{NO_PID, Profile, ProfileSample, firefox, folded, speedscope};
+use guest_profile::unwind::UnwindStops;
 use serde_json::Value;
 
 use super::export_formats::{kernel, profile};
@@ -99,7 +99,7 @@ fn report_tells_different_weights() {
     const NOTE: &str = "different weights";
     let mut profile = profile();
     assert!(!report(&profile, &ReportOptions::default()).contains(NOTE));
-    profile.push(&Sample {
+    profile.push(&ProfileSample {
         time_ns: 500,
         vcpu: 0,
         pid: NO_PID,
@@ -109,7 +109,7 @@ fn report_tells_different_weights() {
         cr3: 0x5000,
         period: 11,
         event_id: 3,
-        ends: Ends::default(),
+        ends: UnwindStops::default(),
         chain: &[],
     });
     assert!(report(&profile, &ReportOptions::default()).contains(NOTE));
@@ -150,7 +150,7 @@ fn call_graph_depth_is_bounded() {
     let mut long = profile();
     let chain: Vec<u64> = (0..5000).map(|n| 0x40_0000 + 2 * n).collect();
     for skip in 0..50 {
-        long.push(&Sample {
+        long.push(&ProfileSample {
             time_ns: 500,
             vcpu: 0,
             pid: 42,
@@ -160,7 +160,7 @@ fn call_graph_depth_is_bounded() {
             cr3: 0x5000,
             period: 1000,
             event_id: 3,
-            ends: Ends::default(),
+            ends: UnwindStops::default(),
             chain: &chain[skip..],
         });
     }

@@ -12,7 +12,7 @@ use guest_profile::locate::{self, KernelAnchors};
 use guest_profile::programs::GuestSymbols;
 use guest_profile::task::{TaskLayout, TaskReader};
 use guest_profile::unwind::{
-    CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, CallChain, End, KernelUnwind, UnwindLimits, walk,
+    CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, CallChain, KernelUnwind, UnwindLimits, UnwindStop, walk,
 };
 use guest_profile::{GuestPage, GuestPhys, GuestRegs, WalkBudget};
 use kernel_images::image::KernelImage;
@@ -196,7 +196,7 @@ fn stripped_image_symbols_match_running_kernel() {
 }
 
 #[test]
-fn the_kaslr_slide_is_found_and_verified() {
+fn kaslr_slide_is_found_and_verified() {
     for which in ["user", "kernel"] {
         let Some(g) = guest(which) else { return };
         let place = locate::place(&g.mem, &g.regs, &g.image, &g.anchors).unwrap();
@@ -242,7 +242,7 @@ fn kernel_is_read_from_memory_without_image() {
 }
 
 #[test]
-fn a_user_sample_is_walked_to_main() {
+fn user_sample_is_walked_to_main() {
     let Some(g) = guest("user") else { return };
     let mut out = [0; 128];
     let chain = g.walk(&mut out);
@@ -255,13 +255,13 @@ fn a_user_sample_is_walked_to_main() {
 }
 
 #[test]
-fn a_kernel_sample_is_walked_through_the_system_call_to_main() {
+fn kernel_sample_is_walked_through_the_system_call_to_main() {
     let Some(g) = guest("kernel") else { return };
     let mut out = [0; 128];
     let chain = g.walk(&mut out);
     let names = g.names(&out[..chain.len]);
     eprintln!("{chain:?} {names:?}");
-    assert_eq!(chain.kernel_end, Some(End::Complete));
+    assert_eq!(chain.kernel_end, Some(UnwindStop::Complete));
     let has = |n: &str| names.iter().any(|x| x == n);
     assert!(has("vfs_read") && has("do_syscall_64"), "{names:?}");
     assert_eq!(names[chain.kernel_frames], "entry_SYSCALL_64_after_hwframe");
@@ -271,7 +271,7 @@ fn a_kernel_sample_is_walked_through_the_system_call_to_main() {
 }
 
 #[test]
-fn a_real_chain_takes_far_fewer_reads_than_the_limit() {
+fn real_chain_takes_far_fewer_reads_than_the_limit() {
     for which in ["user", "kernel"] {
         let Some(g) = guest(which) else { return };
         let ram = std::fs::read(g.dir.join(format!("{which}.mem"))).unwrap();
@@ -374,7 +374,7 @@ fn task_mappings_match_proc_maps() {
 }
 
 #[test]
-fn a_guest_mount_names_functions_and_lines() {
+fn guest_mount_names_functions_and_lines() {
     let Some(g) = guest("user") else { return };
     let root = tempfile::tempdir().unwrap();
     std::fs::create_dir_all(root.path().join("usr/bin")).unwrap();

@@ -1,6 +1,6 @@
 //! Tests of valid, damaged and malicious ELF images.
 
-use kernel_images::ImageError;
+use kernel_images::KernelImageError;
 use kernel_images::elf::{self, ElfImage};
 use kernel_images::image::{KernelImage, find_banner};
 use proptest::prelude::*;
@@ -184,7 +184,7 @@ fn code_must_be_loaded_by_a_segment() {
 }
 
 /// Formats an error with its causes, as printed to the user.
-fn line(error: &ImageError) -> String {
+fn line(error: &KernelImageError) -> String {
     let mut line = error.to_string();
     let mut cause = std::error::Error::source(error);
     while let Some(next) = cause {
@@ -234,11 +234,11 @@ fn damaged_headers_are_rejected_by_name() {
     nothing[64] = 4;
     assert!(matches!(
         elf::parse("x", &nothing),
-        Err(ImageError::NoSegments { .. })
+        Err(KernelImageError::NoSegments { .. })
     ));
     assert!(matches!(
         elf::parse("x", b"\x7FELF"),
-        Err(ImageError::Truncated { .. })
+        Err(KernelImageError::Truncated { .. })
     ));
 }
 

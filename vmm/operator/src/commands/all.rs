@@ -4,7 +4,7 @@ use std::error::Error;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::ps::{self, VmSocket};
-use super::{CommandError, DONE};
+use super::{DONE, OperatorCommandError};
 use crate::exit::ExitStatus;
 use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
 use perf_core::error_line;
@@ -16,7 +16,7 @@ use perf_core::error_line;
 /// Returns an error if there is no VM.
 pub(super) fn for_each_vm<E: Error + From<ClientError>>(
     each: impl Fn(&VmSocket, Client) -> Result<ExitStatus, E> + Sync,
-) -> Result<ExitStatus, CommandError> {
+) -> Result<ExitStatus, OperatorCommandError> {
     let found = ps::everywhere();
     if found.is_empty() {
         return Err(ClientError::Which(Vec::new()).into());

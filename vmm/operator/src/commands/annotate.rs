@@ -9,7 +9,7 @@ use super::{DONE, connect, one_line, print};
 use crate::exit::ExitStatus;
 use control_api::client::ClientError;
 use control_api::nearest::did_you_mean;
-use control_api::protocol::{CodeInfo, SymbolsInfo};
+use control_api::protocol::{CodeInfo, KernelSymbolsReply};
 use control_api::request;
 use guest_profile::export::annotate::{SampledFunction, annotate as lines_of, functions, render};
 use guest_profile::export::{ChainFrame, Profile};
@@ -22,10 +22,10 @@ const MAX_PROGRAM: u64 = 2 << 30;
 /// `perfvisor annotate`.
 #[derive(Clone, Debug, Args)]
 pub struct AnnotateArgs {
-    /// The function; the one with the most samples if not given.
+    /// Function [default: the one with the most samples]
     #[arg(value_name = "SYMBOL")]
     pub symbol: Option<String>,
-    /// The function, as perf has it.
+    /// Function, in perf's notation.
     #[arg(
         short = 's',
         long = "symbol",
@@ -33,20 +33,20 @@ pub struct AnnotateArgs {
         conflicts_with = "symbol"
     )]
     pub of_symbol: Option<String>,
-    /// The recording (perf.data).
+    /// Read this recording.
     #[arg(short, long, value_name = "FILE", default_value = "perf.data")]
     pub input: PathBuf,
-    /// The event whose samples are shown; the first of the recording if not given.
+    /// Show the samples of this event [default: the first one in the recording]
     #[arg(short, long, value_name = "EVENT")]
     pub event: Option<String>,
-    /// Take the code from the memory of this running VM.
+    /// Read the code from the memory of this running VM.
     #[arg(long, value_name = "NAME", conflicts_with = "program")]
     pub vm: Option<String>,
-    /// Take the code from this program or library, an ELF file.
+    /// Read the code from this program or library, an ELF file.
     #[arg(long, value_name = "FILE")]
     pub program: Option<PathBuf>,
-    /// Where names come from; code too, of the kernel from --vmlinux, of programs from --guestmount or
-    /// --guest-disk.
+    /// Sources of symbols, and of code: of the kernel from --vmlinux, of programs from --guestmount
+    /// or --guest-disk.
     #[command(flatten)]
     pub symbols: SymbolArgs,
 }
@@ -58,9 +58,10 @@ pub enum AnnotateError {
     File(#[from] FileError),
     #[error("--event '{0}': the recording has {1}")]
     NoEvent(String, String),
-    #[error("no sample fell into '{0}'{1}; perfvisor report lists the functions that have some")]
+    #[error("no samples in '{0}'{1}; perfvisor report lists functions with samples")]
     NoFunction(String, String),
-    #[error("{}: no sample is in a function with a name; --vmlinux, --kallsyms, --guestmount or --guest-disk give names", .0.display())]
+    #[error("{}: no sample is in a named function; provide symbols with --vmlinux, --kallsyms, \
+         --guestmount or --guest-disk", .0.display())]
     NoNames(PathBuf),
     #[error("the code of '{name}' ({object}) is not in the recording: {remedy}")]
     NoCode {
@@ -69,7 +70,8 @@ pub enum AnnotateError {
         remedy: &'static str,
     },
     #[error(
-        "the code of '{0}': no sample in it has the address space that it ran in; record for longer, or use --program FILE"
+        "cannot read the code of '{0}': no sample in it has an address space; record for longer, \
+        or use --program FILE"
     )]
     NoAddressSpace(String),
     #[error("--vm {name}")]
@@ -78,9 +80,9 @@ pub enum AnnotateError {
         #[source]
         source: ClientError,
     },
-    #[error("--vm {0}: its reply is not understood; use the Perfvisor that runs it")]
+    #[error("--vm {0}: cannot parse the reply; use the same version of Perfvisor as the VM")]
     Reply(String),
-    #[error("{place}: it is another build ({found}) than what was recorded ({recorded})")]
+    #[error("{place}: different build ({found}) than recorded ({recorded})")]
     OtherBuild {
         place: String,
         found: String,
@@ -88,10 +90,11 @@ pub enum AnnotateError {
     },
     #[error(transparent)]
     Program(#[from] GuestFileError),
-    #[error("{0}: it has no code at {1:#x}, where '{2}' is")]
+    #[error("{0}: no code at {1:#x}, the address of '{2}'")]
     NotThere(String, u64, String),
     #[error(
-        "{place}: {astray} of {samples} samples in '{name}' are at no instruction of the code there: it is not the code that ran"
+        "{place}: {astray} of {samples} samples in '{name}' are not at an instruction; the code \
+        differs from the code that ran"
     )]
     NotThisCode {
         place: String,
@@ -239,7 +242,7 @@ fn read_code_from_vm(
     };
     let mut client = connect(Some(name), None).map_err(vm)?;
     if let Some(recorded) = profile.kernel.as_ref().and_then(|kernel| kernel.build_id) {
-        let (info, _): (SymbolsInfo, _) = client.call_with_file(request::Symbols).map_err(vm)?;
+        let (info, _): (KernelSymbolsReply, _) = client.call_with_file(request::Symbols).map_err(vm)?;
         let place = format!("--vm {name}");
         check_build_id(&place, info.build_id, recorded)?;
     }

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use clap::Args;
-use control_api::place;
-use guest_agent::entry::{TreeEntry, What};
+use control_api::socket_dir;
+use guest_agent::entry::{EntryType, TreeEntry};
 use guest_agent::receive::{CopyProgress, ReceiveError, TreeReceiver};
 use guest_agent::request::AgentOperation;
 use guest_agent::send::{SendError, send_stream, send_tree};
@@ -24,17 +24,17 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 /// `perfvisor cp`.
 #[derive(Clone, Debug, Args)]
 pub struct CpArgs {
-    /// What to copy: a file or a directory with all below it, here (PATH) or in a guest (NAME:PATH); - is
-    /// standard input.
+    /// Source: a file or a directory (copied recursively), on this host (PATH) or in a guest
+    /// (NAME:PATH); - for standard input.
     #[arg(value_name = "SOURCE")]
     pub source: String,
-    /// Where to: in this directory, or under this name; - is standard output.
+    /// Target: an existing directory, or the new name; - for standard output.
     #[arg(value_name = "TARGET")]
     pub target: String,
-    /// Wait so long for a guest that boots.
+    /// Wait up to this time for a guest that is still booting.
     #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
     pub wait: Option<Duration>,
-    /// The VM's vsock socket, if it was started with --vsock socket=PATH.
+    /// Use the vsock socket at this path, for a VM started with --vsock socket=PATH.
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,
 }
@@ -44,11 +44,14 @@ pub struct CpArgs {
 pub enum CpError {
     #[error(transparent)]
     Guest(#[from] GuestError),
-    #[error("one of SOURCE and TARGET must be NAME:PATH, a path in a VM's guest, and the other a path here")]
+    #[error(
+        "either SOURCE or TARGET must be NAME:PATH, a path in a guest, and the other a path on \
+         this host"
+    )]
     Sides,
-    #[error("{0}: needs a path in the guest, as in {0}/tmp")]
+    #[error("{0}: no path in the guest; use for example {0}/tmp")]
     NoPath(String),
-    #[error("{}: give its copy a name", .0.display())]
+    #[error("{}: no file name; name the copy", .0.display())]
     NoName(PathBuf),
     #[error(transparent)]
     Send(#[from] SendError),
@@ -56,7 +59,7 @@ pub enum CpError {
     Receive(#[from] ReceiveError),
     #[error(transparent)]
     Output(#[from] OutputError),
-    #[error("{0}: only a file can go to standard output")]
+    #[error("{0}: cannot write a directory to standard output")]
     NoFile(String),
 }
 
@@ -70,8 +73,8 @@ enum CopyEndpoint<'a> {
 /// Parses a source or destination. `NAME:PATH` is in a guest; `./NAME:PATH` is a file of the host.
 fn side(text: &str) -> Result<CopyEndpoint<'_>, CpError> {
     match text.split_once(':') {
-        Some((name, "")) if place::check_name(name).is_ok() => Err(CpError::NoPath(text.to_owned())),
-        Some((name, path)) if place::check_name(name).is_ok() => Ok(CopyEndpoint::Guest(name, path)),
+        Some((name, "")) if socket_dir::check_name(name).is_ok() => Err(CpError::NoPath(text.to_owned())),
+        Some((name, path)) if socket_dir::check_name(name).is_ok() => Ok(CopyEndpoint::Guest(name, path)),
         _ => Ok(CopyEndpoint::Here(Path::new(text))),
     }
 }
@@ -122,7 +125,7 @@ impl TransferMeter {
     fn skipped(&mut self, what: &str) {
         self.skipped = true;
         self.clear();
-        say(&format!("perfvisor: left out: {what}\n"));
+        say(&format!("perfvisor: warn: not copied: {what}\n"));
     }
 
     fn clear(&self) {
@@ -243,7 +246,7 @@ fn print_file(frame: &Frame, source: &str) -> Result<CopyProgress, CpError> {
             .map_err(ReceiveError::from)?
             .what
         {
-            What::File => Ok(CopyProgress::More),
+            EntryType::File => Ok(CopyProgress::More),
             _ => Err(CpError::NoFile(source.to_owned())),
         },
         FrameKind::Data => {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, Subcommand};
 
 use super::ps::vcpu_count_text;
-use super::{CommandError, DONE, OutputError, connect, print};
+use super::{DONE, OperatorCommandError, OutputError, connect, print};
 use crate::exit::ExitStatus;
 use crate::input;
 use crate::values::{integer_in_range, parse_seconds};
@@ -30,56 +30,55 @@ const MAX_FILTER: u64 = 32 << 10;
 #[derive(Clone, Debug, Args)]
 #[command(arg_required_else_help = false)]
 pub struct CtlArgs {
-    /// The VM, as perfvisor ps shows it.
+    /// Name of the VM, as shown by perfvisor ps.
     #[arg(
         value_name = "NAME",
         required_unless_present = "socket",
         conflicts_with = "socket"
     )]
     pub name: Option<String>,
-    /// The VM's control socket, wherever it is, in place of its name.
+    /// Use the VM's control socket at this path instead of a name.
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,
-    /// What to do.
+    /// Action to perform.
     #[command(subcommand)]
-    pub action: Action,
+    pub action: CtlAction,
 }
 
-/// What can be done to a VM.
+/// An action on a VM.
 #[derive(Clone, Debug, Subcommand)]
-pub enum Action {
-    /// Take all vCPUs out of the guest.
+pub enum CtlAction {
+    /// Pause all vCPUs.
     Pause,
-    /// Let them go on.
+    /// Resume all vCPUs.
     Resume,
     /// Press the power button, so that the guest powers off.
     Powerdown,
-    /// End the VM at once, as if its plug was pulled.
+    /// Terminate the VM immediately, without notice to the guest.
     Stop,
-    /// Show the state, the number of vCPUs, the PMU, its backing and filter, and the memory.
+    /// Show the state, the number of vCPUs, the PMU with its backing and filter, and the memory.
     Status {
         /// Print one JSON object.
         #[arg(long)]
         json: bool,
     },
-    /// Add vCPUs, or have the guest give some up, until there are N; the VM must have been started with
-    /// --cpus N,max=M.
+    /// Change the number of vCPUs to N. Requires a VM started with --cpus N,max=M.
     Vcpus {
-        /// How many, 1 to M.
+        /// Number of vCPUs, 1 to M.
         #[arg(value_name = "N", allow_negative_numbers = true, value_parser = integer_in_range(1..=64u32))]
         count: u32,
-        /// How long the guest may take to answer, in seconds.
+        /// Set the time to wait for the guest, in seconds.
         #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = parse_seconds)]
         wait: Duration,
     },
-    /// Who gets the host's counters when they run out.
+    /// Select who gets the host's counters if there are too few.
     Share {
-        /// guest-first, operator-first or strict.
+        /// Policy: guest-first, operator-first or strict.
         policy: String,
     },
-    /// Which events the guest may count from now on.
+    /// Set the events that the guest may count from now on.
     Filter {
-        /// File as for --pmu-filter.
+        /// File in the format of --pmu-filter.
         file: PathBuf,
     },
 }
@@ -88,14 +87,14 @@ pub enum Action {
 #[derive(Debug, thiserror::Error)]
 pub enum CtlError {
     #[error(transparent)]
-    Command(#[from] CommandError),
+    Command(#[from] OperatorCommandError),
     #[error("invalid value '{value}' for share")]
     Share {
         value: String,
         #[source]
         source: UnknownSharePolicy,
     },
-    #[error("{}: a filter for a running VM has at most {MAX_FILTER} bytes", .0.display())]
+    #[error("{}: must be at most {MAX_FILTER} bytes for a running VM", .0.display())]
     FilterTooLarge(PathBuf),
     #[error("{}", path.display())]
     Filter {
@@ -103,14 +102,15 @@ pub enum CtlError {
         #[source]
         source: FilterError,
     },
-    #[error("the VM is {0} again: somebody else controls it too")]
+    #[error("the VM is {0} again: another client controls it too")]
     NotPaused(VmState),
-    #[error("only {parked} of {vcpus} vCPUs have left the guest; the VM is pausing")]
+    #[error("only {parked} of {vcpus} vCPUs have paused so far")]
     Pausing { parked: u32, vcpus: u32 },
-    #[error("the guest does not give up vCPU {vcpu} ({why}); it stays", why = ost_status(*.status))]
+    #[error("the guest refused to eject vCPU {vcpu} ({why})", why = ost_status(*.status))]
     Kept { vcpu: u32, status: u32 },
     #[error(
-        "the guest has not given up {vcpus} in {} s; there are {present} vCPUs (does its kernel know ACPI CPU hot-plug?)",
+        "the guest did not eject {vcpus} within {} s; the VM has {present} vCPUs; check that the \
+        guest's kernel supports ACPI CPU hot-plug",
         wait.as_secs_f64()
     )]
     NoAnswer {
@@ -118,9 +118,9 @@ pub enum CtlError {
         wait: Duration,
         present: usize,
     },
-    #[error("{0} is still leaving")]
+    #[error("{0} is still being removed")]
     Leaving(String),
-    #[error("the VM has not ended yet")]
+    #[error("the VM has not exited yet")]
     NotEnded,
 }
 
@@ -143,13 +143,13 @@ impl From<OutputError> for CtlError {
 pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
     // Invalid arguments are detected before the VM is contacted.
     let (call, done) = match &args.action {
-        Action::Pause => (Call::Pause, "paused"),
-        Action::Resume => (Call::Resume, "running"),
-        Action::Stop => (Call::Stop, "stopped"),
-        Action::Powerdown => (Call::Powerdown, "power button pressed"),
-        Action::Status { .. } => (Call::Status, ""),
-        Action::Vcpus { count, .. } => (Call::Vcpus { count: *count }, ""),
-        Action::Share { policy } => {
+        CtlAction::Pause => (Call::Pause, "paused"),
+        CtlAction::Resume => (Call::Resume, "running"),
+        CtlAction::Stop => (Call::Stop, "stopped"),
+        CtlAction::Powerdown => (Call::Powerdown, "power button pressed"),
+        CtlAction::Status { .. } => (Call::Status, ""),
+        CtlAction::Vcpus { count, .. } => (Call::Vcpus { count: *count }, ""),
+        CtlAction::Share { policy } => {
             let parsed: Result<SharePolicy, _> = policy.parse();
             let value = policy.clone();
             let parsed = parsed.map_err(|source| CtlError::Share { value, source })?;
@@ -161,16 +161,16 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
             };
             (Call::Share { policy }, done)
         }
-        Action::Filter { file } => {
+        CtlAction::Filter { file } => {
             let toml = filter_text(file)?;
             (Call::Filter { toml }, "event filter changed")
         }
     };
     let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
     match args.action {
-        Action::Pause => pause(&mut client)?,
-        Action::Stop => stop(&mut client)?,
-        Action::Status { json } => {
+        CtlAction::Pause => pause(&mut client)?,
+        CtlAction::Stop => stop(&mut client)?,
+        CtlAction::Status { json } => {
             let info: VmInfo = client.call(request::Status)?;
             if json {
                 let text = serde_json::to_string(&info).map_err(OutputError::from)?;
@@ -181,12 +181,12 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
             print(&settings_text(&info))?;
             return Ok(DONE);
         }
-        Action::Vcpus { count, wait } => {
+        CtlAction::Vcpus { count, wait } => {
             vcpus(&mut client, count, wait)?;
             let info: VmInfo = client.call(request::Status)?;
             return print_status(&info);
         }
-        Action::Resume | Action::Powerdown | Action::Share { .. } | Action::Filter { .. } => {
+        CtlAction::Resume | CtlAction::Powerdown | CtlAction::Share { .. } | CtlAction::Filter { .. } => {
             client.call(call)?;
         }
     }
@@ -199,7 +199,7 @@ fn filter_text(path: &Path) -> Result<String, CtlError> {
     // The file is read once and with a limit, because it may be a pipe or endless.
     input::open(path)
         .and_then(|file| file.take(MAX_FILTER + 1).read_to_string(&mut text))
-        .map_err(CommandError::file(path))?;
+        .map_err(OperatorCommandError::file(path))?;
     if text.len() as u64 > MAX_FILTER {
         return Err(CtlError::FilterTooLarge(path.to_owned()));
     }
@@ -323,7 +323,8 @@ fn vcpus(client: &mut Client, count: u32, wait: Duration) -> Result<(), CtlError
                 return Err(CtlError::Leaving(vcpu_names(&plug.leaving)));
             }
             log::warn!(
-                "the guest has taken no note of {} in {} s (does its kernel know ACPI CPU hot-plug?)",
+                "the guest did not acknowledge {} within {} s; check that its kernel supports ACPI \
+                CPU hot-plug",
                 vcpu_names(&unnoticed),
                 wait.as_secs_f64()
             );

@@ -14,17 +14,17 @@ use guest_profile::export::report::ReportOptions;
 /// `perfvisor diff`.
 #[derive(Clone, Debug, Args)]
 pub struct DiffArgs {
-    /// The older recording, perf.data.old if not given, and the newer one, perf.data if not given. So record
-    /// leaves them when it is done twice.
+    /// Older and newer recording. With one FILE, the newer one [default: perf.data.old and
+    /// perf.data, as two runs of record leave them]
     #[arg(value_name = "FILE", num_args = 0..=2)]
     pub recordings: Vec<PathBuf>,
-    /// Columns to group by: comm, pid, vcpu, dso, sym.
+    /// Group by these columns: comm, pid, vcpu, dso, sym.
     #[arg(short, long, value_name = "KEYS", default_value = "dso,sym", value_parser = parse_sort)]
     pub sort: SortKeys,
-    /// Leave out what is below this share in both, in percent.
+    /// Hide rows with less than this share in both recordings, in percent.
     #[arg(long, value_name = "PERCENT", default_value = "0", value_parser = parse_percent)]
     pub percent_limit: f64,
-    /// Where names come from, for both.
+    /// Sources of symbols, for both recordings.
     #[command(flatten)]
     pub symbols: SymbolArgs,
 }
@@ -60,7 +60,7 @@ pub fn diff(args: &DiffArgs) -> Result<ExitStatus, FileError> {
     let (diffs, alone) = diffs((&old, &mut old_symbols), (&new, &mut new_symbols), &options);
     print(&render(&diffs, &options.sort))?;
     for event in alone {
-        log::warn!("'{event}' is in one of the recordings only: it is not compared");
+        log::warn!("'{event}' is in only one of the recordings and is not compared");
     }
     warn_missing_data(&old, &old_symbols);
     warn_missing_data(&new, &new_symbols);

@@ -12,14 +12,14 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use guest_agent::request::{AgentOperation, Exec, Exit, Terminal};
+use guest_agent::request::{AgentOperation, CommandExit, ExecRequest, Terminal};
 use guest_agent::wire::{FrameKind, INPUT_WINDOW, write_frame};
 use perf_core::error_line;
 use ratatui::crossterm::terminal;
 use virtio_devices::console::escape::{EscapeParser, KeyAction};
 
 use super::guest::{AgentAddress, GuestError};
-use super::{CommandError, NAP, say};
+use super::{NAP, OperatorCommandError, say};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::values::parse_seconds;
@@ -39,36 +39,38 @@ const FORCED_EXIT_WINDOW: Duration = Duration::from_secs(5);
 const SIGNAL_TIMEOUT: Duration = Duration::from_secs(10);
 
 const EXIT_STATUS_HELP: &str = "\
-Exit status: the command's; 128 and the number of the signal that ended it; 2 if it could not be started; 8 if
-the VM or its agent was lost while it ran, or was left.
+Exit status: that of the command; 128 plus the number of the signal that terminated it; 2 if the command could not
+be started; 8 if the connection to the VM or its agent was lost or closed while the command ran.
 
-SIGINT, SIGTERM and SIGHUP go to the command. Three of them within 5 seconds leave it, whatever the guest does;
-with -t so does Ctrl-A x (Ctrl-A Ctrl-A sends one Ctrl-A). One of them leaves it after 10 seconds if the guest
-hangs. A command that is left gets SIGHUP.";
+SIGINT, SIGTERM and SIGHUP are forwarded to the command. Three of them within 5 seconds close the connection,
+regardless of the guest; with -t, so does Ctrl-A x (Ctrl-A Ctrl-A sends Ctrl-A). One of them closes it after
+10 seconds if the guest hangs. The command then gets SIGHUP.
+
+Example: perfvisor exec web perf stat -a sleep 1";
 
 /// `perfvisor exec`.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = EXIT_STATUS_HELP)]
 pub struct ExecArgs {
-    /// The VM, as perfvisor ps shows it.
+    /// Name of the VM, as shown by perfvisor ps.
     #[arg(value_name = "NAME")]
     pub name: String,
-    /// Give the command a terminal; Ctrl-C and window sizes go to it.
+    /// Allocate a terminal for the command. Ctrl-C and changes of the window size are forwarded.
     #[arg(short, long)]
     pub terminal: bool,
-    /// A variable for the command's environment.
+    /// Set a variable in the environment of the command.
     #[arg(short, long = "env", value_name = "K=V", value_parser = parse_variable)]
     pub env: Vec<(String, String)>,
-    /// The command's directory in the guest.
+    /// Run the command in this directory of the guest.
     #[arg(short = 'C', long, value_name = "DIR")]
     pub directory: Option<String>,
-    /// Wait so long for a guest that boots.
+    /// Wait up to this time for a guest that is still booting.
     #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
     pub wait: Option<Duration>,
-    /// The VM's vsock socket, if it was started with --vsock socket=PATH.
+    /// Use the vsock socket at this path, for a VM started with --vsock socket=PATH.
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,
-    /// The command, with its arguments.
+    /// Command with its arguments.
     #[arg(value_name = "COMMAND", required = true, trailing_var_arg = true)]
     pub command: Vec<String>,
 }
@@ -89,10 +91,10 @@ fn parse_variable(text: &str) -> Result<(String, String), VariableError> {
 #[derive(Debug, thiserror::Error)]
 pub enum ExecError {
     #[error(transparent)]
-    Command(#[from] CommandError),
+    Command(#[from] OperatorCommandError),
     #[error(transparent)]
     Guest(#[from] GuestError),
-    #[error("the terminal cannot be made raw")]
+    #[error("cannot set the terminal to raw mode")]
     Terminal(#[source] io::Error),
 }
 
@@ -161,14 +163,14 @@ pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecError> {
     if let (true, Ok(term)) = (args.terminal, std::env::var("TERM")) {
         env.insert(0, ("TERM".to_owned(), term));
     }
-    let stream = way.request_job(AgentOperation::Exec(Exec {
+    let stream = way.request_job(AgentOperation::Exec(ExecRequest {
         argv: args.command.clone(),
         env,
         cwd: args.directory.clone(),
         terminal: args.terminal.then(size),
     }))?;
     // Until the command runs, the signals end this program.
-    let signals = StopSignals::block().map_err(CommandError::Signals)?;
+    let signals = StopSignals::block().map_err(OperatorCommandError::Signals)?;
     let raw = if args.terminal {
         RawModeGuard::enter().map_err(ExecError::Terminal)?
     } else {
@@ -248,7 +250,7 @@ fn serve(
                     .reason
                     .get()
                     .map_or_else(|| error_line(&error), |&why| why.to_owned());
-                say(&format!("perfvisor: {line}\r\n"));
+                say(&format!("perfvisor: error: {line}\r\n"));
                 return Ok(ExitStatus::Internal);
             }
         };
@@ -264,7 +266,7 @@ fn serve(
                 Ok(())
             }
             FrameKind::Exit => {
-                return match serde_json::from_slice::<Exit>(&frame.payload) {
+                return match serde_json::from_slice::<CommandExit>(&frame.payload) {
                     Ok(exit) => Ok(ExitStatus::Command(exit.code())),
                     Err(_) => Err(way.refused(&frame).into()),
                 };

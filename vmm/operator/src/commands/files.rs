@@ -10,7 +10,7 @@ use clap::Args;
 use super::output::{DONE, OutputError, say, written};
 use crate::exit::ExitStatus;
 use crate::input;
-use crate::values::{Labels, parse_labels, parse_percent};
+use crate::values::{ProfileLabels, parse_labels, parse_percent};
 use guest_profile::disk::{DiskBytes, DiskError, GuestDisk};
 use guest_profile::export::symbolize::{Symbolizer, complete_chains};
 use guest_profile::export::{Profile, folded, pprof, reader};
@@ -19,7 +19,7 @@ use kernel_images::image::KernelImage;
 use kernel_images::symbols::KernelSymbols;
 use perf_core::error_line;
 use virtio_devices::disk::config::DiskConfig;
-use virtio_devices::disk::image::ImageError;
+use virtio_devices::disk::image::DiskImageError;
 use virtio_devices::disk::view::DiskView;
 
 /// Maximum size of a kernel image with symbols, in bytes.
@@ -27,20 +27,20 @@ const MAX_VMLINUX: u64 = 2 << 30;
 /// Maximum size of a /proc/kallsyms file, in bytes. Linux needs about ten MiB.
 const MAX_KALLSYMS: u64 = 256 << 20;
 
-/// Where names come from.
+/// Sources of symbols.
 #[derive(Clone, Debug, Default, Args)]
 pub struct SymbolArgs {
-    /// Kernel symbols: text in the form of the guest's /proc/kallsyms.
+    /// Read kernel symbols from a copy of the guest's /proc/kallsyms.
     #[arg(long, value_name = "FILE", conflicts_with = "vmlinux")]
     pub kallsyms: Option<PathBuf>,
-    /// Kernel symbols: the guest's vmlinux.
+    /// Read kernel symbols from the guest's vmlinux.
     #[arg(long, value_name = "FILE")]
     pub vmlinux: Option<PathBuf>,
-    /// The guest's root directory, for the symbols of its programs.
+    /// Read symbols of programs from the guest's root directory.
     #[arg(long, visible_alias = "symfs", value_name = "DIR")]
     pub guestmount: Option<PathBuf>,
-    /// A disk of the guest's with its programs, as with run --disk, for their symbols and unwind tables. It
-    /// is read only, and may be in use.
+    /// Read symbols and unwind tables of programs from a disk of the guest, given as for run
+    /// --disk. The disk is only read, and may be in use.
     #[arg(
         long = "guest-disk",
         value_name = "FILE[,format=qcow2]...",
@@ -49,13 +49,13 @@ pub struct SymbolArgs {
     pub guest_disk: Option<DiskConfig>,
 }
 
-/// Which file, and where names come from.
+/// Recording, and sources of symbols.
 #[derive(Clone, Debug, Args)]
 pub struct FileArgs {
-    /// The file.
+    /// Read this recording.
     #[arg(short, long, value_name = "FILE", default_value = "perf.data")]
     pub input: PathBuf,
-    /// Where names come from.
+    /// Sources of symbols.
     #[command(flatten)]
     pub symbols: SymbolArgs,
 }
@@ -63,22 +63,22 @@ pub struct FileArgs {
 /// `perfvisor flamegraph`.
 #[derive(Clone, Debug, Args)]
 pub struct FlamegraphArgs {
-    /// Which file.
+    /// Recording.
     #[command(flatten)]
     pub file: FileArgs,
-    /// Where to draw; - is standard output.
+    /// Write the graph to this file; - for standard output.
     #[arg(short, long, value_name = "FILE", default_value = "flamegraph.svg")]
     pub output: PathBuf,
     /// Print folded stacks to standard output instead.
     #[arg(long, conflicts_with = "output")]
     pub folded: bool,
-    /// Colour the graph by the change since this older recording: red grew, blue shrank.
+    /// Colour the graph by the change since this older recording: red for growth, blue for decline.
     #[arg(long, value_name = "FILE", conflicts_with = "folded")]
     pub diff: Option<PathBuf>,
-    /// Title of the graph.
+    /// Set the title of the graph.
     #[arg(long, value_name = "TEXT", default_value = "Flame Graph")]
     pub title: String,
-    /// Leave out what is narrower than this share, in percent.
+    /// Hide frames that are narrower than this share, in percent.
     #[arg(long, value_name = "PERCENT", default_value = "0.01", value_parser = parse_percent)]
     pub min_width: f64,
 }
@@ -86,24 +86,25 @@ pub struct FlamegraphArgs {
 /// `perfvisor pprof`.
 #[derive(Clone, Debug, Args)]
 pub struct PprofArgs {
-    /// Which file.
+    /// Recording.
     #[command(flatten)]
     pub file: FileArgs,
-    /// Where to write; - is standard output.
+    /// Write the profile to this file; - for standard output.
     #[arg(short, long, value_name = "FILE", default_value = "profile.pb.gz")]
     pub output: PathBuf,
-    /// Labels of the samples: task, event, vcpu, pid. Samples of a stack that differ in nothing else are one.
+    /// Label samples with task, event, vcpu and pid, or fewer of these. Samples with equal stack
+    /// and labels are merged.
     #[arg(long, value_name = "LIST", default_value = "task,event,vcpu,pid", value_parser = parse_labels)]
-    pub labels: Labels,
+    pub labels: ProfileLabels,
 }
 
 /// Errors of loading symbols from files.
 #[derive(Debug, thiserror::Error)]
 pub enum SymbolsError {
-    #[error("--guestmount {}: it is no directory", .0.display())]
+    #[error("--guestmount {}: not a directory", .0.display())]
     NoDirectory(PathBuf),
     #[error("--guest-disk")]
-    DiskImage(#[source] ImageError),
+    DiskImage(#[source] DiskImageError),
     #[error("--guest-disk {}", path.display())]
     Disk {
         path: PathBuf,
@@ -116,7 +117,7 @@ pub enum SymbolsError {
         #[source]
         source: io::Error,
     },
-    #[error("{}: such a file of symbols has at most {} MiB", path.display(), limit >> 20)]
+    #[error("{}: must be at most {} MiB", path.display(), limit >> 20)]
     TooLarge { path: PathBuf, limit: u64 },
     #[error("{}", path.display())]
     Kallsyms {
@@ -125,8 +126,8 @@ pub enum SymbolsError {
         source: kernel_images::symbols::KallsymsTextError,
     },
     #[error(transparent)]
-    Kernel(#[from] kernel_images::ImageError),
-    #[error("{}: it has no symbols", .0.display())]
+    Kernel(#[from] kernel_images::KernelImageError),
+    #[error("{}: no symbols found", .0.display())]
     Stripped(PathBuf),
 }
 
@@ -137,13 +138,13 @@ pub enum FileError {
     Recording {
         path: PathBuf,
         #[source]
-        source: reader::ReadError,
+        source: reader::ProfileReadError,
     },
     #[error(transparent)]
     Symbols(#[from] SymbolsError),
     #[error(transparent)]
     Output(#[from] OutputError),
-    #[error("{} cannot be written", output_name(path))]
+    #[error("cannot write {}", output_name(path))]
     Write {
         path: PathBuf,
         #[source]
@@ -176,7 +177,11 @@ pub(super) fn read_profile(path: &Path) -> Result<Option<Profile>, FileError> {
     match reader::read_file(path) {
         Ok(profile) => Ok(Some(profile)),
         Err(e) if e.is_empty() => {
-            say(&format!("perfvisor: {}: {}\n", path.display(), error_line(&e)));
+            say(&format!(
+                "perfvisor: warn: {}: {}\n",
+                path.display(),
+                error_line(&e)
+            ));
             Ok(None)
         }
         Err(source) => Err(FileError::Recording {
@@ -417,7 +422,7 @@ mod tests {
         let fail = |_: &mut dyn Write| Err(FileError::write(Path::new("there"))(io::Error::other("why")));
         assert_eq!(
             error_line(&write_to(&file, fail).unwrap_err()),
-            "there cannot be written: why"
+            "cannot write there: why"
         );
         assert!(!file.exists());
         let write = |out: &mut dyn Write| out.write_all(b"x").map_err(FileError::write(&link));
@@ -425,7 +430,7 @@ mod tests {
         assert!(why.contains("No space left"), "{why}");
         assert!(link.is_symlink());
         let of_stdout = FileError::write(Path::new("-"))(io::Error::other("why"));
-        assert_eq!(error_line(&of_stdout), "standard output cannot be written: why");
+        assert_eq!(error_line(&of_stdout), "cannot write standard output: why");
     }
 
     /// The qcow2 image is compressed and has an overlay, as in a VM.
@@ -474,7 +479,7 @@ mod tests {
         }
         // A raw view of the image has no file system, and an overlay without its base is rejected.
         for (disk, what) in [
-            (base.clone(), "no ext4 file system"),
+            (base.clone(), "no readable ext4 file system"),
             (format!("{front},format=qcow2"), "base.qcow2"),
         ] {
             let args = SymbolArgs {
@@ -490,10 +495,7 @@ mod tests {
     #[test]
     fn symbol_file_size_is_bounded() {
         let why = read(Path::new("/dev/zero"), 1 << 20).unwrap_err();
-        assert_eq!(
-            why.to_string(),
-            "/dev/zero: such a file of symbols has at most 1 MiB"
-        );
+        assert_eq!(why.to_string(), "/dev/zero: must be at most 1 MiB");
         assert!(read(Path::new("/dev/null"), 1 << 20).unwrap().is_empty());
     }
 }

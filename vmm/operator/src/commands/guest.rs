@@ -6,9 +6,9 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use control_api::client::ClientError;
-use control_api::place;
+use control_api::socket_dir;
 use guest_agent::PORT;
-use guest_agent::request::{AgentOperation, Request, VERSION};
+use guest_agent::request::{AgentOperation, AgentRequest, VERSION};
 use guest_agent::wire::{Frame, FrameKind, WireError, read_frame, write_frame};
 
 use super::{NAP, connect};
@@ -21,9 +21,7 @@ const TIMEOUT: Duration = Duration::from_secs(40);
 pub enum GuestError {
     #[error(transparent)]
     Client(#[from] ClientError),
-    #[error(
-        "VM '{0}' has no vsock device at its usual place; start it with --vsock, or name its socket by --socket"
-    )]
+    #[error("VM '{0}': vsock socket not found; start the VM with --vsock, or name the socket with --socket")]
     NoVsock(String),
     #[error("{}", path.display())]
     Socket {
@@ -32,12 +30,11 @@ pub enum GuestError {
         source: io::Error,
     },
     #[error(
-        "the guest of VM '{0}' does not answer over vsock: it has not booted that far, or has no driver (Linux: modprobe vmw_vsock_virtio_transport)"
+        "the guest of VM '{0}' does not respond over vsock: it has not booted yet, or has no \
+        driver (Linux: modprobe vmw_vsock_virtio_transport)"
     )]
     NoAnswer(String),
-    #[error(
-        "no agent runs in the guest of VM '{0}': start perfvisor-agent there (docs/guide/exec.md says how to install it)"
-    )]
+    #[error("the guest of VM '{0}' runs no agent; start perfvisor-agent there (see docs/guide/exec.md)")]
     NoAgent(String),
     #[error("VM '{0}' ended while its agent was waited for")]
     Ended(String),
@@ -49,7 +46,7 @@ pub enum GuestError {
         #[source]
         source: WireError,
     },
-    #[error("the command and its environment are longer than the agent takes")]
+    #[error("the command and its environment exceed the limit of the agent")]
     TooLong,
 }
 
@@ -111,7 +108,7 @@ impl AgentAddress {
             }
         };
         let version = VERSION;
-        let request = serde_json::to_vec(&Request { version, job }).map_err(|_| GuestError::TooLong)?;
+        let request = serde_json::to_vec(&AgentRequest { version, job }).map_err(|_| GuestError::TooLong)?;
         write_frame(&mut &stream, FrameKind::Request, &request).map_err(|error| match error.kind() {
             io::ErrorKind::InvalidInput => GuestError::TooLong,
             _ => self.wire(error.into()),
@@ -136,7 +133,7 @@ impl AgentAddress {
             None => {
                 // The error lists the running VMs if this VM does not exist.
                 let name = connect(Some(&self.name), None)?.info().name.clone();
-                place::vsock_path(&place::directory_of(&name), &name)
+                socket_dir::vsock_path(&socket_dir::directory_of(&name), &name)
             }
         };
         let connected = UnixStream::connect(&path).and_then(|stream| {
@@ -186,7 +183,7 @@ impl AgentAddress {
     pub fn refused(&self, frame: &Frame) -> GuestError {
         let why = match frame.kind {
             FrameKind::Refused => frame.text(),
-            kind => format!("its agent sends {kind:?} where that makes no sense"),
+            kind => format!("its agent sent an unexpected frame ({kind:?})"),
         };
         let name = self.name.clone();
         GuestError::Refused { name, why }
@@ -219,7 +216,7 @@ mod tests {
     use std::os::unix::net::UnixListener;
     use std::path::Path;
 
-    use guest_agent::request::Exec;
+    use guest_agent::request::ExecRequest;
 
     use super::*;
 
@@ -232,7 +229,7 @@ mod tests {
     }
 
     fn job() -> AgentOperation {
-        AgentOperation::Exec(Exec {
+        AgentOperation::Exec(ExecRequest {
             argv: vec!["true".into()],
             env: vec![],
             cwd: None,

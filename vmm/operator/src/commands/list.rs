@@ -7,28 +7,28 @@ use std::fmt::Write as _;
 use clap::Args;
 
 use super::countable::CountableEvents;
-use super::{CommandError, DONE, connect, print};
+use super::{DONE, OperatorCommandError, connect, print};
 use crate::exit::ExitStatus;
 use crate::vendor::cpu::CpuName;
 use crate::vendor::{self, EventSelector, PerfError, VendorEvent};
 use control_api::events::names;
 use control_api::nearest::did_you_mean;
-use control_api::protocol::Opened;
+use control_api::protocol::OpenedEvent;
 use control_api::request;
 use perf_core::error_line;
 
 /// `perfvisor list`.
 #[derive(Clone, Debug, Args)]
 pub struct ListArgs {
-    /// Only these kinds of events (hw, cache, sw, pv, kvm, vendor, raw), or those with this text in their
-    /// names, in which * and ? stand for any text and any character, as in 'l1d*miss'.
+    /// Show only these kinds of events (hw, cache, sw, pv, kvm, vendor, raw), or events whose names
+    /// contain this text or match it as a pattern with * and ?, for example 'l1d*miss'.
     #[arg(value_name = "WHAT")]
     pub what: Vec<String>,
-    /// The vendor's events of this processor, as perf names it, in place of this host's: for example
-    /// GenuineIntel-6-8E-9 or AuthenticAMD-25-1-0.
+    /// Show vendor events of this processor, in perf's notation, for example GenuineIntel-6-8E-9 or
+    /// AuthenticAMD-25-1-0 [default: this host's]
     #[arg(long, value_name = "VENDOR-FAMILY-MODEL-STEPPING")]
     pub cpuid: Option<CpuName>,
-    /// Only those of the vendor's events that can be counted of this VM: each is tried.
+    /// Show only vendor events that can be counted on this VM. Each is tested.
     #[arg(long, value_name = "NAME")]
     pub vm: Option<String>,
 }
@@ -57,14 +57,14 @@ const KINDS: [(&str, &str); 7] = [
 #[derive(Debug, thiserror::Error)]
 pub enum ListError {
     #[error(transparent)]
-    Command(#[from] CommandError),
-    #[error("no event has '{0}' in its name{1}; perfvisor list shows all")]
+    Command(#[from] OperatorCommandError),
+    #[error("no event matches '{0}'{1}; perfvisor list shows all events")]
     Nothing(String, String),
-    #[error("no event that is known here has '{0}' in its name, and the vendor's are not known")]
+    #[error("no event matches '{0}', and the vendor's events are unavailable")]
     VendorUnknown(String, #[source] PerfError),
-    #[error("the vendor's events by name are not known")]
+    #[error("the names of the vendor's events are unavailable")]
     NoVendor(#[source] PerfError),
-    #[error("VM {vm} can count none of these {tried} events: {why}")]
+    #[error("VM {vm} cannot count any of these {tried} events: {why}")]
     NoneCounted { vm: String, tried: usize, why: String },
 }
 
@@ -92,7 +92,7 @@ pub fn list<E: Error>(
     for (kind, what) in KINDS.into_iter().filter(|(kind, _)| shows(kind)) {
         let events = match kind {
             "kvm" => statistics().unwrap_or_else(|e| {
-                log::warn!("no KVM statistics: {}", error_line(&e));
+                log::warn!("KVM statistics are unavailable: {}", error_line(&e));
                 Vec::new()
             }),
             VENDOR => match vendor::events_of(&args.cpuid.clone().unwrap_or_else(CpuName::host)) {
@@ -136,9 +136,9 @@ pub fn list<E: Error>(
         });
     }
     if let Some(error) = unknown.filter(|_| words.is_empty()) {
-        log::warn!("no events of the vendor's by name: {}", error_line(&error));
+        log::warn!("the vendor's events are unavailable: {}", error_line(&error));
     }
-    print(&out).map_err(CommandError::from)?;
+    print(&out).map_err(OperatorCommandError::from)?;
     Ok(DONE)
 }
 
@@ -229,15 +229,15 @@ fn counted(
             .iter()
             .map(|(name, select, _)| format!("cpu/{},name={name}/", select.terms()))
             .collect();
-        let mut client = connect(Some(vm), None).map_err(CommandError::from)?;
-        let opened: Vec<Opened> = client
+        let mut client = connect(Some(vm), None).map_err(OperatorCommandError::from)?;
+        let opened: Vec<OpenedEvent> = client
             .call(request::Open {
                 events: list.join(","),
                 vcpus: None,
                 whole: true,
                 sampling: None,
             })
-            .map_err(CommandError::from)?;
+            .map_err(OperatorCommandError::from)?;
         for (event, opened) in some.into_iter().zip(opened) {
             match opened.unsupported {
                 None => can.push(event),

@@ -28,8 +28,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
-use control_api::protocol::Opened;
-use perf_core::ring::ReadError;
+use control_api::protocol::OpenedEvent;
+use perf_core::ring::RingReadError;
 
 use crate::signals::StopSignals;
 use crate::vendor::EventNameError;
@@ -38,7 +38,7 @@ pub(crate) use output::{create_private, is_reader_closed, written};
 
 /// Errors common to several operator commands.
 #[derive(Debug, thiserror::Error)]
-pub enum CommandError {
+pub enum OperatorCommandError {
     #[error(transparent)]
     Client(#[from] ClientError),
     #[error(transparent)]
@@ -47,7 +47,7 @@ pub enum CommandError {
     Symbols(#[from] files::SymbolsError),
     #[error(transparent)]
     Output(#[from] OutputError),
-    #[error("the signals that end it")]
+    #[error("signal handling")]
     Signals(#[source] io::Error),
     #[error("{}", path.display())]
     File {
@@ -55,19 +55,19 @@ pub enum CommandError {
         #[source]
         source: io::Error,
     },
-    #[error("{} cannot be written; name another with -o", path.display())]
+    #[error("cannot write {}; choose another file with -o", path.display())]
     Create {
         path: PathBuf,
         #[source]
         source: io::Error,
     },
-    #[error("'{event}' cannot be sampled here: {why}")]
+    #[error("cannot sample '{event}': {why}")]
     NotSampled { event: String, why: String },
     #[error("the ring of vCPU {vcpu}")]
     Ring {
         vcpu: u32,
         #[source]
-        source: ReadError,
+        source: RingReadError,
     },
     #[error("interrupted before the first sample")]
     Interrupted,
@@ -79,7 +79,7 @@ pub enum CommandError {
     Panicked(String),
 }
 
-impl CommandError {
+impl OperatorCommandError {
     /// Returns a `map_err` function for creating the file at `path`.
     pub fn create(path: &std::path::Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Create {
@@ -110,10 +110,10 @@ fn connect(name: Option<&str>, socket: Option<&Path>) -> Result<Client, ClientEr
 }
 
 /// Checks that all events of a list support sampling.
-fn check_sampling_support(opened: &[Opened]) -> Result<(), CommandError> {
+fn check_sampling_support(opened: &[OpenedEvent]) -> Result<(), OperatorCommandError> {
     match opened.iter().find_map(|o| Some((o, o.unsupported.as_ref()?))) {
         None => Ok(()),
-        Some((event, why)) => Err(CommandError::NotSampled {
+        Some((event, why)) => Err(OperatorCommandError::NotSampled {
             event: event.name.clone(),
             why: why.clone(),
         }),

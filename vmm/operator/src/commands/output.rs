@@ -13,7 +13,7 @@ use crate::exit::ExitStatus;
 pub enum OutputError {
     #[error("standard output")]
     Write(#[source] io::Error),
-    #[error("standard output: no JSON can be made of it")]
+    #[error("standard output: cannot serialize as JSON")]
     Json(#[from] serde_json::Error),
 }
 

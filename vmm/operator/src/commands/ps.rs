@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::{CommandError, DONE, OutputError, one_line, print};
+use super::{DONE, OperatorCommandError, OutputError, one_line, print};
 use crate::exit::ExitStatus;
 use control_api::client::{Client, ClientError};
 use control_api::peer;
-use control_api::place::{self, SocketDir, SocketDirs, SocketError};
 use control_api::protocol::VmInfo;
+use control_api::socket_dir::{self, SocketDir, SocketDirs, SocketError};
 use perf_core::error_line;
 
 /// Time limit for a VM to describe itself.
@@ -20,13 +20,13 @@ const TIMEOUT: Duration = Duration::from_secs(1);
 /// `perfvisor ps`.
 #[derive(Clone, Debug, Args)]
 pub struct PsArgs {
-    /// Print one JSON object for each VM.
+    /// Print one JSON object per VM.
     #[arg(long)]
     pub json: bool,
-    /// Print only their names, for scripts; the VMs are not asked.
+    /// Print only the names, for scripts, without connecting to the VMs.
     #[arg(long, conflicts_with = "json")]
     pub names: bool,
-    /// The VMs of all users, wherever their sockets are, with their users and their sockets.
+    /// List the VMs of all users, with user and socket.
     #[arg(short, long)]
     pub all: bool,
 }
@@ -34,8 +34,8 @@ pub struct PsArgs {
 /// Lists the VMs in this user's default directory, or all VMs. Removes stale sockets of this user.
 ///
 /// # Errors
-/// Returns [`CommandError`] if the directory cannot be read.
-pub fn ps(args: &PsArgs) -> Result<ExitStatus, CommandError> {
+/// Returns [`OperatorCommandError`] if the directory cannot be read.
+pub fn ps(args: &PsArgs) -> Result<ExitStatus, OperatorCommandError> {
     let sockets = if args.all {
         everywhere()
     } else {
@@ -116,9 +116,9 @@ impl VmSocket {
 
 /// Returns the sockets in this user's default directory in sorted order.
 pub(crate) fn in_default_directory() -> Result<Vec<VmSocket>, ClientError> {
-    let dir = place::directory();
-    let found = place::names(&dir)?.into_iter().map(|name| VmSocket {
-        path: place::socket_path(&dir, &name),
+    let dir = socket_dir::directory();
+    let found = socket_dir::names(&dir)?.into_iter().map(|name| VmSocket {
+        path: socket_dir::socket_path(&dir, &name),
         name,
         owner: None,
     });
@@ -133,11 +133,14 @@ pub(crate) fn everywhere() -> Vec<VmSocket> {
         one_line(&dirs.join(", "))
     };
     if !places.closed.is_empty() {
-        log::warn!("only their users or root may look into {}", list(&places.closed));
+        log::warn!(
+            "{}: permission denied; use the directory's user or root",
+            list(&places.closed)
+        );
     }
     if !places.squatted.is_empty() {
         log::warn!(
-            "passed by, because they are another user's than their names say or others may write there: {}",
+            "skipped, because the owner does not match the name or other users may write there: {}",
             list(&places.squatted)
         );
     }

@@ -45,13 +45,13 @@ pub struct ReportArgs {
     /// Which file.
     #[command(flatten)]
     pub file: FileArgs,
-    /// Columns to group by: comm, pid, vcpu, dso, sym.
+    /// Group by these columns: comm, pid, vcpu, dso, sym.
     #[arg(short, long, value_name = "KEYS", default_value = "comm,dso,sym", value_parser = parse_sort)]
     pub sort: SortKeys,
     /// Columns to print: overhead, sample, period and those of --sort, which they replace.
     #[arg(short = 'F', long, value_name = "LIST", value_parser = parse_columns)]
     pub fields: Option<ReportColumns>,
-    /// Leave out what is below this share, in percent.
+    /// Hide rows with less than this share, in percent.
     #[arg(long, value_name = "PERCENT", default_value = "0", value_parser = parse_percent)]
     pub percent_limit: f64,
     /// Print the call chains below each row: callee (from the function to its callers) or caller (from the

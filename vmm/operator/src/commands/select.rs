@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::CommandError;
+use super::OperatorCommandError;
 use super::ps::{self, VmSocket};
 use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
 
@@ -56,17 +56,17 @@ impl ControlGroup {
     /// Parses a path below the root of the hierarchy, or the path of the group's directory.
     ///
     /// # Errors
-    /// Returns [`CommandError::NoCgroup`] if there is no such group.
-    pub(super) fn parse(text: &str) -> Result<Self, CommandError> {
+    /// Returns [`OperatorCommandError::NoCgroup`] if there is no such group.
+    pub(super) fn parse(text: &str) -> Result<Self, OperatorCommandError> {
         Self::below(Path::new("/sys/fs/cgroup"), text)
     }
 
-    fn below(root: &Path, text: &str) -> Result<Self, CommandError> {
+    fn below(root: &Path, text: &str) -> Result<Self, OperatorCommandError> {
         let inside = Path::new(text).strip_prefix(root).unwrap_or(Path::new(text));
         let inside = inside.strip_prefix("/").unwrap_or(inside);
         let hybrid: PathBuf = root.join("unified");
         if ![root, &hybrid].iter().any(|root| root.join(inside).is_dir()) {
-            return Err(CommandError::NoCgroup(text.to_owned()));
+            return Err(OperatorCommandError::NoCgroup(text.to_owned()));
         }
         let inside = inside.to_string_lossy();
         Ok(Self(format!("/{}", inside.trim_end_matches('/'))))

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 
 use control_api::peer;
 
-use super::http::{Host, Reply, Request};
+use super::http::{HostHeader, HttpRequest, Reply};
 
 /// Tables of TCP sockets of this network namespace (proc(5)).
 const TABLES: [&str; 2] = ["/proc/net/tcp", "/proc/net/tcp6"];
@@ -45,7 +45,7 @@ pub enum AccessError {
 
 /// The connection that a request arrived on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Origin {
+pub enum RequestOrigin {
     /// TCP connection.
     Tcp {
         peer: SocketAddr,
@@ -95,8 +95,8 @@ impl AccessRules {
     ///
     /// # Errors
     /// Returns the reply that refuses the request.
-    pub fn check(&self, request: &Request, origin: Origin) -> Result<(), Reply> {
-        let Origin::Tcp { peer, local } = origin else {
+    pub fn check(&self, request: &HttpRequest, origin: RequestOrigin) -> Result<(), Reply> {
+        let RequestOrigin::Tcp { peer, local } = origin else {
             return Ok(());
         };
         if !self.knows_host(&request.host) {
@@ -128,12 +128,12 @@ impl AccessRules {
         }
     }
 
-    fn knows_host(&self, host: &Host) -> bool {
+    fn knows_host(&self, host: &HostHeader) -> bool {
         let name = match host {
             // Every browser sends the field.
-            Host::Absent => return true,
-            Host::Invalid => return false,
-            Host::Named(host) => host.to_ascii_lowercase(),
+            HostHeader::Absent => return true,
+            HostHeader::Invalid => return false,
+            HostHeader::Named(host) => host.to_ascii_lowercase(),
         };
         let (name, port) = match name.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
             Some((address, port)) => return address.parse::<Ipv6Addr>().is_ok() && is_port(port),
@@ -279,8 +279,8 @@ mod tests {
 
     use super::*;
 
-    fn request(host: Host, bearer: Option<&str>) -> Request {
-        Request {
+    fn request(host: HostHeader, bearer: Option<&str>) -> HttpRequest {
+        HttpRequest {
             head_only: false,
             path: "/metrics".into(),
             parameters: Vec::new(),
@@ -300,7 +300,7 @@ mod tests {
     #[test]
     fn hosts_are_addresses_or_known_names() {
         let access = access(None);
-        let knows = |host: &str| access.knows_host(&Host::Named(host.into()));
+        let knows = |host: &str| access.knows_host(&HostHeader::Named(host.into()));
         for good in [
             "127.0.0.1:9465",
             "10.0.0.7",
@@ -324,7 +324,7 @@ mod tests {
         ] {
             assert!(!knows(bad), "{bad}");
         }
-        assert!(access.knows_host(&Host::Absent) && !access.knows_host(&Host::Invalid));
+        assert!(access.knows_host(&HostHeader::Absent) && !access.knows_host(&HostHeader::Invalid));
     }
 
     /// The kernel's table shows the test's connection in both directions.
@@ -340,16 +340,18 @@ mod tests {
             let client = TcpStream::connect(local).unwrap();
             let (_served, peer) = listener.accept().unwrap();
             assert_eq!(owner_of(peer, local).unwrap(), Some(peer::own_uid()));
-            let origin = Origin::Tcp { peer, local };
+            let origin = RequestOrigin::Tcp { peer, local };
             let mut access = access(None);
-            access.check(&request(Host::Absent, None), origin).unwrap();
+            access.check(&request(HostHeader::Absent, None), origin).unwrap();
             access.users = vec![peer::own_uid().wrapping_add(1)];
-            let refused = access.check(&request(Host::Absent, None), origin).unwrap_err();
+            let refused = access
+                .check(&request(HostHeader::Absent, None), origin)
+                .unwrap_err();
             assert_eq!(refused.status, 403);
             // The token replaces the user check.
             access.token = Some("0123456789abcdef".into());
             access
-                .check(&request(Host::Absent, Some("0123456789abcdef")), origin)
+                .check(&request(HostHeader::Absent, Some("0123456789abcdef")), origin)
                 .unwrap();
             drop(client);
         }
@@ -378,9 +380,9 @@ mod tests {
     #[test]
     fn non_loopback_addresses_require_token() {
         let [peer, local] = ["10.0.0.9:40000", "10.0.0.7:9465"].map(|text| text.parse().unwrap());
-        let origin = Origin::Tcp { peer, local };
+        let origin = RequestOrigin::Tcp { peer, local };
         let status = |access: &AccessRules, bearer| {
-            let host = Host::Named("10.0.0.7:9465".into());
+            let host = HostHeader::Named("10.0.0.7:9465".into());
             access
                 .check(&request(host, bearer), origin)
                 .map_err(|reply| reply.status)

@@ -81,7 +81,7 @@ fn remove_if_left_behind(path: &Path) -> io::Result<()> {
     }
     flock(&directory, FlockOperation::NonBlockingLockExclusive)?;
     fs::remove_dir_all(path)?;
-    log::info!("removed {}, which an exporter left behind", path.display());
+    log::info!("removed {}, left over from an earlier exporter", path.display());
     Ok(())
 }
 

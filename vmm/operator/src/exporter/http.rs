@@ -24,7 +24,7 @@ pub const TEXT: &str = "text/plain; charset=utf-8";
 
 /// The `Host` field of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Host {
+pub enum HostHeader {
     /// The field is missing.
     Absent,
     /// The field is duplicate or malformed.
@@ -35,7 +35,7 @@ pub enum Host {
 
 /// A parsed request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Request {
+pub struct HttpRequest {
     /// `true` for HEAD requests, which need no body.
     pub head_only: bool,
     /// Path of the request target, without the query.
@@ -43,12 +43,12 @@ pub struct Request {
     /// Query parameters, as names and values.
     pub parameters: Vec<(String, String)>,
     /// The `Host` field.
-    pub host: Host,
+    pub host: HostHeader,
     /// Token of `Authorization: Bearer TOKEN` (RFC 6750).
     pub bearer: Option<String>,
 }
 
-impl Request {
+impl HttpRequest {
     /// Returns the value of a query parameter.
     pub fn parameter(&self, name: &str) -> Option<&str> {
         let found = self.parameters.iter().find(|(key, _)| key == name);
@@ -57,7 +57,7 @@ impl Request {
 }
 
 /// Parses the head of a request. Returns `None` if the head is incomplete.
-pub fn parse(bytes: &[u8]) -> Option<Result<Request, Reply>> {
+pub fn parse(bytes: &[u8]) -> Option<Result<HttpRequest, Reply>> {
     let mut fields = [httparse::EMPTY_HEADER; MAX_FIELDS];
     let mut request = httparse::Request::new(&mut fields);
     let too_long = || {
@@ -88,15 +88,15 @@ pub fn parse(bytes: &[u8]) -> Option<Result<Request, Reply>> {
         .map(|(_, token)| token.trim().to_owned());
     let mut hosts = fields().filter(|field| field.name.eq_ignore_ascii_case("host"));
     let host = match (hosts.next(), hosts.next()) {
-        (None, _) => Host::Absent,
+        (None, _) => HostHeader::Absent,
         (Some(field), None) => match std::str::from_utf8(field.value) {
-            Ok(host) if is_host(host) => Host::Named(host.to_owned()),
-            _ => Host::Invalid,
+            Ok(host) if is_host(host) => HostHeader::Named(host.to_owned()),
+            _ => HostHeader::Invalid,
         },
-        (Some(_), Some(_)) => Host::Invalid,
+        (Some(_), Some(_)) => HostHeader::Invalid,
     };
     let parameters = parse_form(query.as_bytes()).take(MAX_PARAMETERS);
-    Some(Ok(Request {
+    Some(Ok(HttpRequest {
         head_only: method == "HEAD",
         path: path.to_owned(),
         parameters: parameters
@@ -195,7 +195,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn get(target: &str) -> Request {
+    fn get(target: &str) -> HttpRequest {
         let text = format!("GET {target} HTTP/1.1\r\nhost: h-1.example:9465\r\n\r\n");
         parse(text.as_bytes()).unwrap().unwrap()
     }
@@ -208,7 +208,7 @@ mod tests {
         assert_eq!(request.parameter("seconds"), Some("5"));
         assert_eq!(request.parameter("event"), Some("cycles:u"));
         assert_eq!((request.parameter("x"), request.parameter("y")), (Some(""), None));
-        assert_eq!(request.host, Host::Named("h-1.example:9465".into()));
+        assert_eq!(request.host, HostHeader::Named("h-1.example:9465".into()));
         assert!(!request.head_only && get("/metrics").parameters.is_empty());
     }
 
@@ -229,13 +229,13 @@ mod tests {
             let text = format!("GET / HTTP/1.1\r\n{fields}\r\n");
             parse(text.as_bytes()).unwrap().unwrap().host
         };
-        assert_eq!(host("Host: a\"b\r\n"), Host::Invalid);
-        assert_eq!(host("Host: a\r\nhost: a\r\n"), Host::Invalid);
-        assert_eq!(host(""), Host::Absent);
+        assert_eq!(host("Host: a\"b\r\n"), HostHeader::Invalid);
+        assert_eq!(host("Host: a\r\nhost: a\r\n"), HostHeader::Invalid);
+        assert_eq!(host(""), HostHeader::Absent);
     }
 
     #[test]
-    fn a_bearer_token_is_read() {
+    fn bearer_token_is_read() {
         let bearer = |value: &str| {
             let text = format!("GET / HTTP/1.1\r\nAuthorization: {value}\r\n\r\n");
             parse(text.as_bytes()).unwrap().unwrap().bearer
@@ -266,7 +266,7 @@ mod tests {
         }
 
         #[test]
-        fn no_bytes_make_the_parser_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        fn parser_survives_random_bytes(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let _ = parse(&bytes);
             let _ = parse(&[b"GET /?", bytes.as_slice(), b" HTTP/1.1\r\n\r\n"].concat());
         }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use sandbox::paths;
 
-use super::access::Origin;
+use super::access::RequestOrigin;
 
 /// Maximum length of a Unix socket path, in bytes (unix(7): `sun_path` has 108 with the NUL).
 const MAX_PATH: usize = 107;
@@ -31,9 +31,9 @@ pub enum ListenAddress {
 /// Errors of parsing an [`ListenAddress`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ListenAddressError {
-    #[error("must be an IP address with a port, as in 127.0.0.1:9465, or unix:PATH")]
+    #[error("must be an IP address with a port, for example 127.0.0.1:9465, or unix:PATH")]
     Shape,
-    #[error("the path of a Unix socket has 1 to {MAX_PATH} bytes")]
+    #[error("the path of a Unix socket must have between 1 and {MAX_PATH} bytes")]
     Path,
 }
 
@@ -151,13 +151,13 @@ impl ClientStream {
     ///
     /// # Errors
     /// Returns an error if the client has disconnected.
-    pub fn origin(&self) -> io::Result<Origin> {
+    pub fn origin(&self) -> io::Result<RequestOrigin> {
         Ok(match self {
-            Self::Tcp(stream) => Origin::Tcp {
+            Self::Tcp(stream) => RequestOrigin::Tcp {
                 peer: stream.peer_addr()?,
                 local: stream.local_addr()?,
             },
-            Self::Unix(_) => Origin::Unix,
+            Self::Unix(_) => RequestOrigin::Unix,
         })
     }
 

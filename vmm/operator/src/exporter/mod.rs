@@ -8,7 +8,7 @@
 //! | `http` | request heads and replies |
 //! | `server` | connection limits and request handlers |
 //! | `vms` | VM discovery, and one thread per VM that queries it |
-//! | `standing` | back-off for VMs that fail to answer |
+//! | `back_off` | back-off for VMs that fail to answer |
 //! | `profile` | profiles, each produced by a separate process |
 //! | `snapshot` | names and values of the metrics of one scrape |
 //! | `directory` | temporary directories of profiles |
@@ -17,13 +17,13 @@
 //! and holds no capability.
 
 mod access;
+mod back_off;
 mod directory;
 mod http;
 mod listen;
 mod profile;
 mod server;
 mod snapshot;
-mod standing;
 mod vms;
 
 use std::io;
@@ -43,7 +43,7 @@ use crate::vendor::{self, EventNameError};
 use access::{AccessError, AccessRules};
 use listen::{ExporterListener, ListenAddress};
 use server::Exporter;
-use vms::Vms;
+use vms::HostVms;
 
 /// Default of `--events`. None of these events occupies a counter of the host PMU.
 const DEFAULT_EVENTS: &str =
@@ -56,30 +56,30 @@ const END_TIME: Duration = Duration::from_secs(2);
 /// `perfvisor exporter`.
 #[derive(Clone, Debug, Args)]
 pub struct ExporterArgs {
-    /// Where to listen: an IP address with a port (0: the host chooses one), or unix:PATH, which the user and
-    /// the group may connect to. At a loopback address only this user, root and --allow-user are served; at
-    /// another address whoever can connect, unless --token-file is given.
+    /// Listen at this address: an IP address with a port (0: any free one), or unix:PATH, to which
+    /// the user and the group may connect. At a loopback address, only this user, root and
+    /// --allow-user are served; at any other address every client, unless --token-file is given.
     #[arg(long, value_name = "ADDR:PORT|unix:PATH", default_value = "127.0.0.1:9465")]
     pub listen: ListenAddress,
-    /// Only the VMs that have a socket for observers in this directory (perfvisor run --observers
-    /// DIR/NAME.look), whoever's they are: they are counted, and have no profiles.
+    /// Serve only VMs with an observer socket in this directory (perfvisor run --observers
+    /// DIR/NAME.look), of any user. They have metrics but no profiles.
     #[arg(long, value_name = "DIR")]
     pub vms: Option<PathBuf>,
-    /// Serve only VMs of these users, each a name or a numeric user ID. Default: VMs of all users.
+    /// Serve only VMs of these users, each a name or a numeric user ID [default: VMs of all users]
     #[arg(long, value_name = "USER", value_delimiter = ',')]
     pub vm_owner: Vec<String>,
-    /// Serve clients of these users at a loopback address, each a name or a numeric user ID, for example
-    /// prometheus. The exporter's own user and root are always served.
+    /// Serve clients of these users at a loopback address, each a name or a numeric user ID, for
+    /// example prometheus. The exporter's own user and root are always served.
     #[arg(long, value_name = "USER", value_delimiter = ',')]
     pub allow_user: Vec<String>,
     /// Accept these names in the Host field of requests over TCP, for example a name in the DNS. IP
     /// addresses, localhost and the host's own name are always accepted.
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     pub allow_host: Vec<String>,
-    /// Serve whoever sends the token in this file (Authorization: Bearer TOKEN).
+    /// Serve every client that sends the token in this file (Authorization: Bearer TOKEN).
     #[arg(long, value_name = "FILE")]
     pub token_file: Option<PathBuf>,
-    /// Events that are counted for the metrics of each VM, in perf's syntax.
+    /// Count these events, in perf's syntax, for the metrics of each VM.
     #[arg(long, value_name = "LIST", default_value = DEFAULT_EVENTS)]
     pub events: String,
 }
@@ -91,19 +91,19 @@ pub enum ExporterError {
     Events(#[from] EventNameError),
     #[error(transparent)]
     AccessRules(#[from] AccessError),
-    #[error("--listen {address}: nothing can be served there{}", remedy(.source))]
+    #[error("--listen {address}: cannot listen{}", remedy(.source))]
     Listen {
         address: ListenAddress,
         #[source]
         source: io::Error,
     },
-    #[error("--vms {}: it cannot be read; make a directory that the exporter's user may read", dir.display())]
+    #[error("--vms {}: cannot read the directory; make it readable for the exporter's user", dir.display())]
     NoDirectory {
         dir: PathBuf,
         #[source]
         source: io::Error,
     },
-    #[error("the signals that end it")]
+    #[error("signal handling")]
     Signals(#[source] io::Error),
 }
 
@@ -127,7 +127,8 @@ fn look_into(dir: &Path) -> Result<(), ExporterError> {
     let mode = meta.permissions().mode();
     if mode & 0o022 != 0 && mode & 0o1000 == 0 {
         log::warn!(
-            "--vms {}: whoever may write there can remove others' sockets; chmod +t keeps them from it",
+            "--vms {}: users with write permission can remove sockets of others; prevent this with \
+            chmod +t",
             dir.display()
         );
     }
@@ -164,12 +165,12 @@ pub fn exporter(args: &ExporterArgs) -> Result<ExitStatus, ExporterError> {
         && args.token_file.is_none()
     {
         log::warn!(
-            "--listen {at}: whoever reaches it reads all metrics and has profiles made; use --token-file, or keep \
-             others out by a firewall or a proxy"
+            "--listen {at}: every client that can connect may read all metrics and take profiles; \
+            use --token-file, a firewall or a proxy"
         );
     }
     log::info!("serving at {address}");
-    let vms = Vms::new(events, args.vms.clone(), owners);
+    let vms = HostVms::new(events, args.vms.clone(), owners);
     let exporter = Arc::new(Exporter::new(vms, access, address.to_string()));
     while signals.take().is_none() {
         let wait = Timespec {
@@ -191,7 +192,7 @@ pub fn exporter(args: &ExporterArgs) -> Result<ExitStatus, ExporterError> {
                 ) => {}
             Err(e) => {
                 // The most likely cause is that no descriptor is free.
-                log::warn!("accept: {}; no new connections for a moment", error_line(&e));
+                log::warn!("accept: {}; new connections are delayed", error_line(&e));
                 std::thread::sleep(SIGNAL_POLL_INTERVAL);
             }
         }

@@ -17,7 +17,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
 
 use super::directory::ProfileDirectory;
-use super::http::{Reply, Request};
+use super::http::{HttpRequest, Reply};
 use super::listen::ClientStream;
 use super::vms::VmTarget;
 use crate::commands::one_line;
@@ -71,7 +71,7 @@ struct ProfileRequest {
 }
 
 impl ProfileRequest {
-    fn of(request: &Request) -> Result<Self, Reply> {
+    fn of(request: &HttpRequest) -> Result<Self, Reply> {
         let number = |name: &str, default: u64, most: u64| match request.parameter(name) {
             None => Ok(default),
             Some(text) => match text.parse() {
@@ -134,7 +134,7 @@ impl Profiles {
     /// exporter exits.
     pub fn make(
         &self,
-        request: &Request,
+        request: &HttpRequest,
         target: &VmTarget,
         stream: &ClientStream,
         stop: &AtomicBool,
@@ -238,7 +238,13 @@ fn run(
     if !status.success() {
         let said = String::from_utf8_lossy(&said);
         let line = said.lines().last().unwrap_or("it said nothing");
-        let why = format!("no profile: {}", one_line(line.trim_start_matches("perfvisor: ")));
+        let why = format!(
+            "no profile: {}",
+            one_line(
+                line.trim_start_matches("perfvisor: ")
+                    .trim_start_matches("error: ")
+            )
+        );
         return Err(Reply::refusal(502, &why));
     }
     if out.len() as u64 > MAX_PROFILE {
@@ -290,7 +296,7 @@ mod tests {
     use super::super::http;
     use super::*;
 
-    fn request(query: &str) -> Request {
+    fn request(query: &str) -> HttpRequest {
         let text = format!("GET /debug/pprof/profile?{query} HTTP/1.1\r\n\r\n");
         http::parse(text.as_bytes()).unwrap().unwrap()
     }

@@ -15,11 +15,11 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 
 use super::access::AccessRules;
-use super::http::{self, Host, OPENMETRICS, Reply, Request, TEXT};
+use super::http::{self, HostHeader, HttpRequest, OPENMETRICS, Reply, TEXT};
 use super::listen::ClientStream;
 use super::profile::Profiles;
-use super::snapshot::{self, Labels, MetricFamilies, Snapshot};
-use super::vms::{VmTarget, Vms};
+use super::snapshot::{self, MetricFamilies, MetricLabels, Snapshot};
+use super::vms::{HostVms, VmTarget};
 
 /// Maximum number of concurrent connections.
 const MAX_CONNECTIONS: usize = 64;
@@ -37,7 +37,7 @@ const MAX_SCRAPE_AGE: Duration = Duration::from_millis(500);
 
 /// The state that all connections share.
 pub struct Exporter {
-    vms: Vms,
+    vms: HostVms,
     access: AccessRules,
     profiles: Profiles,
     /// Address of the listening socket, for requests without a `Host` field.
@@ -83,7 +83,7 @@ impl Drop for HttpConnectionSlot {
 
 impl Exporter {
     /// Creates an exporter at `address` that serves the clients allowed by `access`.
-    pub fn new(vms: Vms, access: AccessRules, address: String) -> Self {
+    pub fn new(vms: HostVms, access: AccessRules, address: String) -> Self {
         Self {
             vms,
             access,
@@ -126,7 +126,7 @@ impl Exporter {
         };
         let serve = move || slot.exporter.clone().serve(stream, &slot);
         if let Err(e) = thread::Builder::new().name("http".into()).spawn(serve) {
-            log::warn!("no thread for a connection: {e}");
+            log::warn!("cannot start the thread of a connection: {e}");
         }
     }
 
@@ -180,7 +180,7 @@ impl Exporter {
         }
     }
 
-    fn answer(&self, request: &Request, stream: &ClientStream) -> Reply {
+    fn answer(&self, request: &HttpRequest, stream: &ClientStream) -> Reply {
         match request.path.as_str() {
             "/metrics" => self.metrics(request),
             "/debug/pprof/profile" => match self.one(request) {
@@ -200,7 +200,7 @@ impl Exporter {
     }
 
     /// Returns the requested VM, or the only VM if the request names none.
-    fn one(&self, request: &Request) -> Result<VmTarget, Reply> {
+    fn one(&self, request: &HttpRequest) -> Result<VmTarget, Reply> {
         let (targets, _) = self.vms.targets();
         match request.parameter("vm") {
             Some(label) => {
@@ -215,7 +215,7 @@ impl Exporter {
         }
     }
 
-    fn metrics(&self, request: &Request) -> Reply {
+    fn metrics(&self, request: &HttpRequest) -> Reply {
         if request.parameter("vm").is_some() {
             return match self.one(request) {
                 Ok(target) => Reply::ok(OPENMETRICS, self.encode_metrics(&[target], None).into_bytes()),
@@ -244,7 +244,7 @@ impl Exporter {
     fn encode_metrics(&self, targets: &[VmTarget], closed: Option<usize>) -> String {
         let asked = self.vms.ask(targets);
         let mut own = MetricFamilies::default();
-        let of_vm = |label: &str| -> Labels { vec![("vm", label.to_owned())] };
+        let of_vm = |label: &str| -> MetricLabels { vec![("vm", label.to_owned())] };
         let up = |snapshot: &Option<Snapshot>| if snapshot.is_some() { 1.0 } else { 0.0 };
         own.gauges(
             "exporter_vm_up",
@@ -262,7 +262,7 @@ impl Exporter {
                 .collect(),
         );
         if let Some(closed) = closed {
-            let help = "Directories of VMs that the exporter may not look into.";
+            let help = "Socket directories that the exporter may not read.";
             own.gauges(
                 "exporter_closed_places",
                 help,
@@ -276,14 +276,14 @@ impl Exporter {
                 "Times that all VMs were asked.",
                 one(&self.scrapes),
             );
-            let help = "Connections that were refused, or got something else than they asked for.";
+            let help = "Connections that were refused or got an error response.";
             own.counts("exporter_refused", help, one(&self.refused));
             own.counts(
                 "exporter_profiles",
                 "Profiles that were made.",
                 one(&self.profiles.made),
             );
-            let help = "Profiles that were refused or not made to the end.";
+            let help = "Profiles that were refused or not completed.";
             own.counts("exporter_profiles_failed", help, one(&self.profiles.failed));
         }
         // The budget shares are held until the text is complete.
@@ -293,10 +293,10 @@ impl Exporter {
     }
 
     /// Returns the VMs in the format of Prometheus' HTTP service discovery.
-    fn discovery(&self, request: &Request) -> Reply {
+    fn discovery(&self, request: &HttpRequest) -> Reply {
         let here = match &request.host {
-            Host::Named(host) => host,
-            Host::Absent | Host::Invalid => &self.address,
+            HostHeader::Named(host) => host,
+            HostHeader::Absent | HostHeader::Invalid => &self.address,
         };
         let (targets, _) = self.vms.targets();
         let list: Vec<_> = targets
@@ -321,7 +321,7 @@ impl Exporter {
 
 /// Reads the head of a request. Returns the refusal of an invalid request, or `None` if the client
 /// has disconnected.
-fn head(stream: &mut ClientStream) -> Option<Result<Request, Reply>> {
+fn head(stream: &mut ClientStream) -> Option<Result<HttpRequest, Reply>> {
     let until = Instant::now() + HEAD_TIME;
     let (mut bytes, mut chunk) = (Vec::new(), [0; 2048]);
     loop {

@@ -9,13 +9,13 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 
 use control_api::counts::{ContextCounts, VcpuCounts};
-use control_api::protocol::{EventReading, Opened, VcpuView, VmInfo, VmState};
+use control_api::protocol::{EventReading, OpenedEvent, VcpuView, VmInfo, VmState};
 
 /// Event from which the steal metric is computed.
 const STEAL_EVENT: &str = "steal-ns";
 
 /// Operator events and their readings.
-pub type EventReadings = Vec<(Opened, EventReading)>;
+pub type EventReadings = Vec<(OpenedEvent, EventReading)>;
 /// Steal time of each vCPU, in nanoseconds, for the vCPUs that report it.
 pub type StealTimes = Vec<(u32, u64)>;
 
@@ -44,7 +44,7 @@ pub fn with_steal(events: &str) -> String {
 
 /// Removes duplicate events, which would produce duplicate series. Returns the operator events that
 /// cannot be counted, with the reasons.
-pub fn remove_duplicates(opened: &mut Vec<Opened>) -> Vec<(String, String)> {
+pub fn remove_duplicates(opened: &mut Vec<OpenedEvent>) -> Vec<(String, String)> {
     let mut seen = HashSet::new();
     opened.retain(|o| seen.insert((o.index > 0, o.vcpu, o.name.clone())));
     let told = opened.iter().filter(|o| o.index > 0);
@@ -56,7 +56,7 @@ pub fn remove_duplicates(opened: &mut Vec<Opened>) -> Vec<(String, String)> {
 ///
 /// Returns the operator's events, with one series per vCPU or one for an event of the VM, and the
 /// steal time of each vCPU in nanoseconds.
-pub fn by_vcpu(opened: &[Opened], readings: &[EventReading]) -> (EventReadings, StealTimes) {
+pub fn by_vcpu(opened: &[OpenedEvent], readings: &[EventReading]) -> (EventReadings, StealTimes) {
     let (mut events, mut steal_ns) = (Vec::new(), Vec::new());
     for event in opened {
         let Some(reading) = readings.iter().find(|r| Some(r.handle) == event.handle) else {
@@ -69,7 +69,7 @@ pub fn by_vcpu(opened: &[Opened], readings: &[EventReading]) -> (EventReadings, 
         let parts = reading.vcpus.iter().filter_map(|part| {
             let vcpu = Some(part.vcpu);
             Some((
-                Opened {
+                OpenedEvent {
                     vcpu,
                     ..event.clone()
                 },
@@ -107,16 +107,16 @@ pub fn seconds() -> Unit {
 }
 
 /// Names and values of labels.
-pub type Labels = Vec<(&'static str, String)>;
+pub type MetricLabels = Vec<(&'static str, String)>;
 
 /// The series of a metric family.
 #[derive(Debug)]
 enum MetricSeries {
-    Counts(Vec<(Labels, u64)>),
+    Counts(Vec<(MetricLabels, u64)>),
     /// Counters in nanoseconds, exported in seconds.
-    Seconds(Vec<(Labels, u64)>),
-    Gauges(Vec<(Labels, f64)>),
-    Infos(Vec<Labels>),
+    Seconds(Vec<(MetricLabels, u64)>),
+    Gauges(Vec<(MetricLabels, f64)>),
+    Infos(Vec<MetricLabels>),
 }
 
 #[derive(Debug)]
@@ -139,12 +139,12 @@ pub struct MetricFamilies {
 
 impl MetricFamilies {
     /// Adds counters.
-    pub fn counts(&mut self, name: &'static str, help: &'static str, series: Vec<(Labels, u64)>) {
+    pub fn counts(&mut self, name: &'static str, help: &'static str, series: Vec<(MetricLabels, u64)>) {
         self.add(name, help, None, MetricSeries::Counts(series));
     }
 
     /// Adds counters in nanoseconds, exported in seconds.
-    pub fn seconds(&mut self, name: &'static str, help: &'static str, series: Vec<(Labels, u64)>) {
+    pub fn seconds(&mut self, name: &'static str, help: &'static str, series: Vec<(MetricLabels, u64)>) {
         self.add(name, help, Some(Unit::Seconds), MetricSeries::Seconds(series));
     }
 
@@ -154,14 +154,14 @@ impl MetricFamilies {
         name: &'static str,
         help: &'static str,
         unit: Option<Unit>,
-        series: Vec<(Labels, f64)>,
+        series: Vec<(MetricLabels, f64)>,
     ) {
         self.add(name, help, unit, MetricSeries::Gauges(series));
     }
 
     fn add(&mut self, name: &'static str, help: &'static str, unit: Option<Unit>, mut series: MetricSeries) {
         let vm = self.vm.as_ref();
-        let label = |labels: &mut Labels| labels.splice(..0, vm.map(|vm| ("vm", vm.clone()))).count();
+        let label = |labels: &mut MetricLabels| labels.splice(..0, vm.map(|vm| ("vm", vm.clone()))).count();
         let empty = match &mut series {
             MetricSeries::Counts(list) | MetricSeries::Seconds(list) => {
                 list.iter_mut().for_each(|(labels, _)| _ = label(labels));
@@ -201,7 +201,7 @@ impl MetricFamilies {
             }
             (MetricSeries::Gauges(to), MetricSeries::Gauges(from)) => to.extend(from),
             (MetricSeries::Infos(to), MetricSeries::Infos(from)) => to.extend(from),
-            _ => log::error!("metrics: {name} is a family of two kinds"),
+            _ => log::error!("metrics: {name} has two types"),
         }
     }
 }
@@ -209,7 +209,7 @@ impl MetricFamilies {
 /// Encodes a series. A series without labels has no braces.
 fn labelled(
     out: &mut MetricEncoder<'_>,
-    labels: &Labels,
+    labels: &MetricLabels,
     encode: impl FnOnce(&mut MetricEncoder<'_>) -> fmt::Result,
 ) -> fmt::Result {
     if labels.is_empty() {
@@ -282,14 +282,14 @@ impl Snapshot {
 
     fn encode_vm(&self, out: &mut MetricFamilies) {
         let vm = &self.vm;
-        let info: Labels = vec![
+        let info: MetricLabels = vec![
             ("version", vm.version.clone()),
             ("pmu", vm.pmu.clone()),
             ("guest", vm.guest.clone()),
         ];
         let infos = MetricSeries::Infos(vec![info]);
         out.add("vm", "The VM and what runs in it.", None, infos);
-        let one = |value| vec![(Labels::new(), value)];
+        let one = |value| vec![(MetricLabels::new(), value)];
         out.gauges(
             "vm_uptime",
             "Time since the VM was started.",
@@ -304,18 +304,18 @@ impl Snapshot {
             one(paused),
         );
         out.gauges("vm_vcpus", "Number of vCPUs.", None, one(f64::from(vm.vcpus)));
-        let help = "Most vCPUs the VM may have.";
+        let help = "Maximum number of vCPUs.";
         out.gauges("vm_vcpus_max", help, None, one(f64::from(vm.max_vcpus)));
     }
 
     /// Returns one series per vCPU.
-    fn each(&self, of: impl Fn(&VcpuCounts) -> u64) -> Vec<(Labels, u64)> {
+    fn each(&self, of: impl Fn(&VcpuCounts) -> u64) -> Vec<(MetricLabels, u64)> {
         let series = |vcpu: &VcpuCounts| (vec![vcpu_label(vcpu.vcpu)], of(vcpu));
         self.vcpus.iter().map(series).collect()
     }
 
     fn encode_loop(&self, out: &mut MetricFamilies) {
-        let help = "Returns of KVM_RUN to Perfvisor, for whatever reason.";
+        let help = "Returns of KVM_RUN to Perfvisor, for any reason.";
         out.counts("vcpu_exits", help, self.each(|c| c.exits));
         let mut kinds = Vec::new();
         for vcpu in &self.vcpus {
@@ -328,7 +328,7 @@ impl Snapshot {
             "Exits to Perfvisor by what caused them.",
             kinds,
         );
-        let help = "Accesses to PMU registers that were answered with a general protection fault.";
+        let help = "Accesses to PMU registers that raised a general protection fault.";
         out.counts("vcpu_register_faults", help, self.each(|c| c.register_faults));
         let mut pmis = Vec::new();
         for c in &self.vcpus {
@@ -342,32 +342,33 @@ impl Snapshot {
                 pmis.push((vec![vcpu_label(i), ("delivery", how.to_owned())], n));
             }
         }
-        let help = "Performance monitoring interrupts by how they were delivered; none: the guest's LVTPC names no mode that delivers.";
+        let help = "Performance monitoring interrupts by delivery; none: the delivery mode of the \
+             guest's LVTPC delivers nothing.";
         out.counts("vcpu_pmis", help, pmis);
-        let help =
-            "Performance monitoring interrupts that the rate limit held back before they were delivered.";
+        let help = "Performance monitoring interrupts that the rate limit delayed.";
         out.counts("vcpu_pmis_throttled", help, self.each(|c| c.pmi_throttled));
-        let help = "Performance monitoring interrupts that were held back until the guest had run long enough outside its handler.";
+        let help = "Performance monitoring interrupts that were held back until the guest had run long \
+             enough outside its handler.";
         out.counts("vcpu_pmis_held", help, self.each(|c| c.pmi_held));
         let help = "Total delay of the held performance monitoring interrupts that were delivered.";
         out.seconds("vcpu_pmi_held", help, self.each(|c| c.pmi_held_ns));
-        let help =
-            "Entries to the guest at which a due interrupt had to wait because the guest had masked LVTPC.";
+        let help = "Guest entries at which a due interrupt waited because the guest had masked LVTPC.";
         out.counts("vcpu_pmi_masked_waits", help, self.each(|c| c.pmi_masked_waits));
-        let help = "Performance monitoring interrupts that were forgotten because the guest had served what asked for them while they waited.";
+        let help = "Performance monitoring interrupts that were withdrawn because the guest \
+             handled their overflows while they waited.";
         out.counts("vcpu_pmis_withdrawn", help, self.each(|c| c.pmi_withdrawn));
         let help = "Instructions that were single-stepped for the exact backing.";
         out.counts("vcpu_steps", help, self.each(|c| c.steps));
-        let help = "Single steps whose outcome is not known; nothing was counted for them.";
+        let help = "Single steps with unknown outcome, for which nothing was counted.";
         out.counts("vcpu_steps_lost", help, self.each(|c| c.steps_lost));
-        let help = "Stretches of user code that could not be stepped.";
+        let help = "Sections of user code that could not be stepped.";
         out.counts("vcpu_unstepped_stretches", help, self.each(|c| c.unstepped));
         let steal = self
             .steal_ns
             .iter()
             .map(|(vcpu, ns)| (vec![vcpu_label(vcpu)], *ns))
             .collect();
-        let help = "Time the vCPU was ready to run and waited for a host CPU, since its metrics began.";
+        let help = "Time that the vCPU waited for a host CPU while ready to run, since its metrics began.";
         out.seconds("vcpu_steal", help, steal)
     }
 
@@ -380,7 +381,7 @@ impl Snapshot {
             vcpu_uncounted.extend(view.uncounted_ns.map(|ns| (vec![vcpu_label(view.vcpu)], ns)));
             places_lost.extend(view.places_lost.map(|n| (vec![vcpu_label(view.vcpu)], n)));
             for c in &view.counters {
-                let place: Labels = vec![vcpu_label(view.vcpu), ("counter", c.counter.clone())];
+                let place: MetricLabels = vec![vcpu_label(view.vcpu), ("counter", c.counter.clone())];
                 let is_on = c.enabled && c.allowed;
                 on.push((place.clone(), if is_on { 1.0 } else { 0.0 }));
                 overflows.extend(c.overflows.map(|n| (place.clone(), n)));
@@ -411,26 +412,26 @@ impl Snapshot {
             None,
             on,
         );
-        let help = "Time in which at least one counter that the guest had enabled was not counted.";
+        let help = "Time in which at least one enabled guest counter was not counted.";
         out.seconds("vcpu_uncounted", help, vcpu_uncounted);
-        let help =
-            "How often a counter of the guest lost its place on the host, or was enabled and found none.";
+        let help = "Number of times that a guest counter lost its host counter, or was enabled without an \
+            available one.";
         out.counts("vcpu_places_lost", help, places_lost);
-        let help = "Time the counter was enabled for its present event and not counted.";
+        let help = "Time that the counter was enabled for its current event but not counted.";
         out.seconds("guest_counter_uncounted", help, uncounted);
-        let help = "1 while the clock counts for a counter because the host's PMU has no place for it.";
+        let help = "1 while the clock backs the counter because no host counter is available.";
         out.gauges("guest_counter_fallback", help, None, fallbacks);
-        let help = "What a counter of the guest counted since the guest programmed this event.";
+        let help = "Count of a guest counter since the guest programmed this event.";
         out.counts("guest_counter_events", help, counted);
-        let help = "Time the counter's event was enabled.";
+        let help = "Time enabled of the counter's event.";
         out.seconds("guest_counter_enabled", help, enabled);
-        let help = "Time of that during which it counted.";
+        let help = "Time running of the counter's event.";
         out.seconds("guest_counter_running", help, running);
-        let help = "Share of its enabled time that the counter's event counted: below 1 it had to share.";
+        let help = "Time running over time enabled of the counter's event; below 1 if it was multiplexed.";
         let unit = Unit::Other("ratio".into());
         out.gauges("guest_counter_running", help, Some(unit), shares);
         out.counts("guest_counter_overflows", "Overflows of the counter.", overflows);
-        let help = "Overflows of the counter that asked for an interrupt.";
+        let help = "Overflows of the counter that requested an interrupt.";
         out.counts("guest_counter_pmi_requests", help, requests);
     }
 
@@ -438,7 +439,7 @@ impl Snapshot {
         let (mut counts, mut times) = (vec![], vec![]);
         let (mut enabled, mut running, mut shares) = (vec![], vec![], vec![]);
         for (event, reading) in &self.events {
-            let mut labels: Labels = event.vcpu.map(vcpu_label).into_iter().collect();
+            let mut labels: MetricLabels = event.vcpu.map(vcpu_label).into_iter().collect();
             labels.push(("event", event.name.clone()));
             labels.push(("backing", event.backing.clone()));
             if event.estimate {
@@ -454,17 +455,18 @@ impl Snapshot {
             running.push((labels.clone(), reading.running_ns));
             shares.extend(share(reading.enabled_ns, reading.running_ns).map(|s| (labels, s)));
         }
-        let help = "Events of the operator (--events), as counted: not scaled up for time they were off.";
+        let help = "Counts of the operator's events (--events), not scaled for multiplexing.";
         out.counts("event_count", help, counts);
         out.seconds(
             "event_time",
             "Events of the operator that measure time, likewise.",
             times,
         );
-        let help = "Time the operator's event was enabled.";
+        let help = "Time enabled of the operator's event.";
         out.seconds("event_enabled", help, enabled);
-        out.seconds("event_running", "Time of that during which it counted.", running);
-        let help = "Share of its enabled time that the operator's event counted: below 1 it had to share.";
+        out.seconds("event_running", "Time running of the counter's event.", running);
+        let help = "Time running over time enabled of the operator's event; below 1 if it was \
+             multiplexed.";
         let unit = Unit::Other("ratio".into());
         out.gauges("event_running", help, Some(unit), shares);
     }
@@ -475,7 +477,7 @@ impl Snapshot {
             .iter()
             .filter_map(|v| Some((v.vcpu, v.context?)))
             .collect();
-        let each = |of: fn(&ContextCounts) -> u64| -> Vec<(Labels, u64)> {
+        let each = |of: fn(&ContextCounts) -> u64| -> Vec<(MetricLabels, u64)> {
             contexts
                 .iter()
                 .map(|(i, c)| (vec![vcpu_label(i)], of(c)))
@@ -483,9 +485,10 @@ impl Snapshot {
         };
         let help = "Samples written for operators.";
         out.counts("vcpu_samples", help, each(|c| c.samples));
-        let help = "Samples that found no room in their ring.";
+        let help = "Samples lost because their ring was full.";
         out.counts("vcpu_lost_samples", help, each(|c| c.lost_samples));
-        let help = "How often an event that sampled too fast was held back until the next tick.";
+        let help = "Number of times that an event that sampled too fast was throttled until the \
+             next tick.";
         out.counts("vcpu_sampling_throttles", help, each(|c| c.throttles));
         let mut open = Vec::new();
         for (i, c) in &contexts {
@@ -493,13 +496,14 @@ impl Snapshot {
                 open.push((vec![vcpu_label(i), ("state", state.to_owned())], n as f64));
             }
         }
-        let help = "Events on the vCPU, the guest's and all operators': open ones, and those that count now.";
+        let help = "Events of the guest and of operators on the vCPU, by state: open, and \
+             currently counting.";
         out.gauges("vcpu_events", help, None, open);
         let waiting = contexts
             .iter()
             .map(|(i, c)| (vec![vcpu_label(i)], c.waiting_groups as f64))
             .collect();
-        let help = "Groups of events that wait for a counter of the host's PMU.";
+        let help = "Event groups that wait for a host counter.";
         out.gauges("vcpu_waiting_groups", help, None, waiting);
     }
 }

@@ -1,7 +1,7 @@
 //! Discovery and queries of the VMs on this host.
 //!
 //! Each VM has a thread that queries its metrics, so a stalled VM delays no other, and scrapes
-//! continue without it (`standing`). Sizes are limited: each reply, the replies of all VMs of one
+//! continue without it (`back_off`). Sizes are limited: each reply, the replies of all VMs of one
 //! user to a scrape, and the replies of all VMs.
 
 use std::collections::{BTreeMap, HashSet};
@@ -14,13 +14,13 @@ use std::time::{Duration, Instant};
 use control_api::budget::{HeldBytes, ReplyBudget, ReplyLimits};
 use control_api::client::{Client, ClientError};
 use control_api::peer;
-use control_api::place::{self, SocketDirs, SocketError};
-use control_api::protocol::{Generation, GuestViews, Opened};
+use control_api::protocol::{GuestViews, OpenedEvent, SnapshotId};
 use control_api::request;
+use control_api::socket_dir::{self, SocketDirs, SocketError};
 use perf_core::error_line;
 
+use super::back_off::{SharedVmBackOff, UserBackOffs, shown};
 use super::snapshot::{self, Snapshot};
-use super::standing::{SharedVmBackOff, UserBackOffs, shown};
 
 /// Maximum number of VMs.
 const MAX_VMS: usize = 1024;
@@ -137,7 +137,7 @@ fn is_trusted(uid: u32) -> bool {
 }
 
 /// All VMs on this host.
-pub struct Vms {
+pub struct HostVms {
     shared: Arc<ScrapeShared>,
     /// Directory of observer sockets; `None` to search all known directories.
     dir: Option<PathBuf>,
@@ -148,7 +148,7 @@ pub struct Vms {
     told: Mutex<HashSet<PathBuf>>,
 }
 
-impl Vms {
+impl HostVms {
     /// Creates the set of VMs: all VMs of the host, or those with an observer socket in `dir`.
     ///
     /// `events` are counted for each VM. Unless `owners` is empty, only VMs of these users are
@@ -184,12 +184,12 @@ impl Vms {
     /// Returns the VMs with an observer socket in `dir`. The label includes the owner, because any
     /// user can choose any name.
     fn observed(&self, dir: &Path) -> Vec<VmTarget> {
-        let found = place::observed_in(dir, MAX_VMS_OF_USER).unwrap_or_else(|e| {
+        let found = socket_dir::observed_in(dir, MAX_VMS_OF_USER).unwrap_or_else(|e| {
             self.log_once(dir, &error_line(&e));
             Vec::new()
         });
         let own = peer::own_uid();
-        let target = |socket: place::ObserverSocket| VmTarget {
+        let target = |socket: socket_dir::ObserverSocket| VmTarget {
             label: vm_label(socket.name, socket.owner, own),
             socket: socket.path,
             owner: socket.owner,
@@ -400,7 +400,7 @@ fn work(target: &VmTarget, shared: &ScrapeShared, standing: &SharedVmBackOff, jo
 /// A connection to a VM. Its events count while the connection is open.
 struct Connection {
     client: Client,
-    opened: Vec<Opened>,
+    opened: Vec<OpenedEvent>,
     /// Share of the memory budgets that `opened` occupies.
     _held: Option<HeldBytes>,
 }
@@ -426,7 +426,7 @@ impl Connection {
                     opened = list;
                     for (name, why) in snapshot::remove_duplicates(&mut opened) {
                         log::info!(
-                            "{}: '{}' cannot be counted and is left out: {}",
+                            "{}: cannot count '{}': {}",
                             target.label,
                             shown(&name),
                             shown(&why)
@@ -489,7 +489,7 @@ impl Connection {
 
 /// Returns the guest-programmed counters of the vCPUs that report them before `until`.
 fn views(client: &mut Client, until: Instant) -> Result<Vec<control_api::protocol::VcpuView>, ClientError> {
-    let Generation { generation } = client.call(request::GuestView)?;
+    let SnapshotId { generation } = client.call(request::GuestView)?;
     let mut pause = VIEW_LOOK;
     loop {
         let seen: GuestViews = client.call(request::GuestViewResult { generation })?;
@@ -565,7 +565,7 @@ mod tests {
                 "parked":0,"uptime_ms":0,"role":"admin"}"#,
         )
         .unwrap();
-        let event: Opened = serde_json::from_str(
+        let event: OpenedEvent = serde_json::from_str(
             r#"{"handle":1,"name":"cycles","index":1,"vcpu":0,"backing":"clock","nanoseconds":false,
                 "estimate":false,"id":1,"kind":0,"config":0}"#,
         )

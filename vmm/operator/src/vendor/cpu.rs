@@ -12,7 +12,8 @@ pub struct CpuName(String);
 /// The error of parsing a [`CpuName`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "must be VENDOR-FAMILY-MODEL-STEPPING, as in GenuineIntel-6-8E-9 or AuthenticAMD-25-1-0: the family is decimal, model and stepping are hexadecimal"
+    "must be VENDOR-FAMILY-MODEL-STEPPING with a decimal family and hexadecimal model and \
+    stepping, for example GenuineIntel-6-8E-9 or AuthenticAMD-25-1-0"
 )]
 pub struct CpuNameError;
 

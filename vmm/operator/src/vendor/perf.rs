@@ -28,11 +28,11 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Errors of running perf.
 #[derive(Debug, thiserror::Error)]
 pub enum PerfError {
-    #[error("they are in perf's tables, and no perf is in PATH; install it (Debian: linux-perf)")]
+    #[error("perf, which contains their names, not found in PATH; install it (Debian: linux-perf)")]
     NotInstalled,
-    #[error("perf cannot be started")]
+    #[error("cannot start perf")]
     Start(#[source] io::Error),
-    #[error("perf list did not end within {} s", TIMEOUT.as_secs())]
+    #[error("perf list did not exit within {} s", TIMEOUT.as_secs())]
     Slow,
     #[error("perf list printed more than {} MiB", MAX_OUTPUT >> 20)]
     Large,
@@ -41,10 +41,11 @@ pub enum PerfError {
     #[error("perf list failed, {status}{words}")]
     Failed { status: ExitStatus, words: String },
     #[error(
-        "this perf has no events of {0} by name; a newer one may, and perfvisor list vendor --cpuid shows those of another processor"
+        "this version of perf has no named events for {0}; use a newer one, or another processor \
+        with perfvisor list vendor --cpuid"
     )]
     NoTable(CpuName),
-    #[error("a directory for perf list cannot be made")]
+    #[error("cannot create a directory for perf list")]
     Directory(#[source] io::Error),
 }
 

@@ -7,7 +7,7 @@ use super::*;
 fn run(args: &[&str]) -> Result<RunArgs, CliExit> {
     let all = ["perfvisor", "run"].iter().chain(args);
     match parse(all)?.command {
-        Command::Run(run) => Ok(*run),
+        CliCommand::Run(run) => Ok(*run),
         other => unreachable!("run was asked for, not {other:?}"),
     }
 }
@@ -107,7 +107,7 @@ fn valid_values_are_parsed() {
     assert_eq!((args.cpus.present(), args.memory), (64, 16 << 20));
     let cpus = run(&["--cpus", "2,max=8"]).unwrap().cpus;
     assert_eq!((cpus.present(), cpus.max()), (2, 8));
-    assert_eq!(args.pmu, PmuModelName::Generation(vpmu::Generation::Intel(4)));
+    assert_eq!(args.pmu, PmuModelName::Generation(vpmu::PmuGeneration::Intel(4)));
     assert_eq!(
         args.pmu_counters,
         Some(CounterNumbers {
@@ -127,16 +127,16 @@ fn valid_values_are_parsed() {
 #[test]
 fn invalid_values_are_reported_with_valid_ones_in_one_line() {
     for (args, value, allowed) in [
-        (&["--cpus", "0"][..], "'0'", "1 to 64"),
-        (&["--cpus", "65"], "'65'", "1 to 64"),
-        (&["--cpus", "-1"], "'-1'", "1 to 64"),
+        (&["--cpus", "0"][..], "'0'", "between 1 and 64"),
+        (&["--cpus", "65"], "'65'", "between 1 and 64"),
+        (&["--cpus", "-1"], "'-1'", "between 1 and 64"),
         (&["--memory", "-1"], "'-1'", "512M"),
-        (&["--cpus", "two"], "'two'", "1 to 64"),
-        (&["--gdb", "tcp::1234"], "'tcp::1234'", "not by TCP"),
+        (&["--cpus", "two"], "'two'", "between 1 and 64"),
+        (&["--gdb", "tcp::1234"], "'tcp::1234'", "not over TCP"),
         (
             &["--gdb", "127.0.0.1:1234,wait"],
             "'127.0.0.1:1234,wait'",
-            "not by TCP",
+            "not over TCP",
         ),
         (&["--gdb", "/tmp/gdb,now"], "'/tmp/gdb,now'", "PATH,wait"),
         (&["--cpus", "4,max=2"], "'4,max=2'", "max=2"),
@@ -150,7 +150,7 @@ fn invalid_values_are_reported_with_valid_ones_in_one_line() {
         (&["--pmu", "intel-v6"], "'intel-v6'", "intel-v5"),
         (&["--pmu-counters", "4+"], "'4+'", "4+3"),
         (&["--pmu-counters", "x"], "'x'", "4+3"),
-        (&["--pmu-width", "31"], "'31'", "32 to 48"),
+        (&["--pmu-width", "31"], "'31'", "between 32 and 48"),
         (&["--backing", "x"], "'x'", "hardware"),
         (&["--rdpmc", "x"], "'x'", "hwbp"),
         (&["--hide-uncounted", "x"], "'x'", "on or off"),
@@ -167,17 +167,25 @@ fn invalid_values_are_reported_with_valid_ones_in_one_line() {
         (&["--pmi-share", "0%"], "'0%'", "between 1% and 100%, or off"),
         (&["--pmi-share", "x"], "'x'", "between 1% and 100%, or off"),
         (&["--halt-poll-ns", "on"], "'on'", "auto, host, or nanoseconds"),
-        (&["--halt-poll-ns", "1000001"], "'1000001'", "0 to 1000000"),
-        (&["--mux-turn", "0.1"], "'0.1'", "0.2 to 100"),
-        (&["--mux-turn", "nan"], "'nan'", "0.2 to 100"),
-        (&["--sample-limit", "0"], "'0'", "1 to 1000000"),
-        (&["--sample-limit", "2000000"], "'2000000'", "1 to 1000000"),
-        (&["--ring-memory", "4K"], "'4K'", "64K to 64G"),
-        (&["--ring-memory", "1T"], "'1T'", "64K to 64G"),
+        (
+            &["--halt-poll-ns", "1000001"],
+            "'1000001'",
+            "between 0 and 1000000",
+        ),
+        (&["--mux-turn", "0.1"], "'0.1'", "between 0.2 and 100"),
+        (&["--mux-turn", "nan"], "'nan'", "between 0.2 and 100"),
+        (&["--sample-limit", "0"], "'0'", "between 1 and 1000000"),
+        (
+            &["--sample-limit", "2000000"],
+            "'2000000'",
+            "between 1 and 1000000",
+        ),
+        (&["--ring-memory", "4K"], "'4K'", "between 64K and 64G"),
+        (&["--ring-memory", "1T"], "'1T'", "between 64K and 64G"),
         (&["--reserve-counters", "-1"], "'-1'", "whole number"),
         (&["--reserve-counters", "x"], "'x'", "whole number"),
         (&["--cpu-signature", "skylake"], "'skylake'", "6/94/3"),
-        (&["--cpu-signature", "6/94/16"], "'6/94/16'", "0 to 15"),
+        (&["--cpu-signature", "6/94/16"], "'6/94/16'", "between 0 and 15"),
         (&["--frobnicate"], "--frobnicate", "--help"),
         (&["--memroy", "1G"], "'--memroy'", "did you mean '--memory'?"),
         (&["--initrd", "x"], "--kernel", ""),
@@ -237,9 +245,9 @@ fn help_shows_defaults() {
     };
     // Line breaks must not matter.
     let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
-    let defaults = perf_core::CoreConfig::default();
+    let defaults = perf_core::PerfCoreConfig::default();
     for default in [
-        format!("0 is no limit [default: {}]", vpmu::DEFAULT_PMI_LIMIT),
+        format!("0 for no limit [default: {}]", vpmu::DEFAULT_PMI_LIMIT),
         format!(
             "[default for Linux: {}]",
             crate::run::machine::DEFAULT_LINUX_CMDLINE
@@ -250,7 +258,7 @@ fn help_shows_defaults() {
             defaults.sample_rate_hz
         ),
         format!(
-            "[default: {}K for each host CPU and {}M]",
+            "[default: {}K per host CPU, plus {}M]",
             defaults.mlock_kb,
             defaults.memlock_kb >> 10
         ),
@@ -308,14 +316,23 @@ fn argument_errors_name_the_command() {
         ),
         (
             &["ctl", "one", "vcpus", "-1"],
-            ["'-1'", "a whole number, 1 to 64"],
+            ["'-1'", "a whole number between 1 and 64"],
         ),
-        (&["record", "-F", "-1"], ["'-1'", "a whole number, 1 to 2^32 - 1"]),
-        (&["top", "-F", "0"], ["'0'", "a whole number, 1 to 2^32 - 1"]),
-        (&["record", "-c", "0"], ["'0'", "a whole number, 1 to 2^62 - 1"]),
+        (
+            &["record", "-F", "-1"],
+            ["'-1'", "a whole number between 1 and 2^32 - 1"],
+        ),
+        (
+            &["top", "-F", "0"],
+            ["'0'", "a whole number between 1 and 2^32 - 1"],
+        ),
+        (
+            &["record", "-c", "0"],
+            ["'0'", "a whole number between 1 and 2^62 - 1"],
+        ),
         (
             &["record", "-F", "x"],
-            ["'x'", "must be a whole number, 1 to 2^32 - 1"],
+            ["'x'", "must be a whole number between 1 and 2^32 - 1"],
         ),
         (&["record", "-d", "-1"], ["'-1'", "above 0"]),
         (
@@ -328,7 +345,7 @@ fn argument_errors_name_the_command() {
         ),
         (
             &["record", "--call-graph", "dwarf,70000"],
-            ["'dwarf,70000'", "from 8 to 32768"],
+            ["'dwarf,70000'", "between 8 and 32768"],
         ),
         (
             &["stat", "--call-graph", "dwarf"],
@@ -347,7 +364,10 @@ fn argument_errors_name_the_command() {
             ["--event", "--repeat"],
         ),
         (&["stat", "-x", ""], ["--field-separator", "empty"]),
-        (&["report", "--percent-limit", "nan"], ["'nan'", "0 to 100"]),
+        (
+            &["report", "--percent-limit", "nan"],
+            ["'nan'", "between 0 and 100"],
+        ),
         (&["flamegraph", "--folded", "-o", "x"], ["--folded", "--output"]),
     ] {
         let line = line(args);

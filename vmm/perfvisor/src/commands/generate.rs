@@ -9,7 +9,7 @@ use clap_complete::Shell;
 use clap_mangen::Man;
 
 use super::vm_completions::with_vm_names;
-use operator::commands::{CommandError, DONE, print};
+use operator::commands::{DONE, OperatorCommandError, print};
 use operator::exit::ExitStatus;
 
 /// `perfvisor generate`.
@@ -19,7 +19,7 @@ pub struct GenerateArgs {
     /// Write the manual pages of all commands to this directory.
     #[arg(long, value_name = "DIR")]
     pub man: Option<PathBuf>,
-    /// Print the completions for this shell: bash, zsh or fish, for example.
+    /// Print the completions for this shell, for example bash, zsh or fish.
     #[arg(long, value_name = "SHELL")]
     pub completions: Option<Shell>,
 }
@@ -27,21 +27,21 @@ pub struct GenerateArgs {
 /// Writes the pages or completions of `command`.
 ///
 /// # Errors
-/// Returns [`CommandError`] if a file cannot be written.
-pub fn generate(args: &GenerateArgs, command: clap::Command) -> Result<ExitStatus, CommandError> {
+/// Returns [`OperatorCommandError`] if a file cannot be written.
+pub fn generate(args: &GenerateArgs, command: clap::Command) -> Result<ExitStatus, OperatorCommandError> {
     if let Some(directory) = &args.man {
         let mut command = command.disable_help_subcommand(true);
         command.build();
         std::fs::create_dir_all(directory)
             .and_then(|()| write_manual(&command, directory))
-            .map_err(CommandError::file(directory))?;
+            .map_err(OperatorCommandError::file(directory))?;
     } else if let Some(shell) = args.completions {
         print(&completions(shell, command))?;
     }
     Ok(DONE)
 }
 
-/// Examples of the help texts and manual pages, by command.
+/// Examples of the manual pages and of `--help`, by command.
 pub(crate) const EXAMPLES: &[(&str, &[&str])] = &[
     (
         "perfvisor run",
@@ -60,6 +60,7 @@ pub(crate) const EXAMPLES: &[(&str, &[&str])] = &[
         &["perfvisor ctl web pause", "perfvisor ctl web status --json"],
     ),
     ("perfvisor exec", &["perfvisor exec web perf stat -a sleep 1"]),
+    ("perfvisor cp", &["perfvisor cp web:/var/log/dmesg ."]),
     (
         "perfvisor stat",
         &["perfvisor stat web -e cycles,instructions -d 10"],

@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use clap::Args;
 use perf_core::pmu::host::HostProbe;
-use vpmu::{ArchEvent, BackingPolicy, Generation, HostPmu, ModelError, PmuModel, PmuModelName};
+use vpmu::{ArchEvent, BackingPolicy, HostPmuProperties, ModelError, PmuGeneration, PmuModel, PmuModelName};
 
 use crate::values::{ValidatedBacking, parse_tolerance, parse_validated};
 use ::validate::child::ChildError;
-use ::validate::report::{ReportRow, ReportText};
-use ::validate::{Host, KvmSummary, LinuxFiles, Options, Stop};
+use ::validate::report::{ReportText, ValidationRow};
+use ::validate::{HostProperties, KvmSummary, LinuxFiles, StopCallback, ValidateOptions};
 use guest_patching::rdpmc::RdpmcMode;
 use operator::commands::{OutputError, print};
 use operator::exit::ExitStatus;
@@ -19,40 +19,42 @@ use operator::input;
 use operator::signals::StopSignals;
 use perf_core::error_line;
 use vmm::kvm::host::HostError;
-use vmm::kvm::own_pmu::{KvmPmuOffer, KvmVpmuModelError};
 use vmm::kvm::stepping;
+use vmm::kvm::vpmu_probe::{KvmPmuOffer, KvmVpmuModelError};
 use vmm::kvm::{cpuid, host};
 use vmm::pmu::backing::{self, BackingError};
 use vmm::pmu::fit::{self, fit};
 
 const EXIT_STATUS_HELP: &str = "\
 Exit status:
-  0   nothing failed
-  1   something failed
-  2   bad input: an option, a file, or a host that cannot run guests
-  10  SIGTERM or SIGINT";
+  0   all checks passed
+  1   a check failed
+  2   invalid option or file, or a host that cannot run guests
+  10  SIGTERM or SIGINT
+
+Example: perfvisor validate --backing all";
 
 /// `perfvisor validate`.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = EXIT_STATUS_HELP)]
 pub struct ValidateArgs {
-    /// Kernel of the Linux guest. Without it that of `make guest` is taken, if there is one.
+    /// Boot this Linux kernel [default: that of `make guest`, if it exists]
     #[arg(long, value_name = "FILE", requires = "initrd")]
     pub kernel: Option<PathBuf>,
-    /// Initial RAM disk of the Linux guest, as `make guest` makes it.
+    /// Boot with this initial RAM disk, as made by `make guest`.
     #[arg(long, value_name = "FILE", requires = "kernel")]
     pub initrd: Option<PathBuf>,
-    /// The built-in guest only.
+    /// Run the built-in guest only.
     #[arg(long, conflicts_with = "kernel")]
     pub no_linux: bool,
-    /// Virtual PMU of the guests: as for perfvisor run, but not off.
+    /// Select the virtual PMU of the guests, as for perfvisor run; off is not allowed.
     #[arg(long, value_name = "MODEL", default_value = "auto", value_parser = parse_pmu)]
     pub pmu: String,
-    /// What is to count for the guests' counters: all (each that this host has, but for KVM's own vPMU), or
-    /// kvm (KVM's own vPMU).
+    /// Select the backings to validate: all (all that this host has, except KVM's own vPMU) or kvm
+    /// (KVM's own vPMU).
     #[arg(long, value_name = "BACKING", default_value = "all", value_parser = parse_validated)]
     pub backing: ValidatedBacking,
-    /// How far counts of time may be off.
+    /// Set the tolerance for counts of time, in percent.
     #[arg(long, value_name = "PERCENT", default_value = "2", value_parser = parse_tolerance)]
     pub tolerance: f64,
     /// Print one JSON object instead of text.
@@ -62,17 +64,17 @@ pub struct ValidateArgs {
 
 /// Errors of the PMU model to validate.
 #[derive(Debug, thiserror::Error)]
-pub enum PmuError {
+pub enum PmuOptionError {
     #[error(transparent)]
     PmuModel(#[from] ModelError),
     #[error("there is nothing to validate without a PMU; choose intel or amd")]
     Off,
 }
 
-fn parse_pmu(text: &str) -> Result<String, PmuError> {
+fn parse_pmu(text: &str) -> Result<String, PmuOptionError> {
     let model = PmuModel::resolve(text.parse()?, None, None, &mut cpuid::read_host)?;
     match model.generation() {
-        Generation::Off(_) => Err(PmuError::Off),
+        PmuGeneration::Off(_) => Err(PmuOptionError::Off),
         _ => Ok(text.to_owned()),
     }
 }
@@ -80,7 +82,7 @@ fn parse_pmu(text: &str) -> Result<String, PmuError> {
 /// Errors of `perfvisor validate`.
 #[derive(Debug, thiserror::Error)]
 pub enum ValidateError {
-    #[error("the signals that end it")]
+    #[error("signal handling")]
     Signals(#[source] io::Error),
     #[error("{}", path.display())]
     File {
@@ -97,12 +99,12 @@ pub enum ValidateError {
     #[error(transparent)]
     OwnModel(#[from] KvmVpmuModelError),
     #[error(
-        "--backing kvm: the vPMU is mediated, and the host's own counts that it would be compared with are refused \
-         beside it; load the module with enable_mediated_pmu=0"
+        "--backing kvm: the vPMU is mediated, and the host cannot count for comparison at the same \
+        time; load the module with enable_mediated_pmu=0"
     )]
     Mediated,
     #[error(
-        "this host's KVM emulates guest kernels and cannot run Linux: leave --kernel out, or use the lab (make lab)"
+        "this host's KVM emulates guest kernels and cannot run Linux; omit --kernel, or use the lab (make lab)"
     )]
     NoLinux,
     #[error(transparent)]
@@ -117,7 +119,7 @@ pub enum ValidateError {
 /// Returns [`ValidateError`] if the input is invalid or a guest cannot be measured.
 pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
     let signals = StopSignals::block().map_err(ValidateError::Signals)?;
-    let stop: Stop = Arc::new(move || signals.take().is_some());
+    let stop: StopCallback = Arc::new(move || signals.take().is_some());
     for file in [&args.kernel, &args.initrd].into_iter().flatten() {
         input::can_be_read(file).map_err(|source| ValidateError::File {
             path: file.clone(),
@@ -131,7 +133,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
     };
     let (host, runs_linux) = probe_host(&args.pmu, own_pmu.as_ref())?;
     let (linux, linux_skipped) = linux_guest(args, runs_linux)?;
-    let options = Options {
+    let options = ValidateOptions {
         pmu: args.pmu.clone(),
         tolerance_percent: args.tolerance,
         linux,
@@ -141,7 +143,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
     let mut text = ReportText::default();
     let mut printed = Ok(());
     // Rows are printed as soon as they are measured, because a complete run takes minutes.
-    let mut on_row = |row: &ReportRow| {
+    let mut on_row = |row: &ValidationRow| {
         if !args.json && printed.is_ok() {
             printed = print(&text.row(row));
         }
@@ -166,7 +168,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
 }
 
 /// Probes the host, and returns whether it can run Linux guests.
-fn probe_host(pmu: &str, own: Option<&KvmPmuOffer>) -> Result<(Host, bool), ValidateError> {
+fn probe_host(pmu: &str, own: Option<&KvmPmuOffer>) -> Result<(HostProperties, bool), ValidateError> {
     let kvm = host::open()?;
     let facts = host::facts(&kvm)?;
     let tsc_hz = host::tsc_hz(&kvm)?;
@@ -177,10 +179,10 @@ fn probe_host(pmu: &str, own: Option<&KvmPmuOffer>) -> Result<(Host, bool), Vali
             .err()
             .map(|e| error_line(&e))
     };
-    let vendor = HostPmu::vendor(&mut cpuid::read_host);
+    let vendor = HostPmuProperties::vendor(&mut cpuid::read_host);
     let hardware = backing::backability(BackingPolicy::Hardware, &probe, vendor, vendor);
     let model = guest_pmu(pmu, own, &probe).unwrap_or_else(|| pmu.to_owned());
-    let host = Host {
+    let host = HostProperties {
         kvm: KvmSummary {
             facts: serde_json::to_value(facts).map_err(OutputError::from)?,
             flavour: facts.flavour.to_string(),

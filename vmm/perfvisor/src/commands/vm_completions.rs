@@ -55,7 +55,7 @@ fn in_zsh(script: &str) -> String {
     let action = format!(":($({NAMES}))' \\");
     let mut out = String::new();
     for line in script.lines() {
-        let argument = line.contains(&format!(":{VM_ARGUMENT} -- The VM")) || line.contains("--vm=[");
+        let argument = line.contains(&format!(":{VM_ARGUMENT} -- Name of the VM")) || line.contains("--vm=[");
         match line.strip_suffix(":' \\").filter(|_| argument) {
             Some(begin) => out += &format!("{begin}{action}\n"),
             None => out += &format!("{line}\n"),

@@ -32,7 +32,7 @@ impl MutEventSubscriber for ChildReaper {
 
     fn init(&mut self, ops: &mut EventOps) {
         if let Err(error) = ops.add(Events::new(&self.child_ended, EventSet::IN)) {
-            log::warn!("child processes that end are not reaped: {}", error_line(&error));
+            log::warn!("cannot reap child processes: {}", error_line(&error));
         }
     }
 }

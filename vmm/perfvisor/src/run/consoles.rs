@@ -26,10 +26,11 @@ pub enum ConsolesError {
     #[error("--virtio-console")]
     Virtio(#[source] ConsoleError),
     #[error(
-        "--virtio-console tty: the serial port has the terminal; give it another place, as in --console none"
+        "--virtio-console tty: the serial port uses the terminal; also use --console none or \
+        another target"
     )]
     TerminalTwice,
-    #[error("--virtio-console {0}: the serial port is there already; choose another place for one of them")]
+    #[error("--virtio-console {0}: already used by the serial port; choose another target")]
     PlaceTwice(ConsoleTarget),
     #[error("--virtio-console: eventfd")]
     Device(#[source] io::Error),
@@ -47,7 +48,7 @@ impl Consoles {
     ///
     /// # Errors
     /// Returns [`ConsolesError`] if a console cannot be opened.
-    pub fn open(args: &RunArgs) -> Result<(Self, Option<virtio::Console>), ConsolesError> {
+    pub fn open(args: &RunArgs) -> Result<(Self, Option<virtio::VirtioConsole>), ConsolesError> {
         if let Some(target) = &args.virtio_console
             && *target == args.console
         {
@@ -67,7 +68,7 @@ impl Consoles {
         };
         let console = Console::open(target).map_err(ConsolesError::Virtio)?;
         print_location(target, &console, "virtio console");
-        let device = virtio::Console::new(console.impatient_writer(), console.window_size())
+        let device = virtio::VirtioConsole::new(console.impatient_writer(), console.window_size())
             .map_err(ConsolesError::Device)?;
         let virtio = Some((console, device.port().clone()));
         Ok((Self { serial, virtio }, Some(device)))
@@ -133,7 +134,7 @@ impl Consoles {
 /// Prints how to leave the guest if standard input is a terminal.
 pub(super) fn print_keys() {
     if io::stdin().is_terminal() {
-        say("perfvisor: Ctrl-A x ends the VM; Ctrl-A h lists the keys\n");
+        say("perfvisor: Ctrl-A x terminates the VM; Ctrl-A h lists the keys\n");
     }
 }
 
@@ -160,7 +161,10 @@ impl MutEventSubscriber for WindowSizeForwarder {
 
     fn init(&mut self, ops: &mut EventOps) {
         if let Err(e) = ops.add(Events::new_raw(self.resized.as_raw_fd(), EventSet::IN)) {
-            log::warn!("the guest is not told of the window's size: {}", error_line(&e));
+            log::warn!(
+                "cannot pass the size of the window to the guest: {}",
+                error_line(&e)
+            );
         }
     }
 }

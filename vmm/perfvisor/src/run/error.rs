@@ -11,11 +11,11 @@ use vpmu::filter::FilterError;
 use super::consoles::ConsolesError;
 use crate::background::DaemonError;
 use crate::devices::DeviceError;
-use control_api::place::SocketError;
+use control_api::socket_dir::SocketError;
 use sandbox::privileges::PrivilegeError;
 use vmm::gdb::server::GdbError;
 use vmm::kvm::host::HostError;
-use vmm::kvm::own_pmu::KvmVpmuModelError;
+use vmm::kvm::vpmu_probe::KvmVpmuModelError;
 use vmm::pmu::backing::BackingError;
 use vmm::vm::VmError;
 
@@ -32,7 +32,7 @@ pub enum RunError {
         #[source]
         source: FilterError,
     },
-    #[error("{0} with --pmu off: the guest has no PMU for it; leave {0} out, or choose a PMU")]
+    #[error("{0} with --pmu off: the guest has no PMU; omit {0}, or choose a PMU")]
     WithoutPmu(&'static str),
     #[error(transparent)]
     Host(#[from] HostError),
@@ -41,11 +41,13 @@ pub enum RunError {
     #[error(transparent)]
     OwnModel(#[from] KvmVpmuModelError),
     #[error(
-        "--mux-turn with --mux rotate: turns are ticks of 4 ms there; use --mux adaptive, or leave --mux-turn out"
+        "--mux-turn with --mux rotate: the interval is the tick of 4 ms; use --mux adaptive, or \
+        omit --mux-turn"
     )]
     TurnOfRotate,
     #[error(
-        "--reserve-counters {asked}: this host has {free} counters to share, and one of them has to stay; reserve {} at most",
+        "--reserve-counters {asked}: must be at most {} of this host's {free} counters, because \
+        one must remain",
         free.saturating_sub(1)
     )]
     Reserve { asked: usize, free: usize },
@@ -54,8 +56,7 @@ pub enum RunError {
     #[error(transparent)]
     Console(#[from] ConsolesError),
     #[error(
-        "--gdb with --backing exact: both step the guest, and KVM has one step for both; use another backing, or leave \
-         --gdb out"
+        "--gdb with --backing exact: both need KVM's single-step mode; use another backing, or omit --gdb"
     )]
     GdbExact,
     #[error(transparent)]
@@ -67,26 +68,24 @@ pub enum RunError {
     #[error(transparent)]
     Device(#[from] DeviceError),
     #[error(
-        "--on-reset restart reads {} again, which takes capabilities that a running VM does not have; let its owner \
-         or its group read it, or use --on-reset exit",
+        "--on-reset restart must read {} again, for which a running VM has no capabilities; make \
+        the file readable for its owner or group, or use --on-reset exit",
         .0.display()
     )]
     ReadAgain(PathBuf, #[source] io::Error),
-    #[error("the VM's process cannot give up its rights")]
+    #[error("cannot drop privileges")]
     Privileges(#[from] PrivilegeError),
     #[error("--seccomp {0}")]
-    Sandbox(sandbox::Mode, #[source] SandboxError),
-    #[error("no process to read the guest's kernel")]
+    Sandbox(sandbox::SeccompMode, #[source] SandboxError),
+    #[error("cannot start the process that reads the guest's kernel")]
     KernelReader(#[from] ServiceStartError),
-    #[error("no process to connect to sockets")]
+    #[error("cannot start the process that connects to sockets")]
     Broker(#[source] ServiceStartError),
-    #[error("the process that connects to sockets cannot be confined")]
+    #[error("cannot confine the process that connects to sockets")]
     Seal(#[source] io::Error),
-    #[error(
-        "--jail {0}: the kernel refuses the limit; choose one that is not above the present one (ulimit -H)"
-    )]
+    #[error("--jail {0}: the kernel refuses the limit; use at most the current hard limit (ulimit -H)")]
     Limit(&'static str, #[source] io::Error),
-    #[error("no process to open perf events")]
+    #[error("cannot start the process that opens perf events")]
     PerfBroker(#[source] ServiceStartError),
     #[error("--landlock on")]
     Files(#[source] FileAccessError),
@@ -97,9 +96,9 @@ pub enum RunError {
     #[error("--jail cgroup=")]
     Cgroup(#[source] CgroupError),
     #[error(
-        "--jail: a user's VM gets a user namespace, in which the host's kernel lets it count nothing while \
-         kernel.perf_event_paranoid is more than 1: set it to 1 or less, start the VM as root with --jail uid=N, or \
-         give the guest no PMU (--pmu off)"
+        "--jail: in the user namespace of an unprivileged VM the kernel denies perf events if \
+        kernel.perf_event_paranoid is above 1; set it to 1 or less, start the VM as root with \
+        --jail uid=N, or use --pmu off"
     )]
     JailDoesNotCount,
     #[error(transparent)]

@@ -37,8 +37,9 @@ pub(super) fn begin(args: &RunArgs) -> Result<(), FileAccessError> {
         return sandbox::begin_files();
     }
     log::warn!(
-        "this kernel has no landlock (Linux 5.13, CONFIG_SECURITY_LANDLOCK, and landlock among lsm=), so a VMM \
-         that a guest breaks into can open what its user can; --landlock off says nothing of it"
+        "landlock is unsupported by this kernel (Linux 5.13, CONFIG_SECURITY_LANDLOCK, and \
+        landlock in lsm=), so a compromised VMM can open every file of its user; --landlock off \
+        suppresses this warning"
     );
     Ok(())
 }
@@ -90,13 +91,13 @@ pub(super) fn register_sockets_for_removal(
         let path_shown = path.display();
         if !removable {
             log::warn!(
-                "the socket {path_shown} stays behind when the VM ends: its user ({}) may remove nothing in that \
-                 directory; choose one of that user's",
+                "the socket {path_shown} will not be removed when the VM exits, because its user \
+                ({}) may not write to the directory; choose a directory of that user",
                 getuid().as_raw()
             );
         } else if let Err(e) = broker.remove_at_end(path) {
             let why = error_line(&e);
-            log::warn!("the socket {path_shown} stays behind when the VM ends: {why}");
+            log::warn!("the socket {path_shown} will not be removed when the VM exits: {why}");
         }
     }
     broker.seal().map_err(RunError::Seal)

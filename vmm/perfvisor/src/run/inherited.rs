@@ -31,9 +31,9 @@ const OWN_PREFIX: &[u8] = b"PERFVISOR_";
 
 /// The inherited descriptors, except for the standard streams.
 #[derive(Debug)]
-pub(super) struct Inherited(Vec<RawFd>);
+pub(super) struct InheritedDescriptors(Vec<RawFd>);
 
-impl Inherited {
+impl InheritedDescriptors {
     /// Finds the inherited descriptors and marks them close-on-exec, so that no child inherits
     /// them.
     ///

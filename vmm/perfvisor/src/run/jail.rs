@@ -13,7 +13,7 @@ use vmm::vm::VmConfig;
 
 use super::RunError;
 use super::files::{self, PROC};
-use super::inherited::Inherited;
+use super::inherited::InheritedDescriptors;
 use crate::background::{self, ServiceManager};
 use crate::cli::RunArgs;
 
@@ -90,7 +90,7 @@ pub(super) fn separate(args: &RunArgs, config: &VmConfig) -> Result<Option<Jail>
         return Err(RunError::JailDoesNotCount);
     }
     if jail.has_user_namespace() {
-        log::info!("the jail has a user namespace: no operator but this user reaches the VM, root neither");
+        log::info!("the jail has a user namespace: only this user can connect to the VM, not even root");
     }
     Ok(Some(jail))
 }
@@ -150,7 +150,11 @@ fn set_limit(resource: Resource, word: &'static str, limit: u64) -> Result<(), R
 ///
 /// # Errors
 /// Returns [`RunError::Jail`] if the jail cannot be completed.
-pub(super) fn close(jail: Option<Jail>, args: &RunArgs, inherited: Inherited) -> Result<(), RunError> {
+pub(super) fn close(
+    jail: Option<Jail>,
+    args: &RunArgs,
+    inherited: InheritedDescriptors,
+) -> Result<(), RunError> {
     let Some(jail) = jail else { return Ok(()) };
     let allowed_files = files::allowed_files(args);
     let mut inside = JailContents {

@@ -6,8 +6,8 @@ use std::time::Duration;
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostProbe;
 use vpmu::{
-    ArchEvent, BackingPolicy, CountableEvents, EventFilter, EventSelect, EventSelection, HostPmu, PmuModel,
-    UnitMask, Vendor,
+    ArchEvent, BackingPolicy, CountableEvents, EventFilter, EventSelect, EventSelection, HostPmuProperties,
+    PmuModel, UnitMask, Vendor,
 };
 
 use super::error::RunError;
@@ -18,12 +18,12 @@ use operator::input;
 use vmm::boot::KernelSource;
 use vmm::kvm::cpuid;
 use vmm::kvm::host::Kvm;
-use vmm::kvm::own_pmu::{self, KvmPmuOffer};
 use vmm::kvm::stepping::{self, Stepping};
+use vmm::kvm::vpmu_probe::{self, KvmPmuOffer};
 use vmm::memory::MemoryBackingConfig;
 use vmm::pmu::fit::{FittedModel, fit};
 use vmm::pmu::{OperatorLimits, PmuConfig, backing};
-use vmm::turns::MuxChoice;
+use vmm::timers::MuxChoice;
 use vmm::vm::{DebuggerConfig, VmConfig};
 
 /// Default command line of a Linux kernel: serial console, and settings for a machine without
@@ -173,7 +173,7 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
     }
     if has_pmu {
         let fallback = backing::clock_fallback(policy, probe);
-        let conflict = backing::mediated_conflict(policy, probe, own_pmu::is_mediated());
+        let conflict = backing::mediated_conflict(policy, probe, vpmu_probe::is_mediated());
         for line in [fallback.as_deref(), conflict].into_iter().flatten() {
             log::warn!("{line}");
         }
@@ -190,7 +190,7 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
     let backability = match own {
         Some(own) if fitted.vendor() == Vendor::Intel => own.events,
         _ => {
-            let host = HostPmu::vendor(&mut cpuid::read_host);
+            let host = HostPmuProperties::vendor(&mut cpuid::read_host);
             backing::backability(policy, probe, fitted.vendor(), host)
         }
     };
@@ -200,7 +200,7 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
         None => fitted.without_uncountable_slots(backability),
     };
     if model != fitted {
-        log::warn!("fixed counter 3 is left out: it counts top-down slots, which nothing here can count");
+        log::warn!("fixed counter 3 is omitted, because no backing counts top-down slots");
     }
     Ok(BackedPmu {
         model,
@@ -216,8 +216,9 @@ fn announced(backed: BackedPmu, filter: &EventFilter) -> BackedPmu {
     let vendor = backed.model.vendor();
     if backed.has_pmu && vendor == Vendor::Amd {
         log::info!(
-            "--profile tenant: AMD's CPUID has no word on events that the filter denies; they are taken out of \
-             Linux's tables where those are found (--hide-uncounted), and read 0 elsewhere"
+            "--profile tenant: AMD's CPUID cannot report events that the filter denies; they are \
+            removed from Linux's event tables if these are found (--hide-uncounted), and read 0 \
+            otherwise"
         );
     }
     BackedPmu {
@@ -312,7 +313,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn built_in_guest_is_told_of_denied_events() {
+    fn built_in_guest_reports_denied_events() {
         let words = |filter: &EventFilter, vendor| denied_event_words(vendor, filter).collect::<String>();
         assert_eq!(words(&EventFilter::allow_all(), Vendor::Intel), "");
         let toml = "action = \"allow\"\nfixed-counters = 2\nevents = [{ select = 0x3C, umask = 0 }]";

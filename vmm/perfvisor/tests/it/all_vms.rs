@@ -79,7 +79,7 @@ fn record_writes_a_file_for_each_vm() {
         .unwrap();
     assert_eq!(out.status.code(), Some(1), "{}", text(&out));
     assert!(
-        text(&out).contains("c: the VM is not responding"),
+        text(&out).contains("c: the VM does not respond"),
         "{}",
         text(&out)
     );

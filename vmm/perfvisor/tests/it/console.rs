@@ -171,7 +171,7 @@ fn virtio_console_needs_its_own_location() {
     let both = format!("socket={}", dir.path().join("both").display());
     for (args, says) in [
         (&["--virtio-console", "tty"][..], "--console none"),
-        (&["--console", &both, "--virtio-console", &both], "there already"),
+        (&["--console", &both, "--virtio-console", &both], "already used"),
         (&["--virtio-console", "file=/nonexistent/log"], "--virtio-console"),
         (&["--virtio-console", "screen"], "--virtio-console"),
     ] {

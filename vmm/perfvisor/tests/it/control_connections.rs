@@ -8,7 +8,7 @@ use crate::common::operator::{TestVm, value_of};
 use crate::common::test_lock;
 use crate::common::vm::{PROGRAM, eventually, has_kvm};
 use control_api::client::Client;
-use control_api::protocol::Opened;
+use control_api::protocol::OpenedEvent;
 use control_api::request;
 
 /// Maximum number of connections of a VM.
@@ -47,11 +47,11 @@ fn first_client_counts_every_vcpu() {
         if let Ok(stream) = UnixStream::connect(&socket) {
             break stream;
         }
-        assert!(vm.try_wait().unwrap().is_none(), "the VM ended");
+        assert!(vm.try_wait().unwrap().is_none(), "the VM has exited");
         std::thread::yield_now();
     };
     let mut client = Client::over(stream).unwrap();
-    let opened: Result<Vec<Opened>, _> = client.call(request::Open {
+    let opened: Result<Vec<OpenedEvent>, _> = client.call(request::Open {
         events: "cycles".into(),
         vcpus: None,
         whole: false,
@@ -79,7 +79,7 @@ fn client_above_connection_limit_is_refused() {
     let told = line_of(silent);
     assert_eq!(told["kind"], "limit", "{told}");
     assert!(
-        told["message"].as_str().unwrap().contains("not said hello"),
+        told["message"].as_str().unwrap().contains("sent no hello"),
         "{told}"
     );
 

@@ -11,7 +11,7 @@ use crate::common::operator::{TestVm, value_of};
 use crate::common::test_lock;
 use crate::common::vm::eventually;
 use control_api::client::Client;
-use control_api::protocol::{Opened, VmState};
+use control_api::protocol::{OpenedEvent, VmState};
 use control_api::request;
 
 /// Number of concurrent clients.
@@ -74,7 +74,7 @@ fn thousand_clients_block_nobody_and_leak_nothing() {
                 let Ok(mut client) = Client::connect_in(&vm.sockets(), Some("test")) else {
                     continue;
                 };
-                let opened: Result<Vec<Opened>, _> = client.call(request::Open {
+                let opened: Result<Vec<OpenedEvent>, _> = client.call(request::Open {
                     events: "cycles,page-faults".into(),
                     vcpus: None,
                     whole: false,

@@ -11,7 +11,8 @@ use crate::common::vm::{SpinningVm, eventually, ps_until_all_answer};
 
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{
-    EventReading, FailureKind, HostRingInfo, Joined, Opened, RingInfo, Sampling, VcpuPlug, VmInfo, VmState,
+    EventReading, FailureKind, HostRingInfo, OpenedEvent, PluggedVcpuEvents, RingInfo, SamplingParams,
+    VcpuPlug, VmInfo, VmState,
 };
 use control_api::request;
 
@@ -91,7 +92,7 @@ fn added_vcpus_stay_if_guest_does_not_respond() {
 
     // Opened in advance: one VM-wide event, and events with rings on each vCPU.
     let mut whole = vm.client();
-    let open = |client: &mut Client, whole, sampling| -> Vec<Opened> {
+    let open = |client: &mut Client, whole, sampling| -> Vec<OpenedEvent> {
         let opened = client.call(request::Open {
             events: "cycles,pv/io-exits/".into(),
             vcpus: None,
@@ -103,12 +104,12 @@ fn added_vcpus_stay_if_guest_does_not_respond() {
     };
     assert_eq!(open(&mut whole, true, None).len(), 2);
     let mut each = vm.client();
-    let opened: Vec<Opened> = each
+    let opened: Vec<OpenedEvent> = each
         .call(request::Open {
             events: "cycles".into(),
             vcpus: None,
             whole: false,
-            sampling: Some(Sampling {
+            sampling: Some(SamplingParams {
                 rate: 1_000_000,
                 frequency: false,
                 callchain: false,
@@ -138,7 +139,7 @@ fn added_vcpus_stay_if_guest_does_not_respond() {
     let exits = &readings[1].vcpus;
     assert_eq!((exits[1].value, exits[2].value), (0, 0));
     assert!(exits[1].running_ns > 0 && exits[1].running_ns == exits[1].enabled_ns);
-    let joined: Vec<Joined> = each.call(request::Joined).unwrap();
+    let joined: Vec<PluggedVcpuEvents> = each.call(request::Joined).unwrap();
     assert_eq!(
         joined
             .iter()
@@ -195,7 +196,7 @@ fn vcpus_can_be_added_up_to_maximum() {
         return;
     };
     let mut client = vm.client();
-    let opened: Vec<Opened> = client
+    let opened: Vec<OpenedEvent> = client
         .call(request::Open {
             events: "pv/io-exits/".into(),
             vcpus: None,
@@ -250,7 +251,7 @@ fn vcpu_can_be_added_with_exact_backing() {
 fn reading_paused_vm_keeps_events_off() {
     let Some(vm) = TestVm::spinning(2) else { return };
     let mut client = vm.client();
-    let opened: Vec<Opened> = client
+    let opened: Vec<OpenedEvent> = client
         .call(request::Open {
             events: "cycles".into(),
             vcpus: None,
@@ -296,7 +297,7 @@ fn vcpu_without_descriptors_is_not_added() {
     // three.
     let mut client = vm.client();
     let events = vec!["page-faults"; (64 - before - 4) / 2 + 1].join(",");
-    let opened: Vec<Opened> = client
+    let opened: Vec<OpenedEvent> = client
         .call(request::Open {
             events,
             vcpus: None,
@@ -311,7 +312,7 @@ fn vcpu_without_descriptors_is_not_added() {
         let said = String::from_utf8_lossy(&out.stderr).into_owned();
         assert_eq!(out.status.code(), Some(2), "{said}");
         assert!(
-            said.contains("cannot be added") && said.lines().count() == 1,
+            said.contains("cannot add") && said.lines().count() == 1,
             "{said} {:?}",
             vm.vm.said()
         );
@@ -341,12 +342,12 @@ fn invalid_operator_commands_print_one_line() {
         (&["ctl", "test", "vcpus", "2"], "--cpus N,max=M"),
         (&["ctl", "test", "vcpus", "many"], "'many'"),
         (&["stat", "test", "-e", "cyclez"], "unknown event"),
-        (&["stat", "test", "--vcpu", "7", "-d", "1"], "no vCPU 7"),
+        (&["stat", "test", "--vcpu", "7", "-d", "1"], "vCPU 7 not found"),
         (&["stat", "test", "--vcpu", "x"], "0,2-3"),
         (&["stat", "test", "-r", "3"], "--duration"),
         (
             &["record", "test", "-e", "kvm:exits", "-o", "/nowhere/x"],
-            "cannot be sampled",
+            "cannot sample",
         ),
         (&["record", "test", "-F", "99999999"], "limit"),
         (&["record", "test", "-m", "3", "-o", "/nowhere/x"], "power of two"),
@@ -409,7 +410,7 @@ fn vm_survives_client_that_exhausts_descriptors() {
         let _ = stream.read_to_end(&mut reply);
         let reply = String::from_utf8_lossy(&reply);
         assert!(
-            reply.contains("no descriptor is left") && reply.lines().count() == 1,
+            reply.contains("no file descriptor is left") && reply.lines().count() == 1,
             "{reply}"
         );
         let () = greedy.call(request::Enable).unwrap();
@@ -443,7 +444,7 @@ fn hostile_client_affects_no_other_client() {
         whole: false,
         sampling,
     };
-    let _: Vec<Opened> = honest.call(open("cycles", None)).unwrap();
+    let _: Vec<OpenedEvent> = honest.call(open("cycles", None)).unwrap();
     let () = honest.call(request::Enable).unwrap();
 
     let hello = "{\"id\":1,\"call\":\"hello\",\"protocol\":1}\n";
@@ -541,19 +542,19 @@ fn client_events_end_with_connection() {
         whole: false,
         sampling,
     };
-    let _: Vec<Opened> = keeps.call(open("cycles,task-clock", None)).unwrap();
+    let _: Vec<OpenedEvent> = keeps.call(open("cycles,task-clock", None)).unwrap();
     let () = keeps.call(request::Enable).unwrap();
     let before = vm.descriptors();
     for _ in 0..3 {
         let mut dies = vm.client();
-        let sampling = Sampling {
+        let sampling = SamplingParams {
             rate: 1000,
             frequency: true,
             callchain: true,
             chain_every: 10,
             stack_bytes: 0,
         };
-        let opened: Vec<Opened> = dies
+        let opened: Vec<OpenedEvent> = dies
             .call(open("cycles,cpu-clock,task-clock", Some(sampling)))
             .unwrap();
         assert_eq!(opened.len(), 6);
@@ -599,7 +600,7 @@ fn unavailable_processes_and_stacks_report_reason() {
     assert_eq!(kind, FailureKind::Limit);
     assert!(why.contains("1048576"), "{why}");
     for stack_bytes in [12, (32 << 10) + 8] {
-        let sampling = Sampling {
+        let sampling = SamplingParams {
             rate: 1000,
             frequency: true,
             callchain: true,
@@ -700,7 +701,7 @@ fn vm_wide_events_are_counted_once() {
         whole,
         sampling: None,
     };
-    let opened: Vec<Opened> = client.call(open("{task-clock,kvm:exits}", true, None)).unwrap();
+    let opened: Vec<OpenedEvent> = client.call(open("{task-clock,kvm:exits}", true, None)).unwrap();
     assert_eq!(opened.iter().map(|o| o.vcpu).collect::<Vec<_>>(), [None, None]);
     assert!(opened.iter().all(|o| o.unsupported.is_none()), "{opened:?}");
     let () = client.call(request::Enable).unwrap();
@@ -723,7 +724,7 @@ fn vm_wide_events_are_counted_once() {
     }
 
     // A VM statistic of this KVM.
-    let each: Vec<Opened> = client
+    let each: Vec<OpenedEvent> = client
         .call(open("kvm:vm:remote_tlb_flush,task-clock", false, None))
         .unwrap();
     if each[0].unsupported.is_some() {

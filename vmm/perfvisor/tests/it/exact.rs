@@ -199,7 +199,7 @@ fn five_rdpmc_sites_exceed_breakpoints() {
     let wanted = if host.breakpoints {
         "4 breakpoints"
     } else {
-        "do not stop"
+        "do not trigger"
     };
     assert!(err.contains(wanted) && err.contains("--rdpmc trap"), "{err}");
     std::fs::remove_file(kernel).unwrap();

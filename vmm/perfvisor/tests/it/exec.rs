@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use crate::common::vm::PROGRAM;
-use guest_agent::request::Exit;
+use guest_agent::request::CommandExit;
 use guest_agent::wire::{FrameKind, read_frame, write_frame};
 
 fn exec(socket: &Path, words: &[&str]) -> Child {
@@ -97,7 +97,7 @@ fn one_signal_ends_exec_of_hanging_guest() {
     );
     // The signal of this one is older.
     assert_eq!(slow.try_wait().unwrap(), None);
-    let exit = serde_json::to_vec(&Exit::Status(3)).unwrap();
+    let exit = serde_json::to_vec(&CommandExit::Status(3)).unwrap();
     write_frame(&mut alive, FrameKind::Exit, &exit).unwrap();
     assert_eq!(slow.wait().unwrap().code(), Some(3));
 }

@@ -7,7 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 
-use crate::common::machine::Machine;
+use crate::common::console_vm::ConsoleVm;
 use crate::common::vm::{PROGRAM, SpinningVm, children, eventually};
 
 /// A PVH kernel after one leading byte; its code begins at [`CODE`].
@@ -29,7 +29,7 @@ fn init_to_first_vcpu_resets_machine() {
     let mut image = KERNEL.to_vec();
     image[CODE..CODE + SENDS_INIT.len()].copy_from_slice(&SENDS_INIT);
     fs::write(&kernel, &image[1..]).unwrap();
-    let Some(mut vm) = Machine::start(&["--kernel", kernel.to_str().unwrap()]) else {
+    let Some(mut vm) = ConsoleVm::start(&["--kernel", kernel.to_str().unwrap()]) else {
         return;
     };
     assert_eq!(vm.status(), Some(4), "{:?}", vm.said());

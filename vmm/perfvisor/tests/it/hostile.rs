@@ -14,7 +14,7 @@ use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::common::machine::Machine;
+use crate::common::console_vm::ConsoleVm;
 use crate::common::test_lock;
 use crate::common::vm::eventually;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -134,7 +134,7 @@ fn xorshift(state: &mut u64) -> u64 {
 }
 
 /// Starts and kills operator commands for a given time. Returns the number of commands.
-fn run_killed_commands(vm: &Machine, for_how_long: Duration, random: &mut u64) -> u64 {
+fn run_killed_commands(vm: &ConsoleVm, for_how_long: Duration, random: &mut u64) -> u64 {
     let until = Instant::now() + for_how_long;
     let mut count = 0;
     while Instant::now() < until {
@@ -181,7 +181,7 @@ fn hostile_guest_and_clients_leave_vmm_unchanged() {
     println!("|---|---|---|---|---|---|---|");
     for (seed, pmu) in (1_u64..).zip(pmus) {
         let cmdline = format!("hostile={seed}");
-        let Some(mut vm) = Machine::start(&["--cpus", "2", "--pmu", pmu, "--cmdline", &cmdline]) else {
+        let Some(mut vm) = ConsoleVm::start(&["--cpus", "2", "--pmu", pmu, "--cmdline", &cmdline]) else {
             return;
         };
         let (pid, mut random) = (vm.child.id(), 0x9e37_79b9_7f4a_7c15 ^ seed);
@@ -252,7 +252,7 @@ fn storming_guest_takes_little_from_neighbour() {
     for (seed, pmu) in [(3, "intel"), (4, "amd")] {
         let (pin, cmdline) = (format!("0={its}"), format!("hostile={seed}"));
         let args = ["--pmu", pmu, "--pin", &pin, "--cmdline", &cmdline];
-        let Some(mut vm) = Machine::start(&args) else {
+        let Some(mut vm) = ConsoleVm::start(&args) else {
             return;
         };
         vm.new_line_with("hostile: round");

@@ -40,7 +40,7 @@ fn pipes_without_peer_are_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let path = pipe(dir.path());
     let pipe = path.to_str().unwrap();
-    let nobody_writes = "nobody writes";
+    let nobody_writes = "no writer";
     for (args, what) in [
         (&["run", "--config", pipe][..], nobody_writes),
         (&["ctl", "web", "filter", pipe], nobody_writes),
@@ -96,7 +96,7 @@ fn unwritable_output_is_reported() {
         }
     }
     let record = ["record", "test", "-d", "0.2", "-o", "/nowhere/x"];
-    refused(&record, &vm.run(&record), &["cannot be written", "-o"]);
+    refused(&record, &vm.run(&record), &["cannot write", "-o"]);
 }
 
 /// The shell's `<(COMMAND)` is a pipe with a writer.

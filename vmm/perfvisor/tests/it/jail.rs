@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::common::machine::Machine;
+use crate::common::console_vm::ConsoleVm;
 use crate::common::process::is_root;
 use crate::common::unprivileged::{NOBODY, UnprivilegedUser};
 use crate::common::vm::{PROGRAM, SpinningVm, eventually, has_kvm, said};
@@ -161,7 +161,7 @@ fn jailed_vm_restarts_in_place() {
     let user = format!("uid={NOBODY}");
     for jail in [&["--jail"][..], &["--jail", &user]] {
         let args = ["--on-reset", "restart", "--cmdline", "reset=cf9", "--cpus", "2"];
-        let Some(mut vm) = Machine::start(&[&args, jail].concat()) else {
+        let Some(mut vm) = ConsoleVm::start(&[&args, jail].concat()) else {
             return;
         };
         for _ in 0..5 {
@@ -209,7 +209,7 @@ fn jailed_vm_removes_sockets_or_warns() {
     let told: Vec<String> = vm
         .said()
         .into_iter()
-        .filter(|line| line.contains("stays behind"))
+        .filter(|line| line.contains("will not be removed"))
         .collect();
     assert!(told.len() == 1 && told[0].contains("root-s/look"), "{told:?}");
 }
@@ -303,7 +303,7 @@ fn invalid_jail_is_rejected_in_one_line() {
         ("uid=4294967295", "4294967294"),
         ("uid=1,uid=2", "twice"),
         ("gid=1", "uid="),
-        ("dir=/tmp", "known are uid=N, gid=N and cgroup=DIR"),
+        ("dir=/tmp", "known are uid=N, gid=N, cgroup=DIR"),
         ("cgroup=", "without a directory"),
         ("cgroup=/a,cgroup=/b", "twice"),
         ("cgroup=/nowhere", "/nowhere: no control group"),
@@ -351,9 +351,9 @@ fn invalid_control_group_is_rejected_in_one_line() {
         assert!(text.contains(why) && text.lines().count() == 1, "{text}");
     };
     let dir = tempfile::tempdir().unwrap();
-    refused(dir.path(), "make it first");
+    refused(dir.path(), "create it first");
     fs::write(dir.path().join("cgroup.procs"), "untouched").unwrap();
-    refused(dir.path(), "no control group; name a directory of cgroup v2");
+    refused(dir.path(), "not a control group; use a cgroup v2 directory");
     let text = fs::read_to_string(dir.path().join("cgroup.procs")).unwrap();
     assert_eq!(text, "untouched");
     let first = Path::new("/sys/fs/cgroup/memory");

@@ -7,9 +7,9 @@ use std::process::Command;
 use crate::common::test_lock;
 use crate::common::vm::SpinningVm;
 
-/// The most for a VM of one vCPU, and for each further vCPU, KiB. Both are well above what was measured
-/// (docs/measurements.md), so that a build, a C library or a kernel of another kind does not matter.
-/// A vCPU took 213 before its counters' events were moved by pointers.
+/// Limit of the memory of a VM with one vCPU, and of each further vCPU, in KiB. The limit is well
+/// above the measured values (docs/measurements.md), to allow for other builds, C libraries and
+/// kernels.
 const MOST_KIB: u64 = 8 << 10;
 const MOST_FOR_A_VCPU_KIB: u64 = 160;
 /// A mapping from this size on is guest memory, of which the test's VM has 32 MiB: KiB.
@@ -48,8 +48,8 @@ fn vm_memory_overhead_is_bounded() {
     };
     // The memory that a VM takes depends on the order in which its threads start.
     let _lock = test_lock::exclusive();
-    // What a VM has of the heap depends on the order in which its threads begin: the least of three is what
-    // it needs.
+    // What a VM has of the heap depends on the order in which its threads begin: the least of three
+    // is what it needs.
     let least = |vcpus: &str| {
         let held = (0..3).map(|_| {
             let vm = SpinningVm::start_by(Command::new(&program), "test", &["--cpus", vcpus])?;

@@ -232,6 +232,6 @@ chmod +x "$0""#;
             || host
                 .stderr()
                 .iter()
-                .any(|line| line.contains("left out") && line.contains("made.up:u"))
+                .any(|line| line.contains("cannot count") && line.contains("made.up:u"))
     });
 }

@@ -21,8 +21,8 @@ fn refused(nets: &[&str]) -> String {
 fn invalid_net_options_are_reported() {
     for (net, words) in [
         ("tap0", "must be tap=NAME"),
-        ("tap=a/b", "1 to 15 bytes"),
-        ("tap=a,mac=01:00:00:00:00:01", "its first byte is even"),
+        ("tap=a/b", "between 1 and 15 bytes"),
+        ("tap=a,mac=01:00:00:00:00:01", "the first byte must be even"),
         ("tap=a,queues=2", "queues=2"),
     ] {
         let line = refused(&[net]);

@@ -78,7 +78,7 @@ fn observers_do_not_exclude_operators() {
     };
     let come = || Client::connect_at(Path::new(&path), None, REPLY_TIMEOUT);
     let observers: Vec<Client> = (0..8).map(|_| come().unwrap()).collect();
-    assert!(come().is_err(), "one more");
+    assert!(come().is_err(), "the limit of");
     for _ in 0..3 {
         let (status, text) = said(&mut vm.operator(&["ctl", "crowded", "status"]));
         assert_eq!(status, Some(0), "{text}");

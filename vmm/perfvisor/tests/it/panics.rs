@@ -3,7 +3,7 @@
 
 use std::process::{Command, Stdio};
 
-use crate::common::machine::Machine;
+use crate::common::console_vm::ConsoleVm;
 use crate::common::test_lock;
 use crate::common::vm::{PROGRAM, SpinningVm, eventually, has_kvm};
 
@@ -99,7 +99,7 @@ fn sent_fault_signal_ends_vm_in_one_line() {
 /// KVM's emulator lacks some instructions. The message contains the instruction for bug reports.
 #[test]
 fn emulation_failure_names_instruction() {
-    let Some(mut vm) = Machine::start(&["--cmdline", "unemulated"]) else {
+    let Some(mut vm) = ConsoleVm::start(&["--cmdline", "unemulated"]) else {
         return;
     };
     vm.line_with("cmpxchg16b where nobody is");

@@ -7,17 +7,17 @@ use std::path::PathBuf;
 use crate::common::operator::TestVm;
 use crate::common::vm::{SpinningVm, eventually};
 use control_api::client::Client;
-use control_api::protocol::{EventReading, Opened, VmState};
+use control_api::protocol::{EventReading, OpenedEvent, VmState};
 use control_api::request;
 
 /// Errors of `perf_event_open(2)`, and the expected messages.
 const REFUSALS: [(i32, &str, &str); 7] = [
     (libc::EMFILE, "EMFILE", "open files"),
     (libc::EACCES, "EACCES", "set kernel.perf_event_paranoid"),
-    (libc::ENOSPC, "ENOSPC", "no counter is free"),
-    (libc::EBUSY, "EBUSY", "no counter is free"),
+    (libc::ENOSPC, "ENOSPC", "no counter is available"),
+    (libc::EBUSY, "EBUSY", "no counter is available"),
     (libc::EOPNOTSUPP, "EOPNOTSUPP", "refuses this event"),
-    (libc::ENODEV, "ENODEV", "no such event"),
+    (libc::ENODEV, "ENODEV", "event not found"),
     (libc::EINTR, "EINTR", "Interrupted"),
 ];
 
@@ -63,7 +63,7 @@ impl FaultyVm {
 
 /// Opens host events, with one descriptor each, or returns the reason of the refusal.
 fn open(client: &mut Client) -> Result<u32, String> {
-    let opened: Vec<Opened> = client
+    let opened: Vec<OpenedEvent> = client
         .call(request::Open {
             events: "page-faults".into(),
             vcpus: None,
@@ -136,7 +136,8 @@ fn guest_survives_counters_without_backing() {
     std::fs::write(&file, "").unwrap();
     for pmu in ["intel", "amd"] {
         let args = ["--cmdline", "hostile=7", "--pmu", pmu];
-        let machine = crate::common::machine::Machine::start_with(&args, ("PERFVISOR_TEST_PERF_OPEN", &file));
+        let machine =
+            crate::common::console_vm::ConsoleVm::start_with(&args, ("PERFVISOR_TEST_PERF_OPEN", &file));
         let Some(mut vm) = machine else { return };
         vm.new_line_with("hostile: round");
         for (error, name, _) in REFUSALS {

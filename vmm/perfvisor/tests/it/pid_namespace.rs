@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
-use crate::common::machine::Machine;
+use crate::common::console_vm::ConsoleVm;
 use crate::common::pty::pseudo_terminal;
 use crate::common::test_lock;
 use crate::common::vm::{
@@ -50,7 +50,7 @@ fn stop_signals_reach_jailed_vm_once() {
         return;
     }
     for (to_started, to_vm) in [(true, false), (false, true), (true, true)] {
-        let Some(mut vm) = Machine::start(&["--cmdline", "button", "--jail"]) else {
+        let Some(mut vm) = ConsoleVm::start(&["--cmdline", "button", "--jail"]) else {
             return;
         };
         vm.line_with("waiting for the button");

@@ -1,6 +1,6 @@
 //! The share of PMI handlers, with a guest whose handler takes 500 µs and samples every 50 µs.
 
-use crate::common::machine::Machine;
+use crate::common::console_vm::ConsoleVm;
 
 /// Results of the guest.
 struct SlowHandler {
@@ -17,9 +17,9 @@ struct SlowHandler {
 }
 
 /// Runs the guest. Returns `None` if KVM is unavailable.
-fn slow_handler(pmu: &str, share: &[&str]) -> Option<SlowHandler> {
+fn slow_handler(pmu: &str) -> Option<SlowHandler> {
     let args = ["--pmu", pmu, "--stats", "--cmdline", "quiet slow-handler=500"];
-    let mut vm = Machine::start(&[&args, share].concat())?;
+    let mut vm = ConsoleVm::start(&args)?;
     let line = vm.line_with("result slow-handler ");
     assert_eq!(vm.status(), Some(0), "{line}: {:?}", vm.said());
     let field = |name: &str| {
@@ -49,14 +49,14 @@ fn slow_handler(pmu: &str, share: &[&str]) -> Option<SlowHandler> {
 #[test]
 fn slow_handlers_take_half_of_the_time() {
     for pmu in ["intel", "amd", "amd-v2"] {
-        let Some(bounded) = slow_handler(pmu, &[]) else {
+        let Some(bounded) = slow_handler(pmu) else {
             return;
         };
         eprintln!(
             "{pmu}: {} PMIs, handlers {} %, {} held back by {} ns in all",
             bounded.pmis, bounded.handler_percent, bounded.held, bounded.held_ns
         );
-        // Without the bound, handlers of 500 µs and a period of 50 µs take 90 %.
+        // Without the bound the guest makes no progress where exits are slow.
         assert!(
             bounded.handler_percent <= 55,
             "{pmu}: {} %",
@@ -79,13 +79,5 @@ fn slow_handlers_take_half_of_the_time() {
             bounded.expected
         );
         assert_eq!(bounded.spurious, 0, "{pmu}");
-
-        let unbounded = slow_handler(pmu, &["--pmi-share", "off"]).expect("KVM was there");
-        eprintln!(
-            "{pmu}: {} PMIs, handlers {} % without a bound",
-            unbounded.pmis, unbounded.handler_percent
-        );
-        assert_eq!(unbounded.held, 0, "{pmu}");
-        assert!(unbounded.handler_percent > bounded.handler_percent, "{pmu}");
     }
 }

@@ -6,11 +6,11 @@ use std::os::unix::fs::MetadataExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::common::machine::Machine;
+use crate::common::console_vm::ConsoleVm;
 use crate::common::unprivileged::UnprivilegedUser;
 use crate::common::vm::{PROGRAM, SpinningVm, children, eventually};
 use control_api::client::Client;
-use control_api::protocol::{EventReading, KernelState, Opened};
+use control_api::protocol::{EventReading, KernelState, OpenedEvent};
 use control_api::request;
 use test_support::skip::skipped;
 
@@ -112,7 +112,7 @@ fn killed_perf_broker_is_reported_once() {
     };
     let sockets = vm.runtime.path().join("perfvisor");
     let mut client = Client::connect_in(&sockets, Some("brokerless")).unwrap();
-    let open = |client: &mut Client| -> Result<Vec<Opened>, _> {
+    let open = |client: &mut Client| -> Result<Vec<OpenedEvent>, _> {
         client.call(request::Open {
             events: "page-faults".into(),
             vcpus: None,
@@ -133,7 +133,7 @@ fn killed_perf_broker_is_reported_once() {
     for _ in 0..2 {
         let refused = open(&mut client).expect_err("no broker").to_string();
         assert!(
-            refused.contains("the process that opens perf events has ended"),
+            refused.contains("the process that opens perf events has exited"),
             "{refused}"
         );
         let then = running_ns(&mut client);
@@ -142,7 +142,7 @@ fn killed_perf_broker_is_reported_once() {
     let told = || {
         vm.said()
             .iter()
-            .filter(|line| line.contains("(perf-broker) has ended"))
+            .filter(|line| line.contains("(perf-broker) has exited"))
             .count()
     };
     eventually("it says so", || told() > 0);
@@ -219,7 +219,7 @@ fn killed_reader_supervisor_is_reported_once() {
     let dir = tempfile::tempdir().unwrap();
     let kernel = dir.path().join("kernel");
     fs::write(&kernel, &HALTS[1..]).unwrap();
-    let Some(vm) = Machine::start(&["--kernel", kernel.to_str().unwrap()]) else {
+    let Some(vm) = ConsoleVm::start(&["--kernel", kernel.to_str().unwrap()]) else {
         return;
     };
     let sockets = vm.runtime.path().join("perfvisor");
@@ -231,7 +231,7 @@ fn killed_reader_supervisor_is_reported_once() {
     let killed = Command::new("kill").args(["-9", &keeper.to_string()]).status();
     assert!(killed.unwrap().success());
     let mut client = connect().unwrap();
-    let lost = "can be read no more";
+    let lost = "is no longer read";
     for _ in 0..2 {
         eventually("it says so", || {
             let info = client.call(request::Kernel).unwrap();

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use crate::common::machine::Machine;
+use crate::common::console_vm::ConsoleVm;
 use crate::common::vm::{PROGRAM, eventually};
 use guest_profile::export::reader;
 
@@ -11,7 +11,7 @@ use guest_profile::export::reader;
 const BUSY: [&str; 2] = ["--cmdline", "reset=cf9 key"];
 
 /// Returns the number of samples in a file, according to `perfvisor script`.
-fn samples(vm: &Machine, data: &Path) -> usize {
+fn samples(vm: &ConsoleVm, data: &Path) -> usize {
     let text = vm.operator(&["script", "-i", data.to_str().unwrap()]);
     text.split("\n\n")
         .filter(|sample| sample.contains("cycles"))
@@ -21,7 +21,7 @@ fn samples(vm: &Machine, data: &Path) -> usize {
 /// A recorder that is killed leaves a readable file with its samples.
 #[test]
 fn killed_recorder_leaves_its_samples() {
-    let Some(mut vm) = Machine::start(&BUSY) else {
+    let Some(mut vm) = ConsoleVm::start(&BUSY) else {
         return;
     };
     vm.line_with("boot");
@@ -44,7 +44,7 @@ fn killed_recorder_leaves_its_samples() {
 /// Samples are kept as soon as they are drained, also in the first second of a recording.
 #[test]
 fn recorder_killed_in_first_second_leaves_samples() {
-    let Some(mut vm) = Machine::start(&BUSY) else {
+    let Some(mut vm) = ConsoleVm::start(&BUSY) else {
         return;
     };
     vm.line_with("boot");
@@ -71,7 +71,7 @@ fn recorder_killed_in_first_second_leaves_samples() {
 /// The guest continues.
 #[test]
 fn full_disk_leaves_readable_recording() {
-    let Some(mut vm) = Machine::start(&BUSY) else {
+    let Some(mut vm) = ConsoleVm::start(&BUSY) else {
         return;
     };
     vm.line_with("boot");
@@ -98,7 +98,7 @@ fn full_disk_leaves_readable_recording() {
     assert_eq!(out.status.code(), Some(1), "{said}");
     assert_eq!(said.trim().lines().count(), 1, "{said}");
     assert!(
-        said.contains("disk/perf.data: the recording ends here, with the ") && said.contains("No space left"),
+        said.contains("disk/perf.data: the recording was stopped after ") && said.contains("No space left"),
         "{said}"
     );
     assert!(samples(&vm, &kept) > 0, "{said}");
@@ -109,7 +109,7 @@ fn full_disk_leaves_readable_recording() {
 /// A recording without samples logs a warning and leaves a readable file.
 #[test]
 fn recording_without_samples_warns() {
-    let Some(vm) = Machine::start(&BUSY) else {
+    let Some(vm) = ConsoleVm::start(&BUSY) else {
         return;
     };
     vm.line_with("boot");

@@ -236,7 +236,7 @@ fn recording_survives_end_of_vm() {
     vm.vm.child.wait().unwrap();
     let out = recorder.wait_with_output().unwrap();
     assert_eq!(out.status.code(), Some(0));
-    assert!(String::from_utf8_lossy(&out.stderr).contains("the VM ended"));
+    assert!(String::from_utf8_lossy(&out.stderr).contains("the VM has exited"));
     assert!(!reader::read_file(&data).unwrap().is_empty());
 }
 
@@ -302,7 +302,7 @@ fn devices_and_silent_pipes_are_rejected() {
 #[test]
 fn large_files_are_rejected_before_reading() {
     let dir = tempfile::tempdir().unwrap();
-    for (begin, what) in [("", "no perf.data file"), ("PERFILE2", "larger than 4096 MiB")] {
+    for (begin, what) in [("", "not a perf.data file"), ("PERFILE2", "larger than 4096 MiB")] {
         let path = dir.path().join("large");
         std::fs::write(&path, begin).unwrap();
         let file = std::fs::File::options().write(true).open(&path).unwrap();
@@ -333,11 +333,11 @@ fn unreadable_guest_disk_is_reported_in_one_line() {
     let (empty, out) = (empty.to_str().unwrap(), dir.path().join("perf.data"));
     let directory = dir.path().to_str().unwrap();
     for (disk, what) in [
-        ("/nowhere/at/all", "cannot be opened"),
+        ("/nowhere/at/all", "cannot open"),
         ("/dev/zero", "a character device"),
         (directory, "a directory"),
-        (empty, "no ext4 file system"),
-        (&format!("{empty},format=vmdk"), "no format"),
+        (empty, "no readable ext4 file system"),
+        (&format!("{empty},format=vmdk"), "unknown format"),
         (&format!("{empty},format=qcow2"), "qcow2"),
     ] {
         let args = [

@@ -2,15 +2,15 @@
 
 use std::io::BufRead;
 
-use crate::common::machine::Machine;
+use crate::common::console_vm::ConsoleVm;
 use crate::common::vm::eventually;
 
 /// Message of the guest for a machine in its initial state.
 const NEW: &str = "boot cpus=2 memory=0 selector=0 pm=0";
 
-fn booting(way: &str, args: &[&str]) -> Option<Machine> {
+fn booting(way: &str, args: &[&str]) -> Option<ConsoleVm> {
     let cmdline = format!("reset={way}");
-    Machine::start(&[&["--cmdline", &cmdline, "--cpus", "2"], args].concat())
+    ConsoleVm::start(&[&["--cmdline", &cmdline, "--cpus", "2"], args].concat())
 }
 
 #[test]
@@ -20,7 +20,7 @@ fn reset_without_restart_ends_vm() {
         assert_eq!(vm.line_with("boot"), NEW);
         assert_eq!(vm.status(), Some(status), "{way}: {:?}", vm.said());
         let cause = if status == 6 {
-            "shut it down by a triple fault"
+            "shut down after a triple fault"
         } else {
             "the VM ended: the guest reset the machine"
         };
@@ -58,9 +58,9 @@ fn repeated_resets_leak_nothing() {
         });
         vm.operator(&["ctl", "machine", "stop"]);
         assert_eq!(vm.status(), Some(0), "{way}: {:?}", vm.said());
-        assert!(vm.said_count("starts again") <= 16, "{:?}", vm.said());
+        assert!(vm.said_count("restarting") <= 16, "{:?}", vm.said());
         assert!(vm.said_count("triple fault") <= 2 * 16, "{:?}", vm.said());
-        assert!(vm.said_count("here can count") <= 2, "{:?}", vm.said());
+        assert!(vm.said_count("no backing supports") <= 2, "{:?}", vm.said());
     }
 }
 
@@ -76,7 +76,7 @@ fn operator_events_survive_reset() {
     let piped = std::process::Stdio::piped;
     let mut stat = stat.stdout(piped()).stderr(piped()).spawn().unwrap();
     let mut says = std::io::BufReader::new(stat.stderr.take().unwrap()).lines();
-    let counts = says.find(|line| line.as_ref().unwrap().contains("counts from now on"));
+    let counts = says.find(|line| line.as_ref().unwrap().contains("has started"));
     assert!(counts.is_some(), "stat has ended");
     let mut record = vm.command(&["record", "machine", "-c", "10000000", "-e", "cycles", "-o"]);
     let mut record = record.arg(&data).spawn().unwrap();
@@ -125,7 +125,7 @@ fn reset_removes_hot_plugged_vcpus() {
         "--on-reset",
         "restart",
     ];
-    let Some(mut vm) = Machine::start(&args) else {
+    let Some(mut vm) = ConsoleVm::start(&args) else {
         return;
     };
     for _ in 0..3 {
@@ -139,7 +139,7 @@ fn reset_removes_hot_plugged_vcpus() {
     assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
 }
 
-fn vcpus(vm: &Machine) -> u64 {
+fn vcpus(vm: &ConsoleVm) -> u64 {
     let text = vm.ps(&["--json"]);
     let value: serde_json::Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
     value["vcpus"].as_u64().unwrap()
@@ -204,7 +204,7 @@ fn reset_reads_kernel_from_same_directory() {
         assert_eq!(vm.status(), Some(2), "{:?}", vm.said());
         let said = vm.said().join("\n");
         assert!(
-            said.contains("cannot start again") && said.contains("Permission denied"),
+            said.contains("cannot restart the VM") && said.contains("Permission denied"),
             "{said}"
         );
     }
@@ -232,5 +232,5 @@ fn missing_kernel_at_reset_is_bad_input() {
         .filter(|line| line.contains(&name))
         .collect();
     assert_eq!(about.len(), 1, "{about:?}");
-    assert!(about[0].contains("cannot start again"), "{about:?}");
+    assert!(about[0].contains("cannot restart the VM"), "{about:?}");
 }

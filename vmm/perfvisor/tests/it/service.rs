@@ -7,12 +7,12 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::common::machine::Machine;
+use crate::common::console_vm::ConsoleVm;
 use crate::common::pty::pseudo_terminal;
 use crate::common::test_lock;
 use crate::common::vm::{PROGRAM, eventually, has_kvm};
 
-fn signal(vm: &Machine, signal: libc::c_int) {
+fn signal(vm: &ConsoleVm, signal: libc::c_int) {
     let pid = i32::try_from(vm.child.id()).unwrap();
     // SAFETY: the process is our child and has not been waited for.
     assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
@@ -23,7 +23,7 @@ fn signal(vm: &Machine, signal: libc::c_int) {
 #[test]
 fn power_button_powers_off_guest() {
     for by_signal in [false, true] {
-        let Some(mut vm) = Machine::start(&["--cmdline", "button"]) else {
+        let Some(mut vm) = ConsoleVm::start(&["--cmdline", "button"]) else {
             return;
         };
         vm.line_with("waiting for the button");
@@ -41,7 +41,7 @@ fn power_button_powers_off_guest() {
 /// A guest that has not enabled the button event ends immediately, and the operator is informed.
 #[test]
 fn power_button_without_handler_ends_vm_immediately() {
-    let Some(mut vm) = Machine::start(&["--cmdline", "loop"]) else {
+    let Some(mut vm) = ConsoleVm::start(&["--cmdline", "loop"]) else {
         return;
     };
     vm.line_with("spinning");
@@ -62,7 +62,7 @@ fn power_button_without_handler_ends_vm_immediately() {
 /// A guest that ignores the enabled button ends at the time limit, or at a second signal.
 #[test]
 fn ignored_power_button_ends_vm_at_timeout() {
-    let Some(mut vm) = Machine::start(&["--cmdline", "button deaf", "--stop-timeout", "0.2"]) else {
+    let Some(mut vm) = ConsoleVm::start(&["--cmdline", "button deaf", "--stop-timeout", "0.2"]) else {
         return;
     };
     vm.line_with("waiting for the button");
@@ -73,7 +73,7 @@ fn ignored_power_button_ends_vm_at_timeout() {
     });
     for second in [libc::SIGTERM, libc::SIGINT] {
         let args = ["--cmdline", "button deaf", "--stop-timeout", "86400"];
-        let Some(mut vm) = Machine::start(&args) else {
+        let Some(mut vm) = ConsoleVm::start(&args) else {
             return;
         };
         vm.line_with("waiting for the button");
@@ -236,7 +236,7 @@ fn pinned_vcpus_are_listed_by_ps() {
     let last = list.unwrap().trim().rsplit([',', '-']).next().unwrap().to_owned();
     let pin = format!("1={last}");
     let args = ["--cmdline", "loop", "--cpus", "2", "--pin", &pin];
-    let Some(vm) = Machine::start(&args) else { return };
+    let Some(vm) = ConsoleVm::start(&args) else { return };
     vm.line_with("spinning");
     let text = vm.ps(&["--json"]);
     let info: serde_json::Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
@@ -269,7 +269,7 @@ fn invalid_pinning_and_memory_print_one_line() {
     }
     for (args, parts) in [
         (&["--pin", "0=99999"][..], ["CPU 99999", "may run on"]),
-        (&["--pin", "3=0"], ["no vCPU 3", "0 to 0"]),
+        (&["--pin", "3=0"], ["vCPU 3 not found", "between 0 and 0"]),
         (&["--memory", "64T", "--prealloc"], ["64", "--memory"]),
     ] {
         let out = Command::new(PROGRAM).arg("run").args(args).output().unwrap();
@@ -283,7 +283,7 @@ fn invalid_pinning_and_memory_print_one_line() {
 /// and continues normally. `ps` does not wait for it until the client timeout.
 #[test]
 fn stopped_vm_is_listed_as_not_responding() {
-    let Some(mut vm) = Machine::start(&["--cmdline", "loop"]) else {
+    let Some(mut vm) = ConsoleVm::start(&["--cmdline", "loop"]) else {
         return;
     };
     vm.line_with("spinning");
@@ -304,8 +304,8 @@ fn stopped_vm_is_listed_as_not_responding() {
     ] {
         let out = vm.command(command).output().unwrap();
         let said = String::from_utf8_lossy(&out.stderr).into_owned();
-        let why = format!("its process {pid} is stopped; kill -CONT {pid} lets it go on");
-        assert!(said.contains("not responding") && said.contains(&why), "{said}");
+        let why = format!("its process {pid} is stopped; resume it with `kill -CONT {pid}`");
+        assert!(said.contains("does not respond") && said.contains(&why), "{said}");
         assert_eq!(said.lines().count(), 1, "{said}");
         assert_ne!(out.status.code(), Some(0));
     }

@@ -41,7 +41,7 @@ fn sampling_session_profile_is_written_in_all_formats() {
         "{stacks:?}"
     );
     let mut packed = Vec::new();
-    pprof::write(&profile, &mut symbols, &pprof::Label::ALL, &mut packed).unwrap();
+    pprof::write(&profile, &mut symbols, &pprof::SampleLabel::ALL, &mut packed).unwrap();
     assert!(packed.starts_with(&[0x1f, 0x8b]));
     let file = perfdata::write(Cursor::new(Vec::new()), &profile).unwrap();
     let read = reader::read(&file.into_inner()).unwrap();

@@ -85,10 +85,10 @@ fn text_screen_shows_all_views() {
     // One row in the table of vCPUs, the others in the table of guest counters.
     assert!(rows("0") > 1 && rows("0") == rows("1"), "{text}");
     for (args, word) in [
-        (&["test", "--once", "-e", "kvm:exits"][..], "cannot be sampled"),
+        (&["test", "--once", "-e", "kvm:exits"][..], "cannot sample"),
         (&["test", "--once", "-e", "cyclez"], "unknown event"),
         (&["nobody", "--once"], "running are test"),
-        (&["test", "--once", "--vcpu", "9"], "no vCPU 9"),
+        (&["test", "--once", "--vcpu", "9"], "vCPU 9 not found"),
         (&["test", "-d", "0"], "above 0"),
     ] {
         let out = vm.top(args).output().unwrap();
@@ -253,7 +253,7 @@ fn every_exit_of_top_restores_terminal() {
     }
     let (status, shown) = leave_by(&mut vm, |vm, _, _| vm.0.child.kill().unwrap());
     assert_eq!(status.code(), Some(0));
-    assert!(shown.contains("the VM ended"));
+    assert!(shown.contains("the VM has exited"));
 }
 
 /// The text output for several VMs has one row per VM and the functions of all, and names the
@@ -275,7 +275,7 @@ fn text_screen_shows_all_vms() {
         let said = String::from_utf8_lossy(&out.stderr);
         text = String::from_utf8(out.stdout).unwrap();
         assert_eq!(out.status.code(), Some(1), "{text}{said}");
-        assert!(said.contains("c: the VM is not responding"), "{said}");
+        assert!(said.contains("c: the VM does not respond"), "{said}");
         text.contains("] spin_hot")
     });
     let row = |first: &str| text.lines().find(|l| l.split_whitespace().next() == Some(first));

@@ -76,7 +76,7 @@ impl Filters {
 }
 
 /// Evaluates a list directly, without compilation.
-fn is_on(list: &[Allowed], call: u32, arguments: [u64; 6]) -> bool {
+fn is_on(list: &[AllowedSyscall], call: u32, arguments: [u64; 6]) -> bool {
     let holds = |check: &ArgumentCheck| {
         let of = |at: u8| arguments[usize::from(at)] & 0xffff_ffff;
         match *check {
@@ -365,7 +365,7 @@ fn perf_broker_filter_allows_only_events() {
 /// The log mode logs exactly the calls that would otherwise terminate the VM, and thread kind names
 /// are unique.
 #[test]
-fn log_mode_logs_what_on_mode_kills() {
+fn log_mode_allows_and_logs_what_on_mode_kills() {
     const LOG: u32 = 0x7ffc_0000;
     let names: BTreeSet<&str> = ThreadKind::ALL.iter().map(|kind| kind.name()).collect();
     assert_eq!(names.len(), ThreadKind::ALL.len());

@@ -15,7 +15,7 @@ use std::time::Duration;
 use seccompiler::{BpfProgram, SeccompAction, apply_filter};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
-use super::ended::{MOST_WORDS, PANICKED};
+use super::worker_exit::{MOST_WORDS, PANICKED};
 use crate::service::{ServiceProcess, exit_with_parent, leave};
 use crate::{filter, lists, service};
 

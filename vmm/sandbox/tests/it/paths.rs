@@ -10,7 +10,7 @@ use std::process::Output;
 
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 use sandbox::paths::{self, Directory};
-use sandbox::{Mode, PerfEventAccess, ProcessConfinement, SocketBroker, TerminationActions};
+use sandbox::{PerfEventAccess, ProcessConfinement, SeccompMode, SocketBroker, TerminationActions};
 use test_support::child::child_command;
 
 /// User ID of the child.
@@ -86,14 +86,14 @@ fn confine() {
         log: None,
         status: 77,
     };
-    sandbox::begin(Mode::On, PerfEventAccess::Broker, will).unwrap();
+    sandbox::begin(SeccompMode::On, PerfEventAccess::Broker, will).unwrap();
     sandbox::confine().unwrap();
 }
 
 /// Connects to the socket at `path` by a broker without capabilities.
 fn connect_by_broker(path: &Path) -> std::io::Result<()> {
     let confinement = ProcessConfinement {
-        seccomp: Mode::On,
+        seccomp: SeccompMode::On,
         landlock: sandbox::has_landlock(),
     };
     let drop_all = || set_capabilities(None, NONE).is_ok();

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use sandbox::{Mode, PerfBroker, PerfBrokerError, ProcessConfinement};
+use sandbox::{PerfBroker, PerfBrokerError, ProcessConfinement, SeccompMode};
 use test_support::child::child_command;
 
 /// A process outside the VM that an attack would target.
@@ -83,7 +83,7 @@ fn attr(kind: u32, config: u64) -> [u8; 144] {
 
 fn broker() -> PerfBroker {
     let confinement = ProcessConfinement {
-        seccomp: Mode::On,
+        seccomp: SeccompMode::On,
         landlock: sandbox::has_landlock(),
     };
     PerfBroker::start(confinement, libc::SIGUSR2, || true).unwrap()

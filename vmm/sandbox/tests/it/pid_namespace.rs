@@ -7,7 +7,7 @@ use std::os::fd::AsFd;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, ChildStdout, ExitStatus, Stdio};
 
-use sandbox::{Mode, ProcessConfinement, Supervisor};
+use sandbox::{ProcessConfinement, SeccompMode, Supervisor};
 use test_support::child::child_command;
 
 /// Environment variable with the task of the process in the namespace.
@@ -33,7 +33,7 @@ fn as_a_child() {
     let (reports, sink) = std::io::pipe().unwrap();
     let supervisor = Supervisor {
         confinement: ProcessConfinement {
-            seccomp: Mode::On,
+            seccomp: SeccompMode::On,
             landlock: sandbox::has_landlock(),
         },
         give_up: || true,

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::thread::Builder;
 
 use sandbox::{
-    AccessibleFiles, Mode, PerfEventAccess, ProcessConfinement, SocketBroker, SocketDestination,
+    AccessibleFiles, PerfEventAccess, ProcessConfinement, SeccompMode, SocketBroker, SocketDestination,
     TerminationActions, ThreadKind,
 };
 use test_support::child::child_command;
@@ -26,7 +26,7 @@ const STATUS: u8 = 77;
 
 fn start_broker(directory: &Path) -> (Arc<SocketBroker>, SocketDestination, SocketDestination) {
     let confinement = ProcessConfinement {
-        seccomp: Mode::On,
+        seccomp: SeccompMode::On,
         landlock: sandbox::has_landlock(),
     };
     let broker = SocketBroker::start(confinement, || true).unwrap();
@@ -51,7 +51,7 @@ fn as_a_child() {
         log: None,
         status: STATUS,
     };
-    sandbox::begin(Mode::On, PerfEventAccess::Broker, will).unwrap();
+    sandbox::begin(SeccompMode::On, PerfEventAccess::Broker, will).unwrap();
     if sandbox::has_landlock() {
         sandbox::begin_files().unwrap();
         sandbox::only_files(&AccessibleFiles::default()).unwrap();

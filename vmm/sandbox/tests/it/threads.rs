@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::Builder;
 
-use sandbox::{Mode, PerfEventAccess, TerminationActions, ThreadKind};
+use sandbox::{PerfEventAccess, SeccompMode, TerminationActions, ThreadKind};
 use test_support::child::child_command;
 
 /// Environment variable with the mode, thread kind and attempt of the child.
@@ -158,7 +158,7 @@ fn as_a_child() {
     let task = std::env::var(TASK).unwrap();
     let mut words = task.split(' ');
     let mut next = || words.next().unwrap();
-    let mode: Mode = next().parse().unwrap();
+    let mode: SeccompMode = next().parse().unwrap();
     let kind = next();
     let kind = ThreadKind::ALL
         .into_iter()
@@ -217,7 +217,7 @@ fn as_a_child() {
     std::process::exit(0);
 }
 
-fn child(mode: Mode, kind: ThreadKind, tried: Attempt) -> Output {
+fn child(mode: SeccompMode, kind: ThreadKind, tried: Attempt) -> Output {
     child_command(module_path!(), TASK, format!("{mode} {kind} {tried:?}"))
         .output()
         .unwrap()
@@ -227,7 +227,7 @@ fn child(mode: Mode, kind: ThreadKind, tried: Attempt) -> Output {
 fn forbidden_call_terminates_process_with_message() {
     for kind in ThreadKind::ALL {
         for (tried, call) in Attempt::FORBIDDEN {
-            let out = child(Mode::On, kind, tried);
+            let out = child(SeccompMode::On, kind, tried);
             let said = String::from_utf8_lossy(&out.stderr);
             let lines: Vec<&str> = said
                 .lines()
@@ -247,7 +247,7 @@ fn forbidden_call_terminates_process_with_message() {
 
 #[test]
 fn ordinary_calls_are_allowed_for_all_kinds() {
-    for mode in [Mode::On, Mode::Log, Mode::Off] {
+    for mode in [SeccompMode::On, SeccompMode::Log, SeccompMode::Off] {
         for kind in ThreadKind::ALL {
             let out = child(mode, kind, Attempt::Ordinary);
             let (said, err) = (
@@ -263,7 +263,7 @@ fn ordinary_calls_are_allowed_for_all_kinds() {
 #[test]
 fn refused_calls_do_not_stop_threads() {
     for kind in ThreadKind::ALL {
-        let out = child(Mode::On, kind, Attempt::Refused);
+        let out = child(SeccompMode::On, kind, Attempt::Refused);
         let err = String::from_utf8_lossy(&out.stderr);
         assert!(
             String::from_utf8_lossy(&out.stdout).contains(DONE),
@@ -277,7 +277,7 @@ fn refused_calls_do_not_stop_threads() {
 #[test]
 fn disk_reset_writes_image_back() {
     for kind in [ThreadKind::Main, ThreadKind::Vcpu, ThreadKind::Device] {
-        let out = child(Mode::On, kind, Attempt::Image);
+        let out = child(SeccompMode::On, kind, Attempt::Image);
         let err = String::from_utf8_lossy(&out.stderr);
         assert!(
             String::from_utf8_lossy(&out.stdout).contains(DONE),
@@ -289,7 +289,7 @@ fn disk_reset_writes_image_back() {
 /// In log mode and without filters, no process is terminated.
 #[test]
 fn log_and_off_modes_terminate_nothing() {
-    for mode in [Mode::Log, Mode::Off] {
+    for mode in [SeccompMode::Log, SeccompMode::Off] {
         for (tried, _) in Attempt::FORBIDDEN
             .iter()
             .filter(|(tried, _)| *tried != Attempt::Fork)

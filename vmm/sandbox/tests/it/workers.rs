@@ -11,7 +11,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use sandbox::{
-    Mode, ProcessConfinement, WorkerExit, WorkerKeeper, WorkerLimits, WorkerProcess, WorkerStartError,
+    ProcessConfinement, SeccompMode, WorkerExit, WorkerKeeper, WorkerLimits, WorkerProcess, WorkerStartError,
 };
 use test_support::child::child_command;
 
@@ -152,7 +152,7 @@ fn ordinary() {
     fs::File::open("/proc/self/status").unwrap_err();
 }
 
-fn workers(mode: Mode) -> WorkerKeeper {
+fn workers(mode: SeccompMode) -> WorkerKeeper {
     let confinement = ProcessConfinement {
         seccomp: mode,
         landlock: sandbox::has_landlock(),
@@ -175,7 +175,7 @@ fn read_all(workers: &WorkerKeeper, letter: u8) -> (Vec<u8>, WorkerExit) {
     (said, worker.end().unwrap())
 }
 
-fn every_end(mode: Mode) {
+fn every_end(mode: SeccompMode) {
     let workers = workers(mode);
     let mut number = 0u32;
     let mut next_one_works = |workers: &WorkerKeeper, before: u32| {
@@ -248,7 +248,7 @@ fn pid_of(worker: &mut WorkerProcess<'_>) -> u32 {
 }
 
 fn forbidden() {
-    let workers = workers(Mode::On);
+    let workers = workers(SeccompMode::On);
     assert_eq!(read_all(&workers, b'o'), (b"o".to_vec(), WorkerExit::Done));
     for (at, (what, ..)) in FORBIDDEN.iter().enumerate() {
         let (said, ended) = read_all(&workers, b'A' + at as u8);
@@ -259,7 +259,7 @@ fn forbidden() {
 
 /// Prints the process IDs of a waiting worker and its keeper for the test.
 fn shown() {
-    let workers = workers(Mode::On);
+    let workers = workers(SeccompMode::On);
     let mut worker = begun(&workers, b'h');
     // The test harness has printed an incomplete line.
     println!("\n{}", pid_of(&mut worker));
@@ -273,9 +273,9 @@ fn shown() {
 #[ignore = "a child of the tests below"]
 fn as_a_child() {
     match std::env::var(TASK).unwrap().as_str() {
-        "ends" => every_end(Mode::On),
-        "ends without filters" => every_end(Mode::Off),
-        "ends logged" => every_end(Mode::Log),
+        "ends" => every_end(SeccompMode::On),
+        "ends without filters" => every_end(SeccompMode::Off),
+        "ends logged" => every_end(SeccompMode::Log),
         "forbidden" => forbidden(),
         _ => shown(),
     }
@@ -319,8 +319,8 @@ fn parent(pid: u32) -> u32 {
     line.unwrap().trim().parse().unwrap()
 }
 
-/// Returns how many sockets and pipes process `pid` has open beside its standard streams, which
-/// must lead to pipes. No other descriptor may be open, except of the file `other`.
+/// Returns how many sockets and pipes process `pid` has open in addition to its standard streams,
+/// which must lead to pipes. No other descriptor may be open, except of the file `other`.
 fn sockets_and_pipes(pid: u32, other: Option<&str>) -> (usize, usize) {
     let mut found = (0, 0);
     for fd in fs::read_dir(format!("/proc/{pid}/fd")).unwrap() {

@@ -6,7 +6,7 @@ use super::{Builtin, GuestCounterId, OS, USR, judged, known, selector, unbacked}
 use crate::child::ChildError;
 use crate::guest::{MeasurementJob, MeasuringGuest};
 use crate::judge::{Expectation, Tolerance};
-use crate::report::{CheckKind, KNOWN, ReportRow, ReportRows};
+use crate::report::{CheckKind, KNOWN, ReportRows, ValidationRow};
 
 /// Iterations of the loops, a few thousand steps.
 const ROUNDS: u64 = 1000;
@@ -15,7 +15,7 @@ const EXACT: &str = "exact";
 impl Builtin<'_> {
     pub(super) fn exact(&self, rows: &mut ReportRows<'_>) -> Result<(), ChildError> {
         if let Some(why) = &self.host.no_exact {
-            let row = ReportRow::new(CheckKind::Counting, "instructions, branches", EXACT, "-");
+            let row = ValidationRow::new(CheckKind::Counting, "instructions, branches", EXACT, "-");
             rows.push(row.unsupported(why.clone()));
             return Ok(());
         }
@@ -41,7 +41,7 @@ impl Builtin<'_> {
             for work in ["busy", "chase"] {
                 let Some(value) = known(counted_as, work, ROUNDS) else {
                     let row =
-                        ReportRow::new(CheckKind::Counting, event.name(), EXACT, format!("{work}, CPL0"));
+                        ValidationRow::new(CheckKind::Counting, event.name(), EXACT, format!("{work}, CPL0"));
                     let job = MeasurementJob::new(work, ROUNDS).counter(select | OS);
                     let why = "not a property of instructions, which is what stepping sees";
                     rows.push(unbacked(guest, row, &job, why)?);
@@ -51,7 +51,8 @@ impl Builtin<'_> {
                     value,
                     tolerance: Tolerance::Exact,
                 };
-                let row = ReportRow::new(CheckKind::Counting, event.name(), EXACT, format!("{work}, CPL0"));
+                let row =
+                    ValidationRow::new(CheckKind::Counting, event.name(), EXACT, format!("{work}, CPL0"));
                 let outcome = guest.measure(&MeasurementJob::new(work, ROUNDS).counter(select | OS), None)?;
                 rows.push(judged(
                     row,
@@ -67,7 +68,7 @@ impl Builtin<'_> {
             let (Some(select), Some(all)) = (selector(event, amd), known(event, "busy", ROUNDS)) else {
                 continue;
             };
-            let row = ReportRow::new(
+            let row = ValidationRow::new(
                 CheckKind::Counting,
                 format!("{}:u", event.name()),
                 EXACT,

@@ -13,9 +13,9 @@ use vpmu::ArchEvent;
 use super::child::ChildError;
 use super::guest::{Measurement, MeasurementJob, MeasuringGuest, OS, USR};
 use super::judge::{Evidence, Expectation, Tolerance, Verdict, judge_unbacked};
-use super::report::{CheckKind, ReportRow, ReportRows};
-use crate::host::Stop;
-use crate::host::{Host, Options};
+use super::report::{CheckKind, ReportRows, ValidationRow};
+use crate::host::StopCallback;
+use crate::host::{HostProperties, ValidateOptions};
 use crate::judge::whole;
 
 /// Minimum ratio of a measurement to the overhead of an empty measurement.
@@ -29,9 +29,9 @@ const AROUND: u64 = 5;
 
 /// Parameters of the measurements with the built-in guest.
 pub(super) struct Builtin<'a> {
-    pub options: &'a Options,
-    pub host: &'a Host,
-    pub signals: &'a Stop,
+    pub options: &'a ValidateOptions,
+    pub host: &'a HostProperties,
+    pub signals: &'a StopCallback,
 }
 
 impl Builtin<'_> {
@@ -42,7 +42,7 @@ impl Builtin<'_> {
         }
         if let Some(why) = &self.host.no_hardware {
             rows.push(
-                ReportRow::new(CheckKind::Counting, "all hardware events", "hardware", "-")
+                ValidationRow::new(CheckKind::Counting, "all hardware events", "hardware", "-")
                     .unsupported(why.clone()),
             );
         } else {
@@ -51,7 +51,7 @@ impl Builtin<'_> {
         match &self.host.no_clock {
             Some(why) => {
                 rows.push(
-                    ReportRow::new(CheckKind::Counting, "cycles, ref-cycles", "clock", "-")
+                    ValidationRow::new(CheckKind::Counting, "cycles, ref-cycles", "clock", "-")
                         .unsupported(why.clone()),
                 );
             }
@@ -67,7 +67,7 @@ impl Builtin<'_> {
         self.time_rows(&mut guest, backing, rows)?;
         if backing == "kvm" {
             rows.push(
-                ReportRow::new(CheckKind::Counting, "paravirtual events", backing, "-")
+                ValidationRow::new(CheckKind::Counting, "paravirtual events", backing, "-")
                     .unsupported("KVM's own vPMU has none"),
             );
         } else if backing == "clock" || self.host.no_clock.is_some() {
@@ -76,7 +76,7 @@ impl Builtin<'_> {
         self.multiplexing_rows(&mut guest, backing, rows)?;
         if backing == "kvm" {
             rows.push(
-                ReportRow::new(CheckKind::Contention, "cycles", backing, "--share").unsupported(
+                ValidationRow::new(CheckKind::Contention, "cycles", backing, "--share").unsupported(
                     "the counters of KVM's own vPMU are the host kernel's events, which take no part in --share",
                 ),
             );
@@ -100,10 +100,7 @@ impl Builtin<'_> {
             let outcome = guest.measure(&MeasurementJob::new("nothing", 1), None)?;
             overhead_ns = overhead_ns.min(outcome.facts.first().map_or(0, |facts| facts.cpu_ns));
         }
-        log::info!(
-            "a measurement of nothing takes {:.1} ms",
-            overhead_ns as f64 / 1e6
-        );
+        log::info!("an empty measurement takes {:.1} ms", overhead_ns as f64 / 1e6);
         guest.overhead_ns = overhead_ns;
         Ok(guest)
     }
@@ -209,13 +206,13 @@ fn evidence(
 
 /// Judges counter 0 of CPU 0, with its running time.
 fn judged(
-    row: ReportRow,
+    row: ValidationRow,
     outcome: &Measurement,
     cpu: usize,
     counter: GuestCounterId,
     expected: Expectation,
     basis: &'static str,
-) -> ReportRow {
+) -> ValidationRow {
     let row = row.judged(&evidence(outcome, cpu, counter, Some(expected)), basis);
     match outcome.host(cpu, &counter.name()) {
         Some(counter) => row.running_if_known(counter.running_ns, counter.enabled_ns),
@@ -226,10 +223,10 @@ fn judged(
 /// Measures an event that is not backed on this host. Its counter must not move.
 fn unbacked(
     guest: &mut MeasuringGuest,
-    row: ReportRow,
+    row: ValidationRow,
     job: &MeasurementJob,
     why: &str,
-) -> Result<ReportRow, ChildError> {
+) -> Result<ValidationRow, ChildError> {
     let outcome = guest.measure(job, None)?;
     let count = outcome.cpus.first().and_then(|cpu| cpu.c.first()).copied();
     let backing = outcome.host(0, "gp0").and_then(|counter| counter.backing.clone());
@@ -237,7 +234,7 @@ fn unbacked(
     let backing = backing.filter(|backing| backing != "kvm");
     let (verdict, reason) = judge_unbacked(count, backing.as_deref(), why);
     let shown = (verdict == Verdict::Fail).then_some(count).flatten();
-    Ok(ReportRow {
+    Ok(ValidationRow {
         verdict,
         reason,
         guest: shown,
@@ -344,7 +341,7 @@ mod tests {
         let verdict = |guest: u64, host: u64, expected: u64| {
             let mut seen = outcome(&[guest]);
             seen.after[0].counters = vec![counter("gp0", host)];
-            let row = ReportRow::new(CheckKind::Counting, "instructions", "exact", "busy");
+            let row = ValidationRow::new(CheckKind::Counting, "instructions", "exact", "busy");
             let index = GuestCounterId::General(0);
             judged(row, &seen, 0, index, exactly(expected), "counted by hand")
         };

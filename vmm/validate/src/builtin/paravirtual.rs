@@ -9,7 +9,7 @@ use crate::child::ChildError;
 use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OperatorEvents};
 use crate::judge::{Expectation, Tolerance};
 use crate::measure::measure_row;
-use crate::report::{CheckKind, ReportRow, ReportRows};
+use crate::report::{CheckKind, ReportRows, ValidationRow};
 
 /// Number of repetitions of the work.
 const TIMES: u64 = 200;
@@ -101,7 +101,7 @@ impl Builtin<'_> {
             let selector = select | u64::from(event.umask().0) << 8 | BOTH;
             let job = MeasurementJob::new(work, n).at(cpl).counter(selector);
             rows.push(measure_row(|| {
-                let row = ReportRow::new(CheckKind::Counting, event.name(), "paravirtual", name);
+                let row = ValidationRow::new(CheckKind::Counting, event.name(), "paravirtual", name);
                 one(guest, event, &job, row)
             })?);
         }
@@ -111,9 +111,9 @@ impl Builtin<'_> {
 
     /// Measures the uncounted time of another enabled counter, which must equal the duration of the
     /// loop.
-    fn uncounted(&self, guest: &mut MeasuringGuest, select: u64) -> Result<ReportRow, ChildError> {
+    fn uncounted(&self, guest: &mut MeasuringGuest, select: u64) -> Result<ValidationRow, ChildError> {
         let name = "busy, CPL3, beside an event nobody counts";
-        let row = ReportRow::new(
+        let row = ValidationRow::new(
             CheckKind::Counting,
             ParavirtualEvent::UncountedNs.name(),
             "paravirtual",
@@ -157,8 +157,8 @@ fn one(
     guest: &mut MeasuringGuest,
     event: ParavirtualEvent,
     job: &MeasurementJob,
-    row: ReportRow,
-) -> Result<ReportRow, ChildError> {
+    row: ValidationRow,
+) -> Result<ValidationRow, ChildError> {
     // The statistic itself, read through an operator event.
     let spec = format!("pv/{}/", event.name());
     let operator = OperatorEvents {
@@ -257,7 +257,7 @@ mod tests {
         );
     }
 
-    /// The guest has a kind of work that provokes each event.
+    /// The guest performs work that causes each event.
     #[test]
     fn each_event_has_its_work() {
         for event in ParavirtualEvent::ALL {

@@ -9,7 +9,7 @@ use crate::child::ChildError;
 use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OperatorEvents};
 use crate::judge::{Evidence, Expectation, Tolerance, whole};
 use crate::measure::measure_rows;
-use crate::report::{CheckKind, ReportRow, ReportRows};
+use crate::report::{CheckKind, ReportRows, ValidationRow};
 
 /// CPU time of the profiled work, in ms.
 const LENGTH_MS: u64 = 2500;
@@ -70,7 +70,7 @@ impl Builtin<'_> {
         select: u64,
         n: u64,
         period: u64,
-    ) -> Result<Vec<ReportRow>, ChildError> {
+    ) -> Result<Vec<ValidationRow>, ChildError> {
         let job = MeasurementJob {
             period,
             ..MeasurementJob::new("spin", n)
@@ -79,14 +79,15 @@ impl Builtin<'_> {
                 .counter(select | BOTH)
         };
         let outcome = guest.measure(&job, None)?;
-        let row = ReportRow::new(CheckKind::Sampling, "cycles", backing, "PMIs, one a period");
+        let row = ValidationRow::new(CheckKind::Sampling, "cycles", backing, "PMIs, one a period");
         let mut rows = vec![interrupts(row, &outcome, period)];
         if let Some(cpu) = outcome.cpus.first() {
-            let row = ReportRow::new(CheckKind::Sampling, "cycles", backing, "PMIs without an overflow");
+            let row = ValidationRow::new(CheckKind::Sampling, "cycles", backing, "PMIs without an overflow");
             rows.push(check_no_spurious(row, cpu.spurious));
             let all: u64 = cpu.struck.iter().take(SHARES.len()).sum();
             for ((name, percent), struck) in SHARES.iter().zip(&cpu.struck) {
-                let row = ReportRow::new(CheckKind::Sampling, "cycles", backing, format!("PMIs in {name}"));
+                let row =
+                    ValidationRow::new(CheckKind::Sampling, "cycles", backing, format!("PMIs in {name}"));
                 rows.push(share(row, *struck, all, *percent));
             }
         }
@@ -102,8 +103,8 @@ impl Builtin<'_> {
         n: u64,
         period: u64,
         symbols: &Symbols,
-    ) -> Result<Vec<ReportRow>, ChildError> {
-        let row = ReportRow::new(CheckKind::Sampling, "cycles", backing, "operator's samples");
+    ) -> Result<Vec<ValidationRow>, ChildError> {
+        let row = ValidationRow::new(CheckKind::Sampling, "cycles", backing, "operator's samples");
         let job = MeasurementJob::new("spin", n).at(3).counter(select | BOTH);
         let operator = OperatorEvents {
             events: "cycles",
@@ -142,7 +143,7 @@ impl Builtin<'_> {
         let hits = SHARES.map(|(name, _)| hits(name));
         let all = hits.iter().sum();
         for ((name, percent), hits) in SHARES.iter().zip(hits) {
-            let row = ReportRow::new(
+            let row = ValidationRow::new(
                 CheckKind::Sampling,
                 "cycles",
                 backing,
@@ -155,7 +156,7 @@ impl Builtin<'_> {
 }
 
 /// Compares the number of PMIs with the count of a second counter that ran at the same time.
-fn interrupts(row: ReportRow, outcome: &Measurement, period: u64) -> ReportRow {
+fn interrupts(row: ValidationRow, outcome: &Measurement, period: u64) -> ValidationRow {
     let Some(cpu) = outcome.cpus.first() else {
         return row;
     };
@@ -195,11 +196,11 @@ fn held_pmis(guest: &mut MeasuringGuest) -> Result<PmiTotals, ChildError> {
 
 /// Reports the PMIs that were held back and their mean delay. A PMI is held back at most once and
 /// for at most one second.
-fn held_rows(backing: &'static str, before: PmiTotals, after: PmiTotals) -> [ReportRow; 2] {
+fn held_rows(backing: &'static str, before: PmiTotals, after: PmiTotals) -> [ValidationRow; 2] {
     let held = after.held - before.held;
     let mean_us = (after.held_ns - before.held_ns) / held.max(1) / 1000;
     let row = |what: &str, seen, most, basis| {
-        let row = ReportRow::new(CheckKind::Sampling, "cycles", backing, what);
+        let row = ValidationRow::new(CheckKind::Sampling, "cycles", backing, what);
         let evidence = Evidence {
             guest: Some(seen),
             host: None,
@@ -227,7 +228,7 @@ fn held_rows(backing: &'static str, before: PmiTotals, after: PmiTotals) -> [Rep
 }
 
 /// An interrupt without an overflow causes an "unknown reason" NMI message in a Linux guest.
-fn check_no_spurious(row: ReportRow, spurious: u64) -> ReportRow {
+fn check_no_spurious(row: ValidationRow, spurious: u64) -> ValidationRow {
     let seen = Evidence {
         guest: Some(spurious),
         host: None,
@@ -240,7 +241,7 @@ fn check_no_spurious(row: ReportRow, spurious: u64) -> ReportRow {
 }
 
 /// Judges the share of a function with `percent` of the work in `all` samples.
-pub(crate) fn share(row: ReportRow, hits: u64, all: u64, percent: u64) -> ReportRow {
+pub(crate) fn share(row: ValidationRow, hits: u64, all: u64, percent: u64) -> ValidationRow {
     if all < 50 {
         return row.failed("too few samples to tell");
     }
@@ -316,7 +317,7 @@ mod tests {
                 overflows: Some(overflows),
                 ..counter("gp0", 0)
             }];
-            let row = ReportRow::new(CheckKind::Sampling, "cycles", "clock", "PMIs");
+            let row = ValidationRow::new(CheckKind::Sampling, "cycles", "clock", "PMIs");
             interrupts(row, &seen, 1000)
         };
         assert_eq!(row(150, 150).verdict, Verdict::Pass);
@@ -333,7 +334,7 @@ mod tests {
     /// A profile that deviates by more than the statistical variation fails.
     #[test]
     fn skewed_profile_fails() {
-        let row = || ReportRow::new(CheckKind::Sampling, "cycles", "clock", "x");
+        let row = || ValidationRow::new(CheckKind::Sampling, "cycles", "clock", "x");
         assert_eq!(share(row(), 600, 1000, 60).verdict, Verdict::Pass);
         assert_eq!(share(row(), 645, 1000, 60).verdict, Verdict::Pass);
         assert_eq!(share(row(), 700, 1000, 60).verdict, Verdict::Fail);
@@ -343,9 +344,9 @@ mod tests {
 
     /// One spurious interrupt is a failure, independent of time.
     #[test]
-    fn a_spurious_interrupt_fails() {
+    fn spurious_interrupt_fails() {
         let row = |spurious| {
-            let row = ReportRow::new(CheckKind::Sampling, "cycles", "clock", "x");
+            let row = ValidationRow::new(CheckKind::Sampling, "cycles", "clock", "x");
             check_no_spurious(row, spurious)
         };
         assert_eq!(row(0).verdict, Verdict::Pass);

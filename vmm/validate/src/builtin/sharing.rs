@@ -9,7 +9,7 @@ use crate::child::ChildError;
 use crate::guest::{MeasurementJob, MeasuringGuest, OperatorEvents};
 use crate::judge::{Evidence, Expectation, Tolerance, whole};
 use crate::measure::measure_row;
-use crate::report::{CheckKind, ReportRow, ReportRows};
+use crate::report::{CheckKind, ReportRows, ValidationRow};
 use control_api::request;
 
 /// CPU time of a multiplexing interval and of a contended measurement, in ms. A measurement
@@ -36,8 +36,8 @@ struct MultiplexedEvents {
     /// Total count of all intervals. Any counter runs for its whole interval, so the sum equals the
     /// count without multiplexing.
     all: u64,
-    least: u64,
-    most: u64,
+    /// Lowest and highest rate of an interval, in counts per nanosecond.
+    rates: [f64; 2],
 }
 
 /// The event whose estimate is farthest from the true count in relation to its tolerance.
@@ -58,8 +58,7 @@ impl MultiplexedEvents {
             taken: 0,
             now_ns: 0,
             all: 0,
-            least: u64::MAX,
-            most: 0,
+            rates: [f64::INFINITY, 0.0],
         }
     }
 
@@ -75,7 +74,8 @@ impl MultiplexedEvents {
         self.now_ns += length_ns;
         let counted = counts.first().copied().unwrap_or(0);
         self.all += counted;
-        (self.least, self.most) = (self.least.min(counted), self.most.max(counted));
+        let rate = counted as f64 / length_ns.max(1) as f64;
+        self.rates = [self.rates[0].min(rate), self.rates[1].max(rate)];
     }
 
     /// Returns the worst event, or `None` if no event ran in two intervals.
@@ -83,12 +83,11 @@ impl MultiplexedEvents {
         let events = self.estimators.iter().zip(&self.running_ns);
         let told = events.filter_map(|(estimator, running_ns)| {
             let estimate = estimator.estimate(self.now_ns, None)?;
-            // Few intervals yield no standard error. The uncounted part is bounded by the
-            // minimum and maximum count of an interval.
-            let unseen = self.taken as f64 * self.now_ns.saturating_sub(*running_ns) as f64
-                / self.now_ns.max(1) as f64;
-            let slack = unseen * self.most.saturating_sub(self.least) as f64
-                + self.all as f64 * tolerance_percent / 100.0;
+            // Few intervals yield no standard error. The estimated rate and the rate of an
+            // uncounted interval are both between the lowest and the highest rate.
+            let unseen_ns = self.now_ns.saturating_sub(*running_ns) as f64;
+            let slack =
+                unseen_ns * (self.rates[1] - self.rates[0]) + self.all as f64 * tolerance_percent / 100.0;
             let off = estimate.value.abs_diff(self.all) as f64 / slack.max(1.0);
             let worst = WorstEstimate {
                 estimate: estimate.value,
@@ -124,7 +123,7 @@ impl Builtin<'_> {
         backing: &'static str,
         select: u64,
         n: u64,
-    ) -> Result<ReportRow, ChildError> {
+    ) -> Result<ValidationRow, ChildError> {
         let counters = usize::from(u8::try_from(guest.hello.gp.min(8)).unwrap_or(8));
         let mut turns = MultiplexedEvents::new(counters, counters + EXTRA);
         for turn in 0..TURNS {
@@ -137,7 +136,7 @@ impl Builtin<'_> {
             let outcome = guest.measure(&job, None)?;
             let Some(cpu) = outcome.cpus.first() else {
                 return Ok(
-                    ReportRow::new(CheckKind::Multiplexing, "cycles", backing, "turns")
+                    ValidationRow::new(CheckKind::Multiplexing, "cycles", backing, "turns")
                         .failed("the guest did not count it"),
                 );
             };
@@ -145,7 +144,7 @@ impl Builtin<'_> {
             turns.take(u64::try_from(length_ns).unwrap_or(u64::MAX), &cpu.c);
         }
         let name = format!("{} events, {counters} counters, worst", counters + EXTRA);
-        let row = ReportRow::new(CheckKind::Multiplexing, "cycles", backing, name);
+        let row = ValidationRow::new(CheckKind::Multiplexing, "cycles", backing, name);
         let Some(worst) = turns.worst(self.options.tolerance_percent) else {
             return Ok(row.failed("no event had two turns"));
         };
@@ -157,7 +156,7 @@ impl Builtin<'_> {
                 tolerance: Tolerance::PercentAnd(0.0, worst.slack),
             }),
         };
-        let basis = "the sum over all turns; tolerance: what turns differ by, for each that was not seen, and that of counting";
+        let basis = "the sum over all turns; tolerance: the time not seen by what the turns' rates differ by, and that of counting";
         let row = row.judged(&seen, basis).running(worst.running_ns, turns.now_ns);
         Ok(undecided_if_wide(row, worst.slack, turns.all))
     }
@@ -194,8 +193,8 @@ impl Builtin<'_> {
         select: u64,
         n: u64,
         policy: &str,
-    ) -> Result<ReportRow, ChildError> {
-        let row = ReportRow::new(
+    ) -> Result<ValidationRow, ChildError> {
+        let row = ValidationRow::new(
             CheckKind::Contention,
             "cycles",
             backing,
@@ -249,7 +248,7 @@ impl Builtin<'_> {
 }
 
 /// Marks a row as undecided if its tolerance is too wide for a verdict.
-fn undecided_if_wide(row: ReportRow, slack: u64, expected: u64) -> ReportRow {
+fn undecided_if_wide(row: ValidationRow, slack: u64, expected: u64) -> ValidationRow {
     let limit = u128::from(expected) * u128::from(MAX_SLACK_PERCENT) / 100;
     if u128::from(slack) <= limit {
         return row;
@@ -284,7 +283,7 @@ mod tests {
                     tolerance: Tolerance::PercentAnd(0.0, slack),
                 }),
             };
-            let row = ReportRow::new(CheckKind::Multiplexing, "cycles", "clock", "turns");
+            let row = ValidationRow::new(CheckKind::Multiplexing, "cycles", "clock", "turns");
             undecided_if_wide(row.judged(&seen, "time"), slack, 1000)
         };
         assert_eq!(row(500).verdict, Verdict::Pass);
@@ -301,6 +300,17 @@ mod tests {
         assert_eq!(turns.running_ns, [8 * TURN_NS; 7]);
         let worst = turns.worst(2.0).unwrap();
         assert_eq!((worst.estimate, worst.slack), (14_000, 280));
+    }
+
+    /// An interval that a slow host prolongs leaves the tolerance as it is if its rate is the same.
+    #[test]
+    fn long_interval_of_the_same_rate_keeps_the_tolerance() {
+        let mut turns = MultiplexedEvents::new(4, 7);
+        for turn in 0..14 {
+            let times = if turn == 3 { 10 } else { 1 };
+            turns.take(times * TURN_NS, &[times * 1000; 4]);
+        }
+        assert_eq!(turns.worst(2.0).unwrap().slack, turns.all / 50);
     }
 
     /// A counter that counts half of the events is detected although the others are right.
@@ -332,13 +342,13 @@ mod tests {
             prop_assert!(worst.running_ns <= taken.now_ns);
         }
 
-        /// With intervals of equal length, the estimate lies within the tolerance from the
-        /// uncounted part.
+        /// For any lengths and counts, the estimate lies within the tolerance from the uncounted
+        /// part.
         #[test]
-        fn equal_turns_are_within_their_slack(counts in prop::collection::vec(0u64..1_000_000, 14..40)) {
+        fn estimates_are_within_their_slack(turns in prop::collection::vec((1u64..100, 0u64..1_000_000), 14..40)) {
             let mut taken = MultiplexedEvents::new(4, 7);
-            for count in counts {
-                taken.take(TURN_NS, &[count; 4]);
+            for (ms, count) in turns {
+                taken.take(ms * 1_000_000, &[count; 4]);
             }
             prop_assert!(within(&taken, 2.0), "{:?} of {}", taken.worst(2.0), taken.all);
         }

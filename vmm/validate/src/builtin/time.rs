@@ -9,7 +9,7 @@ use crate::child::ChildError;
 use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OS, OperatorEvents, USR};
 use crate::judge::{Expectation, Tolerance, whole};
 use crate::measure::measure_row;
-use crate::report::{CheckKind, KNOWN, ReportRow, ReportRows};
+use crate::report::{CheckKind, KNOWN, ReportRows, ValidationRow};
 
 /// CPU time of a measurement, in ms.
 const LENGTH_MS: u64 = 200;
@@ -45,7 +45,7 @@ impl Builtin<'_> {
                 _ => follows_time,
             };
             if !counts {
-                let row = ReportRow::new(CheckKind::Counting, event.name(), backing, "busy, CPL0");
+                let row = ValidationRow::new(CheckKind::Counting, event.name(), backing, "busy, CPL0");
                 let job = MeasurementJob::new("busy", 500).counter(select | BOTH);
                 let why = match backing {
                     "kvm" if amd && event == ArchEvent::RefCycles => {
@@ -121,13 +121,13 @@ impl Builtin<'_> {
         work: &'static str,
         cpl: u32,
         n: u64,
-    ) -> Result<ReportRow, ChildError> {
+    ) -> Result<ValidationRow, ChildError> {
         let name = match work {
             "to-user" => "CPL0 to 3 and back".to_owned(),
             "faults" => "faults at CPL0".to_owned(),
             _ => format!("{work}, CPL{cpl}"),
         };
-        let row = ReportRow::new(CheckKind::Counting, event.name(), backing, name);
+        let row = ValidationRow::new(CheckKind::Counting, event.name(), backing, name);
         let job = MeasurementJob::new(work, n).at(cpl).counter(select | BOTH);
         let operator = on_host_pmu(backing).then_some(OperatorEvents {
             events: event.name(),
@@ -158,7 +158,7 @@ impl Builtin<'_> {
                 continue;
             }
             rows.push(measure_row(|| {
-                let row = ReportRow::new(
+                let row = ValidationRow::new(
                     CheckKind::Counting,
                     format!("{} (fixed {index})", event.name()),
                     backing,
@@ -191,8 +191,8 @@ impl Builtin<'_> {
         guest: &mut MeasuringGuest,
         backing: &'static str,
         select: u64,
-    ) -> Result<ReportRow, ChildError> {
-        let row = ReportRow::new(CheckKind::Counting, "cycles", backing, "idle (sleeps of 20 ms)");
+    ) -> Result<ValidationRow, ChildError> {
+        let row = ValidationRow::new(CheckKind::Counting, "cycles", backing, "idle (sleeps of 20 ms)");
         let outcome = guest.measure(&MeasurementJob::new("sleep", HALTS).counter(select | BOTH), None)?;
         let tsc = outcome.cpus.first().map_or(0, |cpu| cpu.tsc);
         let expected = Expectation {
@@ -218,8 +218,8 @@ impl Builtin<'_> {
         select: u64,
         cpl: u32,
         n: u64,
-    ) -> Result<ReportRow, ChildError> {
-        let row = ReportRow::new(
+    ) -> Result<ValidationRow, ChildError> {
+        let row = ValidationRow::new(
             CheckKind::Counting,
             "cycles:u",
             backing,
@@ -266,14 +266,14 @@ impl Builtin<'_> {
             return Ok(());
         };
         if guest.hello.cpus < 2 {
-            let row = ReportRow::new(CheckKind::Counting, "cycles", backing, "two CPUs");
+            let row = ValidationRow::new(CheckKind::Counting, "cycles", backing, "two CPUs");
             rows.push(row.failed("the guest's second CPU did not start"));
             return Ok(());
         }
         let n = self.amount(guest, "busy", 3, LENGTH_MS)?;
         for cpu in 0..2 {
             rows.push(measure_row(|| {
-                let row = ReportRow::new(
+                let row = ValidationRow::new(
                     CheckKind::Counting,
                     "cycles",
                     backing,

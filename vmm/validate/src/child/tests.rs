@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::*;
 
 /// Returns a signal check that never requests a stop.
-pub(crate) fn never_stop() -> Stop {
+pub(crate) fn never_stop() -> StopCallback {
     Arc::new(|| false)
 }
 
@@ -20,7 +20,7 @@ pub(crate) fn scripted(script: &str) -> ChildVm {
     scripted_until(script, &never_stop())
 }
 
-fn scripted_until(script: &str, signals: &Stop) -> ChildVm {
+fn scripted_until(script: &str, signals: &StopCallback) -> ChildVm {
     let mut shell = Command::new("/bin/sh");
     shell.args(["-c", script]);
     ChildVm::start_with(shell, &["--pmu".into(), "intel".into()], signals).unwrap()
@@ -144,7 +144,7 @@ fn reader_ends_when_receiver_is_dropped() {
 
 /// A limited number of the last messages is kept.
 #[test]
-fn the_last_messages_are_kept() {
+fn last_messages_are_kept() {
     let kept = Mutex::new(VecDeque::new());
     let text: String = (0..MAX_MESSAGES + 7).map(|n| format!("message {n}\n")).collect();
     keep_messages(text.as_bytes(), &kept);
@@ -159,12 +159,12 @@ fn end_error_shows_last_messages_and_lines() {
     let ended = ChildError::Ended {
         status: 2,
         doing: "it was started".into(),
-        messages: vec!["perfvisor: warn: x".into(), "perfvisor: no KVM".into()],
+        messages: vec!["perfvisor: warn: x".into(), "perfvisor: error: no KVM".into()],
         console: vec!["booting".into()],
     };
     assert_eq!(
         ended.to_string(),
-        "the VM ended while it was started (status 2): no KVM\nthe guest's last lines:\n  booting"
+        "the VM exited while it was started (status 2): no KVM\nthe guest's last lines:\n  booting"
     );
 }
 
@@ -186,7 +186,7 @@ fn each_vm_has_unique_name() {
 /// The error of an early end shows the exit status, the last message and the last console lines.
 #[test]
 fn early_end_error_shows_reason() {
-    let mut vm = scripted("echo booting; echo 'perfvisor: no /dev/kvm' >&2; exit 2");
+    let mut vm = scripted("echo booting; echo 'perfvisor: error: no /dev/kvm' >&2; exit 2");
     // Another thread reads the messages; the pipe closes together with the console.
     let error = vm.wait_for(LONG, "it was booted", |_| None::<()>).unwrap_err();
     let ChildError::Ended {
@@ -260,7 +260,7 @@ fn silent_guest_times_out() {
 /// Ctrl-C ends the wait, whether or not the same Ctrl-C has already ended the VM.
 #[test]
 fn interrupt_is_not_a_vm_error() {
-    let stop: Stop = Arc::new(|| true);
+    let stop: StopCallback = Arc::new(|| true);
     let mut vm = scripted_until("exec sleep 600", &stop);
     let error = vm.wait_for(LONG, "it was booted", |_| None::<()>).unwrap_err();
     assert!(matches!(error, ChildError::Interrupted), "{error}");
@@ -320,7 +320,7 @@ fn facts_are_of_vcpu_threads() {
 
 /// A thread that has exited has no accounts, rather than zeroes.
 #[test]
-fn a_thread_that_has_gone_has_no_facts() {
+fn thread_that_has_gone_has_no_facts() {
     let mut vm = scripted("exit 0");
     vm.threads = vec![vm.child.id()];
     assert_eq!(vm.wait(LONG), Some(0));

@@ -49,7 +49,7 @@ pub(crate) fn measuring(hello: &Value, results: &[(&str, Value)], host: Vec<u64>
 }
 
 #[test]
-fn a_job_is_one_line_of_words() {
+fn job_is_one_line_of_words() {
     let job = MeasurementJob::new("busy", 5).at(3).counter(0x1003C);
     assert_eq!(
         job.line(),
@@ -176,8 +176,8 @@ fn other_lines_do_not_disturb_a_measurement() {
 }
 
 /// Returns an event as in the reply to an open request.
-pub(crate) fn opened(handle: Option<u32>, index: u32, vcpu: u32) -> Opened {
-    Opened {
+pub(crate) fn opened(handle: Option<u32>, index: u32, vcpu: u32) -> OpenedEvent {
+    OpenedEvent {
         handle,
         unsupported: handle.is_none().then(|| "no slot".into()),
         name: "cycles".into(),
@@ -293,7 +293,7 @@ fn empty_job_is_sent_as_one_unit() {
 
 proptest! {
     #[test]
-    fn no_line_of_a_guest_makes_it_panic(line in ".{0,200}") {
+    fn parser_survives_random_guest_lines(line in ".{0,200}") {
         let _ = parse(&line);
     }
 }

@@ -5,8 +5,8 @@ use perf_core::pmu::host::{GenericEvent, HostCounters};
 use super::*;
 
 /// Returns a host with the clock backing only. One tick of its guests' TSC takes one nanosecond.
-pub(crate) fn clock_host() -> Host {
-    Host {
+pub(crate) fn clock_host() -> HostProperties {
+    HostProperties {
         kvm: KvmSummary {
             facts: serde_json::json!({}),
             flavour: "test".into(),
@@ -36,7 +36,7 @@ pub(crate) fn clock_host() -> Host {
 }
 
 /// Returns the same host with a PMU that supports these generic events of perf.
-pub(crate) fn hardware_host(generic: &[&str]) -> Host {
+pub(crate) fn hardware_host(generic: &[&str]) -> HostProperties {
     let event = |name: &&str| GenericEvent {
         name: (*name).into(),
         config: 0,
@@ -50,8 +50,8 @@ pub(crate) fn hardware_host(generic: &[&str]) -> Host {
 }
 
 /// Returns options with a tolerance of two percent.
-pub(crate) fn options() -> Options {
-    Options {
+pub(crate) fn options() -> ValidateOptions {
+    ValidateOptions {
         pmu: "intel".into(),
         tolerance_percent: 2.0,
         linux: None,
@@ -64,7 +64,7 @@ pub(crate) fn options() -> Options {
 #[test]
 fn ticks_neither_wrap_nor_panic() {
     let ticks = |ns, tsc_hz| {
-        Host {
+        HostProperties {
             tsc_hz,
             ..clock_host()
         }

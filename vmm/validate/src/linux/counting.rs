@@ -6,7 +6,7 @@ use crate::child::ChildError;
 use crate::guest::OperatorEvents;
 use crate::judge::{Evidence, Expectation, Tolerance, Verdict, judge_unbacked, whole};
 use crate::measure::{measure_row, measure_rows};
-use crate::report::{CheckKind, KNOWN, ReportRow, ReportRows};
+use crate::report::{CheckKind, KNOWN, ReportRows, ValidationRow};
 use control_api::request;
 use perf_core::SharePolicy;
 
@@ -36,8 +36,8 @@ fn of<'a>(counts: &'a [Count], event: &str) -> Option<&'a Count> {
     counts.iter().find(|count| count.event == event)
 }
 
-fn with_share(row: ReportRow, count: Option<&Count>) -> ReportRow {
-    ReportRow {
+fn with_share(row: ValidationRow, count: Option<&Count>) -> ValidationRow {
+    ValidationRow {
         running_percent: count.map(|count| count.running_percent),
         ..row
     }
@@ -62,7 +62,7 @@ impl Linux<'_> {
             })?);
         }
         if amd {
-            let row = ReportRow::new(CheckKind::Counting, "ref-cycles", backing, "busy loop");
+            let row = ValidationRow::new(CheckKind::Counting, "ref-cycles", backing, "busy loop");
             let counted = counts(
                 &guest
                     .run("ref", "perf stat -x, -e ref-cycles spin 0.1", None)?
@@ -94,8 +94,8 @@ impl Linux<'_> {
         event: &str,
         program: &str,
         name: &str,
-    ) -> Result<ReportRow, ChildError> {
-        let row = ReportRow::new(CheckKind::Counting, event, backing, name);
+    ) -> Result<ValidationRow, ChildError> {
+        let row = ValidationRow::new(CheckKind::Counting, event, backing, name);
         let command = perf_stat(&format!("-a -e {event}"), program);
         let operator = OperatorEvents {
             events: event,
@@ -127,8 +127,8 @@ impl Linux<'_> {
         Ok(with_share(row.judged(&seen, basis), count))
     }
 
-    fn idle(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<ReportRow, ChildError> {
-        let row = ReportRow::new(CheckKind::Counting, "cycles", backing, "idle (sleep of 2 s)");
+    fn idle(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<ValidationRow, ChildError> {
+        let row = ValidationRow::new(CheckKind::Counting, "cycles", backing, "idle (sleep of 2 s)");
         let done = guest.run("idle", &perf_stat("-a -e cycles", "idle 2"), None)?;
         let counted = counts(&done.text);
         let count = of(&counted, "cycles");
@@ -172,7 +172,7 @@ impl Linux<'_> {
             let counts_here =
                 on_host_pmu(backing) && self.host.probe.generic.iter().any(|g| g.name == event && g.opens);
             let name = if counts_here { "busy loop" } else { "tried" };
-            let row = ReportRow::new(CheckKind::Counting, event, backing, name);
+            let row = ValidationRow::new(CheckKind::Counting, event, backing, name);
             let loops = if counts_here { LOOPS } else { LOOPS / 10 };
             let done = guest.run(
                 "number",
@@ -192,7 +192,7 @@ impl Linux<'_> {
                     _ => "a clock counts time only",
                 };
                 let (verdict, reason) = judge_unbacked(count.value, None, why);
-                rows.push(ReportRow {
+                rows.push(ValidationRow {
                     verdict,
                     reason,
                     guest: count.value.filter(|_| verdict == Verdict::Fail),
@@ -249,7 +249,7 @@ impl Linux<'_> {
                         tolerance: Tolerance::PercentAnd(0.0, slack),
                     }),
                 };
-                let row = ReportRow::new(CheckKind::Counting, event, backing, "busy loop");
+                let row = ValidationRow::new(CheckKind::Counting, event, backing, "busy loop");
                 let row = row.judged(&seen, basis);
                 batch.push(with_share(row, of(&counted, event)));
             }
@@ -275,7 +275,7 @@ impl Linux<'_> {
             let done = guest.run("smp", &command, Some(operator))?;
             let counted = counts(&done.text);
             for cpu in 0..2u32 {
-                let row = ReportRow::new(
+                let row = ValidationRow::new(
                     CheckKind::Counting,
                     "cycles",
                     backing,
@@ -335,8 +335,8 @@ impl Linux<'_> {
         Ok(())
     }
 
-    fn scaled(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<ReportRow, ChildError> {
-        let row = ReportRow::new(
+    fn scaled(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<ValidationRow, ChildError> {
+        let row = ValidationRow::new(
             CheckKind::Multiplexing,
             "cycles",
             backing,
@@ -397,8 +397,8 @@ impl Linux<'_> {
         guest: &mut LinuxGuest,
         backing: &'static str,
         policy: &str,
-    ) -> Result<ReportRow, ChildError> {
-        let row = ReportRow::new(
+    ) -> Result<ValidationRow, ChildError> {
+        let row = ValidationRow::new(
             CheckKind::Contention,
             "cycles",
             backing,
@@ -458,13 +458,13 @@ impl Linux<'_> {
                 host: None,
                 expected: Some(Expectation { value, tolerance }),
             };
-            let row = ReportRow::new(CheckKind::Counting, event, "exact", "known program, whole");
+            let row = ValidationRow::new(CheckKind::Counting, event, "exact", "known program, whole");
             let tolerance = Tolerance::Range(whole.saturating_sub(MISSED), whole);
             rows.push(with_share(
                 row.judged(&seen(value(&few), whole, tolerance), KNOWN),
                 of(&few, event),
             ));
-            let row = ReportRow::new(CheckKind::Counting, event, "exact", "known program, 2000 rounds");
+            let row = ValidationRow::new(CheckKind::Counting, event, "exact", "known program, 2000 rounds");
             let more = value(&many)
                 .zip(value(&few))
                 .map(|(many, few)| many.saturating_sub(few));

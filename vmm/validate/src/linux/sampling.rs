@@ -6,7 +6,7 @@ use crate::child::ChildError;
 use crate::guest::OperatorEvents;
 use crate::judge::{Evidence, Expectation, Tolerance};
 use crate::measure::measure_rows;
-use crate::report::{CheckKind, ReportRow, ReportRows};
+use crate::report::{CheckKind, ReportRows, ValidationRow};
 use control_api::protocol::VcpuView;
 
 /// Samples per second of CPU time. Hosts that check timers only at their 4 ms tick do not support a
@@ -31,8 +31,8 @@ impl Linux<'_> {
         guest: &mut LinuxGuest,
         backing: &'static str,
         period: u64,
-    ) -> Result<Vec<ReportRow>, ChildError> {
-        let row = ReportRow::new(CheckKind::Sampling, "cycles", backing, "perf record -c: samples");
+    ) -> Result<Vec<ValidationRow>, ChildError> {
+        let row = ValidationRow::new(CheckKind::Sampling, "cycles", backing, "perf record -c: samples");
         let record = format!("perf record -q -B -N -c {period} -e cycles -o /tmp/period gate three 3");
         let operator = OperatorEvents {
             events: "cycles",
@@ -78,7 +78,7 @@ impl Linux<'_> {
         let all = hits.iter().sum();
         for ((name, percent), hits) in SHARES.iter().zip(hits) {
             let name = format!("perf record: {name}");
-            let row = ReportRow::new(CheckKind::Sampling, "cycles", backing, name);
+            let row = ValidationRow::new(CheckKind::Sampling, "cycles", backing, name);
             rows.push(share(row, hits, all, *percent));
         }
         Ok(rows)

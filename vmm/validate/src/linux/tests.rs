@@ -11,14 +11,14 @@ use super::*;
 use crate::child::tests::{never_stop, refusal, scripted, views};
 use crate::guest::tests::{opened, reading};
 use crate::host::tests::options;
-use crate::report::ReportRow;
+use crate::report::ValidationRow;
 
 /// Scripted values of all sources.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ScriptedValues {
     /// Output of each command, by `case` pattern of the shell.
     pub prints: Vec<(&'static str, String)>,
-    /// CPU time of a program behind the gate in ns, from the guest kernel.
+    /// CPU time of a program controlled by the gate in ns, from the guest kernel.
     pub cpu_ns: u64,
     /// Increase of the single counter of each vCPU at a gate, as seen by the host.
     pub moved: Vec<u64>,
@@ -100,11 +100,11 @@ impl ScriptedValues {
     /// Returns the rows that `measure` adds on this host.
     pub fn rows(
         &self,
-        host: &Host,
+        host: &HostProperties,
         measure: impl FnOnce(&Linux<'_>, &mut LinuxGuest, &mut ReportRows<'_>) -> Result<(), ChildError>,
-    ) -> Vec<ReportRow> {
+    ) -> Vec<ValidationRow> {
         self.seen(host, |linux, guest| {
-            let mut on_row = |_: &ReportRow| ();
+            let mut on_row = |_: &ValidationRow| ();
             let mut rows = ReportRows::new(&mut on_row);
             measure(linux, guest, &mut rows)?;
             Ok(rows.into_vec())
@@ -114,7 +114,7 @@ impl ScriptedValues {
     /// Returns the result of `measure` on this host.
     pub fn seen<T>(
         &self,
-        host: &Host,
+        host: &HostProperties,
         look: impl FnOnce(&Linux<'_>, &mut LinuxGuest) -> Result<T, ChildError>,
     ) -> T {
         let (options, signals) = (options(), never_stop());
@@ -305,7 +305,7 @@ fn invalid_count_lines_are_ignored() {
 
 proptest! {
     #[test]
-    fn no_line_of_a_guest_makes_it_panic(line in ".{0,120}", commas in "[,0-9CPU.a-z<> ]{0,80}") {
+    fn parser_survives_random_guest_lines(line in ".{0,120}", commas in "[,0-9CPU.a-z<> ]{0,80}") {
         let _ = (count(&line), count(&commas), field(&line, "cpu_ns="));
     }
 }

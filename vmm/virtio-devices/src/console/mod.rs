@@ -39,14 +39,14 @@ const QUEUE_SIZES: [u16; 2] = [64, 64];
 type OutputSink = Arc<Mutex<Box<dyn Write + Send>>>;
 
 /// A virtio console device.
-pub struct Console {
+pub struct VirtioConsole {
     output: OutputSink,
     port: Arc<ConsolePort>,
     has_size: bool,
     worker: Option<DeviceWorker>,
 }
 
-impl Console {
+impl VirtioConsole {
     /// Creates a console that writes guest output to `output`. `size` is the size of the terminal
     /// window, if there is one.
     ///
@@ -69,7 +69,7 @@ impl Console {
     }
 }
 
-impl VirtioDevice for Console {
+impl VirtioDevice for VirtioConsole {
     fn id(&self) -> u32 {
         VIRTIO_ID_CONSOLE
     }
@@ -169,7 +169,7 @@ impl MutEventSubscriber for ConsoleHandler {
     fn init(&mut self, ops: &mut EventOps) {
         for events in self.fds() {
             if let Err(error) = ops.add(events) {
-                guest_log!(Error, "hvc0 hears no kicks: {}", error_line(&error));
+                guest_log!(Error, "hvc0 cannot receive notifications: {}", error_line(&error));
             }
         }
         // Deliver input that arrived before the driver was ready.

@@ -49,7 +49,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl ConsolePort {
-    /// Creates a port without a device. `size` has the same meaning as in [`super::Console::new`].
+    /// Creates a port without a device. `size` has the same meaning as in
+    /// [`super::VirtioConsole::new`].
     ///
     /// # Errors
     /// Returns an error if the host has run out of file descriptors.

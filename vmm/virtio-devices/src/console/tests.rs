@@ -214,7 +214,7 @@ fn input_is_bounded_and_space_is_signalled_once() {
 
 #[test]
 fn window_size_is_reported_if_known() {
-    let new = |size| Console::new(Box::new(io::sink()), size).unwrap();
+    let new = |size| VirtioConsole::new(Box::new(io::sink()), size).unwrap();
     let size = |columns, rows| WindowSize { columns, rows };
     for unknown in [None, Some(size(0, 0)), Some(size(80, 0))] {
         let console = new(unknown);
@@ -246,7 +246,7 @@ fn window_size_is_reported_if_known() {
 fn broken_ring_requests_reset() {
     for breaks_output in [false, true] {
         let memory = memory();
-        let mut console = Console::new(Box::new(io::sink()), None).unwrap();
+        let mut console = VirtioConsole::new(Box::new(io::sink()), None).unwrap();
         let mut input = Driver::new(&memory, 16);
         let mut output = Driver::at(&memory, 16, 0x8000);
         // The head index is outside the descriptor table.
@@ -270,7 +270,7 @@ fn broken_ring_requests_reset() {
 fn console_serves_both_directions_after_reset() {
     let memory = memory();
     let sink = TestSink::default();
-    let mut console = Console::new(Box::new(sink.clone()), None).unwrap();
+    let mut console = VirtioConsole::new(Box::new(sink.clone()), None).unwrap();
     for round in 0..2u8 {
         let mut input = Driver::new(&memory, 16);
         input.write(0, &[Descriptor::new(BUFFERS, 4, WRITE, 0)]);

@@ -66,34 +66,37 @@ pub struct DiskConfig {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DiskConfigError {
     /// The file name is missing.
-    #[error("a disk needs a file first: FILE{WORDS}")]
+    #[error("the file is missing; must be FILE{WORDS}")]
     NoFile,
     /// An option is unknown.
-    #[error("'{0}' is not known: FILE may be followed by {WORDS} (a file's name cannot have a comma)")]
+    #[error(
+        "unknown option '{0}'; FILE may be followed by {WORDS} (file names with commas are \
+         unsupported)"
+    )]
     Unknown(String),
     /// The serial number is empty, too long, or contains unsupported characters.
-    #[error("serial={0}: a serial number has 1 to {MAX_SERIAL} letters, digits, '-', '_' and '.'")]
+    #[error("serial={0}: must have between 1 and {MAX_SERIAL} letters, digits, '-', '_' and '.'")]
     Serial(String),
     /// The format is unsupported.
-    #[error("'{0}' is no format: raw or qcow2; qemu-img convert makes one of them of others")]
+    #[error("unknown format '{0}'; must be raw or qcow2; convert other formats with qemu-img convert")]
     DiskFormat(String),
     /// The value of `backing=` is missing.
-    #[error("backing= needs a file")]
+    #[error("backing= without a file")]
     NoBacking,
     /// A backing format is given without a backing file.
-    #[error("backing-format= belongs behind the backing=FILE that it is the format of")]
+    #[error("backing-format= must follow the backing=FILE to which it applies")]
     BackingFormat,
     /// A backing file is given for a raw image.
-    #[error("backing={}: a raw image has no backing file; format=qcow2 behind the image's name says that it is one", .0.display())]
+    #[error("backing={}: a raw image has no backing file; use format=qcow2 for a qcow2 image", .0.display())]
     RawBacking(PathBuf),
     /// The chain of backing files exceeds [`MAX_BACKING`].
-    #[error("more than {MAX_BACKING} backing files: qemu-img rebase or convert makes them fewer")]
+    #[error("more than {MAX_BACKING} backing files; merge some with qemu-img rebase or convert")]
     Deep,
     /// The block size is invalid.
-    #[error("block-size={0}: 512 and 4096 are possible")]
+    #[error("block-size={0}: must be 512 or 4096")]
     BlockSize(String),
     /// An option is repeated.
-    #[error("'{0}' is there twice")]
+    #[error("'{0}' is given twice")]
     Twice(&'static str),
 }
 
@@ -210,7 +213,7 @@ mod tests {
     #[test]
     fn mistakes_are_named() {
         let error = |text: &str| text.parse::<DiskConfig>().unwrap_err().to_string();
-        assert!(error(",ro").contains("needs a file"));
+        assert!(error(",ro").contains("without a file"));
         assert!(error("a,rw").contains("'rw' is not known"));
         assert!(error("a,serial=").contains("1 to 20"));
         assert!(error("a,serial=123456789012345678901").contains("1 to 20"));
@@ -218,7 +221,7 @@ mod tests {
         assert!(error("a,ro,ro").contains("twice"));
         assert!(error("a,serial=1,serial=2").contains("twice"));
         assert!(error("a,format=vmdk").contains("'vmdk' is no format"));
-        assert!(error("a,format=raw,format=qcow2").contains("'format' is there twice"));
+        assert!(error("a,format=raw,format=qcow2").contains("'format' is given twice"));
     }
 
     #[test]

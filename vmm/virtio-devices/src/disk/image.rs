@@ -10,22 +10,23 @@ use vm_memory::GuestMemoryMmap;
 use super::config::{DiskConfig, DiskFormat};
 use super::open::{DiskOpenError, FileLock, LockedFile, SECTOR_BYTES, block_bytes, open};
 use super::qcow2::{Qcow2, Qcow2Error, claims};
-use super::raw::{GuestSegment, Raw};
+use super::raw::{GuestSegment, RawImage};
 
 /// Default logical block size, in bytes.
 const SMALL_BLOCK: u32 = 512;
 
 /// The reason why an image cannot be used as a disk.
 #[derive(Debug, Error)]
-pub enum ImageError {
+pub enum DiskImageError {
     /// The file cannot be opened.
     #[error(transparent)]
     Open(#[from] DiskOpenError),
     /// The size is not a positive multiple of the sector size.
     #[error(
-        "{} has {bytes} bytes: a raw disk has a multiple of {SECTOR_BYTES}, at least one; {}",
+        "{}: the size of {bytes} bytes must be a positive multiple of {SECTOR_BYTES} for a raw disk; {}",
         path.display(),
-        if *qcow2 { "this one begins as a qcow2 image: format=qcow2" } else { "truncate -s makes it so" }
+        if *qcow2 { "use format=qcow2, because the file starts like a qcow2 image" } else { "change \
+             the size with truncate -s" }
     )]
     Size {
         /// Path of the image.
@@ -36,7 +37,8 @@ pub enum ImageError {
         qcow2: bool,
     },
     /// The size is not a multiple of the block size.
-    #[error("{}: a disk of {bytes} bytes has no whole number of blocks of {block}; block-size=512 does", path.display())]
+    #[error("{}: the size of {bytes} bytes is not a multiple of the block size {block}; use \
+         block-size=512", path.display())]
     Blocks {
         /// Path of the image.
         path: PathBuf,
@@ -46,7 +48,7 @@ pub enum ImageError {
         block: u32,
     },
     /// The properties of the block device cannot be read.
-    #[error("{}: its logical block size cannot be read", .0.display())]
+    #[error("{}: cannot read the logical block size", .0.display())]
     BlockDevice(PathBuf, #[source] io::Error),
     /// The qcow2 image is invalid, or has an unexpected backing file.
     #[error(transparent)]
@@ -70,7 +72,7 @@ pub struct DiskImage {
 /// Storage of the disk, specific to the format.
 #[derive(Debug)]
 enum ImageStore {
-    Raw(Raw),
+    Raw(RawImage),
     Qcow2(Box<Qcow2>),
 }
 
@@ -79,26 +81,26 @@ impl DiskImage {
     /// writing.
     ///
     /// # Errors
-    /// Returns an [`ImageError`], in which case the file is unchanged.
-    pub fn open(config: &DiskConfig) -> Result<Self, ImageError> {
+    /// Returns a [`DiskImageError`], in which case the file is unchanged.
+    pub fn open(config: &DiskConfig) -> Result<Self, DiskImageError> {
         let path = &config.path;
         let LockedFile { file, bytes, lock } = open(path, config.read_only)?;
-        let below = block_bytes(&file).map_err(|error| ImageError::BlockDevice(path.clone(), error))?;
+        let below = block_bytes(&file).map_err(|error| DiskImageError::BlockDevice(path.clone(), error))?;
         let (store, bytes) = match config.format {
             DiskFormat::Raw => {
                 let qcow2 = claims::has_qcow2_magic(&file);
                 if bytes == 0 || !bytes.is_multiple_of(SECTOR_BYTES) || off_t::try_from(bytes).is_err() {
                     let path = path.clone();
-                    return Err(ImageError::Size { path, bytes, qcow2 });
+                    return Err(DiskImageError::Size { path, bytes, qcow2 });
                 }
                 if qcow2 {
                     let path = path.display();
                     log::warn!(
-                        "{path} begins as a qcow2 image and is attached as a raw one, as long as format=qcow2 \
-                         does not say what it is"
+                        "{path} starts like a qcow2 image but is attached as raw; use format=qcow2 \
+                        if it is one"
                     );
                 }
-                (ImageStore::Raw(Raw::new(file)), bytes)
+                (ImageStore::Raw(RawImage::new(file)), bytes)
             }
             DiskFormat::Qcow2 => {
                 let qcow2 = Qcow2::open(path, (file, bytes), config.read_only, &config.backing)?;
@@ -109,7 +111,7 @@ impl DiskImage {
         let block = config.block_bytes.or(below).unwrap_or(SMALL_BLOCK);
         if !bytes.is_multiple_of(block.into()) {
             let path = path.clone();
-            return Err(ImageError::Blocks { path, bytes, block });
+            return Err(DiskImageError::Blocks { path, bytes, block });
         }
         Ok(Self {
             store,
@@ -241,7 +243,7 @@ mod tests {
         file
     }
 
-    fn open(path: impl AsRef<Path>, read_only: bool) -> Result<DiskImage, ImageError> {
+    fn open(path: impl AsRef<Path>, read_only: bool) -> Result<DiskImage, DiskImageError> {
         DiskImage::open(&DiskConfig {
             read_only,
             ..DiskConfig::raw(path.as_ref())

@@ -41,7 +41,7 @@ use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::epoll::EventSet;
 
 use self::config::{DiskConfig, MAX_SERIAL};
-use self::image::{DiskImage, ImageError};
+use self::image::{DiskImage, DiskImageError};
 use self::open::SECTOR_BYTES;
 use self::request::{
     DiskBackend, MAX_RANGE_SECTORS, MAX_RANGES, MAX_SEGMENT_BYTES, MAX_SEGMENTS, RequestFailure,
@@ -78,8 +78,8 @@ impl BlockDevice {
     /// Opens and locks the image of `config` as disk `name`.
     ///
     /// # Errors
-    /// Returns an [`ImageError`] if the image cannot be used.
-    pub fn open(name: String, config: &DiskConfig) -> Result<Self, ImageError> {
+    /// Returns a [`DiskImageError`] if the image cannot be used.
+    pub fn open(name: String, config: &DiskConfig) -> Result<Self, DiskImageError> {
         let image = DiskImage::open(config)?;
         let mut serial = [0; MAX_SERIAL];
         let text = config.serial.as_ref().unwrap_or(&name).as_bytes();
@@ -196,7 +196,7 @@ impl VirtioDevice for BlockDevice {
             let why = error_line(&error);
             guest_log!(
                 Warn,
-                "{}: its image may lack what was written last: {why}",
+                "{}: the last writes may not be in the image: {why}",
                 self.name
             );
         }
@@ -258,7 +258,12 @@ impl MutEventSubscriber for BlockHandler {
 
     fn init(&mut self, ops: &mut EventOps) {
         if let Err(error) = ops.add(Events::new(&*self.queue.kick, EventSet::IN)) {
-            guest_log!(Error, "{} hears no kicks: {}", self.name, error_line(&error));
+            guest_log!(
+                Error,
+                "{} cannot receive notifications: {}",
+                self.name,
+                error_line(&error)
+            );
         }
     }
 }

@@ -17,7 +17,7 @@ pub const SECTOR_BYTES: u64 = 512;
 #[derive(Debug, Error)]
 pub enum DiskOpenError {
     /// The file cannot be opened.
-    #[error("{} cannot be opened{}", path.display(), open_remedy(path, source, *read_only))]
+    #[error("cannot open {}{}", path.display(), open_remedy(path, source, *read_only))]
     Open {
         /// Path of the image.
         path: PathBuf,
@@ -28,7 +28,7 @@ pub enum DiskOpenError {
         source: io::Error,
     },
     /// The path is neither a regular file nor a block device.
-    #[error("{} is {what}: a disk is a regular file or a block device", path.display())]
+    #[error("{}: {what}; must be a regular file or a block device", path.display())]
     Kind {
         /// Path of the image.
         path: PathBuf,
@@ -37,7 +37,7 @@ pub enum DiskOpenError {
     },
     /// Another process has locked the file.
     #[error(
-        "{} is in use by {}: end it first, or give both the disk with ,ro",
+        "{}: in use by {}; end it first, or use ,ro for both",
         path.display(),
         by
     )]
@@ -126,7 +126,7 @@ pub struct LockedFile {
 /// Opens and locks the file at `path`, shared for reading or exclusively for writing.
 ///
 /// # Errors
-/// Returns an [`DiskOpenError`], in which case the file is unchanged.
+/// Returns a [`DiskOpenError`], in which case the file is unchanged.
 pub fn open(path: &Path, read_only: bool) -> Result<LockedFile, DiskOpenError> {
     let file = unlocked(path, read_only)?;
     let locking = |source| DiskOpenError::Call {
@@ -148,7 +148,7 @@ pub fn open(path: &Path, read_only: bool) -> Result<LockedFile, DiskOpenError> {
 /// Opens the file at `path` for reading without a lock, and returns its size in bytes.
 ///
 /// # Errors
-/// Returns an [`DiskOpenError`] if the file cannot be opened or has an unsupported type.
+/// Returns a [`DiskOpenError`] if the file cannot be opened or has an unsupported type.
 pub fn look(path: &Path) -> Result<(File, u64), DiskOpenError> {
     sized(path, unlocked(path, true)?)
 }

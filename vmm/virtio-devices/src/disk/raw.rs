@@ -19,11 +19,11 @@ pub type GuestSegment = (GuestAddress, usize);
 
 /// A raw image. Callers must check ranges against the size of the disk.
 #[derive(Debug)]
-pub struct Raw {
+pub struct RawImage {
     file: File,
 }
 
-impl Raw {
+impl RawImage {
     /// Creates a raw image from `file`.
     pub fn new(file: File) -> Self {
         Self { file }
@@ -44,7 +44,7 @@ impl Raw {
     /// Writes segments of guest memory to the disk at byte offset `at`.
     ///
     /// # Errors
-    /// Returns the same errors as [`Raw::read`].
+    /// Returns the same errors as [`RawImage::read`].
     pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
         // SAFETY: as above.
         self.transfer(memory, pieces, at, |fd, vecs, count, at| unsafe {

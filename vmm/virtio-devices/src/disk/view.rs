@@ -9,7 +9,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 
 use super::config::{DiskConfig, DiskFormat};
-use super::image::ImageError;
+use super::image::DiskImageError;
 use super::open::look;
 use super::qcow2::Qcow2;
 
@@ -29,7 +29,7 @@ enum ViewStore {
 
 impl ViewStore {
     /// Opens the current state of the image and returns the disk size in bytes.
-    fn open(config: &DiskConfig) -> Result<(Self, u64), ImageError> {
+    fn open(config: &DiskConfig) -> Result<(Self, u64), DiskImageError> {
         let (file, bytes) = look(&config.path)?;
         match config.format {
             DiskFormat::Raw => Ok((Self::Raw(file), bytes)),
@@ -47,8 +47,8 @@ impl DiskView {
     /// and are locked against writers while the view exists.
     ///
     /// # Errors
-    /// Returns an [`ImageError`] if the image or a backing file cannot be opened.
-    pub fn open(config: &DiskConfig) -> Result<Self, ImageError> {
+    /// Returns a [`DiskImageError`] if the image or a backing file cannot be opened.
+    pub fn open(config: &DiskConfig) -> Result<Self, DiskImageError> {
         let (store, bytes) = ViewStore::open(config)?;
         Ok(Self {
             config: config.clone(),
@@ -61,9 +61,9 @@ impl DiskView {
     /// to newly allocated clusters is visible only after this call.
     ///
     /// # Errors
-    /// Returns an [`ImageError`], in which case the previous state stays in use. An image that is
-    /// being written may temporarily appear damaged.
-    pub fn reload(&self) -> Result<(), ImageError> {
+    /// Returns a [`DiskImageError`], in which case the previous state stays in use. An image that
+    /// is being written may temporarily appear damaged.
+    pub fn reload(&self) -> Result<(), DiskImageError> {
         if self.config.format == DiskFormat::Qcow2 {
             let (store, _) = ViewStore::open(&self.config)?;
             self.store.replace(store);

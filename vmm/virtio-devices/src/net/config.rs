@@ -86,25 +86,28 @@ pub enum VhostMode {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NetConfigError {
     /// The tap device is missing.
-    #[error("must be tap=NAME, and may have mac=XX:XX:XX:XX:XX:XX and vhost=on, off or auto behind commas")]
+    #[error("must be tap=NAME, optionally followed by ,mac=XX:XX:XX:XX:XX:XX and ,vhost=on|off|auto")]
     Shape,
     /// An option is unknown.
     #[error("{0}: must be tap=NAME, mac=XX:XX:XX:XX:XX:XX or vhost=on, off or auto")]
     Word(String),
     /// An option is repeated.
-    #[error("{0}= must be there once")]
+    #[error("{0}= must be given once")]
     Twice(&'static str),
     /// The name is not a valid network device name.
-    #[error("a tap device's name has 1 to {MAX_NAME} bytes and no slash, blank or colon")]
+    #[error(
+        "the name of a tap device must have between 1 and {MAX_NAME} bytes without slash, \
+         space and colon"
+    )]
     Name,
     /// The value of `vhost` is invalid.
     #[error("vhost must be on, off or auto")]
     VhostMode,
     /// The MAC address is malformed.
-    #[error("mac must be six bytes in hexadecimal, as in 02:00:00:12:34:56")]
+    #[error("mac must be six hexadecimal bytes, for example 02:00:00:12:34:56")]
     MacAddress,
     /// The MAC address is a group or all-zero address.
-    #[error("mac must not be zero or an address of a group: its first byte is even")]
+    #[error("mac must not be zero or a multicast address: the first byte must be even")]
     Group,
 }
 

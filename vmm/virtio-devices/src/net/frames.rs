@@ -36,7 +36,7 @@ pub enum FrameQueueError {
     #[error("the driver's rings are not in memory")]
     Memory(#[from] vm_memory::GuestMemoryError),
     /// The head index of a chain is not below the queue size.
-    #[error("descriptor {0} is behind the end of the table")]
+    #[error("descriptor {0} is beyond the end of the table")]
     Head(u16),
 }
 
@@ -172,8 +172,8 @@ pub struct FrameReceiver {
 }
 
 impl FrameReceiver {
-    /// Creates a receiver for the guest's receive queue. `mergeable` is `true` if the driver accepts
-    /// frames that span several buffers.
+    /// Creates a receiver for the guest's receive queue. `mergeable` is `true` if the driver
+    /// accepts frames that span several buffers.
     pub fn new(queue: Queue, mergeable: bool) -> Self {
         Self {
             queue,

@@ -33,7 +33,7 @@ impl NetLink {
     pub(super) fn lose(&self, error: &io::Error) {
         if self.status.swap(0, Ordering::Relaxed) == LINK_UP {
             log::warn!(
-                "{}: the tap device is gone, so the guest's link is down: {error}",
+                "{}: the tap device was removed; the guest's link is down: {error}",
                 self.name
             );
         }

@@ -292,7 +292,7 @@ impl<Q> Direction<Q> {
                 // Logged once per device activation.
                 guest_log!(
                     Info,
-                    "{}: a queue is served no more: {}",
+                    "{}: a queue is no longer processed: {}",
                     link.name,
                     error_line(&e)
                 );
@@ -345,7 +345,7 @@ impl FrameHandler {
             Ok(()) => self.watching = wanted,
             Err(e) => guest_log!(
                 Error,
-                "{}: the tap device cannot be watched: {}",
+                "{}: cannot watch the tap device: {}",
                 self.link.name,
                 error_line(&e)
             ),
@@ -378,7 +378,7 @@ impl MutEventSubscriber for FrameHandler {
             if let Err(e) = ops.add(Events::new(&**kick, EventSet::IN)) {
                 guest_log!(
                     Error,
-                    "{}: a queue is not served: {}",
+                    "{}: a queue is not processed: {}",
                     self.link.name,
                     error_line(&e)
                 );

@@ -40,24 +40,26 @@ bitflags::bitflags! {
 #[derive(Debug, thiserror::Error)]
 pub enum TapError {
     /// The host does not support tap devices.
-    #[error("/dev/net/tun cannot be opened; load the module tun, or give this user access")]
+    #[error("cannot open /dev/net/tun; load the module tun, or give this user access")]
     NoTun(#[source] io::Error),
     /// The device does not exist or belongs to another user.
     #[error(
-        "tap={0}: no such tap device for this user; make it: ip tuntap add dev {0} mode tap user $USER vnet_hdr"
+        "tap={0}: tap device not found for this user; create it with `ip tuntap add dev {0} mode \
+        tap user $USER vnet_hdr`"
     )]
     NotYours(String, #[source] io::Error),
     /// Another process has the device open.
-    #[error("tap={0}: in use by another program; give each network device a tap of its own")]
+    #[error("tap={0}: in use by another program; use one tap device per network device")]
     Busy(String, #[source] io::Error),
     /// The name belongs to a network device of another type.
     #[error(
-        "tap={0}: a network device of another kind has this name; make a tap device: ip tuntap add dev tap0 mode tap user $USER vnet_hdr"
+        "tap={0}: not a tap device; create one with `ip tuntap add dev tap0 mode tap user $USER vnet_hdr`"
     )]
     NoTap(String),
     /// The tap device has incompatible properties.
     #[error(
-        "tap={0}: no tap device of one queue; make one: ip tuntap add dev {0} mode tap user $USER vnet_hdr"
+        "tap={0}: not a single-queue tap device; create one with `ip tuntap add dev {0} mode tap \
+        user $USER vnet_hdr`"
     )]
     Other(String, #[source] io::Error),
     /// A system call failed unexpectedly.
@@ -338,7 +340,7 @@ mod tests {
             other => return eprintln!("SKIP: no /dev/net/tun for this user: {other:?}"),
         };
         assert!(
-            line.contains("of another kind") && line.contains("dev tap0"),
+            line.contains("not a tap device") && line.contains("dev tap0"),
             "{line}"
         );
     }

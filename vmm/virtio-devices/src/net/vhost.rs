@@ -34,16 +34,16 @@ const NEEDED: u64 = 1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_NET_F_MRG_RXBUF;
 #[derive(Debug, Error)]
 pub enum VhostError {
     /// The vhost-net device cannot be opened.
-    #[error("/dev/vhost-net cannot be opened; load the module vhost_net, or give this user access")]
+    #[error("cannot open /dev/vhost-net; load the module vhost_net, or give this user access")]
     Open(#[source] vhost::Error),
     /// The kernel lacks required features.
-    #[error("this host's vhost-net lacks what the device needs (it has {0:#x})")]
+    #[error("this host's vhost-net lacks required features (it has {0:#x})")]
     Old(u64),
     /// A vhost-net call failed.
     #[error("vhost-net: {0} failed")]
     Call(&'static str, #[source] vhost::Error),
     /// The netlink socket that reports the removal of the tap device cannot be created.
-    #[error("changes of network devices cannot be watched")]
+    #[error("cannot watch changes of network devices")]
     EventMonitor(#[source] io::Error),
 }
 
@@ -192,7 +192,7 @@ impl VhostNetBackend {
         let taken = self.has.iter().enumerate();
         for (n, _) in taken.filter(|(_, has)| has.swap(false, Ordering::Relaxed)) {
             if let Err(e) = self.device.set_backend(n, None) {
-                guest_log!(Error, "vhost-net does not let go of a queue: {}", error_line(&e));
+                guest_log!(Error, "cannot detach a queue from vhost-net: {}", error_line(&e));
             }
         }
     }
@@ -287,11 +287,7 @@ impl MutEventSubscriber for VhostHandler {
         // notification.
         for broken in &self.watch.broken {
             if events.fd() == broken.as_raw_fd() {
-                guest_log!(
-                    Info,
-                    "{}: vhost-net finds a queue broken by the driver",
-                    self.link.name
-                );
+                guest_log!(Info, "{}: the driver broke a queue of vhost-net", self.link.name);
                 let _ = ops.remove(Events::new(broken, EventSet::IN));
                 self.link.needs_reset();
             }
@@ -307,7 +303,7 @@ impl MutEventSubscriber for VhostHandler {
         if let Err(e) = added {
             guest_log!(
                 Error,
-                "{}: the end of the tap device will not be seen: {}",
+                "{}: cannot watch for the removal of the tap device: {}",
                 self.link.name,
                 error_line(&e)
             );

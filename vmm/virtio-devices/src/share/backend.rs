@@ -47,16 +47,16 @@ pub enum BackendError {
     )]
     NoProgram,
     /// The directory cannot be opened.
-    #[error("{0}: not a directory that this user can share")]
+    #[error("{0}: cannot share; must be a directory that this user may read")]
     Directory(PathBuf, #[source] io::Error),
     /// A system call failed.
     #[error("{0} failed")]
     Host(&'static str, #[source] io::Error),
     /// No process listens at the socket.
-    #[error("{0}: no back end of vhost-user listens there")]
+    #[error("{0}: no vhost-user back end listens on this socket")]
     Connect(PathBuf, #[source] io::Error),
     /// The backend violates the protocol or has exited. Its output is in the log.
-    #[error("the back end of the shared directory does not answer")]
+    #[error("the back end of the shared directory does not respond")]
     Protocol(#[source] vhost::Error),
     /// The backend lacks required features.
     #[error("the back end of the shared directory lacks VERSION_1, EVENT_IDX or INDIRECT_DESC")]

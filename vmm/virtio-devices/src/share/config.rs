@@ -57,13 +57,13 @@ pub enum ShareConfigError {
     #[error("must be DIR[,ro][,tag=NAME] or socket=PATH[,tag=NAME]")]
     Shape,
     /// An option is unknown.
-    #[error("{0}: behind the directory there can be ro, tag=NAME and sandbox=namespace|chroot")]
+    #[error("unknown option '{0}'; known are ro, tag=NAME and sandbox=namespace|chroot")]
     Word(String),
     /// An option applies only to a virtiofsd that is started by the VMM.
-    #[error("{0}: with socket=PATH whoever starts the back end chooses that")]
+    #[error("{0}: unsupported with socket=PATH; set it when starting the back end")]
     NotOurs(String),
     /// The tag is invalid.
-    #[error("a tag has 1 to {MAX_TAG_BYTES} bytes")]
+    #[error("a tag must have between 1 and {MAX_TAG_BYTES} bytes")]
     Tag,
 }
 

@@ -92,7 +92,7 @@ impl BackendSession {
         if let Err(e) = ops.add(events) {
             guest_log!(
                 Error,
-                "{}: the end of the back end will not be noticed: {}",
+                "{}: cannot watch for the exit of the back end: {}",
                 self.name,
                 error_line(&e)
             );
@@ -158,7 +158,7 @@ impl BackendSession {
             }
             guest_log!(
                 Warn,
-                "{}: the back end has ended; the guest's requests wait for another",
+                "{}: the back end has exited; the guest's requests wait for a new one",
                 self.name
             );
         }
@@ -170,7 +170,11 @@ impl BackendSession {
 
     fn schedule_retry(&mut self) {
         if let Err(e) = self.timer.reset(self.pause, None) {
-            guest_log!(Error, "{}: no other back end is tried for: {e}", self.name);
+            guest_log!(
+                Error,
+                "{}: cannot retry the connection to the back end: {e}",
+                self.name
+            );
         }
         self.pause = (self.pause * 2).min(MAX_RETRY_DELAY);
     }
@@ -187,11 +191,11 @@ impl MutEventSubscriber for BackendSession {
         match self.connect(ops) {
             Ok(()) => guest_log!(
                 Warn,
-                "{}: another back end is there; the guest has to mount again",
+                "{}: connected to a new back end; the guest must mount again",
                 self.name
             ),
             Err(e) => {
-                guest_log!(Info, "{}: no other back end yet: {}", self.name, error_line(&e));
+                guest_log!(Info, "{}: no new back end yet: {}", self.name, error_line(&e));
                 self.schedule_retry();
             }
         }
@@ -201,7 +205,7 @@ impl MutEventSubscriber for BackendSession {
         if let Err(e) = ops.add(Events::new(&self.timer, EventSet::IN)) {
             guest_log!(
                 Error,
-                "{}: no other back end will be tried for: {}",
+                "{}: the connection to the back end is not retried: {}",
                 self.name,
                 error_line(&e)
             );

@@ -44,10 +44,10 @@ const BRIDGE: PciIdentity = PciIdentity {
 #[derive(Debug, Error)]
 pub enum BusError {
     /// The number of devices exceeds [`MAX_DEVICES`].
-    #[error("{0} virtio devices: a machine has room for at most {MAX_DEVICES}; leave some out")]
+    #[error("{0} virtio devices: must be at most {MAX_DEVICES}; omit some")]
     TooManyDevices(usize),
     /// A device has more queues than a function can have interrupts.
-    #[error("{name} has {queues} queues: at most {MAX_QUEUES} are possible")]
+    #[error("{name}: {queues} queues; must be at most {MAX_QUEUES}")]
     TooManyQueues {
         /// Name of the device.
         name: String,
@@ -55,7 +55,7 @@ pub enum BusError {
         queues: usize,
     },
     /// The host has run out of file descriptors.
-    #[error("no eventfd for {name}; raise the limit of open files (ulimit -n)")]
+    #[error("cannot create an eventfd for {name}; raise the limit of open files (ulimit -n)")]
     Eventfd {
         /// Name of the device.
         name: String,

@@ -242,7 +242,7 @@ impl PciFunction {
             Err(error) => {
                 if !std::mem::replace(&mut self.said.activation, true) {
                     log::warn!(
-                        "{} needs a reset by the guest's driver: {}",
+                        "{} must be reset by the guest's driver: {}",
                         self.device.name(),
                         error_line(&error)
                     );

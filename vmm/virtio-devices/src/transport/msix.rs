@@ -171,11 +171,7 @@ impl MsixTable {
         if entry.connected.take().is_some()
             && let Err(error) = self.machine.disconnect(line, &entry.vector)
         {
-            guest_log!(
-                Debug,
-                "interrupt {line} was not connected: {}",
-                error_line(&error)
-            );
+            guest_log!(Debug, "cannot connect interrupt {line}: {}", error_line(&error));
         }
         let Some(message) = wanted else {
             return;

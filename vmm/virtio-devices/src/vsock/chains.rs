@@ -19,7 +19,7 @@ pub enum PacketChainError {
     #[error("a packet that is not in memory")]
     Memory(#[from] GuestMemoryError),
     /// The header's length exceeds the data in the chain.
-    #[error("a packet tells of {len} bytes of data and has {have}")]
+    #[error("a packet declares {len} bytes of data but has {have}")]
     Short {
         /// Length in the header, in bytes.
         len: u32,
@@ -27,7 +27,7 @@ pub enum PacketChainError {
         have: usize,
     },
     /// The header's length exceeds the maximum packet size.
-    #[error("a packet tells of {len} bytes of data, and {most} is the most")]
+    #[error("a packet declares {len} bytes of data; must be at most {most}")]
     Long {
         /// Length in the header, in bytes.
         len: u32,

@@ -86,13 +86,13 @@ impl Default for VsockConfig {
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum VsockConfigError {
     /// An option is unknown.
-    #[error("'{0}' is unknown: use cid=N,socket=PATH, either or both")]
+    #[error("unknown option '{0}'; use cid=N, socket=PATH or both")]
     Unknown(String),
     /// The CID is not a valid guest CID.
-    #[error("cid={0}: must be from 3 to 4294967294")]
+    #[error("cid={0}: must be between 3 and 4294967294")]
     Cid(String),
     /// The path is empty.
-    #[error("socket= needs a path")]
+    #[error("socket= without a path")]
     NoPath,
 }
 
@@ -134,10 +134,10 @@ pub enum VsockError {
     #[error("{}: longer than {MAX_PATH} bytes; choose a shorter path", .0.display())]
     TooLong(PathBuf),
     /// Another process listens at the path, or the file is not a socket.
-    #[error("{}: there is a file already, or a VM that uses it; choose another path or remove it", .0.display())]
+    #[error("{}: the file exists or is in use by a VM; choose another path or remove it", .0.display())]
     Taken(PathBuf),
     /// Another process holds the lock that guards socket creation.
-    #[error("{}: another program has locked this directory; choose another for socket=", .0.display())]
+    #[error("{}: the directory is locked by another program; choose another one for socket=", .0.display())]
     Locked(PathBuf),
     /// The host denied an operation on the path.
     #[error("{}", path.display())]

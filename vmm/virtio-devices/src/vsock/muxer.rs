@@ -136,8 +136,8 @@ impl ConnectionMuxer {
         std::mem::take(&mut self.watches)
     }
 
-    /// Returns whether [`ConnectionMuxer::from_guest`] may be called. `false` while too many answers are
-    /// pending for the guest.
+    /// Returns whether [`ConnectionMuxer::from_guest`] may be called. `false` while too many
+    /// answers are pending for the guest.
     pub fn can_accept_packets(&self) -> bool {
         self.replies.len() < MAX_REPLIES
     }
@@ -147,8 +147,8 @@ impl ConnectionMuxer {
         !self.replies.is_empty() || !self.ready.is_empty()
     }
 
-    /// Returns whether a timeout is pending, in which case [`ConnectionMuxer::tick`] must be called every
-    /// second.
+    /// Returns whether a timeout is pending, in which case [`ConnectionMuxer::tick`] must be called
+    /// every second.
     pub fn has_deadlines(&self) -> bool {
         // Established connections have no deadline, and few other connections exist.
         self.watched

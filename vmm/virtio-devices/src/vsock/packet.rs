@@ -69,7 +69,7 @@ pub struct PacketHeader {
     pub len: u32,
     /// Socket type.
     pub kind: u16,
-    /// Operation number, an [`VsockOp`] if valid.
+    /// Operation number, a [`VsockOp`] if valid.
     pub op: u16,
     /// Flags, specific to the operation.
     pub flags: u32,

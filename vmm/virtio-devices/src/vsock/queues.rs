@@ -241,7 +241,8 @@ impl VsockQueues {
         if !std::mem::replace(&mut self.told, true) {
             guest_log!(
                 Warn,
-                "vsock: programs of the host have to wait: {error}; raise the limit of open files (ulimit -n)"
+                "vsock: connections of host programs are delayed: {error}; raise the limit of open \
+                files (ulimit -n)"
             );
         }
         let events = Events::with_data(&*self.listener, LISTENER, EventSet::IN);
@@ -334,7 +335,7 @@ impl MutEventSubscriber for VsockQueues {
                 let _ = self.timer.wait();
                 self.muxer.tick(now);
                 if !self.listening && self.listen(ops).is_err() {
-                    guest_log!(Debug, "vsock: programs of the host have to wait longer");
+                    guest_log!(Debug, "vsock: connections of host programs are delayed further");
                 }
             }
             token => {
@@ -357,7 +358,7 @@ impl MutEventSubscriber for VsockQueues {
         ];
         let added = watched.into_iter().try_for_each(|events| ops.add(events));
         if let Err(error) = added.and_then(|()| self.listen(ops)) {
-            guest_log!(Error, "vsock: the device does not work: {}", error_line(&error));
+            guest_log!(Error, "vsock: the device failed: {}", error_line(&error));
             self.config_change.needs_reset();
         }
     }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sandbox::{
-    AccessibleFiles, JailContents, JailError, Mode, PerfEventAccess, ProcessConfinement, SocketBroker,
+    AccessibleFiles, JailContents, JailError, PerfEventAccess, ProcessConfinement, SeccompMode, SocketBroker,
     TerminationActions,
 };
 use test_support::child::child_command;
@@ -71,7 +71,7 @@ fn as_a_child() {
     let socket = PathBuf::from(std::env::var_os(SOCKET).unwrap());
     // VM threads may not connect to sockets.
     let confinement = ProcessConfinement {
-        seccomp: Mode::On,
+        seccomp: SeccompMode::On,
         landlock: sandbox::has_landlock(),
     };
     let broker = SocketBroker::start(confinement, || true).unwrap();
@@ -80,7 +80,7 @@ fn as_a_child() {
         log: None,
         status: 8,
     };
-    sandbox::begin(Mode::On, PerfEventAccess::Broker, will).unwrap();
+    sandbox::begin(SeccompMode::On, PerfEventAccess::Broker, will).unwrap();
     if sandbox::has_landlock() {
         sandbox::begin_files().unwrap();
     }

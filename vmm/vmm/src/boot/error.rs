@@ -12,7 +12,7 @@ use thiserror::Error;
 pub enum BootError {
     /// The file is not a kernel, or is damaged.
     #[error(transparent)]
-    Image(#[from] kernel_images::ImageError),
+    Image(#[from] kernel_images::KernelImageError),
     /// Replacing an RDPMC instruction of the kernel failed.
     #[error(transparent)]
     Rdpmc(#[from] guest_patching::rdpmc::RdpmcPatchError),
@@ -55,7 +55,7 @@ pub enum BootError {
         path: PathBuf,
     },
     /// The kernel file exceeds the size limit.
-    #[error("kernel {} has {size_bytes} bytes, more than the limit of {limit_bytes}", path.display())]
+    #[error("kernel {} has {size_bytes} bytes; must be at most {limit_bytes}", path.display())]
     KernelFileTooLarge {
         /// Path of the file.
         path: PathBuf,
@@ -65,7 +65,7 @@ pub enum BootError {
         limit_bytes: u64,
     },
     /// A multiboot header requires an unsupported feature.
-    #[error("multiboot kernel {name} requires features we do not offer (header flags {flags:#x})")]
+    #[error("multiboot kernel {name} requires unsupported features (header flags {flags:#x})")]
     MultibootFlags {
         /// Name of the kernel file.
         name: String,
@@ -90,7 +90,8 @@ pub enum BootError {
     },
     /// A segment overlaps a reserved range, independent of the memory size.
     #[error(
-        "kernel {name}: segment {index} occupies {start:#x}..{end:#x}, which {kind} cannot have; link it to load {room}"
+        "kernel {name}: segment {index} occupies {start:#x}..{end:#x}, which is not allowed for \
+        {kind}; link it to load {room}"
     )]
     SegmentReserved {
         /// Name of the kernel file.
@@ -108,14 +109,15 @@ pub enum BootError {
     },
     /// The kernel leaves too little free memory below 1 MiB.
     #[error(
-        "kernel {name} leaves no two free pages below 0x9fc00 for what it is handed; link it to load at 0x100000 or above"
+        "kernel {name} leaves no two free pages below 0x9fc00 for boot data; link it to load at \
+        0x100000 or above"
     )]
     LowMemoryFull {
         /// Name of the kernel file.
         name: String,
     },
     /// The entry point lies outside the kernel's segments.
-    #[error("kernel {name}: its entry point {entry:#x} lies in no loaded segment")]
+    #[error("kernel {name}: the entry point {entry:#x} is outside the loaded segments")]
     EntryOutside {
         /// Name of the kernel file.
         name: String,
@@ -149,7 +151,8 @@ pub enum BootError {
     },
     /// The command line is longer than the kernel's limit.
     #[error(
-        "the command line has {len_bytes} bytes but this kernel takes at most {limit_bytes}; shorten --cmdline"
+        "the command line has {len_bytes} bytes; must be at most {limit_bytes} for this kernel; \
+        shorten --cmdline"
     )]
     CmdlineTooLong {
         /// Length of the command line in bytes.
@@ -158,9 +161,7 @@ pub enum BootError {
         limit_bytes: usize,
     },
     /// The command line contains a byte that is not printable ASCII.
-    #[error(
-        "the command line has a byte {byte:#04x} at position {position}; only printable ASCII can be passed"
-    )]
+    #[error("the command line has the byte {byte:#04x} at position {position}; must be printable ASCII")]
     CmdlineByte {
         /// The rejected byte.
         byte: u8,
@@ -178,7 +179,7 @@ pub enum BootError {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// KVM refused a vCPU's initial state.
-    #[error("KVM refused the boot processor's {what}")]
+    #[error("KVM rejected the boot processor's {what}")]
     VcpuState {
         /// Name of the register set.
         what: &'static str,

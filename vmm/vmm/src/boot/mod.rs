@@ -39,7 +39,7 @@ use guest_patching::{event_tables, rdpmc, topdown_events, user_rdpmc};
 use kernel_images::elf::{self, CodeBytes, ElfImage, LoadSegment};
 use kernel_images::packed::PackedSymbols;
 use kernel_images::symbols::KernelSymbols;
-use kernel_images::{ImageDamage, ImageError, bzimage, kallsyms};
+use kernel_images::{ImageDamage, KernelImageError, bzimage, kallsyms};
 
 /// Maximum size of a kernel file in bytes.
 const MAX_KERNEL_FILE_BYTES: u64 = 1 << 30;
@@ -86,7 +86,7 @@ pub enum BootProtocol {
 
 /// Error of parsing a [`BootProtocol`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("must be auto (what the kernel's file asks for) or pvh (its PVH entry point)")]
+#[error("must be auto (as the kernel file requests) or pvh (the PVH entry point)")]
 pub struct ParseBootProtocolError;
 
 impl std::str::FromStr for BootProtocol {
@@ -251,14 +251,14 @@ pub fn load(ram: &GuestRam, request: &BootRequest<'_>) -> Result<LoadedGuest, Bo
         let header = bzimage::setup_header(&name, data)?;
         let (payload, compression) = bzimage::payload(&name, data, &header)?;
         if !elf::is_elf(&payload) {
-            return Err(ImageError::malformed(&name, ImageDamage::NoElfPayload).into());
+            return Err(KernelImageError::malformed(&name, ImageDamage::NoElfPayload).into());
         }
         let image = elf::parse(&name, &payload)?;
         let kind = KernelFormat::BzImage { compression };
         let by_pvh = request.protocol == BootProtocol::Pvh;
         return load_elf(ram, request, &name, image, kind, by_pvh, Some((data, &header)));
     }
-    Err(ImageError::NotAKernel {
+    Err(KernelImageError::NotAKernel {
         name,
         found: describe_content(data),
     }
@@ -534,7 +534,7 @@ fn load_elf(
         _ => false,
     };
     if !fits {
-        return Err(ImageError::NotAKernel {
+        return Err(KernelImageError::NotAKernel {
             name: name.into(),
             found: "it is an ELF image for another processor, or a 32-bit one without a multiboot header",
         }
@@ -658,7 +658,7 @@ fn load_multiboot(
 ) -> Result<LoadedGuest, BootError> {
     multiboot::check_flags(name, header)?;
     if multiboot::is_grub_core(data) {
-        return Err(ImageError::NotAKernel {
+        return Err(KernelImageError::NotAKernel {
             name: name.into(),
             found: "it is GRUB's core image, which needs a BIOS, and this machine has none (pass the kernel that \
                     it would load)",
@@ -682,7 +682,7 @@ fn load_multiboot(
             Some(Ok(image)) => (image.segments.clone(), image.entry, image.code.clone()),
             _ => match elf {
                 Some(Err(e)) => return Err(e.into()),
-                _ => return Err(ImageError::NoSegments { name: name.into() }.into()),
+                _ => return Err(KernelImageError::NoSegments { name: name.into() }.into()),
             },
         }
     };

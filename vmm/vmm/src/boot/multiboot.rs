@@ -9,7 +9,7 @@ use super::layout;
 use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START, MemoryRangeType};
 use kernel_images::elf::LoadSegment;
 use kernel_images::le::u32_at;
-use kernel_images::{ImageDamage, ImageError};
+use kernel_images::{ImageDamage, KernelImageError};
 
 /// Magic number of the header in the file (3.1.1).
 const HEADER_MAGIC: u32 = 0x1BAD_B002;
@@ -21,7 +21,8 @@ const SEARCH_BYTES: usize = 8192;
 const FLAG_ALIGN: u32 = 1 << 0;
 /// Multiboot header flag 1: memory information is required. The VMM always provides it.
 const FLAG_MEMORY: u32 = 1 << 1;
-/// Multiboot header flag 2: the kernel requests a video mode. Not supported; kernels continue without one.
+/// Multiboot header flag 2: the kernel requests a video mode. Not supported; kernels continue
+/// without one.
 const FLAG_VIDEO: u32 = 1 << 2;
 /// Multiboot header flag 16: the address fields are valid ("a.out kludge").
 const FLAG_ADDRESSES: u32 = 1 << 16;
@@ -151,10 +152,10 @@ pub(crate) fn address_fields<'a>(
     name: &str,
     data: &'a [u8],
     header: &MultibootHeader,
-) -> Result<(LoadSegment<'a>, u32), ImageError> {
+) -> Result<(LoadSegment<'a>, u32), KernelImageError> {
     let field = |i: usize| {
         u32_at(data, header.offset + 12 + 4 * i).ok_or_else(|| {
-            ImageError::truncated(
+            KernelImageError::truncated(
                 name,
                 "the multiboot address fields",
                 (header.offset + 32) as u64,
@@ -164,7 +165,7 @@ pub(crate) fn address_fields<'a>(
     };
     let (header_addr, load_addr, load_end, bss_end, entry) =
         (field(0)?, field(1)?, field(2)?, field(3)?, field(4)?);
-    let damaged = |field, place| ImageError::malformed(name, ImageDamage::Multiboot { field, place });
+    let damaged = |field, place| KernelImageError::malformed(name, ImageDamage::Multiboot { field, place });
     let before = header_addr
         .checked_sub(load_addr)
         .ok_or_else(|| damaged("load address", "after its header"))?;
@@ -181,7 +182,7 @@ pub(crate) fn address_fields<'a>(
     let end = start.saturating_add(file_bytes);
     let bytes = data
         .get(start..end)
-        .ok_or_else(|| ImageError::truncated(name, "the multiboot image", end as u64, data))?;
+        .ok_or_else(|| KernelImageError::truncated(name, "the multiboot image", end as u64, data))?;
     let mem_bytes = match bss_end {
         0 => file_bytes as u64,
         end => u64::from(end)
@@ -190,7 +191,7 @@ pub(crate) fn address_fields<'a>(
             .ok_or_else(|| damaged("bss end", "before its data's end"))?,
     };
     if mem_bytes == 0 {
-        return Err(ImageError::NoSegments { name: name.into() });
+        return Err(KernelImageError::NoSegments { name: name.into() });
     }
     let segment = LoadSegment {
         index: 0,

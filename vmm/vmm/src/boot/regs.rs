@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_tables_identity_map_four_gib() {
+    fn page_tables_identity_map_four_gib() {
         let ram = GuestRam::new(16 << 20).unwrap();
         let entry = EntryState::Long64 {
             rip: 0x10_0000,

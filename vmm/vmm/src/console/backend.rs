@@ -21,12 +21,10 @@ use super::{ConsoleInput, ConsoleOutput, ConsoleTarget, GuestInput};
 #[derive(Debug, thiserror::Error)]
 pub enum ConsoleError {
     /// Starting the writer thread failed.
-    #[error("starting the thread of a console failed")]
+    #[error("failed to start the thread of a console")]
     Thread(#[source] io::Error),
     /// The file cannot be opened for appending.
-    #[error(
-        "file={path}: nothing can be appended to it; name a file in a directory that this user may write to"
-    )]
+    #[error("file={path}: cannot append; name a file in a directory that this user may write to")]
     File {
         /// Path of the file.
         path: PathBuf,
@@ -34,7 +32,7 @@ pub enum ConsoleError {
         source: io::Error,
     },
     /// Listening on the socket failed.
-    #[error("socket={path}: cannot listen there{}", remedy(.source))]
+    #[error("socket={path}: cannot listen{}", remedy(.source))]
     Socket {
         /// Path of the socket.
         path: PathBuf,
@@ -42,7 +40,7 @@ pub enum ConsoleError {
         source: io::Error,
     },
     /// Allocating a pseudo-terminal failed.
-    #[error("pty: this host gives no pseudo-terminal; see /proc/sys/kernel/pty/max, or use socket=PATH")]
+    #[error("pty: cannot allocate a pseudo-terminal; see /proc/sys/kernel/pty/max, or use socket=PATH")]
     Pty(#[source] io::Error),
 }
 
@@ -222,9 +220,7 @@ impl Write for LogFile {
             Err(e) => {
                 if !std::mem::replace(&mut self.failed, true) {
                     let path = self.path.display();
-                    log::warn!(
-                        "file={path}: guest console output is dropped while it cannot be written: {e}"
-                    );
+                    log::warn!("file={path}: guest console output is lost, because writing fails: {e}");
                 }
                 Ok(bytes.len())
             }
@@ -280,10 +276,7 @@ mod tests {
                 ConsoleTarget::File(dir.path().join("no/log")),
                 "a directory that this user",
             ),
-            (
-                ConsoleTarget::File(dir.path().to_owned()),
-                "nothing can be appended",
-            ),
+            (ConsoleTarget::File(dir.path().to_owned()), "cannot append"),
             (ConsoleTarget::Socket(plain.clone()), "choose another path"),
             (ConsoleTarget::Socket(live), "end what listens there"),
             (

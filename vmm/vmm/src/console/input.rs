@@ -70,7 +70,7 @@ impl ConsoleInput {
                 // epoll refuses regular files and /dev/null with EPERM.
                 Err(event_manager::Error::Epoll(e)) if e.errno() == libc::EPERM => self.always_ready = true,
                 Err(e) => {
-                    log::warn!("the guest console has no input: {e}");
+                    log::warn!("cannot read the input of the guest console: {e}");
                     self.ended = true;
                 }
             }
@@ -152,7 +152,7 @@ impl MutEventSubscriber for ConsoleInput {
 
     fn init(&mut self, ops: &mut EventOps) {
         if let Err(e) = ops.add(Events::new(self.guest.room(), EventSet::IN)) {
-            log::warn!("the guest console has no input: {e}");
+            log::warn!("cannot read the input of the guest console: {e}");
             return;
         }
         self.watch(ops);
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_regular_file_and_dev_null_work_as_input() {
+    fn regular_file_and_dev_null_work_as_input() {
         let mut file = tempfile::tempfile().unwrap();
         let text: Vec<u8> = (0..10_000u32).map(|i| b'A' + (i % 26) as u8).collect();
         file.write_all(&text).unwrap();

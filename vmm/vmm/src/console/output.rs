@@ -141,7 +141,7 @@ fn write_loop(shared: &Output, sink: &mut impl Write) {
         if let Err(e) = result {
             // The reader of standard output has closed it. The guest continues and its output is
             // dropped.
-            log::warn!("guest console output is dropped from here on: {e}");
+            log::warn!("guest console output is discarded from now on: {e}");
             state.closed = true;
         }
         shared.changed.notify_all();

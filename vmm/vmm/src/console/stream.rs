@@ -272,7 +272,7 @@ impl StreamConsole {
         match listener.socket.accept() {
             Ok((stream, _)) => {
                 if let Err(e) = stream.set_nonblocking(true) {
-                    log::warn!("a console's client is refused: {e}");
+                    log::warn!("cannot accept a client of a console: {e}");
                     return;
                 }
                 self.peer = Some(ConsolePeer::Client(stream));
@@ -316,7 +316,7 @@ impl StreamConsole {
             };
             match result {
                 Ok(()) => self.watched = wanted,
-                Err(e) => log::warn!("a console is cut off from its clients: {}", error_line(&e)),
+                Err(e) => log::warn!("a console can no longer serve its clients: {}", error_line(&e)),
             }
         }
         // Close the descriptor only after it has left the epoll set.
@@ -383,7 +383,7 @@ impl MutEventSubscriber for StreamConsole {
         let wake = Events::new(&self.backlog.wake, EventSet::IN);
         for events in guest.into_iter().chain([wake]) {
             if let Err(e) = ops.add(events) {
-                log::warn!("a console is cut off from its guest: {}", error_line(&e));
+                log::warn!("a console can no longer serve the guest: {}", error_line(&e));
             }
         }
         self.watch(ops);

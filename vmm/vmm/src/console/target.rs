@@ -30,10 +30,10 @@ pub enum ConsoleTargetError {
     #[error("must be tty, file=PATH, socket=PATH, pty or none")]
     Shape,
     /// The path is empty.
-    #[error("a path is missing behind {0}=")]
+    #[error("the path is missing after {0}=")]
     NoPath(&'static str),
     /// The path is too long for a Unix socket.
-    #[error("the path of a Unix socket has at most {MAX_SOCKET_PATH} bytes")]
+    #[error("the path of a Unix socket must be at most {MAX_SOCKET_PATH} bytes")]
     SocketPath,
 }
 

@@ -22,46 +22,46 @@ pub(super) struct OperatorEvent {
 
 /// Reason why an operator's event cannot be counted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum OperatorEventError {
+pub(super) enum UnsupportedEventError {
     /// Modifier `h` without `G`.
-    #[error("events count the guest; for the host's side use perf on the VMM's threads")]
+    #[error("events count the guest only; for the host, use perf on the VMM's threads")]
     HostOnly,
     /// Modifiers `p` and `P`.
-    #[error("there is no precise sampling of a guest")]
+    #[error("precise sampling of a guest is unsupported")]
     Precise,
     /// The event requires a hardware PMU, which this host lacks.
     #[error("this host has no hardware PMU")]
     NoPmu,
     /// The host's PMU does not support the event, and no other backing counts it.
-    #[error("this host's PMU does not count '{0}'")]
+    #[error("this host's PMU does not support '{0}'")]
     NotOnHost(String),
     /// KVM has no statistic of this name.
-    #[error("this host's KVM keeps no statistic '{0}'")]
+    #[error("statistic '{0}' not found in this host's KVM")]
     NoStatistic(String),
     /// The host has no source for the paravirtual event.
-    #[error("this host cannot count '{0}' for an operator")]
+    #[error("this host cannot count '{0}' for operators")]
     NoParavirtual(String),
 }
 
 /// Translates `spec` to an event that can be counted on this host.
 ///
 /// # Errors
-/// Returns [`OperatorEventError`] with the reason.
-pub(super) fn operator_event(pmu: &VmPmu, spec: &EventSpec) -> Result<OperatorEvent, OperatorEventError> {
+/// Returns [`UnsupportedEventError`] with the reason.
+pub(super) fn operator_event(pmu: &VmPmu, spec: &EventSpec) -> Result<OperatorEvent, UnsupportedEventError> {
     let m = &spec.modifiers;
     if m.host && !m.guest {
-        return Err(OperatorEventError::HostOnly);
+        return Err(UnsupportedEventError::HostOnly);
     }
     if m.precise > 0 || m.precise_max {
-        return Err(OperatorEventError::Precise);
+        return Err(UnsupportedEventError::Precise);
     }
     let (ty, config, config1, config2, backing, nanoseconds) = match &spec.kind {
         EventKind::Hardware(event) => {
             let way = pmu.generic_source(*event as u64).ok_or_else(|| {
                 if pmu.has_hardware() {
-                    OperatorEventError::NotOnHost(spec.name.clone())
+                    UnsupportedEventError::NotOnHost(spec.name.clone())
                 } else {
-                    OperatorEventError::NoPmu
+                    UnsupportedEventError::NoPmu
                 }
             })?;
             (way.ty, way.config, 0, 0, way.backing.name(), false)
@@ -75,7 +75,7 @@ pub(super) fn operator_event(pmu: &VmPmu, spec: &EventSpec) -> Result<OperatorEv
             config2,
         } if pmu.has_hardware() => (EventType::RAW, *config, *config1, *config2, "hardware", false),
         EventKind::Cache(_) | EventKind::Raw { .. } => {
-            return Err(OperatorEventError::NoPmu);
+            return Err(UnsupportedEventError::NoPmu);
         }
         EventKind::Software(event) => {
             let time = matches!(event, SoftwareEvent::CpuClock | SoftwareEvent::TaskClock);
@@ -84,13 +84,13 @@ pub(super) fn operator_event(pmu: &VmPmu, spec: &EventSpec) -> Result<OperatorEv
         EventKind::Kvm(name) => {
             let config = pmu
                 .statistic(name)
-                .ok_or_else(|| OperatorEventError::NoStatistic(name.clone()))?;
+                .ok_or_else(|| UnsupportedEventError::NoStatistic(name.clone()))?;
             (EventType::KVM, config, 0, 0, "kvm-stat", false)
         }
         EventKind::Paravirtual(name) => {
             let event = ParavirtualEvent::ALL.into_iter().find(|e| e.name() == *name);
             let way = event.and_then(|event| pmu.paravirtual_source(event));
-            let way = way.ok_or_else(|| OperatorEventError::NoParavirtual((*name).to_owned()))?;
+            let way = way.ok_or_else(|| UnsupportedEventError::NoParavirtual((*name).to_owned()))?;
             let backing = match way.ty {
                 EventType::FED => "vmm",
                 _ => way.backing.name(),
@@ -129,7 +129,7 @@ mod tests {
     use super::*;
     use crate::testing::pmu;
 
-    fn event(vm: &VmPmu, text: &str) -> Result<OperatorEvent, OperatorEventError> {
+    fn event(vm: &VmPmu, text: &str) -> Result<OperatorEvent, UnsupportedEventError> {
         let groups = list::parse(text).unwrap_or_else(|e| panic!("{text}: {e}"));
         operator_event(vm, &groups[0].events[0])
     }
@@ -156,12 +156,15 @@ mod tests {
             assert!(event.attr.disabled && !event.estimate, "{text}");
         }
         for (text, why) in [
-            ("instructions", OperatorEventError::NoPmu),
-            ("stalled-cycles-frontend", OperatorEventError::NoPmu),
-            ("r1a8", OperatorEventError::NoPmu),
-            ("L1-dcache-load-misses", OperatorEventError::NoPmu),
-            ("kvm:exits", OperatorEventError::NoStatistic("exits".into())),
-            ("vm-exits", OperatorEventError::NoParavirtual("vm-exits".into())),
+            ("instructions", UnsupportedEventError::NoPmu),
+            ("stalled-cycles-frontend", UnsupportedEventError::NoPmu),
+            ("r1a8", UnsupportedEventError::NoPmu),
+            ("L1-dcache-load-misses", UnsupportedEventError::NoPmu),
+            ("kvm:exits", UnsupportedEventError::NoStatistic("exits".into())),
+            (
+                "vm-exits",
+                UnsupportedEventError::NoParavirtual("vm-exits".into()),
+            ),
         ] {
             assert_eq!(event(&vm, text).unwrap_err(), why, "{text}");
         }
@@ -182,7 +185,7 @@ mod tests {
         }
         assert_eq!(
             event(&vm, "branch-misses").unwrap_err(),
-            OperatorEventError::NotOnHost("branch-misses".into())
+            UnsupportedEventError::NotOnHost("branch-misses".into())
         );
     }
 
@@ -194,7 +197,13 @@ mod tests {
         assert!(user.attr.exclude_kernel && !user.attr.exclude_user && user.attr.exclude_host);
         assert!(user.attr.pinned && user.estimate, "the clock does not see levels");
         assert!(!event(&vm, "page-faults").unwrap().attr.exclude_host);
-        assert_eq!(event(&vm, "cycles:H").unwrap_err(), OperatorEventError::HostOnly);
-        assert_eq!(event(&vm, "cycles:pp").unwrap_err(), OperatorEventError::Precise);
+        assert_eq!(
+            event(&vm, "cycles:H").unwrap_err(),
+            UnsupportedEventError::HostOnly
+        );
+        assert_eq!(
+            event(&vm, "cycles:pp").unwrap_err(),
+            UnsupportedEventError::Precise
+        );
     }
 }

@@ -38,11 +38,11 @@ use crate::vcpu::registry::VcpuRegistry;
 use crate::vcpu::slot::VcpuSlot;
 use control_api::counts::VcpuCounts;
 use control_api::peer;
-use control_api::place::Socket;
 use control_api::protocol::{
-    Call, ClientRole, Failure, FailureKind, GuestViews, MAX_REQUEST, PROTOCOL, ReplyLine, RequestLine,
-    SymbolsInfo, VcpuPlug, VcpuRefusal, VmInfo, VmSettings, VmState,
+    Call, ClientRole, Failure, FailureKind, GuestViews, KernelSymbolsReply, MAX_REQUEST, PROTOCOL, ReplyLine,
+    RequestLine, VcpuPlug, VcpuRefusal, VmInfo, VmSettings, VmState,
 };
+use control_api::socket_dir::Socket;
 use kernel_images::packed::PackedSymbols;
 use refused::ConnectionRefusal;
 
@@ -285,7 +285,7 @@ pub struct ControlServer {
     spare: Option<EventFd>,
     /// The symbol text with its description, cached after the first request because it is long. The
     /// flag is `true` if the symbols are those of the running kernel.
-    symbols: Option<(bool, Arc<PackedSymbols>, SymbolsInfo, File)>,
+    symbols: Option<(bool, Arc<PackedSymbols>, KernelSymbolsReply, File)>,
     processes: GuestProcesses,
 }
 
@@ -486,7 +486,7 @@ impl ControlServer {
     fn listen(&self, ops: &mut EventOps) {
         for (number, listener) in self.listeners() {
             if let Err(e) = ops.add(Events::with_data(listener, number, EventSet::IN)) {
-                log::error!("control socket: {e}; nobody can connect there");
+                log::error!("control socket: {e}; clients can no longer connect");
             }
         }
     }

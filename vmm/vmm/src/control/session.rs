@@ -19,8 +19,8 @@ use crate::pmu::{HostSampling, HostSamplingError, VmPmu};
 use crate::vcpu::registry::{self, VcpuRegistry};
 use control_api::events::list::{self, EventGroup, EventSpec};
 use control_api::protocol::{
-    EventReading, Failure, FailureKind, HostRingInfo, Joined, MAX_EVENTS, MAX_RING_PAGES, Opened, RingInfo,
-    RingLoss, Sampling, VcpuPart,
+    EventReading, Failure, FailureKind, HostRingInfo, MAX_EVENTS, MAX_RING_PAGES, OpenedEvent,
+    PluggedVcpuEvents, RingInfo, RingLoss, SamplingParams, VcpuPart,
 };
 
 /// Fields of each sample except the call chain.
@@ -58,14 +58,14 @@ pub struct EventSession {
     /// `true` if the last request enabled the events.
     enabled: bool,
     /// Events opened at hot-plug that the client has not been told of.
-    joined: Vec<Joined>,
+    joined: Vec<PluggedVcpuEvents>,
 }
 
 /// Events requested on each vCPU.
 #[derive(Clone, Debug)]
 struct HotplugEvents {
     groups: Vec<EventGroup>,
-    sampling: Option<Sampling>,
+    sampling: Option<SamplingParams>,
 }
 
 #[derive(Debug)]
@@ -148,8 +148,8 @@ impl EventSession {
         &mut self,
         text: &str,
         on: EventTargets<'_>,
-        sampling: Option<Sampling>,
-    ) -> Result<Vec<Opened>, Failure> {
+        sampling: Option<SamplingParams>,
+    ) -> Result<Vec<OpenedEvent>, Failure> {
         let groups = list::parse(text).or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
         let vcpus = match on {
             EventTargets::EveryVcpu => self.chosen(None)?,
@@ -239,7 +239,7 @@ impl EventSession {
         });
         // One entry per vCPU bounds the list for a client that never requests it.
         self.joined.retain(|joined| joined.vcpu != vcpu);
-        self.joined.push(Joined {
+        self.joined.push(PluggedVcpuEvents {
             vcpu,
             events,
             refused,
@@ -247,7 +247,7 @@ impl EventSession {
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "at most MAX_EVENTS")]
-    fn follow(&mut self, vcpu: u32, opened: &mut Vec<Opened>) -> Result<(), Failure> {
+    fn follow(&mut self, vcpu: u32, opened: &mut Vec<OpenedEvent>) -> Result<(), Failure> {
         let before = self.events.len();
         let hotplug_events = self.hotplug_events.clone();
         let samples = hotplug_events.iter().any(|f| f.sampling.is_some());
@@ -297,7 +297,7 @@ impl EventSession {
     }
 
     /// Returns the events opened on hot-plugged vCPUs since the last call.
-    pub fn joined(&mut self) -> Vec<Joined> {
+    pub fn joined(&mut self) -> Vec<PluggedVcpuEvents> {
         std::mem::take(&mut self.joined)
     }
 
@@ -312,7 +312,7 @@ impl EventSession {
         if let Some(no) = chosen.iter().find(|v| !has(present, **v)) {
             return fail(
                 FailureKind::Invalid,
-                format!("no vCPU {no}: the VM has {}", registry::named(present)),
+                format!("vCPU {no} not found: the VM has {}", registry::named(present)),
             );
         }
         Ok(chosen)
@@ -322,9 +322,9 @@ impl EventSession {
         &mut self,
         group: &EventGroup,
         vcpu: Option<u32>,
-        sampling: Option<Sampling>,
+        sampling: Option<SamplingParams>,
         index: &mut u32,
-        opened: &mut Vec<Opened>,
+        opened: &mut Vec<OpenedEvent>,
     ) -> Result<(), Failure> {
         let mut leader = None;
         for (i, spec) in group.events.iter().enumerate() {
@@ -334,7 +334,7 @@ impl EventSession {
             } else {
                 self.open_one(spec, vcpu, sampling, leader)
             };
-            let mut said = Opened {
+            let mut said = OpenedEvent {
                 handle: None,
                 unsupported: None,
                 name: spec.name.clone(),
@@ -375,7 +375,7 @@ impl EventSession {
         &mut self,
         spec: &EventSpec,
         vcpu: Option<u32>,
-        sampling: Option<Sampling>,
+        sampling: Option<SamplingParams>,
         leader: Option<usize>,
     ) -> Result<(usize, OperatorEvent, Option<String>), EventOpenError> {
         let mut event =
@@ -678,7 +678,7 @@ pub(crate) fn role(uid: u32) -> Role {
 }
 
 /// Applies the operator's sampling rate unless the event has its own.
-fn sample_with(attr: &mut Attr, sampling: Sampling, spec: &EventSpec) {
+fn sample_with(attr: &mut Attr, sampling: SamplingParams, spec: &EventSpec) {
     let (rate, frequency) = match (spec.period, spec.frequency_hz) {
         (Some(period), _) => (period, false),
         (None, Some(hz)) => (hz, true),
@@ -757,14 +757,14 @@ fn not_opened(error: OpenError) -> EventOpenError {
 #[cfg(test)]
 mod tests {
     use perf_core::pmu::sim::SimPmu;
-    use perf_core::{Core, EventType};
+    use perf_core::{EventType, PerfCore};
 
     use super::*;
 
     /// If one event cannot share a ring, the ring is removed from all and can be requested again.
     #[test]
     fn failed_shared_ring_is_detached() {
-        let core = Core::builder()
+        let core = PerfCore::builder()
             .driver(Arc::new(SimPmu::with_slots(4)))
             .build()
             .unwrap();

@@ -282,7 +282,7 @@ impl CpuPlug {
 
     fn call(&self) {
         if let Err(e) = self.interrupt.write(1) {
-            log::error!("cannot interrupt the guest for its processors: {e}");
+            log::error!("cannot raise the CPU hot-plug interrupt: {e}");
         }
     }
 

@@ -21,10 +21,10 @@ pub enum GdbConfigError {
     #[error("must be the path of a Unix socket, or PATH,wait")]
     Shape,
     /// The text after the comma is not a known option.
-    #[error("only wait can stand behind the path: PATH,wait")]
+    #[error("only wait may follow the path: PATH,wait")]
     Word,
     /// The path is too long for a Unix socket.
-    #[error("the path of a Unix socket has at most {MAX_SOCKET_PATH} bytes")]
+    #[error("the path of a Unix socket must be at most {MAX_SOCKET_PATH} bytes")]
     Long,
 }
 

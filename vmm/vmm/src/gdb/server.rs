@@ -34,7 +34,7 @@ const READ_BYTES: usize = 4096;
 pub enum GdbError {
     /// Listening on the socket failed.
     #[error(
-        "--gdb {}: cannot listen there; choose a path in a directory that this user may write to, where nothing is",
+        "--gdb {}: cannot listen; choose an unused path in a directory that this user may write to",
         path.display()
     )]
     Listen {
@@ -44,7 +44,7 @@ pub enum GdbError {
         source: io::Error,
     },
     /// Creating the thread or a descriptor failed.
-    #[error("starting the thread for debuggers failed")]
+    #[error("failed to start the thread for debuggers")]
     Thread(#[source] io::Error),
 }
 
@@ -143,9 +143,9 @@ impl Drop for GdbServer {
 enum SessionError {
     #[error("the socket failed")]
     Socket(#[from] io::Error),
-    #[error("the machine cannot be stopped")]
+    #[error("cannot stop the machine")]
     Hold(#[from] VcpuStopError),
-    #[error("it does not speak gdb's protocol: {0}")]
+    #[error("gdb protocol error: {0}")]
     Protocol(String),
 }
 
@@ -174,12 +174,12 @@ impl GdbServerLoop {
         while let Some(stream) = self.next_client() {
             match self.session(stream) {
                 Ok(DisconnectReason::Kill) => {
-                    log::info!("gdb: the debugger has killed the VM");
+                    log::info!("gdb: the debugger terminated the VM");
                     self.machine.detach();
                     self.control.stop(StopReason::Operator);
                 }
-                Ok(reason) => log::info!("gdb: the debugger has gone ({reason:?})"),
-                Err(error) => log::warn!("gdb: the debugger is let go: {}", error_line(&error)),
+                Ok(reason) => log::info!("gdb: the debugger disconnected ({reason:?})"),
+                Err(error) => log::warn!("gdb: the debugger was disconnected: {}", error_line(&error)),
             }
             *lock(&self.client) = None;
             self.machine.detach();

@@ -22,7 +22,7 @@ use super::arch::{GdbX86, PacketRegisters};
 use super::{memory, registers};
 use crate::vcpu::control::RunControl;
 use crate::vcpu::debugger::{
-    BreakpointAccess, Debugger, HardwareBreakpoint, ResumeAction, Stop, StopCause, VcpuRegisters,
+    BreakpointAccess, DebugStop, Debugger, HardwareBreakpoint, ResumeAction, StopCause, VcpuRegisters,
     VcpuStopError,
 };
 use crate::vcpu::registry::VcpuRegistry;
@@ -132,7 +132,7 @@ impl GdbTarget {
     pub fn stop_reason(&mut self) -> Result<MultiThreadStopReason<u64>, VcpuStopError> {
         self.stop()?;
         let stop = self.debugger().and_then(Debugger::take_stop);
-        let Some(Stop { vcpu, why }) = stop else {
+        let Some(DebugStop { vcpu, why }) = stop else {
             return Ok(MultiThreadStopReason::SignalWithThread {
                 tid: tid(self.current),
                 signal: Signal::SIGINT,

@@ -7,7 +7,7 @@
 
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
 use kvm_ioctls::Kvm;
-use vpmu::{CountableEvents, CpuidRegs, HostPmu, PmuModel, Vendor};
+use vpmu::{CountableEvents, CpuidRegs, HostPmuProperties, PmuModel, Vendor};
 
 use super::signature::CpuSignature;
 
@@ -18,24 +18,24 @@ pub enum CpuidError {
     #[error("KVM_GET_SUPPORTED_CPUID failed")]
     Supported(#[source] kvm_ioctls::Error),
     /// The table has more entries than KVM accepts.
-    #[error("the guest's CPUID needs {0} entries, more than KVM takes")]
+    #[error("the guest's CPUID needs {0} entries, more than KVM accepts")]
     TooMany(usize),
     /// `--nested` with a PMU of another vendor than the host CPU.
     #[error(
-        "--nested: the guest's processor is of another vendor than the host's and has no virtualisation of its own; \
-         choose a --pmu of the host's vendor"
+        "--nested: unsupported, because the guest's processor has a different vendor than the \
+        host's; choose a --pmu of the host's vendor"
     )]
     NestedVendor,
     /// `--cpu-signature host` with a PMU of another vendor than the host CPU.
     #[error(
-        "--cpu-signature host: the guest's processor is of another vendor than the host's; name a signature of that vendor, as in \
-         6/94/3, or choose a --pmu of the host's vendor"
+        "--cpu-signature host: the guest's processor has a different vendor than the host's; use a \
+        signature of that vendor, for example 6/94/3, or a --pmu of the host's vendor"
     )]
     SignatureVendor,
     /// `--nested` on a host whose KVM does not support nested virtualisation.
     #[error(
-        "--nested: this host's KVM offers guests no VT-x or AMD-V; load kvm_intel or kvm_amd with nested=1, or leave \
-         --nested out"
+        "--nested: this host's KVM does not support nested guests; load kvm_intel or kvm_amd with \
+        nested=1, or omit --nested"
     )]
     NestedRefused,
 }
@@ -146,7 +146,7 @@ pub fn supported(kvm: &Kvm) -> Result<CpuId, CpuidError> {
 pub fn for_vcpu(supported: &CpuId, guest: GuestCpuidConfig<'_>, id: u8) -> Result<CpuId, CpuidError> {
     let mut entries: Vec<kvm_cpuid_entry2> = supported.as_slice().to_vec();
     let vendor = guest.pmu.vendor();
-    let foreign = HostPmu::vendor(&mut read_host) != vendor;
+    let foreign = HostPmuProperties::vendor(&mut read_host) != vendor;
     if foreign {
         set_identity(&mut entries, vendor);
         hide_hypercalls(&mut entries);
@@ -425,14 +425,14 @@ mod tests {
     use super::*;
 
     fn host_model() -> PmuModel {
-        match HostPmu::vendor(&mut read_host) {
+        match HostPmuProperties::vendor(&mut read_host) {
             Vendor::Intel => PmuModel::INTEL,
             Vendor::Amd => PmuModel::AMD,
         }
     }
 
     fn other_model() -> PmuModel {
-        match HostPmu::vendor(&mut read_host) {
+        match HostPmuProperties::vendor(&mut read_host) {
             Vendor::Intel => PmuModel::AMD,
             Vendor::Amd => PmuModel::INTEL,
         }

@@ -26,13 +26,16 @@ const KVM_PMU_EVENT_FLAG_MASKED_EVENTS: u32 = 1 << 0;
 pub enum KvmEventFilterError {
     /// KVM does not support event filters.
     #[error(
-        "the event filter: this host's KVM has none for its own vPMU (KVM_CAP_PMU_EVENT_FILTER, Linux 5.3 and later); leave it out, or use --backing auto"
+        "the event filter is unsupported by this host's KVM (KVM_CAP_PMU_EVENT_FILTER, Linux 5.3 \
+        and later); omit it, or use --backing auto"
     )]
     Unsupported,
     /// The filter has more entries than KVM accepts.
     #[error(
-        "the event filter becomes {entries} entries for KVM's own vPMU, which takes {MAX_EVENTS}{}; shorten it, or use --backing auto",
-        if *.written_out { " (this KVM, older than Linux 6.3, takes exact unit masks only, and each of an entry's counts)" } else { "" }
+        "the event filter needs {entries} entries of KVM's own vPMU, which supports \
+        {MAX_EVENTS}{}; shorten it, or use --backing auto",
+        if *.written_out { " (before Linux 6.3, KVM supports exact unit masks only, so each unit \
+             mask of an entry counts)" } else { "" }
     )]
     TooLong {
         /// Number of entries of the translated filter.

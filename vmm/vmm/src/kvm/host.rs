@@ -29,18 +29,18 @@ const IOAPIC_PINS: u64 = 24;
 pub enum HostError {
     /// /dev/kvm does not exist.
     #[error(
-        "/dev/kvm does not exist: this host has no KVM; load kvm_intel or kvm_amd, enable virtualisation in the \
-         firmware, or use `make lab`"
+        "/dev/kvm: not found; load kvm_intel or kvm_amd, enable virtualisation in the firmware, or \
+        use `make lab`"
     )]
     NoKvm,
     /// Opening /dev/kvm failed with EACCES.
-    #[error("no permission to open /dev/kvm: join its group (usually `kvm`) or run as root")]
+    #[error("/dev/kvm: permission denied; join its group (usually `kvm`) or run as root")]
     Permission,
     /// Opening /dev/kvm failed with another error.
-    #[error("/dev/kvm cannot be opened")]
+    #[error("cannot open /dev/kvm")]
     Open(#[source] io::Error),
     /// KVM has an unsupported API version.
-    #[error("/dev/kvm speaks API version {0}, but version 12 is needed")]
+    #[error("/dev/kvm: unsupported API version {0}; must be 12")]
     ApiVersion(i32),
     /// A KVM call of a probe failed.
     #[error("probing KVM failed")]
@@ -49,13 +49,13 @@ pub enum HostError {
     #[error("probing KVM failed")]
     Slot(#[from] MemorySlotError),
     /// Allocating the memory of the probe failed.
-    #[error("no memory to probe KVM with")]
+    #[error("cannot allocate memory to probe KVM")]
     Memory,
     /// The host refused the perf event of a probe.
-    #[error("an event for measuring what turns cost could not be opened")]
+    #[error("cannot open a perf event to measure the cost of a rotation")]
     Event(#[source] perf_core::pmu::PmuError),
     /// The guest of a probe did not run to its end.
-    #[error("a guest for measuring what turns cost did not run")]
+    #[error("the guest that measures the cost of a rotation did not run")]
     Silent,
 }
 

@@ -10,7 +10,7 @@ use super::vm_fd::VmFd;
 
 /// KVM refused a memory slot.
 #[derive(Debug, thiserror::Error)]
-#[error("KVM refused memory slot {slot} at {guest_address:#x}")]
+#[error("KVM rejected memory slot {slot} at {guest_address:#x}")]
 pub struct MemorySlotError {
     /// Number of the slot.
     pub slot: u32,
@@ -76,7 +76,7 @@ impl Drop for MemorySlots {
             };
             // SAFETY: a size of zero removes the slot and passes no memory to KVM.
             if let Err(e) = unsafe { self.vm.raw().set_user_memory_region(none) } {
-                log::error!("KVM keeps memory slot {slot}, and so the memory stays: {e}");
+                log::error!("cannot remove memory slot {slot} from KVM; its memory is not freed: {e}");
                 // The guest may still write to this memory. Leak the mapping so that the address
                 // range is not reused.
                 std::mem::forget(self.memory.clone());

@@ -1,7 +1,7 @@
 //! Access to KVM: host probes, guest CPUID, the MSR filter, and ioctls that kvm-ioctls does not
 //! wrap.
 
-pub mod armed;
+pub mod armed_vcpu;
 pub mod call;
 pub mod chips;
 pub mod cpuid;
@@ -11,7 +11,6 @@ pub mod initial_state;
 pub mod memslot;
 pub mod misc_enable;
 pub mod msr_filter;
-pub mod own_pmu;
 pub mod pci_backend;
 pub mod registers;
 pub mod rotation_cost;
@@ -22,3 +21,4 @@ pub mod stepping;
 pub(crate) mod tiny;
 pub mod vcpu_fd;
 pub mod vm_fd;
+pub mod vpmu_probe;

@@ -27,7 +27,7 @@ pub enum MsrFilterError {
     )]
     Unsupported(&'static str),
     /// The filter needs more ranges than KVM accepts.
-    #[error("{0} MSR ranges are to be trapped but KVM takes at most {MAX_RANGES}")]
+    #[error("{0} MSR ranges must be trapped, but KVM supports at most {MAX_RANGES}")]
     TooManyRanges(usize),
     /// A KVM call failed.
     #[error(transparent)]

@@ -30,8 +30,8 @@ pub struct KvmPciBackend {
 }
 
 impl KvmPciBackend {
-    /// Creates the back end for a VM with in-kernel interrupt controllers. `fatal_error_callback` terminates
-    /// the VM on a fatal error.
+    /// Creates the back end for a VM with in-kernel interrupt controllers. `fatal_error_callback`
+    /// terminates the VM on a fatal error.
     pub fn new(vm: Arc<VmFd>, fatal_error_callback: FatalErrorCallback) -> Self {
         Self {
             vm,

@@ -17,19 +17,22 @@ pub enum CpuSignature {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CpuSignatureError {
     /// The text has none of the accepted formats.
-    #[error("must be host, FAMILY/MODEL/STEPPING as in 6/94/3, or CPUID's EAX in hexadecimal as in 0x506e3")]
+    #[error(
+        "must be host, FAMILY/MODEL/STEPPING (for example 6/94/3) or CPUID's EAX in \
+         hexadecimal (for example 0x506e3)"
+    )]
     Shape,
     /// The family does not fit the format of EAX.
-    #[error("the family must be 1 to 270")]
+    #[error("the family must be between 1 and 270")]
     Family,
     /// The model does not fit the format of EAX.
-    #[error("the model must be 0 to {0} in this family")]
+    #[error("the model must be between 0 and {0} in this family")]
     Model(u32),
     /// The stepping does not fit the format of EAX.
-    #[error("the stepping must be 0 to 15")]
+    #[error("the stepping must be between 0 and 15")]
     Stepping,
     /// Reserved bits are set.
-    #[error("bits 31 to 28 and 15 to 12 of a signature are 0")]
+    #[error("bits 31 to 28 and 15 to 12 of a signature must be 0")]
     Reserved,
 }
 

@@ -9,8 +9,8 @@ use kvm_bindings::{
 
 use super::call::KvmIoctlError;
 
-/// A vCPU file descriptor. [`ArmedVcpu`](super::armed::ArmedVcpu) takes ownership of it to run the
-/// vCPU.
+/// A vCPU file descriptor. [`ArmedVcpu`](super::armed_vcpu::ArmedVcpu) takes ownership of it to run
+/// the vCPU.
 #[derive(Debug)]
 pub struct VcpuFd(kvm_ioctls::VcpuFd);
 

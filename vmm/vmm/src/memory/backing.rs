@@ -53,9 +53,7 @@ pub enum HugePages {
 
 /// Error of parsing [`HugePages`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-#[error(
-    "must be off, transparent (the kernel makes them as it can), or 2M (pages that the host has reserved)"
-)]
+#[error("must be off, transparent (if the kernel can allocate them) or 2M (reserved on the host)")]
 pub struct ParseHugePagesError;
 
 impl FromStr for HugePages {
@@ -76,15 +74,17 @@ impl FromStr for HugePages {
 pub enum MemoryBackingError {
     /// Transparent huge pages are disabled on the host.
     #[error(
-        "--hugepages transparent: this host makes none ({TRANSPARENT} says {0}); allow them there, or leave --hugepages out"
+        "--hugepages transparent: disabled on this host ({TRANSPARENT} is {0}); enable them there, \
+        or omit --hugepages"
     )]
     NoTransparent(String),
     /// The size is not a multiple of the huge page size.
-    #[error("--hugepages 2M: {0} bytes of memory are not a multiple of 2 MiB; round --memory up")]
+    #[error("--hugepages 2M: the memory size of {0} bytes must be a multiple of 2 MiB; round --memory up")]
     NotWhole(u64),
     /// The host has too few free huge pages.
     #[error(
-        "--hugepages 2M: {needed} pages are needed and this host has {free} free; reserve more (sysctl vm.nr_hugepages), or leave --hugepages out"
+        "--hugepages 2M: {needed} pages are needed, but this host has {free} free; reserve more \
+        (sysctl vm.nr_hugepages), or omit --hugepages"
     )]
     TooFew {
         /// Number of huge pages that the guest needs.
@@ -99,10 +99,10 @@ pub enum MemoryBackingError {
     #[error("the mapping was refused")]
     Map(#[source] MmapRegionError),
     /// The mappings are not a valid collection of regions.
-    #[error("the mappings do not go together")]
+    #[error("the mappings overlap")]
     Regions(#[source] vm_memory::GuestRegionCollectionError),
     /// Preallocating the pages failed.
-    #[error("--prealloc: the host cannot give all of it (MADV_POPULATE_WRITE, Linux 5.14 and later)")]
+    #[error("--prealloc: cannot allocate all guest memory (MADV_POPULATE_WRITE, Linux 5.14 and later)")]
     Populate(#[source] io::Error),
 }
 

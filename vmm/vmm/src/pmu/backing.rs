@@ -3,8 +3,8 @@
 
 use crate::kvm::cpuid::read_host;
 use crate::kvm::host::Kvm;
-use crate::kvm::own_pmu::{self, KvmPmuOffer, KvmVpmuUnavailable};
 use crate::kvm::stepping::Stepping;
+use crate::kvm::vpmu_probe::{self, KvmPmuOffer, KvmVpmuUnavailable};
 use guest_patching::rdpmc::RdpmcMode;
 use perf_core::pmu::host::HostProbe;
 use vpmu::{ArchEvent, BackingPolicy, CountableEvents, EventSources, ParavirtualEvent, PmiShare, Vendor};
@@ -17,33 +17,31 @@ pub const EVENT_DENIED: &str = "this host does not let the VM's user count it; s
 #[derive(Debug, thiserror::Error)]
 pub enum BackingError {
     /// `--backing hardware` on a host without a usable PMU.
-    #[error(
-        "--backing hardware: {0}; use --backing auto, which counts cycles by the vCPU's run time there{1}"
-    )]
+    #[error("--backing hardware: {0}; use --backing auto, which derives cycles from the vCPU's run time{1}")]
     NoHardware(String, &'static str),
     /// KVM cannot single-step guests.
-    #[error("--backing exact: this host's KVM does not single-step guests; use --backing auto")]
+    #[error(
+        "--backing exact: unsupported, because this host's KVM cannot single-step guests; use \
+         --backing auto"
+    )]
     NoSteps,
     /// KVM cannot block interrupts during a step.
     #[error(
-        "--backing exact: this host's KVM cannot hold interrupts back during a step (Linux 5.14 and later can)"
+        "--backing exact: unsupported, because this host's KVM cannot block interrupts during a \
+        step; use Linux 5.14 or later"
     )]
     NoBlocking,
     /// KVM's own vPMU is unavailable.
     #[error("--backing kvm")]
     NoOwn(#[source] KvmVpmuUnavailable),
     /// `--rdpmc hwbp` with KVM's own vPMU, which handles RDPMC itself.
-    #[error("--rdpmc hwbp with --backing kvm: KVM answers RDPMC itself there; leave --rdpmc out")]
+    #[error("--rdpmc hwbp with --backing kvm: KVM handles RDPMC itself; omit --rdpmc")]
     OwnAnswers,
     /// `--pmi-limit` with KVM's own vPMU, which delivers the PMIs itself.
-    #[error(
-        "--pmi-limit with --backing kvm: KVM delivers the PMIs there and has no limit; leave --pmi-limit out"
-    )]
+    #[error("--pmi-limit with --backing kvm: KVM delivers PMIs itself, without a limit; omit --pmi-limit")]
     OwnPmis,
     /// `--pmi-share` with KVM's own vPMU.
-    #[error(
-        "--pmi-share with --backing kvm: KVM delivers the PMIs there and does not bound their handlers; leave --pmi-share out"
-    )]
+    #[error("--pmi-share with --backing kvm: KVM delivers PMIs itself, without a bound; omit --pmi-share")]
     OwnShare,
 }
 
@@ -68,7 +66,7 @@ pub fn check_own(
     if pmi_share.is_some() {
         return Err(BackingError::OwnShare);
     }
-    let own = own_pmu::probe(kvm, probe).map_err(BackingError::NoOwn)?;
+    let own = vpmu_probe::probe(kvm, probe).map_err(BackingError::NoOwn)?;
     if own.mediated {
         log::warn!(
             "--backing kvm: the vPMU is mediated: the host's hardware events cannot count this guest (cycles by the clock and software events can)"
@@ -88,14 +86,16 @@ pub fn check_stepping(host: Stepping, cpus: u8) -> Result<(), BackingError> {
     }
     if !host.user {
         log::warn!(
-            "--backing exact: this host's KVM steps guest code at CPL 0 only; user-mode instructions are not counted"
+            "--backing exact: this host's KVM can single-step guest code at CPL 0 only; user-mode \
+            instructions are not counted"
         );
     } else if !host.blocks_interrupts {
         return Err(BackingError::NoBlocking);
     } else if cpus > 1 && !host.breakpoints {
         log::warn!(
-            "--backing exact: hardware breakpoints in guests do not stop on this host's KVM; with several vCPUs kernel \
-             code that runs after an interrupt or a fault is not counted (one vCPU is counted whole)"
+            "--backing exact: hardware breakpoints in guests do not trigger on this host's KVM; \
+            with several vCPUs, kernel code after an interrupt or a fault is not counted (with one \
+            vCPU, all code is counted)"
         );
     }
     Ok(())
@@ -341,8 +341,8 @@ mod tests {
         assert_eq!(mediated_conflict(BackingPolicy::Clock, &with_pmu, true), None);
     }
 
-    /// A host that denies perf events still counts cycles by the clock, which needs none, and a line
-    /// names the remedy.
+    /// A host that denies perf events still counts cycles by the clock, which needs none, and a
+    /// line names the remedy.
     #[test]
     fn denied_perf_events_leave_clock_and_report_remedy() {
         let probe = HostProbe {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use perf_core::mux::MuxPolicy;
-use perf_core::{CoreConfig, SharePolicy};
+use perf_core::{PerfCoreConfig, SharePolicy};
 use vpmu::{BackingPolicy, EventFilter, PmiShare, PmuModel};
 
 use crate::kvm::stepping::Stepping;
@@ -40,7 +40,8 @@ pub struct PmuConfig {
     pub limits: OperatorLimits,
 }
 
-/// Resource limits of the operators of a VM. `None` selects the default of [`CoreConfig::default`].
+/// Resource limits of the operators of a VM. `None` selects the default of
+/// [`PerfCoreConfig::default`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OperatorLimits {
     /// Maximum sampling frequency of one event, in samples per second.
@@ -76,8 +77,8 @@ impl PmuConfig {
     }
 
     /// Returns the corresponding perf-core configuration.
-    pub fn core_config(&self) -> CoreConfig {
-        let mut core = CoreConfig {
+    pub fn core_config(&self) -> PerfCoreConfig {
+        let mut core = PerfCoreConfig {
             share: self.share,
             mux: self.mux,
             owner_uid: rustix::process::geteuid().as_raw(),
@@ -88,7 +89,7 @@ impl PmuConfig {
             paranoid: 0,
             reserved_slots: self.limits.reserved_slots,
             pid: sandbox::host_pid(),
-            ..CoreConfig::default()
+            ..PerfCoreConfig::default()
         };
         if let Some(hz) = self.limits.sample_rate_hz {
             core.sample_rate_hz = hz;

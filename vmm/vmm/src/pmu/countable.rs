@@ -124,7 +124,7 @@ impl EventCountability for CountableKernelEvents {
 mod tests {
     use super::*;
     use perf_core::pmu::host::{GenericEvent, HostCounters};
-    use vpmu::{CounterNumbers, Generation};
+    use vpmu::{CounterNumbers, PmuGeneration};
 
     /// Returns a host whose PMU, if any, opens these generic events.
     fn probe(opens: &[(&str, u64)]) -> HostProbe {
@@ -249,9 +249,9 @@ mod tests {
     fn reference_cycles_require_fixed_counter() {
         let none = probe(&[]);
         for (generation, fixed, counted) in [
-            (Generation::Intel(1), None, false),
-            (Generation::Intel(2), Some(2), false),
-            (Generation::Intel(2), Some(3), true),
+            (PmuGeneration::Intel(1), None, false),
+            (PmuGeneration::Intel(2), Some(2), false),
+            (PmuGeneration::Intel(2), Some(3), true),
         ] {
             let numbers = fixed.map(|fixed| CounterNumbers {
                 general: 4,
@@ -305,15 +305,15 @@ mod tests {
             ((KernelTableEvent::Cache(1 << 16), 0x151), Host),
             ((KernelTableEvent::Cache(5), 0xC4), Steps),
         ];
-        let models: [(Generation, &[_]); 8] = [
-            (Generation::Intel(1), &intel),
-            (Generation::Intel(2), &intel),
-            (Generation::Intel(3), &intel),
-            (Generation::Intel(4), &intel),
-            (Generation::Intel(5), &intel),
-            (Generation::AmdK7, &amd),
-            (Generation::AmdCore, &amd),
-            (Generation::AmdV2, &amd),
+        let models: [(PmuGeneration, &[_]); 8] = [
+            (PmuGeneration::Intel(1), &intel),
+            (PmuGeneration::Intel(2), &intel),
+            (PmuGeneration::Intel(3), &intel),
+            (PmuGeneration::Intel(4), &intel),
+            (PmuGeneration::Intel(5), &intel),
+            (PmuGeneration::AmdK7, &amd),
+            (PmuGeneration::AmdCore, &amd),
+            (PmuGeneration::AmdV2, &amd),
         ];
         let policies = [
             BackingPolicy::Auto,

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use perf_core::error_line;
 use perf_core::pmu::host::{
-    DirectOpener, EventOpener, HostTarget, OpenRequest, OverflowSignal, counting_is_denied_to,
+    EventOpener, HostTarget, OpenRequest, OverflowSignal, SyscallOpener, counting_is_denied_to,
     set_event_opener,
 };
 use sandbox::{
@@ -56,7 +56,7 @@ impl VmEventOpener {
         // dumpable.
         let broker_is_denied = privileges::while_not_dumpable(|| counting_is_denied_to(&opener));
         let needs_capability =
-            || privileges::is_denied_without_capabilities(|| counting_is_denied_to(&DirectOpener));
+            || privileges::is_denied_without_capabilities(|| counting_is_denied_to(&SyscallOpener));
         if broker_is_denied && !needs_capability() {
             opener.counting = PerfEventAccess::OwnThread;
         }
@@ -91,8 +91,8 @@ impl VmEventOpener {
             PerfBrokerError::Gone(source) => {
                 if !self.end_logged.swap(true, Ordering::Relaxed) {
                     log::error!(
-                        "the process that opens perf events (perf-broker) has ended: {}: events that are open go \
-                         on, and no other can be opened until the VM is started again",
+                        "the process that opens perf events (perf-broker) has exited: {}; open \
+                        events continue, but no others can be opened until the VM is restarted",
                         error_line(&source)
                     );
                 }
@@ -111,7 +111,7 @@ impl VmEventOpener {
             ..*request
         };
         let event = if tid == current_tid() {
-            DirectOpener.open(&own)?
+            SyscallOpener.open(&own)?
         } else {
             RemoteOpen::run(&own, tid, self.kick_signal)?
         };

@@ -7,7 +7,7 @@
 use perf_core::pmu::host::{HostCounters, HostProbe};
 use vpmu::{ArchEvent, BackingPolicy, PmuModel};
 
-use crate::kvm::own_pmu::KvmPmuOffer;
+use crate::kvm::vpmu_probe::KvmPmuOffer;
 
 /// Generic events of Intel's fixed counters, indexed by counter number.
 const FIXED: [ArchEvent; 3] = [
@@ -130,7 +130,7 @@ pub fn fixed(counters: &HostCounters) -> String {
 mod tests {
     use super::*;
     use perf_core::pmu::host::{FixedCounter, GenericEvent};
-    use vpmu::{CountableEvents, CounterNumbers, Generation, HostPmu};
+    use vpmu::{CountableEvents, CounterNumbers, HostPmuProperties, PmuGeneration};
 
     /// Returns a host with `general` free counters and fixed counters for these events, each free
     /// or taken.
@@ -170,12 +170,12 @@ mod tests {
     const INTEL: [(&str, bool); 3] = [("instructions", true), ("cycles", true), ("ref-cycles", true)];
     const WATCHED: [(&str, bool); 3] = [("instructions", true), ("cycles", false), ("ref-cycles", true)];
 
-    fn model(name: Generation, numbers: Option<&str>) -> PmuModel {
+    fn model(name: PmuGeneration, numbers: Option<&str>) -> PmuModel {
         let numbers = numbers.map(|text| text.parse::<CounterNumbers>().unwrap());
         PmuModel::new(name, numbers, None).unwrap()
     }
 
-    fn default_on(generation: Generation, host: &HostProbe) -> (u32, u32) {
+    fn default_on(generation: PmuGeneration, host: &HostProbe) -> (u32, u32) {
         let fitted = fit(model(generation, None), false, BackingPolicy::Auto, None, host);
         assert_eq!(fitted.competition, None);
         (fitted.model.general(), fitted.model.fixed())
@@ -184,19 +184,19 @@ mod tests {
     /// The default model has no counter that the host cannot back while all others count.
     #[test]
     fn default_model_fits_host_counters() {
-        assert_eq!(default_on(Generation::Intel(2), &host(4, &INTEL)), (4, 3));
-        assert_eq!(default_on(Generation::Intel(2), &host(4, &WATCHED)), (3, 3));
-        assert_eq!(default_on(Generation::Intel(2), &host(6, &[])), (3, 3));
-        assert_eq!(default_on(Generation::Intel(2), &host(5, &[])), (2, 3));
-        assert_eq!(default_on(Generation::AmdCore, &host(6, &[])), (6, 0));
-        assert_eq!(default_on(Generation::AmdCore, &host(5, &[])), (4, 0));
-        assert_eq!(default_on(Generation::AmdV2, &host(5, &[])), (5, 0));
-        assert_eq!(default_on(Generation::AmdCore, &host(4, &INTEL)), (4, 0));
+        assert_eq!(default_on(PmuGeneration::Intel(2), &host(4, &INTEL)), (4, 3));
+        assert_eq!(default_on(PmuGeneration::Intel(2), &host(4, &WATCHED)), (3, 3));
+        assert_eq!(default_on(PmuGeneration::Intel(2), &host(6, &[])), (3, 3));
+        assert_eq!(default_on(PmuGeneration::Intel(2), &host(5, &[])), (2, 3));
+        assert_eq!(default_on(PmuGeneration::AmdCore, &host(6, &[])), (6, 0));
+        assert_eq!(default_on(PmuGeneration::AmdCore, &host(5, &[])), (4, 0));
+        assert_eq!(default_on(PmuGeneration::AmdV2, &host(5, &[])), (5, 0));
+        assert_eq!(default_on(PmuGeneration::AmdCore, &host(4, &INTEL)), (4, 0));
     }
 
     #[test]
     fn counter_competition_reports_remedy() {
-        let asked = model(Generation::AmdV2, Some("15"));
+        let asked = model(PmuGeneration::AmdV2, Some("15"));
         let fitted = fit(asked, true, BackingPolicy::Auto, None, &host(6, &[]));
         assert_eq!(fitted.model, asked, "the user's choice stays");
         let line = fitted.competition.unwrap();
@@ -207,13 +207,13 @@ mod tests {
         ] {
             assert!(line.contains(part) && !line.contains('\n'), "{part}: {line}");
         }
-        let asked = model(Generation::Intel(4), Some("4+3"));
+        let asked = model(PmuGeneration::Intel(4), Some("4+3"));
         let line = fit(asked, true, BackingPolicy::Hardware, None, &host(4, &WATCHED))
             .competition
             .unwrap();
         assert!(line.contains("and the fixed ones for cycles compete"), "{line}");
         assert!(line.contains("--pmu-counters 3+3 "), "{line}");
-        let asked = model(Generation::Intel(4), Some("4+3"));
+        let asked = model(PmuGeneration::Intel(4), Some("4+3"));
         assert_eq!(
             fit(asked, true, BackingPolicy::Auto, None, &host(4, &INTEL)).competition,
             None
@@ -224,7 +224,7 @@ mod tests {
     #[test]
     fn minimal_model_reports_competition() {
         let fitted = fit(
-            model(Generation::AmdCore, None),
+            model(PmuGeneration::AmdCore, None),
             false,
             BackingPolicy::Auto,
             None,
@@ -238,7 +238,7 @@ mod tests {
     /// Backings that do not use the host's PMU do not limit the number of counters.
     #[test]
     fn software_backings_do_not_limit_counters() {
-        let asked = model(Generation::AmdV2, Some("15"));
+        let asked = model(PmuGeneration::AmdV2, Some("15"));
         for policy in [BackingPolicy::Clock, BackingPolicy::Exact, BackingPolicy::None] {
             assert_eq!(fit(asked, true, policy, None, &host(6, &[])).competition, None);
         }
@@ -257,8 +257,8 @@ mod tests {
             mediated,
             masked_filter: true,
             filter: true,
-            pmu: HostPmu {
-                generation: Generation::AmdCore,
+            pmu: HostPmuProperties {
+                generation: PmuGeneration::AmdCore,
                 general: 6,
                 fixed_bitmap: 0,
                 width: 48,
@@ -267,7 +267,7 @@ mod tests {
         };
         let watched = host(5, &[]);
         let on = |asked, numbers, own: &KvmPmuOffer| {
-            let model = model(Generation::AmdCore, numbers);
+            let model = model(PmuGeneration::AmdCore, numbers);
             fit(model, asked, BackingPolicy::Kvm, Some(own), &watched)
         };
         let default = on(false, None, &own(false));

@@ -39,17 +39,17 @@ pub enum KernelReadError {
     Ask(#[from] SearchError),
     /// The worker ended without a response.
     #[error(
-        "the guest's kernel could not be read: the process that reads it has failed: {0}; it is tried again when somebody asks"
+        "cannot read the guest's kernel: the reader process failed: {0}; the next request starts it again"
     )]
     WorkerExit(WorkerExit),
     /// No worker process could be started.
-    #[error("the guest's kernel cannot be read: no process for that")]
+    #[error("cannot read the guest's kernel: cannot start the reader process")]
     NoWorker(#[source] io::Error),
     /// The process that starts workers has ended. A running VM cannot start another one.
     #[error(
-        "the guest's kernel can be read no more: the process that starts its reader (worker-keeper) has ended, \
-         which only a signal of somebody's does; samples of the guest's kernel have no names, tasks and stacks \
-         until the VM is started again"
+        "the guest's kernel is no longer read: the process that starts its reader (worker-keeper) \
+        was killed by a signal; samples of the guest's kernel have no symbols, tasks and stacks \
+        until the VM is restarted"
     )]
     NoKeeper(#[source] io::Error),
 }
@@ -81,7 +81,8 @@ impl KernelReader {
     /// Reads from `memory` the kernel to which `regs` and `anchors` refer.
     ///
     /// # Errors
-    /// Returns [`KernelReadError`]. Except for [`KernelReadError::NoKeeper`], a later attempt may succeed.
+    /// Returns [`KernelReadError`]. Except for [`KernelReadError::NoKeeper`], a later attempt may
+    /// succeed.
     pub fn read<M: GuestPhys + ?Sized>(
         &self,
         memory: &M,

@@ -30,7 +30,7 @@ use perf_core::pmu::fed::{FedCounts, FedPmu};
 use perf_core::pmu::host::{HostPmu, HostProbe};
 use perf_core::pmu::kvm::{KvmPmu, StatsFile};
 use perf_core::pmu::sched::SchedPmu;
-use perf_core::{Core, OverflowReport, VcpuContext, error_line};
+use perf_core::{OverflowReport, PerfCore, VcpuContext, error_line};
 use smallvec::SmallVec;
 use vpmu::exact::{RetiredCounts, StepOutcome};
 use vpmu::filter::FilterAction;
@@ -54,7 +54,7 @@ pub use regs::{ExitRegisters, GuestSamplingContext, KernelSearchProgress, Sample
 #[derive(Debug, thiserror::Error)]
 pub enum PmuSetupError {
     /// The perf core rejected the vCPU.
-    #[error("the vCPU's event context could not be made")]
+    #[error("cannot create the vCPU's event context")]
     Context(#[source] perf_core::OpenError),
     /// A system call failed.
     #[error("{0} failed")]
@@ -73,7 +73,7 @@ pub struct VmPmu {
     config: PmuConfig,
     /// Events that may currently be counted.
     filter: ArcSwap<EventFilter>,
-    core: Core,
+    core: PerfCore,
     clock: Arc<ClockPmu>,
     fed: Arc<FedPmu>,
     kvm: Arc<KvmPmu>,
@@ -98,7 +98,7 @@ impl VmPmu {
         interprets_kernel: bool,
         guest: GuestSamplingContext,
     ) -> Self {
-        let core = Core::new(config.core_config());
+        let core = PerfCore::new(config.core_config());
         let signal = Some(overflow_signal());
         if probe.hardware_pmu {
             core.register(Arc::new(HostPmu::hardware(signal, probe)));
@@ -113,7 +113,7 @@ impl VmPmu {
         core.register(kvm.clone());
         let hardware = probe
             .hardware_pmu
-            .then(|| vpmu::HostPmu::vendor(&mut cpuid::read_host));
+            .then(|| vpmu::HostPmuProperties::vendor(&mut cpuid::read_host));
         Self {
             filter: ArcSwap::new(config.filter.clone()),
             config,
@@ -203,7 +203,7 @@ impl VmPmu {
     }
 
     /// Returns the perf core.
-    pub fn core(&self) -> &Core {
+    pub fn core(&self) -> &PerfCore {
         &self.core
     }
 
@@ -249,7 +249,7 @@ impl VmPmu {
 /// then unsupported.
 fn stats_file(whose: &str, fd: OwnedFd) -> Option<StatsFile> {
     StatsFile::new(fd)
-        .inspect_err(|e| log::warn!("KVM's statistics of {whose} cannot be used: {}", error_line(e)))
+        .inspect_err(|e| log::warn!("cannot use KVM's statistics of {whose}: {}", error_line(e)))
         .ok()
 }
 
@@ -353,7 +353,11 @@ impl VcpuPmu {
             drop(attached.events);
             let vcpu = VcpuId(u32::from(self.id));
             if let Err(e) = self.vm.core.remove_vcpu(vcpu) {
-                log::warn!("vcpu{}: leaving the perf core: {}", self.id, error_line(&e));
+                log::warn!(
+                    "vcpu{}: cannot detach from the perf core: {}",
+                    self.id,
+                    error_line(&e)
+                );
             }
             self.forget();
         }
@@ -685,8 +689,8 @@ impl VcpuPmu {
         self.vm.own.is_some()
     }
 
-    /// Starts a search for the guest's kernel. Call only after [`GuestSamplingContext::begin_search`] has
-    /// returned `true`.
+    /// Starts a search for the guest's kernel. Call only after
+    /// [`GuestSamplingContext::begin_search`] has returned `true`.
     pub fn find_kernel(&mut self, fd: &VcpuFd) {
         VcpuSampleRegs::new(fd, &self.vm.probe, &mut self.samples, ExitRegisters::default()).find_kernel();
     }

@@ -24,16 +24,16 @@ pub struct HostSampling {
 #[derive(Debug, thiserror::Error)]
 pub enum HostSamplingError {
     /// The vCPU has no thread yet.
-    #[error("vCPU {0} does not run yet")]
+    #[error("vCPU {0} is not running yet")]
     NotRunning(u32),
     /// The host's clock cannot distinguish guest privilege levels.
-    #[error("the vCPU's clock is of one privilege level only")]
+    #[error("the vCPU's clock cannot distinguish privilege levels")]
     OneLevel,
     /// The host has no usable hardware PMU.
-    #[error("no hardware PMU of this host can be used; perfvisor check says why")]
+    #[error("this host has no usable hardware PMU; see perfvisor check")]
     NoPmu,
     /// The event's driver is not part of the host's kernel.
-    #[error("only the host's PMU and the vCPU's clock are sampled in the host's kernel")]
+    #[error("only events of the host's PMU and the vCPU's clock can be sampled in the host's kernel")]
     OtherDriver,
     /// The host rejected the event.
     #[error(transparent)]

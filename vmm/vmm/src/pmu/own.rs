@@ -13,9 +13,9 @@ use vpmu::{
 
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::event_filter::{KvmEventFilter, KvmEventFilterError};
-use crate::kvm::own_pmu::KvmPmuOffer;
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::kvm::vm_fd::VmFd;
+use crate::kvm::vpmu_probe::KvmPmuOffer;
 
 /// KVM's own vPMU of a VM.
 #[derive(Debug)]
@@ -33,8 +33,8 @@ impl KvmVpmu {
     /// Sets the events that the guest may count.
     ///
     /// # Errors
-    /// Returns [`KvmEventFilterError`] if KVM does not support the filter. The previous filter stays in
-    /// effect.
+    /// Returns [`KvmEventFilterError`] if KVM does not support the filter. The previous filter
+    /// stays in effect.
     pub fn set_filter(&self, filter: &EventFilter) -> Result<(), KvmEventFilterError> {
         let translated = KvmEventFilter::new(
             filter,

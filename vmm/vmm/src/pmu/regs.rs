@@ -24,8 +24,8 @@ use guest_profile::paging::{AddressSpace, has_five_levels};
 use guest_profile::sample::{RAW_BYTES, SampleData};
 use guest_profile::search::FoundKernel;
 use guest_profile::task::{Task, TaskReader};
-use guest_profile::unwind::context::UserContext;
-use guest_profile::unwind::{self, CONTEXT_GUEST_USER, CallChain, Ends, UnwindLimits};
+use guest_profile::unwind::context::SampledUserRegs;
+use guest_profile::unwind::{self, CONTEXT_GUEST_USER, CallChain, UnwindLimits, UnwindStops};
 use guest_profile::{GuestRegs, WalkBudget};
 
 /// IA32_KERNEL_GS_BASE: GS base that SWAPGS exchanges (SDM vol. 4).
@@ -240,13 +240,13 @@ impl GuestSamplingContext {
 enum KernelSearchError {
     #[error(transparent)]
     Reader(#[from] KernelReadError),
-    #[error("this VM has no process that reads it")]
+    #[error("this VM has no kernel reader process")]
     NoReader,
-    #[error("KVM does not give the vCPU's registers")]
+    #[error("cannot read the vCPU's registers from KVM")]
     NoRegisters,
-    #[error("the search ended by a fault of Perfvisor's, which its log names; it is tried again")]
+    #[error("the search failed because of an internal error (see the log of Perfvisor); it is retried")]
     Panicked,
-    #[error("no thread to look for it")]
+    #[error("cannot start the search thread")]
     NoThread(#[source] std::io::Error),
 }
 
@@ -350,7 +350,7 @@ pub struct VcpuSampleRegs<'a> {
     /// Segment and control registers were read.
     used_system: bool,
     user_frames: SmallVec<[u64; MAX_USER_FRAMES]>,
-    ends: Ends,
+    ends: UnwindStops,
     /// Result of the stack walk.
     chain: Option<CallChain>,
     /// Length of the copied stack, ABI of the registers, and the requested stack length.
@@ -377,7 +377,7 @@ impl<'a> VcpuSampleRegs<'a> {
             kernel: None,
             used_system: false,
             user_frames: SmallVec::new(),
-            ends: Ends::default(),
+            ends: UnwindStops::default(),
             chain: None,
             user: None,
             raw_len: None,
@@ -567,7 +567,7 @@ impl VcpuSampleRegs<'_> {
         let context = self
             .chain
             .as_ref()
-            .and_then(|chain| UserContext::of(guest, regs, chain));
+            .and_then(|chain| SampledUserRegs::of(guest, regs, chain));
         let Some(context) = context else {
             return (0, 0);
         };
@@ -658,7 +658,7 @@ mod tests {
         assert_eq!(probe.search_progress(), KernelSearchProgress::Running);
         probe.look(|_| panic!("a table that nobody thought of"));
         let why = failure(&probe);
-        assert!(why.contains("fault of Perfvisor's"), "{why}");
+        assert!(why.contains("internal error"), "{why}");
         assert!(probe.kernel().is_none());
         std::thread::sleep(MIN_SEARCH_INTERVAL);
         assert!(probe.begin_search(), "it is looked for again");
@@ -676,7 +676,7 @@ mod tests {
         probe.look(|_| Err(KernelReadError::NoKeeper(gone.into()).into()));
         let told = |probe: &GuestSamplingContext| {
             let why = failure(probe);
-            assert!(why.contains("until the VM is started again"), "{why}");
+            assert!(why.contains("until the VM is restarted"), "{why}");
         };
         told(&probe);
         std::thread::sleep(MIN_SEARCH_INTERVAL);

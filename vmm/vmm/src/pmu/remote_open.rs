@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use perf_core::pmu::host::{DirectOpener, EventOpener, OpenRequest};
+use perf_core::pmu::host::{EventOpener, OpenRequest, SyscallOpener};
 
 /// Maximum time for a thread to open an event for another thread.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -135,6 +135,6 @@ fn serve() {
     // SAFETY: the request was posted for this thread and is now taken. Its owner neither moves nor
     // accesses it before the done state, and no other thread takes it.
     let remote = unsafe { &mut *remote };
-    remote.result = Some(DirectOpener.open(remote.request));
+    remote.result = Some(SyscallOpener.open(remote.request));
     STATE.store(state(tid, DONE), Ordering::Release);
 }

@@ -30,9 +30,7 @@ impl StealClock {
             Ok(time) => Some(time),
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
                 if !WARNED.swap(true, Ordering::Relaxed) {
-                    log::warn!(
-                        "the guest's event of steal time counts nothing: there is no schedstat in /proc here"
-                    );
+                    log::warn!("the guest's steal time event does not count: /proc/self/schedstat not found");
                 }
                 None
             }

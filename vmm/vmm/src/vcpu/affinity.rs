@@ -19,13 +19,13 @@ pub struct Pinning(Vec<(u8, usize)>);
 #[derive(Debug, Error)]
 pub enum PinError {
     /// The text is not a list of `VCPU=CPU`.
-    #[error("must be a list of VCPU=CPU, as in 0=2,1=3")]
+    #[error("must be a list of VCPU=CPU, for example 0=2,1=3")]
     Syntax,
     /// The same vCPU occurs twice.
-    #[error("vCPU {0} is there twice")]
+    #[error("vCPU {0} is given twice")]
     DuplicateVcpu(u8),
     /// The VM has no vCPU with this number.
-    #[error("--pin: there is no vCPU {vcpu}; this VM has 0 to {last}")]
+    #[error("--pin: vCPU {vcpu} not found; must be between 0 and {last}")]
     NoVcpu {
         /// Requested vCPU.
         vcpu: u8,
@@ -33,7 +33,7 @@ pub enum PinError {
         last: u8,
     },
     /// The host CPU does not exist, or this process may not run on it.
-    #[error("--pin: vCPU {vcpu} cannot be on CPU {cpu}; this process may run on {allowed}")]
+    #[error("--pin: cannot pin vCPU {vcpu} to CPU {cpu}; this process may run on {allowed}")]
     NotAllowed {
         /// Pinned vCPU.
         vcpu: u8,
@@ -177,13 +177,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_refused() {
+    fn pins_to_missing_vcpus_or_cpus_are_rejected() {
         let here = allowed().unwrap();
         let first = here[0];
         let pins: Pinning = format!("1={first}").parse().unwrap();
         assert!(pins.check(2).is_ok());
         let line = pins.check(1).unwrap_err().to_string();
-        assert!(line.contains("no vCPU 1"), "{line}");
+        assert!(line.contains("vCPU 1 not found"), "{line}");
         let pins: Pinning = "0=100000".parse().unwrap();
         let line = pins.check(1).unwrap_err().to_string();
         assert!(

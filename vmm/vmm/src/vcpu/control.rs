@@ -31,8 +31,8 @@ pub enum StopReason {
 }
 
 impl StopReason {
-    /// Returns `true` if the VM restarts after this reason under [`ResetPolicy::Restart`]. A processor
-    /// shutdown counts, because it resets a PC.
+    /// Returns `true` if the VM restarts after this reason under [`ResetPolicy::Restart`]. A
+    /// processor shutdown counts, because it resets a PC.
     fn is_reset(self) -> bool {
         matches!(self, StopReason::Reset | StopReason::TripleFault)
     }
@@ -50,7 +50,7 @@ pub enum ResetPolicy {
 
 /// Error of parsing an [`ResetPolicy`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("must be exit (the VM ends) or restart (the guest boots again)")]
+#[error("must be exit (the VM exits) or restart (the guest boots again)")]
 pub struct ParseResetPolicyError;
 
 impl std::str::FromStr for ResetPolicy {

@@ -5,7 +5,7 @@ use kvm_bindings::kvm_debug_exit_arch;
 use perf_core::guest_log;
 
 use super::control::StopReason;
-use super::debugger::{ChangedRegisters, Debugger, ResumeAction, Stop, StopCause, VcpuRegisters};
+use super::debugger::{ChangedRegisters, DebugStop, Debugger, ResumeAction, StopCause, VcpuRegisters};
 use super::failure::VcpuFailure;
 use super::internal_error::InternalError;
 use super::running::{ExitAction, LoopAction, Running};
@@ -134,7 +134,7 @@ impl Running {
     fn stop_all(&self, why: StopCause) {
         if let Some(debugger) = self.control.debugger() {
             let vcpu = self.id;
-            debugger.stopped(&*self.control, Stop { vcpu, why });
+            debugger.stopped(&*self.control, DebugStop { vcpu, why });
         }
     }
 

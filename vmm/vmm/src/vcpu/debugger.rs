@@ -96,7 +96,7 @@ pub enum StopCause {
 
 /// A stop of the machine caused by one vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stop {
+pub struct DebugStop {
     /// vCPU that stopped.
     pub vcpu: u8,
     /// Reason for the stop.
@@ -107,7 +107,7 @@ pub struct Stop {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VcpuStopError {
     /// The VM has ended.
-    #[error("the VM has ended")]
+    #[error("the VM has exited")]
     Ended,
     /// The thread of this vCPU does not respond.
     #[error("vCPU {0} does not stop")]
@@ -168,7 +168,7 @@ pub struct Debugger {
     version: AtomicU64,
     points: Mutex<Vec<HardwareBreakpoint>>,
     planted: Mutex<Vec<SoftwareBreakpoint>>,
-    stop: Mutex<Option<Stop>>,
+    stop: Mutex<Option<DebugStop>>,
     /// Becomes readable when a vCPU has stopped the machine.
     event: EventFd,
     showing: Mutex<()>,
@@ -235,7 +235,7 @@ impl Debugger {
     }
 
     /// Takes the reported stop and clears the event.
-    pub fn take_stop(&self) -> Option<Stop> {
+    pub fn take_stop(&self) -> Option<DebugStop> {
         let _ = self.event.read();
         lock(&self.stop).take()
     }
@@ -271,8 +271,8 @@ impl Debugger {
     /// Waits until all held vCPUs that `present` lists have published their registers.
     ///
     /// # Errors
-    /// Returns [`VcpuStopError::Ended`] if the VM ends, and [`VcpuStopError::Slow`] if a vCPU does not
-    /// respond within `patience`.
+    /// Returns [`VcpuStopError::Ended`] if the VM ends, and [`VcpuStopError::Slow`] if a vCPU does
+    /// not respond within `patience`.
     pub fn collect(
         &self,
         switch: &dyn RunStateControl,
@@ -434,7 +434,7 @@ impl Debugger {
     }
 
     /// Stops the machine on behalf of a vCPU.
-    pub(super) fn stopped(&self, switch: &dyn RunStateControl, stop: Stop) {
+    pub(super) fn stopped(&self, switch: &dyn RunStateControl, stop: DebugStop) {
         lock(&self.stop).get_or_insert(stop);
         self.hold(switch);
         let _ = self.event.write(1);
@@ -550,21 +550,21 @@ mod tests {
         // Only the first stop is reported.
         debugger.stopped(
             &control,
-            Stop {
+            DebugStop {
                 vcpu: 1,
                 why: StopCause::Step,
             },
         );
         debugger.stopped(
             &control,
-            Stop {
+            DebugStop {
                 vcpu: 0,
                 why: StopCause::SoftwareBreakpoint,
             },
         );
         assert_eq!(
             debugger.take_stop(),
-            Some(Stop {
+            Some(DebugStop {
                 vcpu: 1,
                 why: StopCause::Step
             })

@@ -1,8 +1,8 @@
 //! Handling of vCPU exits.
 //!
 //! [`Running::enter`] enters the guest and handles most exits while the exit data is borrowed from
-//! the `kvm_run` page ([`ExitHandler`]). For an exit that needs the vCPU itself, the run loop receives
-//! the action to take ([`ExitAction`]).
+//! the `kvm_run` page ([`ExitHandler`]). For an exit that needs the vCPU itself, the run loop
+//! receives the action to take ([`ExitAction`]).
 
 use kvm_bindings::kvm_debug_exit_arch;
 use perf_core::{error_line, guest_log};
@@ -18,10 +18,10 @@ use super::running::{ExitAction, ExitCompletion, LoopAction, Running};
 use super::stats::VcpuStats;
 use super::step::{self, Stepper};
 use crate::devices::{Bus, BusOutcome};
-use crate::kvm::armed::Exit;
-use crate::kvm::armed::ReadMsrExit;
-use crate::kvm::armed::VcpuExit;
-use crate::kvm::armed::WriteMsrExit;
+use crate::kvm::armed_vcpu::Exit;
+use crate::kvm::armed_vcpu::ReadMsrExit;
+use crate::kvm::armed_vcpu::VcpuExit;
+use crate::kvm::armed_vcpu::WriteMsrExit;
 use crate::pmu::VcpuPmu;
 use guest_patching::finder::TRAP_PORT;
 
@@ -275,14 +275,14 @@ impl Running {
         };
         guest_log!(
             Error,
-            "vcpu{}: the guest shut it down by a triple fault{place}",
+            "vcpu{}: shut down after a triple fault of the guest{place}",
             self.id
         );
     }
 
     /// Logs a fatal error of this vCPU and its register state.
     pub(super) fn report(&self, failure: &VcpuFailure) {
-        log::error!("vcpu{}: cannot go on: {}", self.id, error_line(failure));
+        log::error!("vcpu{}: cannot continue: {}", self.id, error_line(failure));
         if let Ok(regs) = self.fd.get_regs() {
             log::error!(
                 "vcpu{}: rip {:#x} rsp {:#x} rflags {:#x} rax {:#x} rcx {:#x}",

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::kick;
-use crate::kvm::armed::VcpuExit;
+use crate::kvm::armed_vcpu::VcpuExit;
 use crate::kvm::call::KvmIoctlError;
 use guest_patching::finder::TRAP_PORT;
 
@@ -66,8 +66,8 @@ reasons! {
 }
 
 impl ExitReason {
-    /// Returns the reason of an exit with this result. After a signal, [`kick::is_overflow_pending`]
-    /// must reflect a pending overflow signal.
+    /// Returns the reason of an exit with this result. After a signal,
+    /// [`kick::is_overflow_pending`] must reflect a pending overflow signal.
     fn of(why: &Result<VcpuExit<'_>, KvmIoctlError>, has_pmu: bool) -> Self {
         let signal = || {
             if kick::is_overflow_pending() {

@@ -52,18 +52,18 @@ pub(super) enum VcpuFailure {
     Pmi(#[from] pmi::PmiError),
     #[error(transparent)]
     Step(#[from] StepError),
-    #[error("serving a breakpoint failed")]
+    #[error("failed to handle a breakpoint")]
     Debug(#[source] KvmIoctlError),
-    #[error("serving RDPMC failed")]
+    #[error("failed to handle RDPMC")]
     Read(#[source] KvmIoctlError),
-    #[error("looking which kernel the guest runs failed")]
+    #[error("failed to identify the guest's kernel")]
     Gate(#[source] KvmIoctlError),
-    #[error("writing IA32_DEBUGCTL failed")]
+    #[error("failed to write IA32_DEBUGCTL")]
     DebugControl(#[source] KvmIoctlError),
     #[error(transparent)]
     Run(KvmIoctlError),
     #[error("{0}")]
     Internal(InternalError),
-    #[error("nothing serves the exit {0}")]
+    #[error("unhandled exit {0}")]
     Unserved(String),
 }

@@ -8,7 +8,7 @@ use kvm_bindings::{
     KVM_INTERNAL_ERROR_UNEXPECTED_EXIT_REASON,
 };
 
-use crate::kvm::armed::{ArmedVcpu, InternalErrorExit};
+use crate::kvm::armed_vcpu::{ArmedVcpu, InternalErrorExit};
 use crate::kvm::call::KvmIoctlError;
 
 /// Linear address of the first instruction after INIT or reset (SDM vol. 3 §9.1.4).

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use libc::{c_int, c_void, siginfo_t};
 use vmm_sys_util::signal::{create_sigset, register_signal_handler};
 
-use crate::kvm::armed::request_exit_of_current_vcpu;
+use crate::kvm::armed_vcpu::request_exit_of_current_vcpu;
 use crate::kvm::signal_mask;
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::pmu::overflow_signal;
@@ -216,7 +216,7 @@ impl OverflowSignals {
         if self.held
             && let Err(e) = handle_signals(vcpu)
         {
-            log::warn!("overflow signals of a vCPU stay blocked in its thread: {e}");
+            log::warn!("cannot unblock overflow signals in a vCPU thread: {e}");
         }
         *self = Self::default();
     }

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use kvm_bindings::{Msrs, kvm_lapic_state, kvm_msi, kvm_msr_entry};
 
-use crate::kvm::armed::ArmedVcpu;
+use crate::kvm::armed_vcpu::ArmedVcpu;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::kvm::vm_fd::VmFd;
@@ -58,7 +58,7 @@ pub enum PmiDelivery {
 
 /// Error of a KVM call that reads LVTPC or sends the PMI. A guest cannot cause one.
 #[derive(Debug, thiserror::Error)]
-#[error("delivering a PMI failed")]
+#[error("failed to deliver a PMI")]
 pub struct PmiError(#[from] KvmIoctlError);
 
 /// A PMI that was delivered through an Intel LVTPC in xAPIC mode and is still handled by the guest.

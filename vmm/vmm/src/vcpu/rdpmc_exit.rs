@@ -210,7 +210,7 @@ impl Running {
         if gate.enter_handler(at, &mut patched).is_none() {
             guest_log!(
                 Error,
-                "vcpu{}: the guest's handler of #GP cannot push at {:#x}",
+                "vcpu{}: the guest's #GP handler cannot push at {:#x}",
                 self.id,
                 state.regs.rsp
             );

@@ -3,8 +3,8 @@
 
 use kvm_bindings::{kvm_regs, kvm_vcpu_events__bindgen_ty_3 as NmiState};
 
-use crate::kvm::armed::ArmedVcpu;
-use crate::kvm::armed::SyncReg;
+use crate::kvm::armed_vcpu::ArmedVcpu;
+use crate::kvm::armed_vcpu::SyncReg;
 use crate::kvm::call::KvmIoctlError;
 use crate::pmu::ExitRegisters;
 

@@ -1,10 +1,10 @@
 //! Registry of the vCPUs of a VM: starts added vCPUs and parks removed ones.
 //!
-//! Each possible vCPU number has a *seat*. A seat is either taken by a vCPU whose thread runs, or
+//! Each possible vCPU number has a *slot*. A slot is either taken by a vCPU whose thread runs, or
 //! holds the parked KVM vCPU, because KVM cannot delete a vCPU. An added vCPU gets new VMM state:
 //! its thread, its PMU in the reset state, and its RDPMC emulation. The KVM vCPU is restored to its
-//! initial state (see `kvm::initial_state`). Run-loop statistics and the request queue belong to the
-//! seat.
+//! initial state (see `kvm::initial_state`). Run-loop statistics and the request queue belong to
+//! the slot.
 //!
 //! A vCPU is added in two steps: it is started and attached to the perf core, where it waits for
 //! INIT and SIPI; then it is announced to the guest. Events are therefore counted from its first
@@ -38,10 +38,10 @@ const REMINDER_INTERVAL: Duration = Duration::from_secs(1);
 #[derive(Debug, thiserror::Error)]
 pub enum VcpuRegistryError {
     /// The VM was started without CPU hot-plug.
-    #[error("the number of this VM's vCPUs is fixed at {0}; start it with --cpus N,max=M to add some later")]
+    #[error("the number of vCPUs is fixed at {0}; start the VM with --cpus N,max=M to add some later")]
     Fixed(u8),
     /// The number is outside the range of this VM.
-    #[error("{asked} vCPUs are out of range: this VM may have 1 to {max}")]
+    #[error("{asked} vCPUs: must be between 1 and {max} for this VM")]
     OutOfRange {
         /// Requested number of vCPUs.
         asked: u32,
@@ -49,23 +49,23 @@ pub enum VcpuRegistryError {
         max: u8,
     },
     /// The guest is not running, so it cannot respond.
-    #[error("the VM is {0}; only a running guest takes vCPUs in and gives them up")]
+    #[error("the VM is {0}; vCPUs can only be added and removed while the guest runs")]
     NotRunning(&'static str),
     /// An ejected vCPU has not finished its last exit.
-    #[error("vCPU {0} has not left yet; try again")]
+    #[error("vCPU {0} is still being removed; try again")]
     Leaving(u8),
     /// The KVM vCPU cannot be restored to its initial state.
-    #[error("vCPU {0} cannot be added")]
+    #[error("cannot add vCPU {0}")]
     State(u8, #[source] KvmIoctlError),
     /// The vCPU cannot be created.
-    #[error("vCPU {0} cannot be added")]
+    #[error("cannot add vCPU {0}")]
     Make(u8, #[source] VcpuError),
     /// The vCPU could not attach to the perf core, for example because a VM-wide event finds no
     /// free counter on it.
-    #[error("vCPU {0} cannot be added")]
+    #[error("cannot add vCPU {0}")]
     Start(u8, #[source] VcpuStartError),
     /// The vCPU thread does not respond.
-    #[error("vCPU {0} cannot be added: its thread has not begun after {n} s", n = START_TIMEOUT.as_secs())]
+    #[error("cannot add vCPU {0}: its thread did not start within {n} s", n = START_TIMEOUT.as_secs())]
     Slow(u8),
 }
 
@@ -85,7 +85,7 @@ pub struct VcpuRegistry {
 }
 
 impl VcpuRegistry {
-    /// Creates a free seat for each of `vcpus`, which must be in ascending order of their numbers.
+    /// Creates a free slot for each of `vcpus`, which must be in ascending order of their numbers.
     pub fn new(
         vcpus: Vec<KvmVcpu>,
         factory: VcpuFactory,
@@ -104,7 +104,7 @@ impl VcpuRegistry {
         }
     }
 
-    /// Returns the seats of all possible vCPUs.
+    /// Returns the slots of all possible vCPUs.
     pub fn slots(&self) -> &[Arc<VcpuSlot>] {
         &self.slots
     }
@@ -120,7 +120,7 @@ impl VcpuRegistry {
         taken.fold(VcpuSet::default(), VcpuSet::with)
     }
 
-    /// Returns the seats of the present vCPUs.
+    /// Returns the slots of the present vCPUs.
     pub fn taken(&self) -> impl Iterator<Item = &Arc<VcpuSlot>> {
         self.slots.iter().filter(|slot| slot.is_taken())
     }
@@ -176,15 +176,15 @@ impl VcpuRegistry {
         drop(begins);
         // A vCPU that failed to start has ended the VM and dropped its sender.
         if let Err(RecvTimeoutError::Timeout) = all_began.recv_timeout(START_TIMEOUT) {
-            log::warn!("not all vCPUs have begun after {} s", START_TIMEOUT.as_secs());
+            log::warn!("not all vCPUs started within {} s", START_TIMEOUT.as_secs());
         }
         Ok(())
     }
 
     /// Starts to change the number of vCPUs to `count`. Missing vCPUs are started and returned; the
-    /// caller announces them with [`VcpuRegistry::show`]. For surplus vCPUs, the guest is asked to eject
-    /// those with the highest numbers. Previous eject requests that the guest has not honored are
-    /// withdrawn.
+    /// caller announces them with [`VcpuRegistry::show`]. For surplus vCPUs, the guest is asked to
+    /// eject those with the highest numbers. Previous eject requests that the guest has not honored
+    /// are withdrawn.
     ///
     /// # Errors
     /// Returns [`VcpuRegistryError`], with the number of vCPUs unchanged.
@@ -330,7 +330,7 @@ impl VcpuRegistry {
             .map_err(|e| VcpuRegistryError::State(vcpu, e))?;
         let made = self.make(slot)?;
         let (began, begins) = sync_channel(1);
-        // The seat is taken before the thread runs, because the thread frees it.
+        // The slot is taken before the thread runs, because the thread frees it.
         slot.take();
         match made.spawn(self.makers.clone(), StartNotifier::Later(began)) {
             Ok(thread) => self.kicker.add(thread),

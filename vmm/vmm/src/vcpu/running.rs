@@ -22,7 +22,7 @@ use super::slot::VcpuSlot;
 use super::step::Stepper;
 use super::step::debug::GuestDebug;
 use crate::devices::Bus;
-use crate::kvm::armed::ArmedVcpu;
+use crate::kvm::armed_vcpu::ArmedVcpu;
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::kvm::vm_fd::VmFd;
 use crate::pmu::VcpuPmu;

@@ -31,7 +31,7 @@ pub struct VcpuSlot {
 }
 
 impl VcpuSlot {
-    /// Creates a free seat for a vCPU that has not run yet.
+    /// Creates a free slot for a vCPU that has not run yet.
     pub(super) fn new(vcpu: KvmVcpu) -> Self {
         Self {
             id: vcpu.id(),
@@ -88,13 +88,13 @@ impl VcpuSlot {
         self.shutdowns.fetch_add(1, Ordering::Relaxed) < MAX_LOGGED_TRIPLE_FAULTS
     }
 
-    /// Parks the KVM vCPU and frees the seat, at the end of the vCPU thread.
+    /// Parks the KVM vCPU and frees the slot, at the end of the vCPU thread.
     pub(super) fn park(&self, vcpu: KvmVcpu) {
         *self.lock() = Some(vcpu);
         self.taken.store(false, Ordering::Release);
     }
 
-    /// Marks the seat as taken. The vCPU thread frees the seat when it ends.
+    /// Marks the slot as taken. The vCPU thread frees the slot when it ends.
     pub(super) fn take(&self) {
         self.taken.store(true, Ordering::Release);
     }

@@ -9,7 +9,7 @@ macro_rules! counters {
         /// Statistics of one vCPU. Written only by the vCPU thread, readable by any thread.
         #[derive(Debug, Default)]
         pub struct VcpuStats {
-            $($(#[$doc])* pub $field: Statistic,)+
+            $($(#[$doc])* pub $field: SingleWriterStatistic,)+
         }
 
         impl VcpuStats {
@@ -87,27 +87,27 @@ counters! {
 
 /// A statistic with a single writer.
 #[derive(Debug, Default)]
-pub struct Statistic {
+pub struct SingleWriterStatistic {
     count: AtomicU64,
     /// Value when the vCPU thread started.
     before: AtomicU64,
 }
 
-impl Statistic {
+impl SingleWriterStatistic {
     /// Adds one. Only the vCPU thread may call this, because a plain load and store replace a
     /// locked instruction.
     pub fn inc(&self) {
         self.add(1);
     }
 
-    /// Adds `n`; see [`Statistic::inc`] for the restriction.
+    /// Adds `n`; see [`SingleWriterStatistic::inc`] for the restriction.
     pub fn add(&self, n: u64) {
         let sum = self.count.load(Ordering::Relaxed).wrapping_add(n);
         self.count.store(sum, Ordering::Relaxed);
     }
 
-    /// Sets the increase since the vCPU thread started to `n`; see [`Statistic::inc`] for the
-    /// restriction.
+    /// Sets the increase since the vCPU thread started to `n`; see [`SingleWriterStatistic::inc`]
+    /// for the restriction.
     pub fn set(&self, n: u64) {
         let before = self.before.load(Ordering::Relaxed);
         self.count.store(before.wrapping_add(n), Ordering::Relaxed);

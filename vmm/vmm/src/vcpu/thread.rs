@@ -16,7 +16,7 @@ use super::{LoopExit, affinity};
 
 impl Vcpu {
     /// Starts the thread of this vCPU, named `vcpuN`. When the thread ends, it parks the KVM vCPU
-    /// in its seat. After a reset of the machine, the vCPU is rebuilt from the current `makers`.
+    /// in its slot. After a reset of the machine, the vCPU is rebuilt from the current `makers`.
     /// The result of attaching to the perf core is reported through `begins`.
     ///
     /// # Errors
@@ -35,7 +35,7 @@ impl Vcpu {
             if let Some(cpu) = pin
                 && let Err(e) = affinity::pin_current_thread(cpu)
             {
-                log::warn!("vcpu{id} does not stay on CPU {cpu}: {e}");
+                log::warn!("cannot pin vcpu{id} to CPU {cpu}: {e}");
             }
             // Opened before the thread is confined, because it cannot open files later. The user of
             // the wait time reports an error.
@@ -61,7 +61,7 @@ impl Vcpu {
             }
             match (ran, begins) {
                 (Ok(()), _) => {}
-                // The seat is free before the receiver sees the error.
+                // The slot is free before the receiver sees the error.
                 (Err(why), Some(StartNotifier::Later(began))) => drop(began.send(Err(why))),
                 (Err(why), Some(StartNotifier::WithVm(_)) | None) => {
                     log::error!("vcpu{id}: {}", error_line(&why));
@@ -99,7 +99,7 @@ fn run(
         vcpu = match vcpu.rebuild(&makers.load_full()) {
             Ok(fresh) => fresh,
             Err(why) => {
-                log::error!("vcpu{id}: it does not start again: {}", error_line(&why));
+                log::error!("vcpu{id}: cannot restart: {}", error_line(&why));
                 control.stop(StopReason::Failed);
                 return (None, Ok(()));
             }

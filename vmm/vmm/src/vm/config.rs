@@ -7,8 +7,8 @@ use std::sync::Arc;
 use vpmu::{BackingPolicy, CountableEvents};
 
 use crate::boot::{BootProtocol, KernelSource};
-use crate::kvm::own_pmu::KvmPmuOffer;
 use crate::kvm::signature::CpuSignature;
+use crate::kvm::vpmu_probe::KvmPmuOffer;
 use crate::memory::MemoryBackingConfig;
 use crate::numbers::VcpuNumbers;
 use crate::pmu::PmuConfig;
@@ -111,7 +111,7 @@ const MAX_POLLING_NS: u32 = 1_000_000;
 
 /// Error of parsing [`HaltPolling`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("must be auto, host, or nanoseconds from 0 to {MAX_POLLING_NS}")]
+#[error("must be auto, host, or nanoseconds between 0 and {MAX_POLLING_NS}")]
 pub struct ParseHaltPollingError;
 
 impl FromStr for HaltPolling {

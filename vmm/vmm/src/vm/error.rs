@@ -38,8 +38,8 @@ pub enum VmError {
     Hwbp(#[from] HardwareBreakpointError),
     /// `--rdpmc off` for a Linux kernel with an emulated PMU.
     #[error(
-        "--rdpmc off: a Linux kernel reads its counters by RDPMC and crashes where nothing emulates it; leave the option out, or \
-         use --pmu off or --backing kvm"
+        "--rdpmc off: a Linux kernel crashes if its RDPMC is not emulated; omit the option, or use \
+        --pmu off or --backing kvm"
     )]
     RdpmcOff,
     /// KVM's own vPMU does not support the event filter.
@@ -47,15 +47,16 @@ pub enum VmError {
     Filter(#[from] KvmEventFilterError),
     /// Events that count guests use the host's PMU, which KVM's mediated vPMU needs exclusively.
     #[error(
-        "--backing kvm: the host's PMU is taken by events that count guests, and KVM's mediated vPMU needs it whole; end them (the NMI \
-         watchdog: sysctl kernel.nmi_watchdog=0; perf on the host; other VMs with --backing hardware or auto), or use --backing auto"
+        "--backing kvm: KVM's mediated vPMU needs the host's PMU exclusively, but other events \
+         count guests; end them (the NMI watchdog: sysctl kernel.nmi_watchdog=0; perf on the host; \
+         other VMs with --backing hardware or auto), or use --backing auto"
     )]
     PmuTaken,
     /// A vCPU cannot be created.
     #[error(transparent)]
     Vcpu(#[from] VcpuRegistryError),
     /// More vCPUs than this host's KVM supports.
-    #[error("{asked} vCPUs: this host's KVM takes at most {limit} vCPUs in a VM")]
+    #[error("{asked} vCPUs: must be at most {limit} on this host's KVM")]
     TooManyVcpus {
         /// Requested maximum number of vCPUs.
         asked: u8,
@@ -66,7 +67,7 @@ pub enum VmError {
     #[error(transparent)]
     Kvm(#[from] KvmIoctlError),
     /// The kernel file was replaced by one that needs a different machine.
-    #[error("the kernel is of another kind than the one that the VM began with; start a new VM for it")]
+    #[error("the kernel has a different format than at the start of the VM; start a new VM")]
     OtherKernel,
     /// The PCI bus cannot be created for the devices.
     #[error(transparent)]

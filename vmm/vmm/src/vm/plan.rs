@@ -15,11 +15,11 @@ use virtio_devices::device::{FatalErrorCallback, VirtioDevice};
 use virtio_devices::transport::bus::PciBus;
 use virtio_devices::transport::machine::PciBackend;
 use vm_memory::{Bytes, GuestAddress};
-use vpmu::{BackingPolicy, Generation, HostPmu, PmuModel};
+use vpmu::{BackingPolicy, HostPmuProperties, PmuGeneration, PmuModel};
 
-use super::begun::PendingKvmSetup;
 use super::config::VmConfig;
 use super::error::VmError;
+use super::pending_setup::PendingKvmSetup;
 use crate::boot::{self, BootError, BootRequest, KernelFormat, LoadedGuest, layout};
 use crate::devices::{Bus, ports};
 use crate::kvm::call::KvmIoctlError;
@@ -29,11 +29,11 @@ use crate::kvm::host::{self, KvmFlavour};
 use crate::kvm::initial_state::InitialVcpuState;
 use crate::kvm::misc_enable;
 use crate::kvm::msr_filter::{self, MsrFilterError};
-use crate::kvm::own_pmu::{self, KvmPmuOffer};
 use crate::kvm::pci_backend::KvmPciBackend;
 use crate::kvm::stats_fd::stats_fd;
 use crate::kvm::stepping::{self, BREAKPOINTS};
 use crate::kvm::vm_fd::VmFd;
+use crate::kvm::vpmu_probe::{self, KvmPmuOffer};
 use crate::memory::GuestRam;
 use crate::pmu::countable::CountableKernelEvents;
 use crate::pmu::{GuestSamplingContext, KvmVpmu, PmuConfig, VmPmu};
@@ -81,7 +81,7 @@ impl<'a> VmPlan<'a> {
     }
 
     pub(super) fn of(config: &'a VmConfig) -> Self {
-        let has_pmu = !matches!(config.pmu.model.generation(), Generation::Off(_));
+        let has_pmu = !matches!(config.pmu.model.generation(), PmuGeneration::Off(_));
         let traps = has_pmu && config.own_pmu.is_none();
         Self {
             config,
@@ -373,9 +373,12 @@ impl<'a> VmPlan<'a> {
         let table = cpuid::for_vcpu(&parts.supported, cpu, id)?;
         vcpu.set_cpuid2(&table)?;
         if config.own_pmu.is_some() {
-            own_pmu::set_capabilities(kvm, &vcpu, &config.pmu.model)?;
+            vpmu_probe::set_capabilities(kvm, &vcpu, &config.pmu.model)?;
         } else if parts.model.intel_version() > 0 && !misc_enable::announce_pmu(&vcpu)? {
-            log::info!("this host's KVM lets no one set IA32_MISC_ENABLE; its bit 7 does not show the PMU");
+            log::info!(
+                "this host's KVM does not allow setting IA32_MISC_ENABLE; bit 7 does not \
+                 show the PMU"
+            );
         }
         boot::configure_local_apic(&vcpu)?;
         if id == 0 {
@@ -397,7 +400,7 @@ impl<'a> VmPlan<'a> {
     pub(super) fn uncounted(&self, probe: &HostProbe) -> UncountableEvents {
         let VmConfig { pmu, backability, .. } = self.config;
         let hides = self.config.hide_uncounted;
-        let host = HostPmu::vendor(&mut cpuid::read_host);
+        let host = HostPmuProperties::vendor(&mut cpuid::read_host);
         let countable = CountableKernelEvents::new(&pmu.model, host, pmu.policy, *backability, probe.clone());
         let countable = if pmu.hides_denied {
             countable.within(pmu.filter.clone())
@@ -475,7 +478,7 @@ fn limit_halt_polling(vm: &VmFd, limit_ns: u32) {
 
 #[cfg(test)]
 mod tests {
-    use vpmu::{CountableEvents, HostPmu, Vendor};
+    use vpmu::{CountableEvents, HostPmuProperties, Vendor};
 
     use super::*;
     use crate::testing;
@@ -488,8 +491,8 @@ mod tests {
                 mediated,
                 masked_filter: true,
                 filter: true,
-                pmu: HostPmu {
-                    generation: Generation::AmdV2,
+                pmu: HostPmuProperties {
+                    generation: PmuGeneration::AmdV2,
                     general: 6,
                     fixed_bitmap: 0,
                     width: 48,

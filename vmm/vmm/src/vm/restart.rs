@@ -77,12 +77,12 @@ impl Restarter {
                 } else {
                     ""
                 };
-                log::info!("the guest reset the machine, which starts again ({restarts}){last}");
+                log::info!("the guest reset the machine; restarting ({restarts}){last}");
             }
             Ok::<_, VmError>(factory)
         });
         if let Err(e) = made {
-            log::error!("the VM cannot start again: {}", error_line(&e));
+            log::error!("cannot restart the VM: {}", error_line(&e));
             self.control.stop(StopReason::NotRestarted);
         }
     }

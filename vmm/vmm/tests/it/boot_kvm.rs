@@ -11,7 +11,7 @@ use test_support::kernels::{
 use test_support::skip;
 use vmm::boot::{self, BootProtocol, BootRequest, KernelSource, LoadedGuest, layout};
 use vmm::devices::{Bus, BusOutcome, ports};
-use vmm::kvm::armed::{ArmedVcpu, VcpuExit};
+use vmm::kvm::armed_vcpu::{ArmedVcpu, VcpuExit};
 use vmm::kvm::vm_fd::VmFd;
 use vmm::kvm::{cpuid, host};
 use vmm::memory::GuestRam;

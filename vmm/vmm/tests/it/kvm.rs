@@ -11,7 +11,7 @@ use kvm_bindings::{Msrs, kvm_mp_state, kvm_msi, kvm_msr_entry, kvm_regs, kvm_seg
 use proptest::prelude::*;
 use test_support::skip;
 use vm_memory::{Bytes, GuestAddress};
-use vmm::kvm::armed::{ArmedVcpu, SyncReg, VcpuExit};
+use vmm::kvm::armed_vcpu::{ArmedVcpu, SyncReg, VcpuExit};
 use vmm::kvm::memslot::MemorySlots;
 use vmm::kvm::vm_fd::VmFd;
 use vmm::kvm::{cpuid, host, msr_filter};
@@ -459,7 +459,7 @@ fn msr_filter_rejects_too_many_ranges() {
     let error = msr_filter::install(&vm, &far).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "17 MSR ranges are to be trapped but KVM takes at most 16"
+        "17 MSR ranges must be trapped, but KVM supports at most 16"
     );
     msr_filter::install(&vm, &far[..16]).unwrap();
 }

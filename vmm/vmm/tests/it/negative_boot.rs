@@ -289,7 +289,7 @@ fn command_line_and_vcpu_count_are_limited() {
             VcpuNumbers::fixed(cpus)
                 .unwrap_err()
                 .to_string()
-                .contains("1 to 64")
+                .contains("between 1 and 64")
         );
     }
 }
@@ -365,7 +365,7 @@ fn invalid_pvh_entry_is_rejected() {
     }
     for outside in [0, 0xF_FFFF, 0x10_1000, u32::MAX] {
         let said = refused(&entry(outside));
-        assert!(said.contains("lies in no loaded segment"), "{said}");
+        assert!(said.contains("is outside the loaded segments"), "{said}");
     }
     attempt_by(BootProtocol::Pvh, &image(&entry(0x10_0008)), None, "", 1).unwrap();
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use test_support::skip;
 use vm_memory::{Bytes, GuestAddress};
-use vmm::kvm::armed::ArmedVcpu;
+use vmm::kvm::armed_vcpu::ArmedVcpu;
 use vmm::kvm::host;
 use vmm::kvm::memslot::MemorySlots;
 use vmm::kvm::vm_fd::VmFd;

@@ -1,6 +1,6 @@
 //! Time and counts of the model: elapsed time, raised events, overflows and their samples.
 
-use super::{EventState, Kind, Model, Part, PendingOverflows, Reports, VM};
+use super::{EventState, Model, OracleEventInContext, OracleKind, OverflowCounts, PendingOverflows, VM};
 
 /// A record that the event's ring should contain, or a report to the VMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,13 +42,16 @@ impl Model {
     }
 
     /// Raises `n` events `id` on vCPU `vcpu`.
-    pub fn raise(&mut self, vcpu: u32, id: u64, n: u64, with_regs: bool) -> Reports {
-        let mut reports = Reports::default();
+    pub fn raise(&mut self, vcpu: u32, id: u64, n: u64, with_regs: bool) -> OverflowCounts {
+        let mut reports = OverflowCounts::default();
         let own = self.at[&vcpu];
         for p in 0..self.parts.len() {
             let (ctx, state) = (self.parts[p].ctx, self.parts[p].state);
             let spec = self.spec(p).clone();
-            if spec.kind != Kind::Raised(id) || (ctx != VM && ctx != own) || (with_regs && spec.not_kernel) {
+            if spec.kind != OracleKind::Raised(id)
+                || (ctx != VM && ctx != own)
+                || (with_regs && spec.not_kernel)
+            {
                 continue;
             }
             let leader = self.parts[self.leader(p)].state;
@@ -92,9 +95,9 @@ impl Model {
     }
 
     /// Handles the overflows of vCPU `n`.
-    pub fn service(&mut self, n: u32) -> Reports {
+    pub fn service(&mut self, n: u32) -> OverflowCounts {
         let ctx = self.at[&n];
-        let mut reports = Reports::default();
+        let mut reports = OverflowCounts::default();
         loop {
             let here = |p: &usize| self.parts[*p].ctx == ctx;
             let parts = || (0..self.parts.len()).filter(here);
@@ -180,7 +183,7 @@ impl OverflowOutcome {
     }
 }
 
-impl Part {
+impl OracleEventInContext {
     fn count(&mut self, n: u64) {
         self.totals.value += n;
         let end = self.position + n;

@@ -70,7 +70,7 @@ impl Model {
         Ok(())
     }
 
-    /// Returns the flexible groups that do not fit beside the groups that are always on.
+    /// Returns the flexible groups that do not fit together with the groups that are always on.
     fn hopeless(&self, ctx: usize) -> Vec<usize> {
         let mut hopeless = Vec::new();
         let mut always = SlotUsage::default();
@@ -88,7 +88,7 @@ impl Model {
             let (on, waits): (Vec<usize>, Vec<usize>) = line.iter().partition(|l| self.is_on(**l));
             untouched &= on.iter().all(|l| self.needs(*l) == 0);
             if waits.iter().any(|l| !hopeless.contains(l)) {
-                // These are on only in some turns.
+                // These are on only in some intervals.
                 continue;
             }
             for leader in on {
@@ -99,7 +99,7 @@ impl Model {
     }
 
     /// Checks the scheduling rules: running groups fit; no group waits that could run; no group is
-    /// overtaken; the group that ran longest is stopped at the end of a turn.
+    /// overtaken; the group that ran longest is stopped at the end of an interval.
     fn judge(&self, ctx: usize, had: &[(usize, u64)], came: &[(usize, (u64, bool))]) -> Result<(), String> {
         let name = |l: usize| self.parts[l].event;
         let hopeless = self.hopeless(ctx);

@@ -14,15 +14,15 @@ use std::time::{Duration, Instant};
 use clap::Args;
 
 use super::select::name_or_pid;
-use super::{CommandError, DONE, WaitResult, connect, is_reader_closed, print, wait_until};
+use super::{DONE, OperatorCommandError, WaitResult, connect, is_reader_closed, print, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::values::parse_seconds;
 use control_api::client::{Client, ClientError};
-use control_api::protocol::{EventReading, Opened, VcpuExits};
+use control_api::protocol::{EventReading, OpenedEvent, VcpuExits};
 use control_api::request;
 use perf_core::error_line;
-use sums::{ExitMaxima, ExitReading, ExitTotals, Statistic};
+use sums::{ExitMaxima, ExitReading, ExitTotals, KvmStatistic};
 use trace::{ExitTrace, TraceError};
 
 /// Interval of the readings that are kept in case the VM ends.
@@ -56,28 +56,28 @@ const STATISTICS: [&str; 19] = [
 /// `perfvisor exits`.
 #[derive(Clone, Debug, Args)]
 pub struct ExitsArgs {
-    /// The VM; may be left out when only one is running.
+    /// Name of the VM [default: the only running VM]
     #[arg(value_name = "NAME")]
     pub name: Option<String>,
-    /// The VM's control socket, wherever it is, in place of its name.
+    /// Use the VM's control socket at this path instead of a name.
     #[arg(long, value_name = "PATH", conflicts_with = "name")]
     pub socket: Option<PathBuf>,
-    /// The VM that this process runs, in place of its name.
+    /// Select the VM that this process runs, instead of a name.
     #[arg(short, long, value_name = "PID", conflicts_with_all = ["name", "socket"])]
     pub pid: Option<u32>,
-    /// Print what came in each interval of so many seconds too.
+    /// Print the exits of each interval of this many seconds, and the total.
     #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
     pub interval: Option<Duration>,
-    /// How long to watch; until Ctrl-C if not given.
+    /// Stop after this time [default: observe until Ctrl-C]
     #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
     pub duration: Option<Duration>,
-    /// A line for each vCPU and reason.
+    /// Print a line for each vCPU and reason.
     #[arg(short = 'A', long)]
     pub per_vcpu: bool,
-    /// Do not time KVM's exits by its tracepoints. The kernel writes two records for each exit.
+    /// Do not use KVM's tracepoints to time exits. The kernel writes two trace records per exit.
     #[arg(long)]
     pub no_trace: bool,
-    /// Print JSON objects, for programs: one for each interval, and one for all of it.
+    /// Print JSON objects, for programs: one per interval and one with the total.
     #[arg(short, long)]
     pub json: bool,
 }
@@ -85,9 +85,9 @@ pub struct ExitsArgs {
 /// Displays the exits of a VM.
 ///
 /// # Errors
-/// Returns [`CommandError`] if the VM cannot be observed.
-pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, CommandError> {
-    let signals = StopSignals::block().map_err(CommandError::Signals)?;
+/// Returns [`OperatorCommandError`] if the VM cannot be observed.
+pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, OperatorCommandError> {
+    let signals = StopSignals::block().map_err(OperatorCommandError::Signals)?;
     let name = name_or_pid(args.name.as_deref(), args.pid);
     let mut client = connect(name.as_deref(), args.socket.as_deref())?;
     let mut watch = ExitObserver::begin(&mut client)?;
@@ -152,7 +152,7 @@ pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, CommandError> {
             }
             if gone {
                 let ms = READ_INTERVAL.as_millis();
-                log::warn!("the VM ended; the counts are as they were at most {ms} ms before");
+                log::warn!("the VM has exited; the counts are at most {ms} ms older than its end");
             }
             return Ok(DONE);
         }
@@ -172,7 +172,7 @@ fn show(
     at: Duration,
     length: Duration,
     part: OutputSection,
-) -> Result<(), CommandError> {
+) -> Result<(), OperatorCommandError> {
     let exits = if args.per_vcpu {
         exits.clone()
     } else {
@@ -192,7 +192,7 @@ fn show(
 
 /// An observation of a VM's exits.
 pub(super) struct ExitObserver {
-    statistics: Vec<Opened>,
+    statistics: Vec<OpenedEvent>,
     /// Reason why KVM's statistics are unavailable.
     no_statistics: Option<String>,
 }
@@ -202,7 +202,7 @@ impl ExitObserver {
     ///
     /// # Errors
     /// Returns an error if the VM does not answer.
-    pub(super) fn begin(client: &mut Client) -> Result<Self, CommandError> {
+    pub(super) fn begin(client: &mut Client) -> Result<Self, OperatorCommandError> {
         let list = STATISTICS.map(|name| format!("kvm:{name}"));
         let opened = client.call(request::Open {
             events: list.join(","),
@@ -247,9 +247,9 @@ impl ExitObserver {
         client: &mut Client,
     ) -> Result<ExitReading, ClientError> {
         let ours = client.call(request::Exits)?;
-        let of = |name: &Opened| {
+        let of = |name: &OpenedEvent| {
             let reading = readings.iter().find(|r| Some(r.handle) == name.handle)?;
-            Some(Statistic::of(&name.name, reading))
+            Some(KvmStatistic::of(&name.name, reading))
         };
         Ok(ExitReading {
             ours,

@@ -6,13 +6,13 @@ use control_api::protocol::{EventReading, VcpuExits};
 
 /// The value of a KVM statistic on one vCPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in super::super) struct Statistic {
+pub(in super::super) struct KvmStatistic {
     name: String,
     vcpu: u32,
     count: u64,
 }
 
-impl Statistic {
+impl KvmStatistic {
     /// Splits the reading of a VM-wide event into values per vCPU.
     pub(super) fn of(name: &str, reading: &EventReading) -> Vec<Self> {
         let name = name.strip_prefix("kvm:").unwrap_or(name);
@@ -48,7 +48,7 @@ pub(in super::super) struct ExitReading {
     /// reading.
     pub(in super::super) ours: Vec<VcpuExits>,
     /// KVM's statistics since the start of the observation.
-    pub(in super::super) kvms: Vec<Statistic>,
+    pub(in super::super) kvms: Vec<KvmStatistic>,
     /// Exits timed by KVM's tracepoints, with the same periods as `ours`; empty without
     /// tracepoints.
     pub(in super::super) traced: Vec<VcpuExits>,
@@ -183,9 +183,9 @@ pub(super) mod tests {
         VcpuExits { vcpu, exits }
     }
 
-    fn statistic(vcpu: u32, count: u64) -> Statistic {
+    fn statistic(vcpu: u32, count: u64) -> KvmStatistic {
         let name = "exits".to_owned();
-        Statistic { name, vcpu, count }
+        KvmStatistic { name, vcpu, count }
     }
 
     /// Creates a reading with exits to user space only.
@@ -193,7 +193,7 @@ pub(super) mod tests {
         both(ours, Vec::new())
     }
 
-    fn both(ours: Vec<VcpuExits>, kvms: Vec<Statistic>) -> ExitReading {
+    fn both(ours: Vec<VcpuExits>, kvms: Vec<KvmStatistic>) -> ExitReading {
         let traced = Vec::new();
         ExitReading { ours, kvms, traced }
     }

@@ -72,24 +72,24 @@ struct TracedVcpu {
 pub(super) enum TraceError {
     #[error("--no-trace")]
     NotWanted,
-    #[error("process {0} shows no thread of a vCPU here; it may be in another container")]
+    #[error("process {0}: no vCPU thread found; the process may be in another container")]
     NoThread(u32),
-    #[error("this user may not read {}; root may", .0.display())]
+    #[error("{}: permission denied; run as root", .0.display())]
     Barred(PathBuf),
-    #[error("{dir} has no tracepoints; as root, mount -t tracefs tracefs {dir}", dir = TRACEFS[0])]
+    #[error("{dir} has no tracepoints; as root, run `mount -t tracefs tracefs {dir}`", dir = TRACEFS[0])]
     NoTracefs,
-    #[error("this host's kernel has no tracepoint kvm:kvm_exit")]
+    #[error("tracepoint kvm:kvm_exit not found in this host's kernel")]
     NoPoint,
     #[error("{}", .0.display())]
     Read(PathBuf, #[source] io::Error),
-    #[error("this host's kernel gives {0} no number")]
+    #[error("tracepoint {0} has no ID in this host's kernel")]
     NoNumber(&'static str),
-    #[error("this host's kernel describes kvm:kvm_exit in a way not known here")]
+    #[error("unsupported format of tracepoint kvm:kvm_exit")]
     Format,
     #[error("perf_event_open")]
     Open(#[source] io::Error),
     #[error(
-        "this user may not trace the host's kernel; root and CAP_PERFMON may{}",
+        "tracing the host's kernel: permission denied; run as root or with CAP_PERFMON{}",
         .0.as_ref().map_or_else(String::new, |level| format!("; kernel.perf_event_paranoid is {level}"))
     )]
     Denied(Option<String>),

@@ -11,7 +11,7 @@ use super::error::RecordError;
 use super::remote::ControlPipes;
 use super::switch::SwitchTrigger;
 use crate::values::{VcpuList, integer_in_range, parse_bytes, parse_output, parse_seconds, parse_vcpus};
-use control_api::protocol::Sampling;
+use control_api::protocol::SamplingParams;
 use guest_profile::export::build_id_dir::BuildIdDir;
 use perf_core::attr::STACK_USER_MAX;
 
@@ -42,7 +42,7 @@ pub enum CallGraph {
 pub enum CallGraphError {
     #[error("must be fp, dwarf, dwarf,SIZE or none")]
     Word,
-    #[error("a stack's SIZE must be a number of bytes from 8 to {STACK_USER_MAX}")]
+    #[error("the stack size must be between 8 and {STACK_USER_MAX} bytes")]
     Size,
 }
 
@@ -69,68 +69,68 @@ impl FromStr for CallGraph {
 /// `perfvisor record`.
 #[derive(Clone, Debug, Args)]
 pub struct RecordArgs {
-    /// The VM; may be left out when only one is running.
+    /// Name of the VM [default: the only running VM]
     #[arg(value_name = "NAME")]
     pub name: Option<String>,
-    /// The VM's control socket, wherever it is, in place of its name.
+    /// Use the VM's control socket at this path instead of a name.
     #[arg(long, value_name = "PATH", conflicts_with = "name")]
     pub socket: Option<PathBuf>,
-    /// The VM that this process runs, in place of its name.
+    /// Select the VM that this process runs, instead of a name.
     #[arg(short, long, value_name = "PID", conflicts_with_all = ["name", "socket", "all"])]
     pub pid: Option<u32>,
-    /// Each VM of this host that can be reached, as perfvisor ps --all lists them; into FILE.NAME for each.
+    /// Record every VM of this host that can be reached (see perfvisor ps --all), each to
+    /// FILE.NAME.
     #[arg(long, conflicts_with_all = ["name", "socket", "control", "save_kallsyms"])]
     pub all: bool,
-    /// Events in perf's syntax; perfvisor list shows their names.
+    /// Select events in perf's syntax; perfvisor list shows their names.
     #[arg(short, long = "event", value_name = "LIST", default_value = "cycles")]
     pub events: String,
-    /// A sample every so many events.
+    /// Sample every N events.
     #[arg(short = 'c', long = "count", value_name = "N", value_parser = integer_in_range(1..=(1u64 << 62) - 1))]
     pub period: Option<u64>,
-    /// So many samples a second on each vCPU [default: 1000]
+    /// Set the sampling frequency per vCPU, in Hz [default: 1000]
     #[arg(short = 'F', long = "freq", value_name = "HZ", conflicts_with = "period", value_parser = integer_in_range(1..=(1u64 << 32) - 1))]
     pub frequency: Option<u64>,
-    /// The guest's call chain with each sample: fp (also -g; the kernel's by its unwind tables or frame
-    /// pointers, the program's by frame pointers), dwarf (the program's by its unwind tables, .eh_frame, out
-    /// of the guest's memory; needs no frame pointers, and copies 8192 bytes of stack with each sample, or
-    /// SIZE with dwarf,SIZE) or none.
+    /// Select how call chains are unwound: fp (frame pointers in programs, unwind tables or frame
+    /// pointers in the kernel; also -g), dwarf[,SIZE] (programs by .eh_frame unwind tables, with
+    /// SIZE bytes of stack in each sample, 8192 by default) or none.
     #[arg(long, value_name = "HOW", default_value = "fp")]
     pub call_graph: CallGraph,
-    /// The call chain, and task, with every N-th sample only; the instruction pointer of the others is taken
-    /// by the host's kernel, without stopping the vCPU. 1 stops it for every sample [default: about 50
-    /// chains a second, fewer where they would hold the vCPU for more than 0.5 % of its time, or every
-    /// 20th sample with -c]
+    /// Take a call chain and the task with every Nth sample only. The host's kernel takes the
+    /// instruction pointer of other samples without stopping the vCPU; 1 stops the vCPU for each
+    /// sample [default: about 50 chains a second, fewer if they would stop the vCPU for more than
+    /// 0.5 % of its time; with -c every 20th sample]
     #[arg(long, value_name = "N", value_parser = integer_in_range(1..=1_000_000u32))]
     pub chain_every: Option<u32>,
-    /// Where names come from; without, from the guest's memory.
+    /// Sources of symbols; the guest's memory by default.
     #[command(flatten)]
     pub symbols: SymbolArgs,
-    /// Write a file that shows the guest as a guest, for perf kvm, instead of one as if perf had recorded
-    /// inside it.
+    /// Write a file that shows the guest as a guest, for perf kvm, instead of one as perf would
+    /// record it in the guest.
     #[arg(long)]
     pub as_host: bool,
-    /// Where perf looks for symbols by build-id: the guest kernel's are put there and, with --guestmount, the
-    /// guest's programs [default: perf's own, ~/.debug]
+    /// Store the guest kernel's symbols, and with --guestmount the guest's programs, in this
+    /// build-id directory [default: perf's own, ~/.debug]
     #[arg(long, value_name = "DIR", conflicts_with_all = ["as_host", "no_buildid_cache"])]
     pub buildid_dir: Option<PathBuf>,
-    /// Put nothing where perf looks for symbols.
+    /// Store nothing in the build-id directory.
     #[arg(short = 'N', long)]
     pub no_buildid_cache: bool,
-    /// Write the guest kernel's symbols, as found in its memory, to FILE: what perf wants with --kallsyms, or
-    /// with --guestkallsyms for a file made with --as-host.
+    /// Write the guest kernel's symbols to FILE, for perf's --kallsyms, or with --as-host for its
+    /// --guestkallsyms.
     #[arg(long, value_name = "FILE")]
     pub save_kallsyms: Option<PathBuf>,
-    /// Only these vCPUs, as in 0,2-3.
+    /// Select vCPUs, for example 0,2-3 [default: all]
     #[arg(short = 'C', long, visible_alias = "cpu", value_name = "LIST", value_parser = parse_vcpus)]
     pub vcpu: Option<VcpuList>,
-    /// The file to write. One that is there is kept as FILE.old.
+    /// Write the recording to this file. An existing file is renamed to FILE.old.
     #[arg(short, long, value_name = "FILE", default_value = "perf.data", value_parser = parse_output)]
     pub output: PathBuf,
-    /// How long to record; until Ctrl-C if not given.
+    /// Stop after this time [default: record until Ctrl-C]
     #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
     pub duration: Option<Duration>,
-    /// End the recording when the file has this size: bytes, or a number with K, M, G or T. The file may
-    /// exceed it by what the rings hold.
+    /// Stop at this file size: bytes, or a number with K, M, G or T. The data in the rings is still
+    /// written.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub max_size: Option<u64>,
     /// Continue in a new file on SIGUSR2 (signal), at a size (as in 100M) or after a time (as in 30s, 5m,
@@ -142,18 +142,18 @@ pub struct RecordArgs {
     /// Keep only the newest N completed files of --switch-output.
     #[arg(long, value_name = "N", requires = "switch_output", value_parser = integer_in_range(1..=1_000_000usize))]
     pub switch_max_files: Option<usize>,
-    /// Begin to sample only after so many milliseconds; -1: when --control says so.
+    /// Start sampling after this time in milliseconds; -1: when --control enables it [default: 0]
     #[arg(short = 'D', long, value_name = "MS", allow_negative_numbers = true, default_value_t = 0, hide_default_value = true,
           value_parser = integer_in_range(-1..=(1i64 << 40) - 1))]
     pub delay: i64,
-    /// Follow the words enable, disable, stop and ping that come as lines through a pipe; each is answered
-    /// with a line, ack, if a second pipe is given. As with perf: fifo:CTL,ACK
+    /// Read the commands enable, disable, stop and ping, one per line, from a pipe, and acknowledge
+    /// them with "ack" on a second pipe, as perf does: fifo:CTL[,ACK]
     #[arg(long, value_name = "PIPES")]
     pub control: Option<ControlPipes>,
-    /// Pages of each vCPU's ring, a power of two.
+    /// Set the size of each vCPU's ring in pages, a power of two.
     #[arg(short, long, value_name = "PAGES", default_value = "256", value_parser = integer_in_range(0..=u32::MAX))]
     pub mmap_pages: u32,
-    /// Say nothing but errors.
+    /// Print errors only.
     #[arg(short, long)]
     pub quiet: bool,
 }
@@ -193,13 +193,13 @@ impl RecordArgs {
         })
     }
 
-    pub(super) fn sampling(&self) -> Sampling {
+    pub(super) fn sampling(&self) -> SamplingParams {
         let rate = self.period.or(self.frequency).unwrap_or(DEFAULT_FREQUENCY_HZ);
         let by_default = match self.period {
             Some(_) => DEFAULT_CHAIN_EVERY,
             None => u32::try_from(rate / DEFAULT_CHAINS_HZ).unwrap_or(u32::MAX).max(1),
         };
-        Sampling {
+        SamplingParams {
             rate,
             frequency: self.period.is_none(),
             callchain: self.call_graph != CallGraph::None,

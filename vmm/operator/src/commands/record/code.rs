@@ -16,7 +16,7 @@ use guest_profile::cfi::{CodeMap, MappedCode, REGISTERS, UnwindResult, Unwinder,
 use guest_profile::export::{NO_PID, SavedSymbol};
 use guest_profile::modules::Module;
 use guest_profile::programs::{GuestFiles, ProgramFile};
-use guest_profile::unwind::End;
+use guest_profile::unwind::UnwindStop;
 use perf_core::error_line;
 use perf_core::record::UserRegsAndStack;
 
@@ -55,12 +55,12 @@ pub(super) struct ProgramCache {
     /// Modules by build ID and path, shared between processes; `None` if unreadable.
     modules: HashMap<(String, String), Option<Arc<Module>>>,
     bytes_left: usize,
-    pub(super) totals: Totals,
+    pub(super) totals: UnwindTotals,
 }
 
 /// Statistics of user stack unwinding.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Totals {
+pub(super) struct UnwindTotals {
     /// Number of samples with a user stack.
     pub(super) stacks: u64,
     /// Number of stacks unwound to the outermost frame.
@@ -128,7 +128,7 @@ impl ProgramCache {
             }),
             Err(e) => {
                 log::warn!(
-                    "programs have no names out of the guest's memory: {}",
+                    "symbols of programs cannot be read from the guest's memory: {}",
                     error_line(&e)
                 );
                 None
@@ -142,7 +142,7 @@ impl ProgramCache {
             processes: HashMap::new(),
             modules: HashMap::new(),
             bytes_left: MAX_BYTES,
-            totals: Totals::default(),
+            totals: UnwindTotals::default(),
         }
     }
 
@@ -225,8 +225,8 @@ impl ProgramCache {
             {
                 continue;
             }
-            self.totals.complete += u64::from(unwound.end == End::Complete);
-            self.totals.cut += u64::from(unwound.end == End::Full);
+            self.totals.complete += u64::from(unwound.end == UnwindStop::Complete);
+            self.totals.cut += u64::from(unwound.end == UnwindStop::Full);
             return Some(unwound);
         }
     }

@@ -5,20 +5,21 @@ use std::path::PathBuf;
 
 use control_api::client::ClientError;
 
-use super::super::CommandError;
+use super::super::OperatorCommandError;
 use super::remote::RemoteError;
 
 /// Errors of `perfvisor record`.
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
     #[error(transparent)]
-    Command(#[from] CommandError),
+    Command(#[from] OperatorCommandError),
     #[error(transparent)]
     Remote(#[from] RemoteError),
-    #[error("--delay -1 waits for a word, so it needs --control; or give a delay in milliseconds")]
+    #[error("--delay -1 requires --control; use --control, or a delay in milliseconds")]
     NeverBegins,
     #[error(
-        "--call-graph dwarf,{stack_bytes} needs rings of {least} pages or more, not {pages}; use -m {least}"
+        "--call-graph dwarf,{stack_bytes}: rings must have at least {least} pages, not {pages}; \
+        use -m {least}"
     )]
     SmallRings {
         stack_bytes: u32,
@@ -27,7 +28,7 @@ pub enum RecordError {
     },
     #[error("writing the samples")]
     Write(#[source] io::Error),
-    #[error("{}: the recording ends here, with the {samples} samples that fitted; free space or use another disk", path.display())]
+    #[error("{}: the recording was stopped after {samples} samples; free space or use another disk", path.display())]
     Truncated {
         path: PathBuf,
         samples: u64,

@@ -23,17 +23,19 @@ use perf_core::ring::RingReader;
 
 use super::all::for_each_vm;
 use super::select::name_or_pid;
-use super::{CommandError, DONE, WaitResult, check_sampling_support, connect, say, wait_until};
+use super::{DONE, OperatorCommandError, WaitResult, check_sampling_support, connect, say, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::vendor;
 pub use args::RecordArgs;
 use control_api::client::{Client, ClientError};
-use control_api::protocol::{HostRingInfo, Joined, KernelInfo, KernelState, Opened, RingInfo, Sampling};
+use control_api::protocol::{
+    HostRingInfo, KernelInfo, KernelState, OpenedEvent, PluggedVcpuEvents, RingInfo, SamplingParams,
+};
 use control_api::request::{self, Request};
 pub use error::RecordError;
 use guest_profile::export::NO_PID;
-use guest_profile::merge::{HostRingParams, SampleMerger, SampleTask, Totals};
+use guest_profile::merge::{HostRingParams, SampleMerger, SampleTask, SampleTotals};
 use guest_profile::sample::SampleData;
 use names::RecordedSymbols;
 use perf_core::error_line;
@@ -57,7 +59,7 @@ const HOST_RING_LOG2_PAGES: u32 = 6;
 /// Returns [`RecordError`] if the recording fails.
 pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
     let args = &RecordArgs {
-        events: vendor::resolve_vendor_events(&args.events).map_err(CommandError::from)?,
+        events: vendor::resolve_vendor_events(&args.events).map_err(OperatorCommandError::from)?,
         ..args.clone()
     };
     let remote = args.control.as_ref().map(RemoteControl::open).transpose()?;
@@ -69,7 +71,7 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
         Some(SwitchTrigger::Signal) => StopSignals::block_with_user_signal(),
         _ => StopSignals::block(),
     };
-    let signals = signals.map_err(CommandError::Signals)?;
+    let signals = signals.map_err(OperatorCommandError::Signals)?;
     if args.all {
         let signals = signals.visible_to_all_threads();
         return Ok(for_each_vm(|vm, client| {
@@ -95,7 +97,7 @@ fn record_one(
     mut remote: Option<RemoteControl>,
 ) -> Result<ExitStatus, RecordError> {
     let sampling = args.sampling();
-    let opened: Vec<Opened> = client.call(request::Open {
+    let opened: Vec<OpenedEvent> = client.call(request::Open {
         events: args.events.clone(),
         vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
         whole: false,
@@ -123,7 +125,7 @@ fn record_one(
         Ok(()) => Ok(DONE),
         // The part that was written is usable.
         Err(error @ RecordError::Truncated { .. }) => {
-            say(&format!("perfvisor: {}\n", error_line(&error)));
+            say(&format!("perfvisor: error: {}\n", error_line(&error)));
             Ok(ExitStatus::CheckFailed)
         }
         Err(error) => Err(error),
@@ -148,7 +150,7 @@ fn sample(
         let over = loop {
             if clock.begins() {
                 gone |= set_sampling(client, request::Enable)?;
-                log::info!("{} is sampled from now on", client.info().name);
+                log::info!("sampling of {} has started", client.info().name);
             }
             let stop = match &mut remote {
                 Some(remote) => run_control_commands(remote, client, &mut gone)?,
@@ -295,9 +297,9 @@ impl SampleStreams {
     fn open(
         client: &mut Client,
         args: &RecordArgs,
-        opened: &[Opened],
-        sampling: Sampling,
-    ) -> Result<Self, CommandError> {
+        opened: &[OpenedEvent],
+        sampling: SamplingParams,
+    ) -> Result<Self, OperatorCommandError> {
         let mut streams = Self {
             rings: Vec::new(),
             lanes: Vec::new(),
@@ -322,13 +324,13 @@ impl SampleStreams {
         &mut self,
         client: &mut Client,
         args: &RecordArgs,
-        joined: &Joined,
-        sampling: Sampling,
+        joined: &PluggedVcpuEvents,
+        sampling: SamplingParams,
         recording: &mut Recording,
     ) -> Result<(), RecordError> {
         let vcpu = joined.vcpu;
         if let Some(why) = &joined.refused {
-            log::warn!("vCPU {vcpu} came and is not recorded: {why}");
+            log::warn!("vCPU {vcpu} was added but is not recorded: {why}");
             return Ok(());
         }
         // The ring of a former vCPU with the same index contains its last samples.
@@ -340,7 +342,7 @@ impl SampleStreams {
         self.rings.retain(|(_, info)| info.vcpu != vcpu);
         recording.join(&joined.events);
         let why_not = self.add(client, args, &joined.events, sampling)?;
-        log::info!("vCPU {vcpu} came and is recorded");
+        log::info!("vCPU {vcpu} was added and is recorded");
         if let Some(why) = why_not {
             log::debug!("vCPU {vcpu}: every sample stops it ({why})");
         }
@@ -352,9 +354,9 @@ impl SampleStreams {
         &mut self,
         client: &mut Client,
         args: &RecordArgs,
-        opened: &[Opened],
-        sampling: Sampling,
-    ) -> Result<Option<String>, CommandError> {
+        opened: &[OpenedEvent],
+        sampling: SamplingParams,
+    ) -> Result<Option<String>, OperatorCommandError> {
         let mut vcpus: Vec<u32> = opened.iter().filter_map(|o| o.vcpu).collect();
         vcpus.sort_unstable();
         vcpus.dedup();
@@ -364,8 +366,8 @@ impl SampleStreams {
                 pages: args.mmap_pages,
             };
             let (info, memfd): (RingInfo, File) = client.call_with_file(call)?;
-            let reader =
-                RingReader::map(memfd.as_fd()).map_err(|source| CommandError::Ring { vcpu, source })?;
+            let reader = RingReader::map(memfd.as_fd())
+                .map_err(|source| OperatorCommandError::Ring { vcpu, source })?;
             self.rings.push((reader, info));
         }
         let mut why_not: Option<String> = None;
@@ -490,8 +492,8 @@ impl SampleStreams {
     }
 
     /// Returns the statistics of merging VM samples and host kernel samples.
-    fn totals(&self) -> Option<Totals> {
-        let add = |a: Totals, b: Totals| Totals {
+    fn totals(&self) -> Option<SampleTotals> {
+        let add = |a: SampleTotals, b: SampleTotals| SampleTotals {
             light: a.light + b.light,
             full: a.full + b.full,
             instead: a.instead + b.instead,
@@ -525,18 +527,25 @@ fn full(
 
 /// Requests the VM to find the guest kernel and waits for the result, so that the first samples
 /// have call chains.
-fn find_kernel(client: &mut Client, args: &RecordArgs, signals: &StopSignals) -> Result<(), CommandError> {
+fn find_kernel(
+    client: &mut Client,
+    args: &RecordArgs,
+    signals: &StopSignals,
+) -> Result<(), OperatorCommandError> {
     let until = Instant::now() + KERNEL_PATIENCE;
     loop {
         let info: KernelInfo = client.call(request::Kernel)?;
         match info.state {
             KernelState::Looking if Instant::now() < until => {}
             KernelState::Looking => {
-                log::warn!("the guest's kernel is still looked for; the first samples have no kernel chains");
+                log::warn!(
+                    "the search for the guest's kernel is not finished; the first samples \
+                     have no kernel call chains"
+                );
                 return Ok(());
             }
             KernelState::NotFound => {
-                log::warn!("no kernel chains and no task names: {}", info.detail);
+                log::warn!("no kernel call chains and no task names: {}", info.detail);
                 return Ok(());
             }
             KernelState::Found if !args.quiet => {
@@ -546,7 +555,7 @@ fn find_kernel(client: &mut Client, args: &RecordArgs, signals: &StopSignals) ->
             KernelState::Found | KernelState::Unknown => return Ok(()),
         }
         if wait_until(Instant::now() + DRAIN_INTERVAL, signals) == WaitResult::Signal {
-            return Err(CommandError::Interrupted);
+            return Err(OperatorCommandError::Interrupted);
         }
     }
 }

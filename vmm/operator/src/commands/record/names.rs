@@ -7,7 +7,7 @@ use std::path::Path;
 use super::args::RecordArgs;
 use super::code::FoundFunction;
 use super::unnamed::UnnamedCode;
-use crate::commands::{CommandError, create_private, files, one_line};
+use crate::commands::{OperatorCommandError, create_private, files, one_line};
 use crate::kernel_map::{kernel_map, reference_symbol};
 use control_api::client::Client;
 use guest_profile::export::build_id_dir::BuildIdDir;
@@ -42,12 +42,12 @@ pub(super) struct RecordedSymbols {
 }
 
 impl RecordedSymbols {
-    pub(super) fn of(client: &mut Client, args: &RecordArgs) -> Result<Self, CommandError> {
+    pub(super) fn of(client: &mut Client, args: &RecordArgs) -> Result<Self, OperatorCommandError> {
         let (info, text) = client.symbols()?;
         if let Some(path) = &args.save_kallsyms {
             create_private(path)
                 .and_then(|mut file| file.write_all(&text))
-                .map_err(CommandError::file(path))?;
+                .map_err(OperatorCommandError::file(path))?;
         }
         let args = &args.symbols;
         // The VM may have no symbols.
@@ -55,7 +55,10 @@ impl RecordedSymbols {
         let reference = running.as_ref().and_then(reference_symbol);
         let given = files::kernel_symbols(args, reference)?;
         if args.vmlinux.is_some() && reference.is_none() {
-            log::warn!("where the guest's kernel runs is not known; --vmlinux is taken without a slide");
+            log::warn!(
+                "the load address of the guest's kernel is unknown; --vmlinux is used \
+                 without relocation"
+            );
         }
         let flat = info.flat && given.is_none();
         Ok(Self {
@@ -116,7 +119,7 @@ impl RecordedSymbols {
             };
             if told.is_some_and(|told| told != id) {
                 let path = one_line(path);
-                log::warn!("{path} is not the build that the guest runs; the file has build-id {id}");
+                log::warn!("{path} is a different build than the guest's; the file has build-id {id}");
                 continue;
             }
             writer.record_build_id(path, id);

@@ -11,25 +11,25 @@ use perf_core::pmu::host::monotonic_ns;
 use perf_core::record::Sample as RingSample;
 
 use super::super::select::name_or_pid;
-use super::super::{CommandError, connect, create_private, files, say};
+use super::super::{OperatorCommandError, connect, create_private, files, say};
 use super::args::{CallGraph, RecordArgs};
-use super::code::{ProgramCache, Totals};
+use super::code::{ProgramCache, UnwindTotals};
 use super::error::RecordError;
 use super::names::RecordedSymbols;
 use super::switch::OutputSwitch;
 use crate::session::task_name;
 use crate::signals::StopSignals;
 use control_api::client::Client;
-use control_api::protocol::{Opened, Sampling};
+use control_api::protocol::{OpenedEvent, SamplingParams};
 use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::perfdata::PerfDataWriter;
 use guest_profile::export::{
-    EventInfo, EventRate, FileMapping, NO_PID, Profile, ProfileMetadata, ProfilePerspective, Sample,
+    EventInfo, EventRate, FileMapping, NO_PID, Profile, ProfileMetadata, ProfilePerspective, ProfileSample,
     SavedSymbol, TaskName, WallClock,
 };
-use guest_profile::merge::{LightSample, SampleTask, Totals as MergeTotals};
+use guest_profile::merge::{LightSample, SampleTask, SampleTotals};
 use guest_profile::sample::SampleData;
-use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, End, Ends};
+use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStops};
 use kernel_images::build_id::BuildId;
 
 /// Maximum number of distinct tasks.
@@ -85,11 +85,11 @@ impl Recording {
     pub(super) fn start(
         args: &RecordArgs,
         client: &Client,
-        opened: &[Opened],
-        sampling: Sampling,
+        opened: &[OpenedEvent],
+        sampling: SamplingParams,
         clock_offset_ns: Option<u64>,
         names: RecordedSymbols,
-    ) -> Result<Self, CommandError> {
+    ) -> Result<Self, OperatorCommandError> {
         let mut events: Vec<(u32, EventInfo)> = Vec::new();
         let mut ids = HashMap::new();
         for o in opened {
@@ -173,7 +173,7 @@ impl Recording {
     }
 
     /// Adds the events of a hot-plugged vCPU.
-    pub(super) fn join(&mut self, opened: &[Opened]) {
+    pub(super) fn join(&mut self, opened: &[OpenedEvent]) {
         for o in opened {
             if let Some(id) = self.listed.get(&o.index) {
                 self.ids.insert(o.id, *id);
@@ -250,7 +250,7 @@ impl Recording {
         let event_id = self.event_id(sample.stream_id);
         let time_ns = self.file_ns(sample.time_ns);
         self.writer
-            .sample(&Sample {
+            .sample(&ProfileSample {
                 time_ns,
                 vcpu: sample.cpu,
                 pid,
@@ -281,7 +281,7 @@ impl Recording {
         let event_id = self.event_id(stream_id);
         let time_ns = self.file_ns(light.time_ns);
         self.writer
-            .sample(&Sample {
+            .sample(&ProfileSample {
                 time_ns,
                 vcpu,
                 pid,
@@ -291,7 +291,7 @@ impl Recording {
                 cr3,
                 period: light.period,
                 event_id,
-                ends: Ends::default(),
+                ends: UnwindStops::default(),
                 chain: &[],
             })
             .map_err(RecordError::Write)
@@ -314,7 +314,7 @@ impl Recording {
         sample: &RingSample<'_>,
         pid: u32,
         since_ns: u64,
-        ends: &mut Ends,
+        ends: &mut UnwindStops,
     ) -> Result<(), RecordError> {
         let program = self.chain.iter().position(|&frame| frame == CONTEXT_GUEST_USER);
         let (Some(asked), Some(marker)) = (self.stack_bytes, program) else {
@@ -327,7 +327,7 @@ impl Recording {
             let room = CALLCHAIN_MAX.saturating_sub(kernel_frames + 2);
             self.chain.extend(frames.iter().take(room));
             ends.user = Some(if frames.len() > room {
-                End::Full
+                UnwindStop::Full
             } else {
                 unwound.end
             });
@@ -415,7 +415,7 @@ impl Recording {
                 samples,
                 source,
             },
-            Err(_) => CommandError::File { path, source }.into(),
+            Err(_) => OperatorCommandError::File { path, source }.into(),
         }
     }
 
@@ -443,7 +443,7 @@ impl Recording {
         {
             let place = self.for_perf.as_ref().map_or(Path::new("."), |dir| dir.path());
             log::warn!(
-                "{}: perf has no names of this recording there: {e}",
+                "{}: cannot store symbols of this recording for perf: {e}",
                 place.display()
             );
         }
@@ -467,7 +467,7 @@ impl Recording {
         self.writer.checkpoint().map_err(RecordError::Write)?;
         let symbols = self.symbols_of_file(args);
         let completed = OutputSwitch::name_of_completed(&args.output);
-        std::fs::rename(&args.output, &completed).map_err(CommandError::file(&args.output))?;
+        std::fs::rename(&args.output, &completed).map_err(OperatorCommandError::file(&args.output))?;
         let next = new_writer(&args.output, &self.head, &self.names)?;
         let last = std::mem::replace(&mut self.writer, next);
         let samples = last.samples();
@@ -508,7 +508,7 @@ impl Recording {
         mut self,
         args: &RecordArgs,
         gone: bool,
-        totals: Option<MergeTotals>,
+        totals: Option<SampleTotals>,
     ) -> Result<(), RecordError> {
         if let Err(source) = self.writer.checkpoint() {
             return Err(self.truncate_to_records(&args.output, source));
@@ -537,14 +537,14 @@ impl Recording {
             ));
         }
         if self.stack_bytes.is_some() {
-            let Totals {
+            let UnwindTotals {
                 stacks,
                 complete,
                 cut,
             } = self.code.totals;
             log::info!(
-                "{stacks} samples had a program's stack; {complete} were unwound to the outermost frame, {cut} \
-                 were longer than was copied"
+                "{stacks} samples had a user stack; {complete} were unwound to the outermost \
+                frame, {cut} were longer than the copy"
             );
         }
         if let (n @ 1.., ns) = self.held {
@@ -556,17 +556,18 @@ impl Recording {
         }
         if samples == 0 {
             log::warn!(
-                "no sample was taken: the vCPUs may have been idle, paused or without a place for the event"
+                "no sample was taken: the vCPUs may have been idle, paused or without a counter \
+                for the event"
             );
         }
         if self.cut_short > 0 {
             log::info!(
-                "{} call chains were cut short: deeper, or longer to walk, than is allowed",
+                "{} call chains were truncated, because they exceeded the limit of depth or time",
                 self.cut_short
             );
         }
         if gone {
-            log::warn!("the VM ended; {name} has what it wrote until then");
+            log::warn!("the VM has exited; {name} has the samples until then");
         }
         if self.lost > 0 {
             log::warn!(
@@ -581,7 +582,7 @@ impl Recording {
             );
         }
         if self.damaged > 0 {
-            log::warn!("{} records were damaged and left out", self.damaged);
+            log::warn!("{} damaged records were skipped", self.damaged);
         }
         Ok(())
     }
@@ -592,12 +593,12 @@ fn new_writer(
     path: &Path,
     (meta, events): &(ProfileMetadata, Vec<EventInfo>),
     names: &RecordedSymbols,
-) -> Result<PerfDataWriter<BufWriter<File>>, CommandError> {
-    let file = create_private(path).map_err(CommandError::create(path))?;
+) -> Result<PerfDataWriter<BufWriter<File>>, OperatorCommandError> {
+    let file = create_private(path).map_err(OperatorCommandError::create(path))?;
     let mut writer = PerfDataWriter::new(BufWriter::new(file), meta.clone(), events.clone())
-        .map_err(CommandError::create(path))?;
+        .map_err(OperatorCommandError::create(path))?;
     if let Some(kernel) = names.kernel_map() {
-        writer.kernel(&kernel).map_err(CommandError::file(path))?;
+        writer.kernel(&kernel).map_err(OperatorCommandError::file(path))?;
     }
     Ok(writer)
 }
@@ -614,32 +615,30 @@ fn wall_clock() -> Option<WallClock> {
 }
 
 /// Logs the numbers of VM samples and host kernel samples.
-fn log_totals(totals: &MergeTotals) {
+fn log_totals(totals: &SampleTotals) {
     let all = totals.light + totals.full;
     if all == 0 {
         return;
     }
     let percent = |n: u64, of: u64| 100.0 * n as f64 / of.max(1) as f64;
     let light = percent(totals.light, all);
-    log::info!(
-        "{light:.1} % of the samples were taken by the host's kernel, the others by stopping the vCPU"
-    );
+    log::info!("the host's kernel took {light:.1} % of the samples; the others stopped the vCPU");
     if totals.instead > 0 {
         let instead = percent(totals.instead, all);
-        log::info!("{instead:.1} % stopped the vCPU because the host's kernel did not see the guest");
+        log::info!("{instead:.1} % stopped the vCPU because the host's kernel could not sample the guest");
     }
     if totals.host > 0 {
         let host = percent(totals.host, all + totals.host);
-        log::info!("{host:.1} % of the vCPU's time was the host's own or not seen");
+        log::info!("{host:.1} % of the vCPU's time was host code or could not be sampled");
     }
 }
 
 /// Renames an existing file to `FILE.old`, as perf does.
-fn back_up_existing(path: &Path) -> Result<(), CommandError> {
+fn back_up_existing(path: &Path) -> Result<(), OperatorCommandError> {
     if !std::fs::metadata(path).is_ok_and(|m| m.is_file() && m.len() > 0) {
         return Ok(());
     }
     let mut old = path.as_os_str().to_owned();
     old.push(".old");
-    std::fs::rename(path, &old).map_err(CommandError::file(path))
+    std::fs::rename(path, &old).map_err(OperatorCommandError::file(path))
 }

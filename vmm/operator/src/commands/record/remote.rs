@@ -71,7 +71,7 @@ pub enum RemoteError {
         #[source]
         source: io::Error,
     },
-    #[error("--control: {} is no pipe; make one with mkfifo", .0.display())]
+    #[error("--control: {} is not a pipe; create one with mkfifo", .0.display())]
     NoPipe(PathBuf),
 }
 
@@ -153,7 +153,7 @@ impl RemoteControl {
             b"ping" if !skipped => Some(ControlCommand::Ping),
             other => {
                 let other: String = other.escape_ascii().to_string();
-                log::warn!("--control: '{other}' is none of enable, disable, stop and ping");
+                log::warn!("--control: unknown command '{other}'; must be enable, disable, stop or ping");
                 None
             }
         }
@@ -164,7 +164,7 @@ impl RemoteControl {
         if let Some(ack) = &mut self.ack
             && let Err(e) = ack.write_all(b"ack\n")
         {
-            log::warn!("--control: answering: {e}");
+            log::warn!("--control: cannot acknowledge: {e}");
         }
     }
 }

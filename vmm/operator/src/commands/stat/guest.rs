@@ -4,19 +4,19 @@ use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
 use super::args::StatArgs;
-use crate::commands::{CommandError, DONE, OutputError, print};
+use crate::commands::{DONE, OperatorCommandError, OutputError, print};
 use crate::exit::ExitStatus;
 use control_api::client::Client;
 use control_api::events::format::thousands;
-use control_api::protocol::{Generation, GuestViews, VcpuView};
+use control_api::protocol::{GuestViews, SnapshotId, VcpuView};
 use control_api::request;
 
 /// Time limit for the vCPUs to report their counters.
 const VIEW_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Prints the guest's counters.
-pub(super) fn view(client: &mut Client, args: &StatArgs) -> Result<ExitStatus, CommandError> {
-    let asked: Generation = client.call(request::GuestView)?;
+pub(super) fn view(client: &mut Client, args: &StatArgs) -> Result<ExitStatus, OperatorCommandError> {
+    let asked: SnapshotId = client.call(request::GuestView)?;
     let until = Instant::now() + VIEW_PATIENCE;
     let views = loop {
         let call = request::GuestViewResult {
@@ -30,7 +30,7 @@ pub(super) fn view(client: &mut Client, args: &StatArgs) -> Result<ExitStatus, C
     };
     if !views.complete {
         let (got, all) = (views.vcpus.len(), client.info().vcpus);
-        log::warn!("only {got} of {all} vCPUs answered");
+        log::warn!("only {got} of {all} vCPUs responded");
     }
     let wanted = |v: &&VcpuView| args.vcpu.as_ref().is_none_or(|list| list.0.contains(&v.vcpu));
     let mut out = String::new();

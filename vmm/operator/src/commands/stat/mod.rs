@@ -12,13 +12,13 @@ use std::time::{Duration, Instant};
 
 use super::all::for_each_vm;
 use super::select::{ControlGroup, name_or_pid};
-use super::{CommandError, DONE, WaitResult, connect, is_reader_closed, print, wait_until};
+use super::{DONE, OperatorCommandError, WaitResult, connect, is_reader_closed, print, wait_until};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::vendor;
 pub use args::StatArgs;
 use control_api::client::Client;
-use control_api::protocol::{EventReading, Joined, Opened};
+use control_api::protocol::{EventReading, OpenedEvent, PluggedVcpuEvents};
 use control_api::request;
 use lines::{final_table, interval_lines};
 use totals::{Total, totals};
@@ -30,8 +30,8 @@ const READ_INTERVAL: Duration = Duration::from_millis(250);
 #[derive(Debug, thiserror::Error)]
 pub enum StatError {
     #[error(transparent)]
-    Command(#[from] CommandError),
-    #[error("--repeat needs --duration, and goes with no --interval")]
+    Command(#[from] OperatorCommandError),
+    #[error("--repeat requires --duration and cannot be used with --interval")]
     Repeat,
 }
 
@@ -41,7 +41,7 @@ pub enum StatError {
 /// Returns [`StatError`] if the events cannot be counted.
 pub fn stat(args: &StatArgs) -> Result<ExitStatus, StatError> {
     let args = &StatArgs {
-        events: vendor::resolve_vendor_events(&args.events).map_err(CommandError::from)?,
+        events: vendor::resolve_vendor_events(&args.events).map_err(OperatorCommandError::from)?,
         ..args.clone()
     };
     if args.repeat > 1 && (args.duration.is_none() || args.interval.is_some()) {
@@ -50,8 +50,8 @@ pub fn stat(args: &StatArgs) -> Result<ExitStatus, StatError> {
     Ok(count(args)?)
 }
 
-fn count(args: &StatArgs) -> Result<ExitStatus, CommandError> {
-    let signals = StopSignals::block().map_err(CommandError::Signals)?;
+fn count(args: &StatArgs) -> Result<ExitStatus, OperatorCommandError> {
+    let signals = StopSignals::block().map_err(OperatorCommandError::Signals)?;
     let cgroup = args.cgroup.as_deref().map(ControlGroup::parse).transpose()?;
     if args.all || cgroup.is_some() {
         if wants_header(args) {
@@ -66,11 +66,11 @@ fn count(args: &StatArgs) -> Result<ExitStatus, CommandError> {
             let table = count_one(args, client, &signals, Some(&vm.label()))?;
             let mut tables = tables.lock().unwrap_or_else(PoisonError::into_inner);
             tables.insert(vm.label(), table);
-            Ok::<_, CommandError>(DONE)
+            Ok::<_, OperatorCommandError>(DONE)
         })?;
         let tables = tables.into_inner().unwrap_or_else(PoisonError::into_inner);
         if let Some(cgroup) = args.cgroup.as_ref().filter(|_| tables.is_empty()) {
-            return Err(CommandError::NoVmInCgroup(cgroup.clone()));
+            return Err(OperatorCommandError::NoVmInCgroup(cgroup.clone()));
         }
         print(&tables.into_values().collect::<String>())?;
         return Ok(status);
@@ -114,13 +114,13 @@ fn count_one(
     mut client: Client,
     signals: &StopSignals,
     label: Option<&str>,
-) -> Result<String, CommandError> {
+) -> Result<String, OperatorCommandError> {
     let mut runs: Vec<Vec<Total>> = Vec::new();
     let mut elapsed = Vec::new();
     let mut gone = false;
     let mut unsupported = BTreeMap::new();
     for _ in 0..args.repeat {
-        let mut opened: Vec<Opened> = client.call(request::Open {
+        let mut opened: Vec<OpenedEvent> = client.call(request::Open {
             events: args.events.clone(),
             vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
             // Hot-plugged vCPUs count from their first instruction.
@@ -150,11 +150,11 @@ fn count_one(
         }
     };
     for (name, why) in unsupported {
-        log::info!("{name} cannot be counted: {why}");
+        log::info!("cannot count {name}: {why}");
     }
     if gone {
         log::warn!(
-            "the VM ended; the counts are as they were at most {} ms before",
+            "the VM has exited; the counts are at most {} ms older than its end",
             READ_INTERVAL.as_millis()
         );
     }
@@ -162,14 +162,14 @@ fn count_one(
 }
 
 /// Adds the events of hot-plugged vCPUs, which have counted since the vCPU's first instruction.
-fn join(client: &mut Client, opened: &mut Vec<Opened>) -> Result<(), CommandError> {
-    let joined: Vec<Joined> = match client.call(request::Joined) {
+fn join(client: &mut Client, opened: &mut Vec<OpenedEvent>) -> Result<(), OperatorCommandError> {
+    let joined: Vec<PluggedVcpuEvents> = match client.call(request::Joined) {
         Err(e) if e.is_gone() => return Ok(()),
         joined => joined?,
     };
     for of_vcpu in joined {
         match of_vcpu.refused {
-            Some(why) => log::warn!("vCPU {} came and is not counted: {why}", of_vcpu.vcpu),
+            Some(why) => log::warn!("vCPU {} was added but is not counted: {why}", of_vcpu.vcpu),
             None => opened.extend(of_vcpu.events),
         }
     }
@@ -187,13 +187,13 @@ struct StatMeasurement {
 fn measure_once(
     client: &mut Client,
     args: &StatArgs,
-    opened: &mut Vec<Opened>,
+    opened: &mut Vec<OpenedEvent>,
     signals: &StopSignals,
     label: Option<&str>,
-) -> Result<StatMeasurement, CommandError> {
+) -> Result<StatMeasurement, OperatorCommandError> {
     let () = client.call(request::Enable)?;
     let start = Instant::now();
-    log::info!("{} counts from now on", client.info().name);
+    log::info!("counting of {} has started", client.info().name);
     let end = args.duration.map(|d| start + d);
     let mut next_interval = args.interval.map(|i| start + i);
     let (mut last, mut before): (Vec<EventReading>, Vec<EventReading>) = Default::default();

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use control_api::events::format::{CountResult, CountUncertainty, CountUnit, mean_and_error, rounded};
-use control_api::protocol::{EventReading, Opened};
+use control_api::protocol::{EventReading, OpenedEvent};
 
 /// The result for an event on one vCPU or on all.
 #[derive(Clone, Debug)]
@@ -22,12 +22,12 @@ pub(super) struct Total {
 /// Position of the event in the list, and the vCPU; `None` for the sum over all vCPUs.
 type TotalKey = (u32, Option<u32>);
 /// Readings that contribute to a row.
-type Parts<'o> = Vec<(&'o Opened, VcpuCount)>;
+type Parts<'o> = Vec<(&'o OpenedEvent, VcpuCount)>;
 
 /// Returns the counts of events, or their differences to `before`, per vCPU or summed over all
 /// vCPUs.
 pub(super) fn totals(
-    opened: &[Opened],
+    opened: &[OpenedEvent],
     now: &[EventReading],
     before: &[EventReading],
     per_vcpu: bool,
@@ -194,8 +194,8 @@ fn names_nanoseconds(name: &str) -> bool {
 mod tests {
     use super::*;
 
-    fn opened(index: u32, vcpu: u32, handle: Option<u32>) -> Opened {
-        Opened {
+    fn opened(index: u32, vcpu: u32, handle: Option<u32>) -> OpenedEvent {
+        OpenedEvent {
             handle,
             unsupported: handle.is_none().then(|| "why".into()),
             name: format!("e{index}"),

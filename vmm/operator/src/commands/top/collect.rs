@@ -12,14 +12,14 @@ use perf_core::{ReadFormat, SampleType, error_line};
 
 use super::args::TopArgs;
 use super::names::{CodeLocation, LiveSymbols, MAX_LOCATIONS};
-use super::seen::{ExitRow, RateCell, SymbolRow, VcpuRow, VmScreen};
+use super::rows::{ExitRow, RateCell, SymbolRow, VcpuRow, VmScreen};
 use crate::commands::exits::ExitObserver;
 use crate::commands::exits::sums::{ExitMaxima, ExitTotals};
-use crate::commands::{CommandError, NAP, check_sampling_support, one_line};
+use crate::commands::{NAP, OperatorCommandError, check_sampling_support, one_line};
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{
-    EventReading, Generation, GuestViews, Joined, KernelInfo, KernelState, Opened, RingInfo, RingLoss,
-    Sampling, VcpuView, VmInfo,
+    EventReading, GuestViews, KernelInfo, KernelState, OpenedEvent, PluggedVcpuEvents, RingInfo, RingLoss,
+    SamplingParams, SnapshotId, VcpuView, VmInfo,
 };
 use control_api::request;
 use guest_profile::export::{FileMapping, NO_PID};
@@ -52,7 +52,7 @@ pub(super) enum CollectResult {
 pub(super) struct Collector {
     client: Client,
     rings: Vec<(RingReader, RingInfo)>,
-    counted: Vec<Opened>,
+    counted: Vec<OpenedEvent>,
     names: LiveSymbols,
     /// Decayed weight and number of samples of each location.
     places: HashMap<CodeLocation, (f64, u64)>,
@@ -73,23 +73,27 @@ pub(super) struct Collector {
 
 impl Collector {
     /// Opens and enables the events, unless `stop` is set.
-    pub(super) fn open(mut client: Client, args: &TopArgs, stop: &AtomicBool) -> Result<Self, CommandError> {
+    pub(super) fn open(
+        mut client: Client,
+        args: &TopArgs,
+        stop: &AtomicBool,
+    ) -> Result<Self, OperatorCommandError> {
         let vcpus = args.vcpu.as_ref().map(|list| list.0.clone());
-        let sampling = Sampling {
+        let sampling = SamplingParams {
             rate: args.frequency,
             frequency: true,
             callchain: false,
             chain_every: 1,
             stack_bytes: 0,
         };
-        let sampled: Vec<Opened> = client.call(request::Open {
+        let sampled: Vec<OpenedEvent> = client.call(request::Open {
             events: args.event.clone(),
             vcpus: vcpus.clone(),
             whole: false,
             sampling: Some(sampling),
         })?;
         check_sampling_support(&sampled)?;
-        let counted: Vec<Opened> = client.call(request::Open {
+        let counted: Vec<OpenedEvent> = client.call(request::Open {
             events: COUNTED.into(),
             // Hot-plugged vCPUs count from their first instruction.
             whole: vcpus.is_none(),
@@ -135,7 +139,7 @@ impl Collector {
     }
 
     /// Collects the data since the last update.
-    pub(super) fn take(&mut self, now: Instant) -> Result<CollectResult, CommandError> {
+    pub(super) fn take(&mut self, now: Instant) -> Result<CollectResult, OperatorCommandError> {
         for (weight, _) in self.places.values_mut() {
             *weight *= DECAY;
         }
@@ -156,11 +160,11 @@ impl Collector {
 
     /// Adds the rings of hot-plugged vCPUs. The ring of a former vCPU with the same index has been
     /// drained before.
-    fn join(&mut self, joined: &[Joined]) -> Result<(), CommandError> {
+    fn join(&mut self, joined: &[PluggedVcpuEvents]) -> Result<(), OperatorCommandError> {
         for of_vcpu in joined {
             self.rings.retain(|(_, info)| info.vcpu != of_vcpu.vcpu);
             match &of_vcpu.refused {
-                Some(why) => log::warn!("vCPU {} came and is not sampled: {why}", of_vcpu.vcpu),
+                Some(why) => log::warn!("vCPU {} was added but is not sampled: {why}", of_vcpu.vcpu),
                 None => self.rings.push(ring_of(&mut self.client, of_vcpu.vcpu)?),
             }
         }
@@ -256,7 +260,7 @@ impl Collector {
         if self.client.info().pmu == "off" {
             return Ok(Vec::new());
         }
-        let asked: Generation = self.client.call(request::GuestView)?;
+        let asked: SnapshotId = self.client.call(request::GuestView)?;
         let until = Instant::now() + VIEW_PATIENCE;
         loop {
             let call = request::GuestViewResult {
@@ -337,7 +341,7 @@ impl Collector {
         vcpus.extend(parts.map(|part| part.vcpu));
         let row = |vcpu: u32| {
             let of_vcpu = self.counted.iter().filter(|o| o.vcpu.is_none_or(|of| of == vcpu));
-            let cell = |event: &Opened| {
+            let cell = |event: &OpenedEvent| {
                 let find = |list: &[EventReading]| {
                     let reading = list.iter().find(|r| Some(r.handle) == event.handle)?;
                     match event.vcpu {
@@ -362,13 +366,14 @@ impl Collector {
 }
 
 /// Opens the ring of the sampling event on `vcpu`.
-fn ring_of(client: &mut Client, vcpu: u32) -> Result<(RingReader, RingInfo), CommandError> {
+fn ring_of(client: &mut Client, vcpu: u32) -> Result<(RingReader, RingInfo), OperatorCommandError> {
     let call = request::Ring {
         vcpu,
         pages: RING_PAGES,
     };
     let (info, memfd): (RingInfo, File) = client.call_with_file(call)?;
-    let reader = RingReader::map(memfd.as_fd()).map_err(|source| CommandError::Ring { vcpu, source })?;
+    let reader =
+        RingReader::map(memfd.as_fd()).map_err(|source| OperatorCommandError::Ring { vcpu, source })?;
     Ok((reader, info))
 }
 
@@ -391,7 +396,7 @@ fn comm_of(comm: &[u8]) -> String {
 }
 
 /// Requests the VM to find the guest kernel and waits for a limited time.
-fn wait_for_kernel(client: &mut Client, stop: &AtomicBool) -> Result<(), CommandError> {
+fn wait_for_kernel(client: &mut Client, stop: &AtomicBool) -> Result<(), OperatorCommandError> {
     let until = Instant::now() + KERNEL_PATIENCE;
     loop {
         let info: KernelInfo = client.call(request::Kernel)?;
@@ -405,7 +410,7 @@ fn wait_for_kernel(client: &mut Client, stop: &AtomicBool) -> Result<(), Command
         }
         std::thread::sleep(NAP);
         if stop.load(Ordering::Relaxed) {
-            return Err(CommandError::Interrupted);
+            return Err(OperatorCommandError::Interrupted);
         }
     }
 }

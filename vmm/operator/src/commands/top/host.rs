@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use super::args::TopArgs;
 use super::collect::{CollectResult, Collector};
-use super::seen::{ListedVm, ObservedState, VmScreen};
+use super::rows::{ListedVm, ObservedState, VmScreen};
 use crate::commands::ps::{self, VmSocket};
 use crate::commands::select::name_or_pid;
-use crate::commands::{CommandError, connect};
+use crate::commands::{OperatorCommandError, connect};
 use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
 use perf_core::error_line;
 
@@ -26,7 +26,7 @@ const MAX_VMS: usize = 512;
 enum WatchEvent {
     Screen(Box<VmScreen>),
     Gone,
-    Failed(CommandError),
+    Failed(OperatorCommandError),
 }
 
 /// A VM and its thread, which ends when `forget` is dropped.
@@ -63,7 +63,7 @@ impl ObservedVms {
     ///
     /// # Errors
     /// Returns an error if there is no VM.
-    pub(super) fn begin(args: &TopArgs) -> Result<Self, CommandError> {
+    pub(super) fn begin(args: &TopArgs) -> Result<Self, OperatorCommandError> {
         let mut host = Self::of_nobody(args);
         if args.all {
             let found = ps::everywhere();
@@ -160,7 +160,7 @@ impl ObservedVms {
     ///
     /// # Errors
     /// Returns an error if the only VM cannot be observed.
-    pub(super) fn news(&mut self, patience: Duration) -> Result<Option<DisplayUpdate>, CommandError> {
+    pub(super) fn news(&mut self, patience: Duration) -> Result<Option<DisplayUpdate>, OperatorCommandError> {
         let (number, came) = match self.told.recv_timeout(patience) {
             Ok(came) => came,
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return Ok(None),
@@ -221,12 +221,14 @@ thread_local! {
 /// Runs the observation `looks` of a VM and returns its result. A panic is reported as the failure
 /// of this VM; otherwise the VM would show its last state forever, and the first screen would wait
 /// for it.
-fn run_observer(looks: impl FnOnce() -> Result<(), CommandError>) -> WatchEvent {
+fn run_observer(looks: impl FnOnce() -> Result<(), OperatorCommandError>) -> WatchEvent {
     PANICKED.set(Some(String::new()));
     match panic::catch_unwind(AssertUnwindSafe(looks)) {
         Ok(Ok(())) => WatchEvent::Gone,
         Ok(Err(e)) => WatchEvent::Failed(e),
-        Err(_) => WatchEvent::Failed(CommandError::Panicked(PANICKED.take().unwrap_or_default())),
+        Err(_) => WatchEvent::Failed(OperatorCommandError::Panicked(
+            PANICKED.take().unwrap_or_default(),
+        )),
     }
 }
 
@@ -257,7 +259,7 @@ fn look(
     stop: &AtomicBool,
     forgotten: &Receiver<()>,
     tell: impl Fn(Box<VmScreen>) -> bool,
-) -> Result<(), CommandError> {
+) -> Result<(), OperatorCommandError> {
     let mut collector = Collector::open(come()?, args, stop)?;
     let mut next = Instant::now() + args.delay;
     loop {

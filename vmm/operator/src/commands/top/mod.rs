@@ -3,10 +3,10 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | `collect` | the connection to a VM: collects samples, counts, exits and guest counters into a [`seen::VmScreen`] |
+//! | `collect` | the connection to a VM: collects samples, counts, exits and guest counters into a [`rows::VmScreen`] |
 //! | `host` | the observed VMs, with one collecting thread each |
 //! | `names` | symbols of sampled addresses |
-//! | [`seen`] | the collected data |
+//! | [`rows`] | the collected data |
 //! | [`screen`] | output as text and on a terminal |
 //! | [`sheet`] | a table with sorting and search |
 //! | [`ui`] | selections of the user |
@@ -15,8 +15,8 @@ mod args;
 mod collect;
 mod host;
 mod names;
+pub mod rows;
 pub mod screen;
-pub mod seen;
 pub mod sheet;
 pub mod ui;
 
@@ -27,14 +27,14 @@ use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, DisableMouseCapture, EnableMouseCapture, Event, KeyEventKind};
 use ratatui::crossterm::execute;
 
-use super::{CommandError, DONE, OutputError, print};
+use super::{DONE, OperatorCommandError, OutputError, print};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::vendor;
 pub use args::TopArgs;
 use host::{DisplayUpdate, ObservedVms};
+use rows::ObservedState;
 use screen::Screen;
-use seen::ObservedState;
 use ui::{UiAction, UiState};
 
 /// Polling interval of the keyboard.
@@ -44,12 +44,12 @@ const KEY_WAIT: Duration = Duration::from_millis(50);
 #[derive(Debug, thiserror::Error)]
 pub enum TopError {
     #[error(transparent)]
-    Command(#[from] CommandError),
-    #[error("the terminal cannot be used ({0}); try --once")]
+    Command(#[from] OperatorCommandError),
+    #[error("cannot use the terminal ({0}); use --once")]
     NoScreen(io::Error),
     #[error("the terminal")]
     Terminal(#[source] io::Error),
-    #[error("the VM ended")]
+    #[error("the VM has exited")]
     VmEnded,
 }
 
@@ -65,10 +65,10 @@ impl From<OutputError> for TopError {
 /// Returns [`TopError`] if no VM can be observed or the terminal fails.
 pub fn top(args: &TopArgs) -> Result<ExitStatus, TopError> {
     let args = &TopArgs {
-        event: vendor::resolve_vendor_events(&args.event).map_err(CommandError::from)?,
+        event: vendor::resolve_vendor_events(&args.event).map_err(OperatorCommandError::from)?,
         ..args.clone()
     };
-    let signals = StopSignals::block().map_err(CommandError::Signals)?;
+    let signals = StopSignals::block().map_err(OperatorCommandError::Signals)?;
     let mut host = ObservedVms::begin(args)?;
     if args.once || !std::io::stdin().is_terminal() || !std::io::stdout().is_terminal() {
         host::install_observer_panic_hook();
@@ -79,7 +79,7 @@ pub fn top(args: &TopArgs) -> Result<ExitStatus, TopError> {
     let ended = watch(&mut terminal.screen, &mut host, args, &signals);
     drop(terminal);
     if ended? == ViewEnd::VmGone {
-        print("the VM ended\n")?;
+        print("the VM has exited\n")?;
     }
     Ok(DONE)
 }
@@ -100,7 +100,7 @@ fn once(args: &TopArgs, host: &mut ObservedVms, signals: &StopSignals) -> Result
     for vm in &screen.vms {
         match &vm.seen {
             ObservedState::Failed(why) => log::warn!("{}: {why}", vm.label),
-            ObservedState::Ended => log::warn!("{}: the VM ended", vm.label),
+            ObservedState::Ended => log::warn!("{}: the VM has exited", vm.label),
             ObservedState::Waiting | ObservedState::Shown(_) => continue,
         }
         status = ExitStatus::CheckFailed;

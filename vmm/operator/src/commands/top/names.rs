@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::args::TopArgs;
-use crate::commands::{CommandError, files, one_line};
+use crate::commands::{OperatorCommandError, files, one_line};
 use control_api::client::Client;
 use guest_profile::export::FileMapping;
 use guest_profile::export::symbolize::{KERNEL_OBJECT, USER_OBJECT};
@@ -37,7 +37,7 @@ pub(super) struct LiveSymbols {
 }
 
 impl LiveSymbols {
-    pub(super) fn of(client: &mut Client, args: &TopArgs) -> Result<Self, CommandError> {
+    pub(super) fn of(client: &mut Client, args: &TopArgs) -> Result<Self, OperatorCommandError> {
         let (info, text) = client.symbols()?;
         // The VM may have no symbols.
         let running = KernelSymbols::parse_text(&text).ok();

@@ -9,7 +9,7 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Clear, Paragraph};
 
-use super::seen::{ListedVm, ObservedState, RateCell, SymbolRow, VcpuRow, VmScreen};
+use super::rows::{ListedVm, ObservedState, RateCell, SymbolRow, VcpuRow, VmScreen};
 use super::sheet::{CellValue, ColumnKind, RowOwner, SortableTable, TableColumn, TableRow};
 use super::ui::{ScreenAreas, TopView, UiState};
 use crate::commands::one_line;
@@ -413,7 +413,7 @@ impl Screen {
             let mut exits: Vec<_> = vm.exits.iter().collect();
             // Exits with the highest time first, untimed ones last.
             exits.sort_by(|a, b| {
-                let time = |row: &super::seen::ExitRow| row.time_share.unwrap_or(-1.0);
+                let time = |row: &super::rows::ExitRow| row.time_share.unwrap_or(-1.0);
                 time(b)
                     .total_cmp(&time(a))
                     .then(b.per_second.total_cmp(&a.per_second))

@@ -1,7 +1,7 @@
 //! Test utilities shared by several modules.
 
+pub mod console_vm;
 pub mod host;
-pub mod machine;
 pub mod operator;
 pub mod process;
 pub mod pty;

@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::*;
 use crate::child::tests::never_stop;
 use crate::guest::tests::{counted, hello, measuring};
-use crate::host::Host;
+use crate::host::HostProperties;
 use crate::host::tests::{clock_host, options};
 use crate::judge::Verdict;
 
@@ -19,7 +19,7 @@ fn pattern(event: ArchEvent, work: &str, levels: u64) -> String {
 
 /// Returns the rows for a guest whose count is `answer` for each event and kind of work at CPL 0,
 /// with `None` if no count is known. At CPL 3 the count is that of the loop alone.
-fn rows(host: &Host, answer: impl Fn(ArchEvent, &str, Option<u64>) -> u64) -> Vec<ReportRow> {
+fn rows(host: &HostProperties, answer: impl Fn(ArchEvent, &str, Option<u64>) -> u64) -> Vec<ValidationRow> {
     let mut results: Vec<(String, Value)> = Vec::new();
     let mut add = |pattern, count| results.push((pattern, counted(&[count])));
     add(pattern(ArchEvent::Instructions, "busy", USR), 2 * ROUNDS + 5);
@@ -49,7 +49,7 @@ fn rows(host: &Host, answer: impl Fn(ArchEvent, &str, Option<u64>) -> u64) -> Ve
     };
     // The host has no counter of that name.
     let mut guest = measuring(&hello(2), &results, Vec::new());
-    let mut on_row = |_: &ReportRow| ();
+    let mut on_row = |_: &ValidationRow| ();
     let mut rows = ReportRows::new(&mut on_row);
     builtin.exact_rows(&mut guest, &mut rows).unwrap();
     rows.into_vec()
@@ -74,7 +74,7 @@ fn correct_counts_pass() {
         assert_eq!(row.verdict, right, "{row:?}");
         assert!(!row.of_time, "stepping does not go with time: {row:?}");
     }
-    let user: Vec<&ReportRow> = rows.iter().filter(|row| row.event.ends_with(":u")).collect();
+    let user: Vec<&ValidationRow> = rows.iter().filter(|row| row.event.ends_with(":u")).collect();
     assert_eq!(user.len(), 2, "instructions and branches at CPL 3");
 }
 
@@ -109,7 +109,7 @@ fn count_off_by_one_fails_its_row() {
 fn unsupported_event_must_not_move_when_stepped() {
     let rows = rows(&clock_host(), |_, _, known| known.unwrap_or(1));
     let moved = rows.iter().filter(|row| row.verdict == Verdict::Fail);
-    let moved: Vec<&ReportRow> = moved.collect();
+    let moved: Vec<&ValidationRow> = moved.collect();
     assert!(!moved.is_empty());
     for row in moved {
         assert!(row.reason.as_ref().unwrap().contains("but it moved"), "{row:?}");
@@ -120,12 +120,12 @@ fn unsupported_event_must_not_move_when_stepped() {
 /// If KVM cannot step CPL 3, counts at CPL 3 must be 0.
 #[test]
 fn user_counts_are_zero_without_user_stepping() {
-    let host = Host {
+    let host = HostProperties {
         steps_user: false,
         ..clock_host()
     };
     let rows = rows(&host, honest);
-    let user: Vec<&ReportRow> = rows.iter().filter(|row| row.event.ends_with(":u")).collect();
+    let user: Vec<&ValidationRow> = rows.iter().filter(|row| row.event.ends_with(":u")).collect();
     assert_eq!(user.len(), 2);
     for row in user {
         assert_eq!(row.verdict, Verdict::Fail, "{row:?}");
@@ -139,7 +139,7 @@ fn user_counts_are_zero_without_user_stepping() {
 /// A host without single-stepping has one row with the reason and starts no guest.
 #[test]
 fn host_without_stepping_has_one_row() {
-    let host = Host {
+    let host = HostProperties {
         no_exact: Some("no single-stepping".into()),
         ..clock_host()
     };
@@ -149,7 +149,7 @@ fn host_without_stepping_has_one_row() {
         host: &host,
         signals: &signals,
     };
-    let mut on_row = |_: &ReportRow| ();
+    let mut on_row = |_: &ValidationRow| ();
     let mut rows = ReportRows::new(&mut on_row);
     builtin.exact(&mut rows).unwrap();
     let rows = rows.into_vec();

@@ -2,22 +2,22 @@
 //! fails if one is not.
 
 use super::*;
-use crate::host::Host;
+use crate::host::HostProperties;
 use crate::host::tests::{clock_host, hardware_host};
 use crate::linux::tests::{ScriptedValues, perf_line};
 use crate::measure::MEASUREMENTS;
 
-fn row(of_time: bool, verdict: Verdict) -> ReportRow {
-    ReportRow {
+fn row(of_time: bool, verdict: Verdict) -> ValidationRow {
+    ValidationRow {
         of_time,
         verdict,
-        ..ReportRow::new(CheckKind::Counting, "cycles", "clock", "busy")
+        ..ValidationRow::new(CheckKind::Counting, "cycles", "clock", "busy")
     }
 }
 
 /// The first line of an event is used, with its share of running time.
 #[test]
-fn an_event_is_found_by_its_name() {
+fn event_is_found_by_its_name() {
     let counted = super::super::counts("5,,cycles,10,50.00,,\n6,,cycles:u,10,100.00,,\n");
     assert_eq!(of(&counted, "cycles").unwrap().value, Some(5));
     assert_eq!(of(&counted, "cycles:u").unwrap().value, Some(6));
@@ -40,7 +40,7 @@ fn second(perf: u64, host: u64) -> ScriptedValues {
 
 const SECOND: u64 = 1_000_000_000;
 
-fn cycles(told: &ScriptedValues, host: &Host, backing: &'static str) -> ReportRow {
+fn cycles(told: &ScriptedValues, host: &HostProperties, backing: &'static str) -> ValidationRow {
     told.seen(host, |linux, guest| {
         linux.ticks_of(guest, backing, "cycles", "spin 1", "busy loop")
     })
@@ -92,7 +92,7 @@ fn cycles_on_hardware_are_the_hosts_own_count() {
 
 /// An event without a count or a line is a failure.
 #[test]
-fn an_event_without_a_count_fails() {
+fn event_without_a_count_fails() {
     for text in [
         "<not counted>,,cycles,0,0.00,,\n",
         "<not supported>,,cycles,0,100.00,,\n",
@@ -116,7 +116,7 @@ fn an_event_without_a_count_fails() {
 
 /// An idle guest may use at most a tenth of the ticks.
 #[test]
-fn an_idle_guest_uses_hardly_any_cycles() {
+fn idle_guest_uses_hardly_any_cycles() {
     let row = |ticks| {
         let told = second(ticks, ticks);
         told.seen(&clock_host(), |linux, guest| linux.idle(guest, "clock"))
@@ -137,7 +137,7 @@ const NUMBERS: [&str; 5] = [
 ];
 
 /// Returns the rows if perf prints these lines, in the order of `NUMBERS`.
-fn numbers(host: &Host, backing: &'static str, moved: u64, lines: [&str; 5]) -> Vec<ReportRow> {
+fn numbers(host: &HostProperties, backing: &'static str, moved: u64, lines: [&str; 5]) -> Vec<ValidationRow> {
     let mut told = ScriptedValues {
         moved: vec![moved],
         ..ScriptedValues::default()
@@ -221,7 +221,7 @@ fn numbers_on_hardware_are_those_of_the_loop() {
 
 /// A program at one level counts only there. The row reports whether the CPU had a tick.
 #[test]
-fn a_level_counts_what_runs_at_it() {
+fn level_filter_counts_only_its_level() {
     let rows = |user: u64, kernel: u64, nohz: &str| {
         let lines = perf_line("cycles:u", user) + &perf_line("cycles:k", kernel) + &perf_line("cycles", 1000);
         let told = ScriptedValues {
@@ -349,7 +349,7 @@ fn only_strict_may_refuse_the_operator() {
 
 /// The difference of two runs must be exact. Stepping may miss two instructions around the loop.
 #[test]
-fn the_known_program_is_counted_to_the_last_instruction() {
+fn known_program_is_counted_to_the_last_instruction() {
     let rows = |few: [u64; 2], many: [u64; 2]| {
         let lines = |[instructions, branches]: [u64; 2]| {
             perf_line("instructions:u", instructions) + &perf_line("branches:u", branches)
@@ -359,7 +359,7 @@ fn the_known_program_is_counted_to_the_last_instruction() {
             .prints("*known\\ 3000", lines(many));
         told.rows(&clock_host(), |linux, guest, rows| linux.exact(guest, rows))
     };
-    let verdicts = |rows: Vec<ReportRow>| rows.iter().map(|row| row.verdict).collect::<Vec<_>>();
+    let verdicts = |rows: Vec<ValidationRow>| rows.iter().map(|row| row.verdict).collect::<Vec<_>>();
     use Verdict::{Fail, Pass};
     let whole = [2 * 1000 + 7 * 4 + 8, 1000 + 2 * 4 + 2];
     let more = |extra: u64| [whole[0] + 4000 + extra, whole[1] + 2000];

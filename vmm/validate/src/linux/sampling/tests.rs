@@ -6,7 +6,7 @@ use crate::judge::Verdict;
 use crate::linux::tests::ScriptedValues;
 
 #[test]
-fn a_report_is_read() {
+fn report_is_read() {
     let text = "# Samples: 7\n#\n     5  [.] heavy\n     1  [k] native_write_msr\n     1  [.] 0x00000000004015a5\n\n";
     let read = samples(text);
     assert_eq!(read.len(), 3);
@@ -16,7 +16,7 @@ fn a_report_is_read() {
 
 /// Returns the rows for a profile with these samples in the three functions, an operator count of
 /// `counted` periods, and this number of overflows on the host.
-fn rows(hits: [u64; 3], counted: u64, overflows: Option<u64>) -> Vec<ReportRow> {
+fn rows(hits: [u64; 3], counted: u64, overflows: Option<u64>) -> Vec<ValidationRow> {
     let host = clock_host();
     let period = host.tsc_hz / SAMPLES_PER_SECOND;
     let line = |((name, _), hits): (&(&str, u64), u64)| format!("{hits:>6}  [.] {name}\n");

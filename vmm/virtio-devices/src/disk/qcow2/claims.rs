@@ -36,49 +36,49 @@ const EXTENDED_L2: u64 = 1 << 4;
 #[derive(Debug, Error)]
 pub enum Qcow2FormatError {
     /// The file is shorter than a header.
-    #[error("it has {0} bytes, and a header has {V2_BYTES} at least")]
+    #[error("{0} bytes; a header has at least {V2_BYTES}")]
     Short(u64),
     /// The file is not a qcow2 image.
-    #[error("it does not begin as one does; leave format=qcow2 out if it is a raw image")]
+    #[error("no qcow2 header; omit format=qcow2 for a raw image")]
     Magic,
     /// The version is unsupported.
-    #[error("it has version {0}; 2 and 3 are known")]
+    #[error("unsupported version {0}; must be 2 or 3")]
     Version(u32),
     /// The cluster size is unsupported.
-    #[error("its clusters have 2^{0} bytes; 2^9 to 2^21 are possible")]
+    #[error("clusters of 2^{0} bytes; must be between 2^9 and 2^21")]
     Cluster(u32),
     /// The width of reference counts is unsupported.
-    #[error("its refcounts have 2^{0} bits; 2^0 to 2^6 are possible")]
+    #[error("reference counts of 2^{0} bits; must be between 2^0 and 2^6")]
     Refcount(u32),
     /// The disk size is invalid.
-    #[error("it holds a disk of {0} bytes: a disk has a multiple of {SECTOR_BYTES}, at least one")]
+    #[error("disk size of {0} bytes; must be a positive multiple of {SECTOR_BYTES}")]
     Size(u64),
     /// The image is encrypted.
-    #[error("it is encrypted; qemu-img convert makes an image that is not")]
+    #[error("unsupported encryption; decrypt the image with qemu-img convert")]
     Encrypted,
     /// The dirty bit is set: reference counts may be wrong.
-    #[error("it was not closed as it should be (dirty); qemu-img check -r all repairs it")]
+    #[error("the image was not closed properly (dirty); repair it with qemu-img check -r all")]
     Dirty,
     /// The corrupt bit is set.
-    #[error("it is marked as corrupt; qemu-img check -r all may repair it")]
+    #[error("the image is marked as corrupt; try to repair it with qemu-img check -r all")]
     Corrupt,
     /// The image uses an external data file.
-    #[error(
-        "its data is in another file, and an image cannot name files to us; qemu-img convert -O qcow2 \
-         makes one file of both"
-    )]
+    #[error("unsupported external data file; merge both files with qemu-img convert -O qcow2")]
     DataFile,
     /// The compression type is not deflate.
-    #[error("its compression is not zlib; qemu-img convert -O qcow2 makes one that we read")]
+    #[error("unsupported compression other than zlib; convert with qemu-img convert -O qcow2")]
     Compression,
     /// The image uses extended L2 entries (subclusters).
-    #[error("it has extended L2 entries; qemu-img convert -O qcow2 makes one that we read")]
+    #[error("unsupported extended L2 entries; convert with qemu-img convert -O qcow2")]
     ExtendedL2,
     /// Unknown incompatible feature bits are set.
-    #[error("it has features that are not known ({0:#x})")]
+    #[error("unknown features ({0:#x})")]
     Unknown(u64),
     /// A table is misaligned or outside the file.
-    #[error("its {what} is at byte {at} with {bytes} bytes, in a file of {file}: it is short or damaged")]
+    #[error(
+        "the {what} at byte {at} with {bytes} bytes exceeds the file of {file} bytes; the file \
+         is truncated or damaged"
+    )]
     Place {
         /// Name of the table.
         what: &'static str,
@@ -90,7 +90,7 @@ pub enum Qcow2FormatError {
         file: u64,
     },
     /// The L1 table is too small for the disk, or exceeds the limit.
-    #[error("its L1 table has {entries} entries, and the size of its disk asks for {wanted}")]
+    #[error("the L1 table has {entries} entries, but the disk size requires {wanted}")]
     L1 {
         /// Number of entries.
         entries: u32,
@@ -98,7 +98,7 @@ pub enum Qcow2FormatError {
         wanted: u64,
     },
     /// A table entry is outside the file, or two entries have the same offset.
-    #[error("entry {index} of its {what} leads to byte {at}: it is damaged")]
+    #[error("entry {index} of the {what} has the invalid offset {at}; the image is damaged")]
     Entry {
         /// Name of the table.
         what: &'static str,
@@ -108,25 +108,28 @@ pub enum Qcow2FormatError {
         at: u64,
     },
     /// The metadata exceeds the limits of the consistency check.
-    #[error("its file or its tables are too large; qemu-img convert -o cluster_size=2M makes them smaller")]
+    #[error("the file or its tables are too large; reduce them with qemu-img convert -o cluster_size=2M")]
     Large,
     /// A data cluster is outside the file.
-    #[error("its tables lead to byte {0}, which is not in the file: it has lost its end, or is damaged")]
+    #[error("the tables refer to byte {0} beyond the end of the file; the file is truncated or damaged")]
     Outside(u64),
     /// A cluster is referenced more than once.
-    #[error("its tables lead to byte {0} twice; qemu-img check says what is wrong")]
+    #[error("the tables refer to byte {0} twice; see qemu-img check")]
     Twice(u64),
     /// A used cluster has a reference count of zero.
-    #[error("its cluster at byte {0} is in use and not counted; qemu-img check -r all repairs that")]
+    #[error(
+        "the cluster at byte {0} is in use but has no reference count; repair the image with \
+         qemu-img check -r all"
+    )]
     Uncounted(u64),
     /// The backing file name is invalid.
-    #[error("the name of its backing file is damaged")]
+    #[error("the name of the backing file is damaged")]
     BackingName,
     /// A write to the file failed.
-    #[error("its counts cannot be written")]
+    #[error("cannot write the reference counts")]
     Write(#[source] io::Error),
     /// A read from the file failed.
-    #[error("it cannot be read")]
+    #[error("cannot read the file")]
     Read(#[source] io::Error),
 }
 

@@ -40,12 +40,12 @@ const BUFFER_BYTES: usize = 1 << 20;
 #[derive(Debug, Error)]
 pub enum Qcow2Error {
     /// The header or the tables are invalid.
-    #[error("{} cannot be used as a qcow2 image", .0.display())]
+    #[error("{}: not a usable qcow2 image", .0.display())]
     Qcow2Header(PathBuf, #[source] Qcow2FormatError),
     /// The image has a backing file that the operator has not named.
     #[error(
-        "{} is based on '{}', and no file is opened because an image says so; type backing=FILE behind \
-         format=qcow2 (and backing-format=qcow2 if it is no raw image)",
+        "{}: the backing file '{}' must be named explicitly; add backing=FILE after format=qcow2 \
+        (and backing-format=qcow2 unless it is a raw image)",
         path.display(),
         name.escape_debug()
     )]
@@ -56,7 +56,7 @@ pub enum Qcow2Error {
         name: String,
     },
     /// The operator named a backing file for an image that has none.
-    #[error("{} has no backing file; leave backing={} out", path.display(), backing.display())]
+    #[error("{}: no backing file; omit backing={}", path.display(), backing.display())]
     Alone {
         /// Path of the image.
         path: PathBuf,
@@ -67,7 +67,7 @@ pub enum Qcow2Error {
     #[error("backing=")]
     BackingFile(#[source] DiskOpenError),
     /// `imago` rejected the image.
-    #[error("{} is damaged; qemu-img check says how", .0.display())]
+    #[error("{}: damaged; see qemu-img check", .0.display())]
     Damaged(PathBuf, #[source] io::Error),
 }
 
@@ -75,7 +75,7 @@ pub enum Qcow2Error {
 #[derive(Debug, Error)]
 enum ReaderPanic {
     /// The current request caused the panic.
-    #[error("the image is damaged: its reader panicked, and the disk stays as it is")]
+    #[error("the image is damaged: its reader panicked; the disk is no longer changed")]
     Now,
     /// An earlier request caused the panic.
     #[error("the image was found to be damaged before")]
@@ -276,7 +276,7 @@ impl Drop for Qcow2 {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         let image = state.image.take();
         if catch_unwind(AssertUnwindSafe(|| drop(image))).is_err() {
-            log::error!("an image is damaged: its last changes may not be in it");
+            log::error!("an image is damaged: the last writes may not be in it");
         }
     }
 }
@@ -305,8 +305,8 @@ fn validate(
             let missing = tables::check(file, bytes, &layout, written).map_err(refused)?;
             if missing > 0 {
                 log::warn!(
-                    "{}: {missing} clusters were in use and not counted, as a VM that is killed leaves them; \
-                     they are counted now",
+                    "{}: repaired the reference counts of {missing} clusters, which a killed VM \
+                    left at zero",
                     path.display()
                 );
             }

@@ -11,7 +11,7 @@ use vm_memory::GuestAddress;
 
 use super::*;
 use crate::disk::config::DiskConfig;
-use crate::disk::image::{DiskImage, ImageError};
+use crate::disk::image::{DiskImage, DiskImageError};
 use crate::disk::view::DiskView;
 use crate::serve::testing::{BUFFERS, memory};
 
@@ -289,7 +289,7 @@ fn qcow2_rejects_unnamed_backing_file() {
     qemu_img(dir, "create -f qcow2 -b secret -F raw evil.qcow2 4096");
     let line = refusal(dir, "evil.qcow2");
     assert!(
-        line.contains("is based on 'secret'") && line.contains("type backing=FILE"),
+        line.contains("the backing file 'secret'") && line.contains("add backing=FILE"),
         "{line}"
     );
     // The operator's backing file takes precedence over the one in the image.
@@ -302,7 +302,7 @@ fn qcow2_rejects_unnamed_backing_file() {
     qemu_img(dir, "create -f qcow2 -b evil.qcow2 -F qcow2 top.qcow2 4096");
     let evil = dir.join("evil.qcow2").display().to_string();
     let line = refusal(dir, &format!("top.qcow2,backing={evil},backing-format=qcow2"));
-    assert!(line.contains("is based on 'secret'"), "{line}");
+    assert!(line.contains("the backing file 'secret'"), "{line}");
     // A backing file opened as raw cannot refer to further files, even if it has a qcow2 header.
     let image = open_image(dir, &format!("top.qcow2,backing={evil}"));
     assert_eq!(read(&image, 0, 4).unwrap(), b"QFI\xfb");
@@ -312,7 +312,7 @@ fn qcow2_rejects_unnamed_backing_file() {
         dir,
         "create -f qcow2 -o data_file=secret,data_file_raw=on data.qcow2 4096",
     );
-    assert!(refusal(dir, "data.qcow2").contains("its data is in another file"));
+    assert!(refusal(dir, "data.qcow2").contains("unsupported external data file"));
     qemu_img(dir, "create -f qcow2 plain.qcow2 4096");
     let line = refusal(dir, &format!("plain.qcow2,backing={named}"));
     assert!(line.contains("has no backing file"), "{line}");
@@ -334,10 +334,10 @@ fn unsupported_features_are_reported_with_remedy() {
         assert!(line.contains(expected), "{options}: {line}");
         assert!(line.contains("qemu-img"), "{options}: {line}");
     };
-    made("-o compression_type=zstd", "compression is not zlib");
+    made("-o compression_type=zstd", "unsupported compression");
     made("-o extended_l2=on", "extended L2 entries");
     let taken = refusal(dir, "nowhere/a.qcow2");
-    assert!(taken.contains("cannot be opened"), "{taken}");
+    assert!(taken.contains("cannot open"), "{taken}");
 }
 
 /// Modified bytes in the header or in a table.
@@ -364,8 +364,8 @@ fn damaged_or_truncated_image_is_rejected() {
     refused("empty", &cut(0), "it has 0 bytes");
     refused("a part of a header", &cut(71), "it has 71 bytes");
     refused("a header of version 2", &cut(72), "it has 72 bytes");
-    refused("a header alone", &cut(65_536), "it is short or damaged");
-    refused("magic", &put(0, b"KDMV"), "does not begin as one does");
+    refused("a header alone", &cut(65_536), "truncated or damaged");
+    refused("magic", &put(0, b"KDMV"), "no qcow2 header");
     refused("version", &put(4, &4u32.to_be_bytes()), "version 4");
     refused("clusters", &put(20, &63u32.to_be_bytes()), "2^63 bytes");
     refused("no clusters", &put(20, &8u32.to_be_bytes()), "2^8 bytes");
@@ -404,7 +404,11 @@ fn damaged_or_truncated_image_is_rejected() {
         "refcount table is at byte",
     );
     refused("no refcounts", &put(56, &[0; 4]), "refcount table is at byte");
-    refused("encrypted", &put(35, &[2]), "it is encrypted; qemu-img convert");
+    refused(
+        "encrypted",
+        &put(35, &[2]),
+        "unsupported encryption; decrypt the image",
+    );
     refused("dirty", &put(79, &[1]), "qemu-img check -r all");
     refused("corrupt", &put(79, &[2]), "marked as corrupt");
     refused("unknown", &put(72, &[0x80]), "0x8000000000000000");
@@ -412,22 +416,22 @@ fn damaged_or_truncated_image_is_rejected() {
     refused(
         "header length",
         &put(100, &8u32.to_be_bytes()),
-        "is damaged; qemu-img check",
+        "damaged; see qemu-img check",
     );
     refused(
         "name",
         &put(8, &[0, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0, 9]),
-        "is based on",
+        "the backing file",
     );
     refused(
         "long name",
         &put(8, &[0, 0, 0, 0, 0, 0, 0, 9, 0, 0, 4, 0]),
-        "name of its backing file",
+        "name of the backing file",
     );
     refused(
         "far name",
         &put(8, &[0x7F, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0, 9]),
-        "name of its backing file",
+        "name of the backing file",
     );
     // Layout of this image: refcount table in cluster 1, L1 table in cluster 3.
     refused(
@@ -491,18 +495,26 @@ fn inconsistent_tables_are_rejected() {
                 .unwrap()
         };
         let block = |file: &std::fs::File| word(file, word(file, 48)) & OFFSET;
-        refused(kind, &|f| set(f, first(f), 1 << 63 | 1 << 40), "not in the file");
+        refused(
+            kind,
+            &|f| set(f, first(f), 1 << 63 | 1 << 40),
+            "beyond the end of the file",
+        );
         refused(
             kind,
             &|f| set(f, first(f), word(f, first(f)) | 512),
-            "not in the file",
+            "beyond the end of the file",
         );
         refused(kind, &|f| set(f, first(f), 1 << 63 | l2(f)), "twice");
         refused(kind, &|f| set(f, first(f) + 8, word(f, first(f))), "twice");
         refused(kind, &|f| set(f, first(f), 1 << 63 | block(f)), "twice");
-        refused(kind, &|f| set(f, word(f, 48), 0), "in use and not counted");
+        refused(
+            kind,
+            &|f| set(f, word(f, 48), 0),
+            "in use but has no reference count",
+        );
         let half = |f: &std::fs::File| f.set_len(f.metadata().unwrap().len() / 2).unwrap();
-        refused(kind, &half, "not in the file");
+        refused(kind, &half, "beyond the end of the file");
     }
     // Compressed data that overlaps the table that refers to it.
     let compressed = |f: &std::fs::File| {
@@ -515,7 +527,7 @@ fn inconsistent_tables_are_rejected() {
         let block = word(f, word(f, 48)) & OFFSET;
         f.write_all_at(&[0; 64], block).unwrap();
     };
-    refused("-c", &uncounted, "in use and not counted");
+    refused("-c", &uncounted, "in use but has no reference count");
 }
 
 /// Reference counts that a killed VM did not write are repaired before the image is written.
@@ -654,7 +666,7 @@ fn one_writer_or_many_readers() {
     let _readers = [(); 2].map(|()| open_image(dir, "a.qcow2,ro"));
     assert!(matches!(
         DiskImage::open(&config(dir, "a.qcow2")),
-        Err(ImageError::Open(DiskOpenError::Locked { .. }))
+        Err(DiskImageError::Open(DiskOpenError::Locked { .. }))
     ));
 }
 

@@ -16,8 +16,8 @@ use crate::vcpu::control::{RunState, StopReason};
 use crate::vcpu::registry::VcpuRegistryError;
 use control_api::peer;
 use control_api::protocol::{
-    Call, CodeInfo, Failure, FailureKind, Generation, KernelInfo, KernelState, MAX_CODE, PROTOCOL,
-    SymbolsInfo, VcpuExits,
+    Call, CodeInfo, Failure, FailureKind, KernelInfo, KernelState, KernelSymbolsReply, MAX_CODE, PROTOCOL,
+    SnapshotId, VcpuExits,
 };
 
 /// Requests for the connection's own events.
@@ -134,7 +134,7 @@ impl ControlServer {
             Call::ProcessMemory { pid, address, bytes } => self.process_memory(pid, address, bytes),
             Call::GuestView => {
                 self.guest_pmu()?;
-                value(Generation {
+                value(SnapshotId {
                     generation: vm.request_views(),
                 })
             }
@@ -306,7 +306,7 @@ impl ControlServer {
                     Some(kernel) => (kernel.symbols.unpack(), "guest memory".to_owned()),
                     None => (self.vm.symbol_text(), self.vm.guest.clone()),
                 };
-                let info = SymbolsInfo {
+                let info = KernelSymbolsReply {
                     bytes: text.len() as u64,
                     flat: self.vm.flat,
                     source,

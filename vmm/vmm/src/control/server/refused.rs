@@ -14,17 +14,18 @@ pub(super) enum ConnectionRefusal {
     NotOwner(u32),
     /// All connection slots are taken by clients that have sent a hello.
     #[error(
-        "{0} connections are open, one more is refused; end one (a stat, record or top of this VM) and try again"
+        "the limit of {0} connections is reached; end one (a stat, record or top of this VM) and \
+        try again"
     )]
     Full(usize),
     /// The process has no free descriptors.
-    #[error("no descriptor is left for a connection, it is refused")]
+    #[error("no file descriptor is left for a connection")]
     NoDescriptor(#[source] io::Error),
     /// The connection was replaced by another one before its hello.
-    #[error("all {0} connections are taken, and this one has not said hello: another one takes its place")]
+    #[error("all {0} connections are in use, and this one sent no hello; it is replaced by another one")]
     MadeRoom(usize),
     /// A system call failed.
-    #[error("a connection cannot be served")]
+    #[error("cannot serve the connection")]
     Failed(#[from] io::Error),
 }
 

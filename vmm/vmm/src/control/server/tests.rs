@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::time::Duration;
 
-use control_api::protocol::Sampling;
+use control_api::protocol::SamplingParams;
 use event_manager::{EventManager, SubscriberId, SubscriberOps};
 use proptest::prelude::*;
 use serde_json::json;
@@ -293,7 +293,7 @@ fn requests_wait_while_replies_are_unsent() {
 
 /// Returns one request of each kind with arbitrary numbers.
 fn requests(a: u32, b: u64, words: &str) -> Vec<Call> {
-    let sampling = Sampling {
+    let sampling = SamplingParams {
         rate: b,
         frequency: a.is_multiple_of(2),
         callchain: true,
@@ -471,7 +471,7 @@ fn failed_event_list_leaves_no_event_open() {
         events: events.into(),
         vcpus: None,
         whole: false,
-        sampling: Some(Sampling {
+        sampling: Some(SamplingParams {
             rate: 1_000_000,
             frequency: false,
             callchain: false,

@@ -4,7 +4,7 @@
 use std::process::Command;
 
 use super::*;
-use sandbox::Mode;
+use sandbox::SeccompMode;
 use test_support::kernels::kallsyms;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
@@ -53,7 +53,7 @@ fn guest() -> (GuestMemoryMmap, GuestRegs, KernelAnchors) {
 #[ignore = "a child of the test below"]
 fn as_a_child() {
     let confinement = ProcessConfinement {
-        seccomp: Mode::On,
+        seccomp: SeccompMode::On,
         landlock: sandbox::has_landlock(),
     };
     let limits = WorkerLimits {
@@ -82,7 +82,7 @@ fn as_a_child() {
         assert!(matches!(failed, KernelReadError::WorkerExit(_)), "{failed}");
         let line = failed.to_string();
         assert!(
-            line.starts_with("the guest's kernel could not be read: ") && line.contains(why),
+            line.starts_with("cannot read the guest's kernel: ") && line.contains(why),
             "{line}"
         );
         finds();

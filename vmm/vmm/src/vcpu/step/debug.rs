@@ -179,7 +179,7 @@ impl GuestDebug {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kvm::armed::ArmedVcpu;
+    use crate::kvm::armed_vcpu::ArmedVcpu;
 
     /// A #DB replaces B0 to B3 and leaves other causes set until software clears them (SDM vol. 3
     /// §19.2.3).

@@ -12,7 +12,7 @@ pub(super) const CACHE_SLOTS: usize = 1024;
 
 /// The straight-line run being executed.
 #[derive(Debug)]
-pub(super) struct CurrentRun {
+pub(super) struct CurrentStraightRun {
     /// Address of the first instruction.
     pub(super) at: u64,
     /// Decoded instructions.

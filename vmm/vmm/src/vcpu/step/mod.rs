@@ -34,7 +34,7 @@ use vm_memory::{Bytes, GuestMemoryBackend};
 use vpmu::SteppedLevels;
 use vpmu::exact::{CpuState, InstructionClass, RetiredCounts, StepOutcome};
 
-use crate::kvm::armed::ArmedVcpu;
+use crate::kvm::armed_vcpu::ArmedVcpu;
 use crate::kvm::vcpu_fd::VcpuFd;
 use debug::{DebugRequest, GuestDebug};
 use guest_patching::finder::TRAP;
@@ -42,7 +42,7 @@ use guest_patching::linear_memory::LinearMemory;
 use interrupts::is_halted;
 use state::{UnreadableMemory, VcpuState};
 use stepper::{
-    CurrentStep, KernelReturn, RFLAGS_IF, RFLAGS_TF, SteppingMode, UserCodeState, UserReturn, apply,
+    CurrentStep, RFLAGS_IF, RFLAGS_TF, RedecodeReason, SteppingMode, UserCodeState, UserResumeMethod, apply,
 };
 pub use stepper::{StepError, StepStats, Stepper};
 use system_calls::end_system_call;
@@ -113,7 +113,7 @@ impl Stepper {
             _ if levels.kernel => SteppingMode::All { may_wait: true },
             same @ SteppingMode::UserOnly(_) => same,
             // The flags saved by the kernel do not contain the trap flag.
-            _ => SteppingMode::UserOnly(UserReturn::Walked(0)),
+            _ => SteppingMode::UserOnly(UserResumeMethod::Walked(0)),
         };
         let state = match fresh {
             Some(state) => state,
@@ -193,7 +193,8 @@ impl Stepper {
             if self.tally.unstepped == 0 {
                 guest_log!(
                     Warn,
-                    "user-mode code of the guest is not counted: this host's KVM cannot single-step it"
+                    "user-mode code of the guest is not counted, because this host's KVM cannot \
+                    single-step it"
                 );
             }
             self.tally.unstepped += 1;
@@ -296,7 +297,7 @@ impl Stepper {
             ..DebugRequest::default()
         };
         if state.cpl() == 0 {
-            let SteppingMode::UserOnly(UserReturn::Walked(walked)) = &mut self.mode else {
+            let SteppingMode::UserOnly(UserResumeMethod::Walked(walked)) = &mut self.mode else {
                 return Ok(StepAction::Enter);
             };
             *walked += 1;
@@ -317,7 +318,7 @@ impl Stepper {
                 // unknown.
                 log::debug!("no way back to user code was found from {:#x}", state.regs.rip);
                 self.tally.lost += u64::from(too_far);
-                self.mode = SteppingMode::UserOnly(UserReturn::Saved);
+                self.mode = SteppingMode::UserOnly(UserResumeMethod::Saved);
                 self.drop_step();
                 self.strays = true;
                 want = DebugRequest {
@@ -328,7 +329,7 @@ impl Stepper {
                 want.block_interrupts = true;
             }
         } else {
-            self.mode = SteppingMode::UserOnly(UserReturn::Saved);
+            self.mode = SteppingMode::UserOnly(UserResumeMethod::Saved);
             if self.present.is_some_and(|step| step.before.cpl == 0) {
                 self.drop_step();
             }
@@ -341,7 +342,7 @@ impl Stepper {
                     }
                     InstructionClass::Unreadable => {
                         if let Some(step) = &mut self.present {
-                            step.after_kernel = Some(KernelReturn::Faults);
+                            step.after_kernel = Some(RedecodeReason::Faults);
                         }
                     }
                     _ => {}
@@ -482,7 +483,7 @@ impl Stepper {
                 after_kernel: Some(why),
                 ..
             }) if cpu.cpl != 0 => {
-                if why == KernelReturn::Called {
+                if why == RedecodeReason::Called {
                     before.gpr[0] = cpu.gpr[0];
                 }
                 self.meter.begin(&before, &mut memory);

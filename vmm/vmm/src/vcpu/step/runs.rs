@@ -15,7 +15,7 @@ use kvm_bindings::kvm_vcpu_events;
 use vpmu::exact::{CpuState, GuestMemory, RetiredCounts, StepOutcome};
 
 use super::debug::{DebugRequest, GuestDebug};
-use super::decoded::{CurrentRun, MIN_RUN_LENGTH, is_at};
+use super::decoded::{CurrentStraightRun, MIN_RUN_LENGTH, is_at};
 use super::state::{UnreadableMemory, VcpuState};
 use super::stepper::{RFLAGS_TF, StepError, Stepper, SteppingMode, UserCodeState};
 use crate::kvm::stepping::BREAKPOINTS;
@@ -95,14 +95,14 @@ impl Stepper {
             self.gates.watched.push((handler, vector));
             *slot = Some(handler);
         }
-        self.under_way = Some(CurrentRun { at, run, count });
+        self.under_way = Some(CurrentStraightRun { at, run, count });
         Ok(Some(want))
     }
 
     /// Cancels a run of which nothing has been executed. An incomplete exit is completed by the
     /// next entry.
     pub(super) fn cancel_unstarted_run(&mut self, state: &VcpuState) -> bool {
-        let is_there = |run: &mut CurrentRun| run.at == state.regs.rip && state.cpl() == 0;
+        let is_there = |run: &mut CurrentStraightRun| run.at == state.regs.rip && state.cpl() == 0;
         let forgotten = self.under_way.take_if(is_there).is_some();
         if forgotten {
             self.gates.watched.clear();
@@ -111,8 +111,8 @@ impl Stepper {
     }
 
     /// Accounts the run that the vCPU has left at `state`.
-    pub(super) fn end_run(&mut self, under_way: &CurrentRun, state: &VcpuState) -> StepOutcome {
-        let CurrentRun { at, run, count } = under_way;
+    pub(super) fn end_run(&mut self, under_way: &CurrentStraightRun, state: &VcpuState) -> StepOutcome {
+        let CurrentStraightRun { at, run, count } = under_way;
         let cpu = state.cpu();
         let mut memory = LinearMemory::new(&self.memory, state);
         let in_handler = cpu.cpl == 0 && self.gates.vector_at(cpu.rip).is_some();

@@ -7,7 +7,7 @@ use guest_patching::registers::{
 use kvm_bindings::{kvm_dtable, kvm_regs, kvm_segment, kvm_sregs};
 use vpmu::exact::{CodeSize, CpuState, GuestMemory};
 
-use crate::kvm::armed::{ArmedVcpu, SyncReg};
+use crate::kvm::armed_vcpu::{ArmedVcpu, SyncReg};
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
 

@@ -5,7 +5,7 @@ use vpmu::Vendor;
 use vpmu::exact::{CpuState, GuestMemory, InstructionClass, StepMeter};
 
 use super::debug::{DebugRequest, GuestDebug};
-use super::decoded::{CurrentRun, RunCache};
+use super::decoded::{CurrentStraightRun, RunCache};
 use super::state::{SyncedRegisters, VcpuState};
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::stepping::Stepping;
@@ -19,7 +19,7 @@ pub(super) const NMI: u8 = 2;
 
 /// Error of a KVM call during stepping. A guest cannot cause one.
 #[derive(Debug, thiserror::Error)]
-#[error("stepping failed")]
+#[error("failed to single-step")]
 pub struct StepError(#[from] KvmIoctlError);
 
 /// Statistics of a stepper.
@@ -39,7 +39,7 @@ pub struct StepStats {
 
 /// Reason why a user instruction is decoded again after the kernel has run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum KernelReturn {
+pub(super) enum RedecodeReason {
     /// A SYSCALL was emulated. Its result is in RAX on return.
     Called,
     /// The code could not be read, so the instruction faults and executes after its page is mapped.
@@ -54,7 +54,7 @@ pub(super) struct CurrentStep {
     /// Kind of the instruction.
     pub(super) ahead: InstructionClass,
     /// Set if the guest's kernel runs before the instruction executes.
-    pub(super) after_kernel: Option<KernelReturn>,
+    pub(super) after_kernel: Option<RedecodeReason>,
 }
 
 /// Stepping mode of the last entry.
@@ -70,7 +70,7 @@ pub(super) enum SteppingMode {
         may_wait: bool,
     },
     /// Only CPL 1 to 3 are counted; the guest's kernel runs freely.
-    UserOnly(UserReturn),
+    UserOnly(UserResumeMethod),
 }
 
 /// Execution state of user code that cannot be stepped.
@@ -89,7 +89,7 @@ pub(super) enum UserCodeState {
 
 /// Method by which stepping resumes when the kernel returns to user code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum UserReturn {
+pub(super) enum UserResumeMethod {
     /// The flags saved by the kernel contain the trap flag.
     Saved,
     /// The saved flags lack the trap flag, so the kernel is stepped until it returns. Contains the
@@ -148,7 +148,7 @@ pub struct Stepper {
     pub(super) mode: SteppingMode,
     pub(super) present: Option<CurrentStep>,
     /// The current run; `present` is `None` during a run.
-    pub(super) under_way: Option<CurrentRun>,
+    pub(super) under_way: Option<CurrentStraightRun>,
     pub(super) runs: RunCache,
     /// Registers that KVM copies at exits.
     pub(super) synced: SyncedRegisters,
@@ -215,7 +215,7 @@ impl Stepper {
     pub fn registers_changed(&mut self) {
         // In other modes, a change of the mode has the same effect.
         if let SteppingMode::UserOnly(way) = &mut self.mode {
-            *way = UserReturn::Walked(0);
+            *way = UserResumeMethod::Walked(0);
         }
     }
 

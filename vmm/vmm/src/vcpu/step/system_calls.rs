@@ -5,7 +5,7 @@ use vpmu::exact::{CpuState, StepMeter, StepOutcome};
 
 use super::debug::{DebugRequest, GuestDebug};
 use super::state::{UnreadableMemory, VcpuState};
-use super::stepper::{CurrentStep, KernelReturn, RFLAGS_RF, RFLAGS_TF, StepError, Stepper, apply};
+use super::stepper::{CurrentStep, RFLAGS_RF, RFLAGS_TF, RedecodeReason, StepError, Stepper, apply};
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
 use guest_patching::linear_memory::LinearMemory;
@@ -83,7 +83,7 @@ impl Stepper {
         self.present = Some(CurrentStep {
             before: behind,
             ahead,
-            after_kernel: Some(KernelReturn::Called),
+            after_kernel: Some(RedecodeReason::Called),
         });
         Ok(Some(step))
     }
@@ -187,7 +187,7 @@ mod tests {
     use vpmu::Vendor;
 
     use super::*;
-    use crate::kvm::armed::{ArmedVcpu, VcpuExit};
+    use crate::kvm::armed_vcpu::{ArmedVcpu, VcpuExit};
     use crate::kvm::host::{self, Kvm};
     use crate::kvm::stepping::Stepping;
     use crate::kvm::tiny::{CODE, DATA, TinyGuest};

@@ -7,7 +7,7 @@ use vpmu::Vendor;
 use vpmu::exact::RetiredCounts;
 
 use super::*;
-use crate::kvm::armed::VcpuExit;
+use crate::kvm::armed_vcpu::VcpuExit;
 use crate::kvm::host;
 use crate::kvm::memslot::MemorySlots;
 use crate::kvm::stepping;

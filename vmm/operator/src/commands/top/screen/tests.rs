@@ -4,7 +4,7 @@ use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 
 use super::*;
-use crate::commands::top::seen::ExitRow;
+use crate::commands::top::rows::ExitRow;
 use control_api::protocol::{ClientRole, GuestCounter, VcpuView, VmInfo, VmState};
 
 fn symbol(weight: f64, pid: Option<u32>, object: &str, symbol: &str, kernel: bool) -> SymbolRow {

@@ -10,7 +10,7 @@ use perf_core::pmu::{PmuError, VcpuId};
 use std::sync::Arc;
 
 use perf_core::{
-    Attr, ControlScope, Core, Handle, OpenError, OpenFlags, OpenTarget, Role, Session, VcpuContext,
+    Attr, ControlScope, Handle, OpenError, OpenFlags, OpenTarget, PerfCore, Role, Session, VcpuContext,
     error_line,
 };
 
@@ -155,7 +155,7 @@ impl SteppedLevels {
 /// Counter events of one vCPU, backed by perf-core.
 #[derive(Debug)]
 pub struct PerfCoreEvents {
-    core: Core,
+    core: PerfCore,
     session: Session,
     vcpu: VcpuId,
     context: Option<Arc<VcpuContext>>,
@@ -171,7 +171,7 @@ pub struct PerfCoreEvents {
 
 impl PerfCoreEvents {
     /// Creates the counter events of `vcpu`, which must already exist in `core`.
-    pub fn new(core: Core, vcpu: VcpuId, sources: EventSources) -> Self {
+    pub fn new(core: PerfCore, vcpu: VcpuId, sources: EventSources) -> Self {
         let session = core.session(0, Role::Guest);
         let context = core.vcpu(vcpu);
         Self {
@@ -276,7 +276,7 @@ impl PerfCoreEvents {
 
 /// Returns the handle of a candidate, and opens its event on first use.
 fn open_candidate<'w>(
-    core: &Core,
+    core: &PerfCore,
     session: &Session,
     vcpu: VcpuId,
     counter: CounterIndex,

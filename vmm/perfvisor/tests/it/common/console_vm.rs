@@ -14,19 +14,19 @@ use super::vm::{PROGRAM, VmProcess};
 const LINE_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A VM named `machine` whose console is connected to the test.
-pub struct Machine {
+pub struct ConsoleVm {
     process: VmProcess,
     lines: Receiver<String>,
 }
 
-impl Machine {
+impl ConsoleVm {
     /// Starts a VM with `args`, and waits until its control socket is ready or the VM has ended.
     /// Returns `None` if KVM is unavailable.
     pub fn start(args: &[&str]) -> Option<Self> {
         Self::start_by(Command::new(PROGRAM), args)
     }
 
-    /// Like [`Machine::start`], with a variable in the VM's environment.
+    /// Like [`ConsoleVm::start`], with a variable in the VM's environment.
     pub fn start_with(args: &[&str], variable: (&str, &Path)) -> Option<Self> {
         let mut program = Command::new(PROGRAM);
         program.env(variable.0, variable.1);
@@ -63,7 +63,7 @@ impl Machine {
         }
     }
 
-    /// Like [`Machine::line_with`], for lines that the guest writes from now on.
+    /// Like [`ConsoleVm::line_with`], for lines that the guest writes from now on.
     #[track_caller]
     pub fn new_line_with(&self, part: &str) -> String {
         while self.lines.try_recv().is_ok() {}
@@ -99,7 +99,7 @@ impl Machine {
     }
 }
 
-impl Deref for Machine {
+impl Deref for ConsoleVm {
     type Target = VmProcess;
 
     fn deref(&self) -> &VmProcess {
@@ -107,7 +107,7 @@ impl Deref for Machine {
     }
 }
 
-impl DerefMut for Machine {
+impl DerefMut for ConsoleVm {
     fn deref_mut(&mut self) -> &mut VmProcess {
         &mut self.process
     }

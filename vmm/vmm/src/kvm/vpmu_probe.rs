@@ -18,8 +18,8 @@ use serde::Serialize;
 use vpmu::cpuid::LEAF_ARCH_PERFMON;
 use vpmu::registers::IA32_PERF_CAPABILITIES;
 use vpmu::{
-    CountableEvents, CounterNumbers, CpuidRegs, Generation, HostPmu, ModelError, PmuModel, PmuModelName,
-    Vendor,
+    CountableEvents, CounterNumbers, CpuidRegs, HostPmuProperties, ModelError, PmuGeneration, PmuModel,
+    PmuModelName, Vendor,
 };
 
 use super::call::KvmIoctlError;
@@ -35,7 +35,8 @@ const FW_WRITE: u64 = 1 << 13;
 pub enum KvmVpmuUnavailable {
     /// KVM does not support `KVM_CAP_PMU_CAPABILITY`.
     #[error(
-        "this host's KVM does not tell whether it has a vPMU (KVM_CAP_PMU_CAPABILITY, Linux 5.18 and later); use --backing auto"
+        "this host's KVM does not report whether it has a vPMU (KVM_CAP_PMU_CAPABILITY, Linux 5.18 \
+        and later); use --backing auto"
     )]
     Untold,
     /// The host has no PMU, which KVM's vPMU requires.
@@ -45,11 +46,12 @@ pub enum KvmVpmuUnavailable {
     NoHostPmu(String),
     /// The vPMU is disabled by a module parameter of KVM.
     #[error(
-        "KVM's own vPMU is switched off on this host (kvm.enable_pmu is N): load the module kvm with enable_pmu=1, or use --backing auto"
+        "KVM's own vPMU is disabled on this host (kvm.enable_pmu is N); load the module kvm with \
+        enable_pmu=1, or use --backing auto"
     )]
     SwitchedOff,
     /// The CPUID leaves that KVM supports enumerate no PMU.
-    #[error("this host's KVM supports no vPMU in its guests' CPUID; use --backing auto")]
+    #[error("this host's KVM does not support a vPMU in its guests' CPUID; use --backing auto")]
     NotInCpuid,
     /// KVM_GET_SUPPORTED_CPUID failed.
     #[error("KVM_GET_SUPPORTED_CPUID failed; use --backing auto")]
@@ -61,27 +63,30 @@ pub enum KvmVpmuUnavailable {
 pub enum KvmVpmuModelError {
     /// The requested model is of another vendor than the host CPU.
     #[error(
-        "--backing kvm: KVM's own vPMU is {host}'s on this host and cannot be --pmu {asked}; use --pmu auto, or --backing auto, which can be both"
+        "--backing kvm: KVM's own vPMU is {host}'s on this host and cannot be --pmu {asked}; use \
+        --pmu auto, or --backing auto, which supports both"
     )]
     Vendor {
         /// Requested generation.
-        asked: Generation,
+        asked: PmuGeneration,
         /// Vendor of the host CPU.
         host: Vendor,
     },
     /// The requested generation is later than KVM's.
     #[error(
-        "--backing kvm: KVM's own vPMU is at most {offered} on this host, and --pmu {asked} was asked for; use --pmu {offered} or --pmu auto"
+        "--backing kvm: --pmu {asked} is unsupported by KVM's own vPMU, which is at most {offered} \
+        on this host; use --pmu {offered} or --pmu auto"
     )]
     Generation {
         /// Requested generation.
-        asked: Generation,
+        asked: PmuGeneration,
         /// Latest generation that KVM provides.
-        offered: Generation,
+        offered: PmuGeneration,
     },
     /// More counters than KVM provides.
     #[error(
-        "--backing kvm: {asked} {kind} counters were asked for, and KVM's own vPMU has {offered} on this host; ask for fewer with --pmu-counters, or use --pmu auto"
+        "--backing kvm: {asked} {kind} counters requested, but KVM's own vPMU has {offered} on \
+        this host; use fewer with --pmu-counters, or --pmu auto"
     )]
     Counters {
         /// Requested number of counters.
@@ -93,7 +98,8 @@ pub enum KvmVpmuModelError {
     },
     /// Wider counters than KVM provides.
     #[error(
-        "--backing kvm: counters of {asked} bits were asked for, and those of KVM's own vPMU have {offered} on this host; use --pmu-width {offered}"
+        "--backing kvm: counters of {asked} bits requested, but KVM's own vPMU has {offered} bits \
+        on this host; use --pmu-width {offered}"
     )]
     Width {
         /// Requested width in bits.
@@ -119,17 +125,17 @@ pub struct KvmPmuOffer {
     pub filter: bool,
     /// The PMU that KVM's CPUID leaves enumerate.
     #[serde(serialize_with = "in_words")]
-    pub pmu: HostPmu,
+    pub pmu: HostPmuProperties,
     /// Architectural events that the vPMU counts (Intel only).
     #[serde(skip)]
     pub events: CountableEvents,
 }
 
-fn in_words<S: serde::Serializer>(pmu: &HostPmu, to: S) -> Result<S::Ok, S::Error> {
+fn in_words<S: serde::Serializer>(pmu: &HostPmuProperties, to: S) -> Result<S::Ok, S::Error> {
     to.serialize_str(&words(pmu))
 }
 
-fn words(pmu: &HostPmu) -> String {
+fn words(pmu: &HostPmuProperties) -> String {
     let fixed = match pmu.fixed_bitmap.count_ones() {
         0 => String::new(),
         fixed => format!("+{fixed}"),
@@ -198,8 +204,8 @@ fn parameter(module: &str, name: &str) -> Option<bool> {
     }
 }
 
-/// Returns a CPUID reader for [`PmuModel::resolve`] that looks leaves up in a table. The index of an
-/// entry is significant only if the entry's flag says so.
+/// Returns a CPUID reader for [`PmuModel::resolve`] that looks leaves up in a table. The index of
+/// an entry is significant only if the entry's flag says so.
 fn table(entries: &CpuId) -> impl Fn(u32, u32) -> CpuidRegs {
     move |leaf, subleaf| {
         let found = entries.as_slice().iter().find(|e| {
@@ -214,9 +220,9 @@ fn table(entries: &CpuId) -> impl Fn(u32, u32) -> CpuidRegs {
     }
 }
 
-fn in_cpuid(supported: &CpuId) -> Option<HostPmu> {
+fn in_cpuid(supported: &CpuId) -> Option<HostPmuProperties> {
     let read = table(supported);
-    HostPmu::read(&mut |leaf, subleaf| read(leaf, subleaf))
+    HostPmuProperties::read(&mut |leaf, subleaf| read(leaf, subleaf))
 }
 
 impl KvmPmuOffer {
@@ -233,8 +239,8 @@ impl KvmPmuOffer {
     ) -> Result<PmuModel, KvmVpmuModelError> {
         let offered = &self.pmu;
         let (generation, default, bits) = match (offered.generation, name) {
-            (Generation::Intel(version), PmuModelName::Auto) => (
-                Generation::Intel(version.min(2)),
+            (PmuGeneration::Intel(version), PmuModelName::Auto) => (
+                PmuGeneration::Intel(version.min(2)),
                 CounterNumbers {
                     general: offered.general.min(4),
                     fixed: Some(offered.fixed_bitmap.trailing_ones().min(3)).filter(|_| version >= 2),
@@ -243,16 +249,16 @@ impl KvmPmuOffer {
             ),
             (generation, PmuModelName::Auto | PmuModelName::Host) => {
                 let generation = match (generation, name) {
-                    (Generation::AmdV2, PmuModelName::Auto) => Generation::AmdCore,
+                    (PmuGeneration::AmdV2, PmuModelName::Auto) => PmuGeneration::AmdCore,
                     _ => generation,
                 };
-                let intel = matches!(generation, Generation::Intel(_));
+                let intel = matches!(generation, PmuGeneration::Intel(_));
                 (
                     generation,
                     CounterNumbers {
                         general: match generation {
-                            Generation::Intel(_) => offered.general.min(8),
-                            Generation::AmdCore => 6,
+                            PmuGeneration::Intel(_) => offered.general.min(8),
+                            PmuGeneration::AmdCore => 6,
                             _ => offered.general,
                         },
                         fixed: intel.then_some(offered.fixed_bitmap.trailing_ones().min(4)),
@@ -292,10 +298,10 @@ impl KvmPmuOffer {
             });
         }
         let rank = |generation| match generation {
-            Generation::Off(_) | Generation::AmdK7 => 0,
-            Generation::Intel(version) => version,
-            Generation::AmdCore => 1,
-            Generation::AmdV2 => 2,
+            PmuGeneration::Off(_) | PmuGeneration::AmdK7 => 0,
+            PmuGeneration::Intel(version) => version,
+            PmuGeneration::AmdCore => 1,
+            PmuGeneration::AmdV2 => 2,
         };
         if rank(asked) > rank(host) {
             return Err(KvmVpmuModelError::Generation { asked, offered: host });
@@ -332,7 +338,7 @@ impl KvmPmuOffer {
 /// # Errors
 /// Returns the error of KVM.
 pub fn set_capabilities(kvm: &Kvm, vcpu: &VcpuFd, model: &PmuModel) -> Result<(), KvmIoctlError> {
-    if !matches!(model.generation(), Generation::Intel(2..)) {
+    if !matches!(model.generation(), PmuGeneration::Intel(2..)) {
         return Ok(());
     }
     let entry = kvm_msr_entry {
@@ -360,12 +366,12 @@ pub fn set_capabilities(kvm: &Kvm, vcpu: &VcpuFd, model: &PmuModel) -> Result<()
 mod tests {
     use super::*;
 
-    fn offers(generation: Generation, general: u32, fixed: u32, width: u32) -> KvmPmuOffer {
+    fn offers(generation: PmuGeneration, general: u32, fixed: u32, width: u32) -> KvmPmuOffer {
         KvmPmuOffer {
             mediated: false,
             masked_filter: true,
             filter: true,
-            pmu: HostPmu {
+            pmu: HostPmuProperties {
                 generation,
                 general,
                 fixed_bitmap: (1 << fixed) - 1,
@@ -408,12 +414,12 @@ mod tests {
 
     #[test]
     fn auto_model_is_limited_by_kvm_vpmu() {
-        let intel = offers(Generation::Intel(2), 8, 3, 48);
+        let intel = offers(PmuGeneration::Intel(2), 8, 3, 48);
         assert_eq!(
             asked(&intel, "auto", None, None).unwrap(),
             PmuModel::INTEL.to_string()
         );
-        let small = offers(Generation::Intel(2), 2, 3, 40);
+        let small = offers(PmuGeneration::Intel(2), 2, 3, 40);
         assert_eq!(
             asked(&small, "auto", None, None).unwrap(),
             "intel-v2 with 2+3 counters of 40 bits"
@@ -423,18 +429,18 @@ mod tests {
             "intel-v2 with 8+3 counters of 48 bits"
         );
         for amd in [
-            offers(Generation::AmdCore, 6, 0, 48),
-            offers(Generation::AmdV2, 6, 0, 48),
+            offers(PmuGeneration::AmdCore, 6, 0, 48),
+            offers(PmuGeneration::AmdV2, 6, 0, 48),
         ] {
             assert_eq!(
                 asked(&amd, "auto", None, None).unwrap(),
                 PmuModel::AMD.to_string()
             );
         }
-        let k7 = offers(Generation::AmdK7, 4, 0, 48);
+        let k7 = offers(PmuGeneration::AmdK7, 4, 0, 48);
         assert!(asked(&k7, "auto", None, None).unwrap().starts_with("amd-k7"));
         // Version 1 has no fixed counters.
-        let first = offers(Generation::Intel(1), 4, 0, 40);
+        let first = offers(PmuGeneration::Intel(1), 4, 0, 40);
         assert!(asked(&first, "auto", None, None).unwrap().starts_with("intel-v1"));
         assert_eq!(
             asked(&intel, "auto", Some("2"), None).unwrap(),
@@ -444,8 +450,8 @@ mod tests {
 
     #[test]
     fn unsupported_kvm_vpmu_model_is_rejected() {
-        let intel = offers(Generation::Intel(2), 4, 3, 48);
-        let amd = offers(Generation::AmdCore, 6, 0, 48);
+        let intel = offers(PmuGeneration::Intel(2), 4, 3, 48);
+        let amd = offers(PmuGeneration::AmdCore, 6, 0, 48);
         for (own, name, counters, width, words) in [
             (
                 &amd,
@@ -460,7 +466,7 @@ mod tests {
             (&intel, "intel", Some("4+4"), None, &["4 fixed", "has 3"]),
             (&amd, "amd-v2", None, None, &["at most amd ", "amd-v2"]),
             (
-                &offers(Generation::Intel(2), 4, 3, 40),
+                &offers(PmuGeneration::Intel(2), 4, 3, 40),
                 "intel",
                 None,
                 None,
@@ -498,7 +504,10 @@ mod tests {
         };
         let intel = CpuId::from_entries(&[name(Vendor::Intel), leaf(0xA, 0x0730_0802, 0x7a, 0, 3 | 48 << 5)])
             .unwrap();
-        assert_eq!(in_cpuid(&intel), Some(offers(Generation::Intel(2), 8, 3, 48).pmu));
+        assert_eq!(
+            in_cpuid(&intel),
+            Some(offers(PmuGeneration::Intel(2), 8, 3, 48).pmu)
+        );
         // Without a vPMU, CPUID leaf 0AH is zero.
         let none = CpuId::from_entries(&[name(Vendor::Intel), leaf(0xA, 0, 0, 0, 0)]).unwrap();
         assert_eq!(in_cpuid(&none), None);
@@ -509,6 +518,6 @@ mod tests {
             leaf(0x8000_0022, 1, 6, 0, 0),
         ])
         .unwrap();
-        assert_eq!(in_cpuid(&amd), Some(offers(Generation::AmdV2, 6, 0, 48).pmu));
+        assert_eq!(in_cpuid(&amd), Some(offers(PmuGeneration::AmdV2, 6, 0, 48).pmu));
     }
 }

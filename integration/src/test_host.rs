@@ -14,7 +14,7 @@ use crate::pool::PoolError;
 use crate::process::{Command, Output, Process, ProcessError};
 use crate::report;
 
-/// Why a scenario could not run.
+/// Reason why a scenario could not run.
 #[derive(Debug, thiserror::Error)]
 pub enum TestHostError {
     /// The lab is unavailable.

@@ -8,7 +8,7 @@ use kernel_images::build_id::BuildId;
 use kernel_images::orc::{ENTRY_SIZE, OrcError, OrcTable};
 use kernel_images::packed::PackedText;
 
-use super::found::{FoundKernel, UnreadPart};
+use super::found_kernel::{FoundKernel, UnreadPart};
 use super::reader::{MAX_ENTRIES, MAX_SYMBOL_BYTES};
 use super::wire::{self, KernelSummary, MemoryRequest, PIECE, SearchRequest};
 use crate::locate::KernelAnchors;
@@ -23,26 +23,26 @@ const MAX_SERVED_BYTES: u64 = 4 << 30;
 /// Maximum number of characters shown of a text from the reader.
 const MAX_TEXT: usize = 400;
 
-/// Why no kernel was found.
+/// Reason why no kernel was found.
 #[derive(Debug, thiserror::Error)]
 pub enum SearchError {
     /// The reader found no kernel or does not support it. Contains its message.
     #[error("{0}")]
     NotFound(String),
     /// The reader has exited or cannot be reached.
-    #[error("the process that reads it does not answer")]
+    #[error("the kernel reader process does not respond")]
     Lost(#[source] io::Error),
     /// The search timed out.
-    #[error("the process that reads it took too long")]
+    #[error("the kernel reader process timed out")]
     Slow,
     /// The reader exceeded the limit of the named resource.
-    #[error("the process that reads it wants too many {0}")]
+    #[error("the kernel reader process requested too many {0}")]
     TooMuch(&'static str),
     /// The reader sent an invalid message of the named type.
-    #[error("the process that reads it sent no {0}")]
+    #[error("the kernel reader process sent no {0}")]
     Nonsense(&'static str),
     /// The reader sent invalid unwind tables.
-    #[error("the process that reads it sent wrong unwind tables")]
+    #[error("the kernel reader process sent invalid unwind tables")]
     Orc(#[from] OrcError),
 }
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostProbe;
-use perf_core::{Core, TickWork, error_line};
+use perf_core::{PerfCore, TickWork, error_line};
 use vmm_sys_util::timerfd::TimerFd;
 
 use crate::kvm::host::Kvm;
@@ -36,14 +36,11 @@ impl MuxChoice {
             Self::Auto if probe.slots() == 0 => (MuxPolicy::Adaptive, None),
             Self::Auto => match rotation_cost::probe(kvm, probe) {
                 Ok(cost) => {
-                    log::info!("events that share counters: {}", cost.in_words());
+                    log::info!("multiplexing: {}", cost.in_words());
                     (MuxPolicy::Adaptive, Some(cost.turn()))
                 }
                 Err(e) => {
-                    log::warn!(
-                        "events that share counters take turns of a tick: {}",
-                        error_line(&e)
-                    );
+                    log::warn!("multiplexing intervals are ticks: {}", error_line(&e));
                     (MuxPolicy::Rotate, None)
                 }
             },
@@ -78,8 +75,8 @@ const TICK_INTERVAL: Duration = Duration::from_millis(4);
 const UNTHROTTLE_INTERVAL: Duration = Duration::from_millis(32);
 /// Interval of checking whether ticks are needed.
 const IDLE_INTERVAL: Duration = Duration::from_millis(100);
-/// Number of further ticks at [`TICK_INTERVAL`] intervals after the last necessary one. An event that was
-/// throttled once is likely to be throttled again and then waits for a tick.
+/// Number of further ticks at [`TICK_INTERVAL`] intervals after the last necessary one. An event
+/// that was throttled once is likely to be throttled again and then waits for a tick.
 const EXTRA_TICKS: u32 = 250;
 
 /// A timer that fires every 4 ms while perf-core needs ticks, and less often otherwise.
@@ -109,7 +106,7 @@ impl TickTimer {
 
     /// Handles an expiration: runs perf-core's tick and adjusts the interval. If this thread is
     /// late, the timer has expired several times.
-    pub fn handle_expiration(&mut self, core: &Core) {
+    pub fn handle_expiration(&mut self, core: &PerfCore) {
         let expirations = self.timer.wait().unwrap_or(1);
         // A tick may remove the need for ticks by unthrottling events.
         let before = core.tick_need();
@@ -126,7 +123,7 @@ impl TickTimer {
     /// Shortens the interval if ticks are needed now. Call this after events may have been opened
     /// or enabled. Never lengthens the interval; otherwise a client that opens and closes events
     /// continuously could suppress ticks.
-    pub fn shorten_interval(&mut self, core: &Core) {
+    pub fn shorten_interval(&mut self, core: &PerfCore) {
         if self.pace > TICK_INTERVAL {
             self.keep(self.pace_for(core.tick_need()).min(self.pace));
         }
@@ -181,7 +178,7 @@ impl RotationTimer {
 
     /// Arms the timer if events are multiplexed and it is not armed. Call this after each tick,
     /// because the set of multiplexed events changes.
-    pub fn follow(&mut self, core: &Core) {
+    pub fn follow(&mut self, core: &PerfCore) {
         if self.policy == MuxPolicy::Rotate || self.armed {
             return;
         }
@@ -195,7 +192,7 @@ impl RotationTimer {
 
     /// Handles an expiration: rotates the events that are due and re-arms the timer while events
     /// are multiplexed.
-    pub fn handle_expiration(&mut self, core: &Core) {
+    pub fn handle_expiration(&mut self, core: &PerfCore) {
         let _ = self.timer.wait();
         self.armed = false;
         core.rotate();
@@ -218,7 +215,7 @@ mod tests {
     use perf_core::pmu::sim::SimPmu;
     use perf_core::time::ManualClock;
     use perf_core::{
-        ControlScope, CoreConfig, CpuMode, Handle, OpenFlags, OpenTarget, Role, SampleRegs, Session,
+        ControlScope, CpuMode, Handle, OpenFlags, OpenTarget, PerfCoreConfig, Role, SampleRegs, Session,
         VcpuContext,
     };
 
@@ -238,16 +235,16 @@ mod tests {
     }
 
     struct ContendedCore {
-        core: Core,
+        core: PerfCore,
         handles: Vec<Handle>,
         _kept: (Session, Arc<VcpuContext>),
     }
 
     /// A perf core with four events for two slots.
     fn contended(mux: MuxPolicy) -> ContendedCore {
-        let core = Core::new(CoreConfig {
+        let core = PerfCore::new(PerfCoreConfig {
             mux,
-            ..CoreConfig::default()
+            ..PerfCoreConfig::default()
         });
         core.register(Arc::new(SimPmu::with_slots(2)));
         let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
@@ -314,9 +311,9 @@ mod tests {
     #[test]
     fn fixed_period_sampling_ticks_rarely_until_throttled() {
         let pmu = Arc::new(SimPmu::with_slots(2));
-        let core = Core::new(CoreConfig {
+        let core = PerfCore::new(PerfCoreConfig {
             sample_rate_hz: 1000,
-            ..CoreConfig::default()
+            ..PerfCoreConfig::default()
         });
         core.register(pmu.clone());
         let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
@@ -353,10 +350,10 @@ mod tests {
     #[test]
     fn missed_ticks_count_towards_elapsed_time() {
         let pmu = Arc::new(SimPmu::with_slots(1));
-        let core = Core::new(CoreConfig {
+        let core = PerfCore::new(PerfCoreConfig {
             // The clock stands still, so only ticks adjust the period.
             clock: Arc::new(ManualClock::default()),
-            ..CoreConfig::default()
+            ..PerfCoreConfig::default()
         });
         core.register(pmu.clone());
         let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();

@@ -16,7 +16,7 @@ use crate::background::ServiceManager;
 use operator::signals::StopSignals;
 
 /// Stop signals, and the time limit for the guest's shutdown.
-pub struct Stopping {
+pub struct StopHandler {
     signals: StopSignals,
     timer: TimerFd,
     timeout: Duration,
@@ -27,7 +27,7 @@ pub struct Stopping {
     manager: Arc<ServiceManager>,
 }
 
-impl Stopping {
+impl StopHandler {
     /// Creates the handler for a VM whose guest has `timeout` to power off.
     ///
     /// # Errors
@@ -67,7 +67,8 @@ impl Stopping {
             let _ = self.timer.wait();
             if let Some(signal) = self.pressed {
                 log::warn!(
-                    "the guest has not powered off in {} s after its power button was pressed; it ends now",
+                    "the guest did not power off within {} s after its power button was pressed; \
+                    the VM is terminated",
                     self.timeout.as_secs_f64()
                 );
                 self.control.stop(StopReason::Signal(signal));

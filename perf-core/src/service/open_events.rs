@@ -6,7 +6,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use crate::context::{Context, ContextCell};
-use crate::lock::{Lock, LockGuard, Rank};
+use crate::lock::{Lock, LockGuard, LockRank};
 use crate::model::children::{Children, FamilyMember};
 use crate::model::event::EventShared;
 use crate::model::keys::EventKey;
@@ -27,8 +27,8 @@ pub(crate) struct EventLinks {
 impl EventLinks {
     pub fn new(family: bool) -> Self {
         Self {
-            family: family.then(|| Lock::new(Rank::Family, Family::default())),
-            output: Lock::new(Rank::Output, OutputState::default()),
+            family: family.then(|| Lock::new(LockRank::Family, Family::default())),
+            output: Lock::new(LockRank::Output, OutputState::default()),
         }
     }
 }
@@ -39,7 +39,7 @@ pub(crate) struct OpenEvents(Lock<HashMap<u64, Arc<EventLinks>>>);
 
 impl Default for OpenEvents {
     fn default() -> Self {
-        Self(Lock::new(Rank::Opened, HashMap::new()))
+        Self(Lock::new(LockRank::Opened, HashMap::new()))
     }
 }
 

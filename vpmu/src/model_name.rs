@@ -33,7 +33,7 @@ impl fmt::Display for Vendor {
 
 /// PMU generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Generation {
+pub enum PmuGeneration {
     /// No PMU. Only registers that read as 0 on every processor of the vendor remain.
     Off(Vendor),
     /// Intel architectural performance monitoring, version 1 to 5.
@@ -47,7 +47,7 @@ pub enum Generation {
     AmdV2,
 }
 
-impl Generation {
+impl PmuGeneration {
     /// Returns the vendor of this generation.
     pub const fn vendor(self) -> Vendor {
         match self {
@@ -59,7 +59,7 @@ impl Generation {
 }
 
 /// Formats the generation as a `--pmu` argument.
-impl fmt::Display for Generation {
+impl fmt::Display for PmuGeneration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Off(_) => f.write_str("off"),
@@ -81,7 +81,7 @@ pub enum PmuModelName {
     /// No PMU.
     Off,
     /// Specific generation.
-    Generation(Generation),
+    Generation(PmuGeneration),
 }
 
 impl FromStr for PmuModelName {
@@ -92,14 +92,14 @@ impl FromStr for PmuModelName {
             "auto" => Self::Auto,
             "host" => Self::Host,
             "off" => Self::Off,
-            "intel" | "intel-v2" => Self::Generation(Generation::Intel(2)),
-            "intel-v1" => Self::Generation(Generation::Intel(1)),
-            "intel-v3" => Self::Generation(Generation::Intel(3)),
-            "intel-v4" => Self::Generation(Generation::Intel(4)),
-            "intel-v5" => Self::Generation(Generation::Intel(5)),
-            "amd-k7" => Self::Generation(Generation::AmdK7),
-            "amd" => Self::Generation(Generation::AmdCore),
-            "amd-v2" => Self::Generation(Generation::AmdV2),
+            "intel" | "intel-v2" => Self::Generation(PmuGeneration::Intel(2)),
+            "intel-v1" => Self::Generation(PmuGeneration::Intel(1)),
+            "intel-v3" => Self::Generation(PmuGeneration::Intel(3)),
+            "intel-v4" => Self::Generation(PmuGeneration::Intel(4)),
+            "intel-v5" => Self::Generation(PmuGeneration::Intel(5)),
+            "amd-k7" => Self::Generation(PmuGeneration::AmdK7),
+            "amd" => Self::Generation(PmuGeneration::AmdCore),
+            "amd-v2" => Self::Generation(PmuGeneration::AmdV2),
             _ => return Err(ModelError::UnknownModel(printable(name))),
         })
     }
@@ -155,56 +155,54 @@ pub(crate) fn printable(text: &str) -> String {
 pub enum ModelError {
     /// Unknown `--pmu` value.
     #[error(
-        "unknown PMU model \"{0}\": choose auto, host, off, intel, intel-v1 to intel-v5, amd, amd-k7 or amd-v2"
+        "unknown PMU model \"{0}\"; must be auto, host, off, intel, intel-v1 to intel-v5, amd, \
+        amd-k7 or amd-v2"
     )]
     UnknownModel(String),
     /// Malformed `--pmu-counters` value.
-    #[error(
-        "cannot read the counter numbers \"{0}\": give GP or GP+FIXED as decimal numbers, for example 4 or 4+3"
-    )]
+    #[error("invalid counter numbers \"{0}\"; must be GP or GP+FIXED, for example 4 or 4+3")]
     CounterNumbers(String),
     /// Number of general-purpose counters outside the model's limits.
-    #[error("{given} general-purpose counters: {generation} can have {limit}; {remedy}")]
+    #[error("{given} general-purpose counters: {generation} supports {limit}; {remedy}")]
     General {
         /// Requested number.
         given: u32,
         /// Requested model.
-        generation: Generation,
+        generation: PmuGeneration,
         /// Limit of the model.
         limit: &'static str,
         /// Suggested remedy.
         remedy: &'static str,
     },
     /// Too many fixed counters.
-    #[error("{given} fixed counters: {generation} can have {limit}; {remedy}")]
+    #[error("{given} fixed counters: {generation} supports {limit}; {remedy}")]
     Fixed {
         /// Requested number.
         given: u32,
         /// Requested model.
-        generation: Generation,
+        generation: PmuGeneration,
         /// Limit of the model.
         limit: &'static str,
         /// Suggested remedy.
         remedy: &'static str,
     },
     /// Counter width that the model does not support.
-    #[error("a counter width of {given} bits: {generation} can have {limit}; leave --pmu-width out for 48")]
+    #[error("a counter width of {given} bits: {generation} supports {limit}; omit --pmu-width for 48")]
     Width {
         /// Requested width in bits.
         given: u32,
         /// Requested model.
-        generation: Generation,
+        generation: PmuGeneration,
         /// Limit of the model.
         limit: &'static str,
     },
     /// Counter numbers or a width given together with `--pmu host`, `off` or `auto`.
     #[error(
-        "--pmu {0} takes no counter numbers and no width: choose a model by name, for example --pmu intel-v2"
+        "--pmu {0} does not support --pmu-counters and --pmu-width; choose a model by name, for \
+        example --pmu intel-v2"
     )]
     NotAdjustable(&'static str),
     /// `--pmu host` on a host whose CPUID reports no PMU.
-    #[error(
-        "--pmu host: this host's CPUID shows no PMU to copy; choose a model by name, for example --pmu intel"
-    )]
+    #[error("--pmu host: no PMU found in this host's CPUID; choose a model by name, for example --pmu intel")]
     HostHasNone,
 }

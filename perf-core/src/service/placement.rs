@@ -11,10 +11,10 @@ use crate::model::software::SoftwareEventId;
 use crate::model::state::Owner;
 use crate::pmu::{PmuError, PmuTarget, VcpuId};
 use crate::schedule::SharePolicy;
-use crate::schedule::seats::{CounterAssignments, CounterConflict};
+use crate::schedule::counter_assignments::{CounterAssignments, CounterConflict};
 use crate::service::core::{CoreInner, HardwareNeeds};
 use crate::service::error::OpenError;
-use crate::service::opened::EventRef;
+use crate::service::open_events::EventRef;
 
 /// Placement of a new event.
 pub(crate) struct Placement {

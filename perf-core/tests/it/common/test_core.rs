@@ -8,7 +8,7 @@ use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
 
 #[allow(unused_imports, reason = "each program uses its part")]
-pub use super::NoRegs;
+pub use super::UnavailableRegs;
 
 /// The state of one event of the driver.
 #[derive(Debug, Default)]
@@ -182,8 +182,8 @@ impl Drop for TestEvent {
 }
 
 /// A core with a manual clock, a hardware driver and a software driver.
-pub struct Machine {
-    pub core: Core,
+pub struct TestCore {
+    pub core: PerfCore,
     pub clock: Arc<ManualClock>,
     pub hw: Arc<DriverState>,
     pub sw: Arc<DriverState>,
@@ -191,19 +191,19 @@ pub struct Machine {
     pub guest: Session,
 }
 
-impl Machine {
+impl TestCore {
     pub fn new(slots: usize) -> Self {
         Self::with(slots, |_| {})
     }
 
-    pub fn with(slots: usize, tweak: impl FnOnce(&mut CoreConfig)) -> Self {
+    pub fn with(slots: usize, tweak: impl FnOnce(&mut PerfCoreConfig)) -> Self {
         let clock = Arc::new(ManualClock::new());
-        let mut config = CoreConfig {
+        let mut config = PerfCoreConfig {
             clock: Arc::clone(&clock) as Arc<dyn Clock>,
-            ..CoreConfig::default()
+            ..PerfCoreConfig::default()
         };
         tweak(&mut config);
-        let core = Core::new(config);
+        let core = PerfCore::new(config);
         let (hw, sw) = (Arc::new(DriverState::default()), Arc::new(DriverState::default()));
         core.register(Arc::new(TestPmu {
             world: Arc::clone(&hw),

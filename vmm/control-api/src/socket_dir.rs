@@ -20,12 +20,13 @@ const SUFFIX: &str = ".sock";
 /// connections.
 const BACKLOG_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Why a control socket is unavailable.
+/// Reason why a control socket is unavailable.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
     /// The name is not a valid VM name.
     #[error(
-        "'{0}' is no name for a VM: use 1 to {MAX_NAME} letters, digits, dots, dashes and underscores, a dot not first"
+        "invalid VM name '{0}'; use 1 to {MAX_NAME} letters, digits, dots, dashes and underscores, \
+        without a leading dot"
     )]
     Name(String),
     /// The directory belongs to another user or is accessible to others.
@@ -37,7 +38,7 @@ pub enum SocketError {
         owner: u32,
     },
     /// The parent of the socket directory does not exist.
-    #[error("{} cannot be made, as there is no {}{}", .dir.display(), .parent.display(), named(.parent))]
+    #[error("cannot create {}: {} not found{}", .dir.display(), .parent.display(), named(.parent))]
     NoParent {
         /// Path of the socket directory.
         dir: PathBuf,
@@ -557,7 +558,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_socket_at_a_path_has_its_permissions_and_replaces_only_a_dead_one() {
+    fn socket_at_a_path_has_its_permissions_and_replaces_only_a_dead_one() {
         let tmp = tempfile::tempdir().unwrap();
         let path = tmp.path().join("look");
         let socket = Socket::bind_at(&path, 0o660).unwrap();
@@ -574,7 +575,7 @@ mod tests {
     }
 
     #[test]
-    fn the_directory_follows_the_environment() {
+    fn directory_follows_the_environment() {
         assert_eq!(
             directory_for(Some("/run/user/7".into()), 7),
             Path::new("/run/user/7/perfvisor")

@@ -239,7 +239,7 @@ impl GpHandlerTrap {
 
     /// Removes the trap. If the bytes after the trap have changed, the memory may no longer contain
     /// code, and the trap is left in place. If the memory still contains code, for example after
-    /// the guest rewrote its handler behind the first instruction, the trap continues to be
+    /// the guest rewrote its handler after the first instruction, the trap continues to be
     /// emulated.
     fn remove_locked(&self, places: &mut TrapLocations, memory: &GuestMemoryMmap) {
         let Some(old) = places.here.take() else { return };

@@ -3,8 +3,8 @@
 //! A pinned event fails if no slot is available, if its driver cannot start it, or if the host
 //! takes its counter away. The kernel reports the last case only by end of file on the next read.
 //! Active events are therefore checked periodically ([`crate::VcpuContext::look`] and
-//! [`crate::Core::tick`], rate-limited) and whenever they are read. A multiplexed event waits for
-//! the next rotation instead of failing.
+//! [`crate::PerfCore::tick`], rate-limited) and whenever they are read. A multiplexed event waits
+//! for the next rotation instead of failing.
 //!
 //! The owner of an event detects a failure with [`crate::VcpuContext::errors`], which costs one
 //! load, and reads the cause with [`crate::Handle::failure`].
