@@ -72,18 +72,6 @@ pub(crate) enum HandlerPhase {
     Rearmed,
     /// Has not re-enabled its counters yet.
     Running,
-    /// Has stopped a counter that requested the PMI.
-    Stopped,
-    /// The counter that the handler had stopped was re-enabled, by the handler or, if the handler
-    /// has returned, by another part of the guest.
-    Restarted,
-}
-
-impl HandlerPhase {
-    /// Returns whether the end of the handler is still unknown.
-    fn is_measured(self) -> bool {
-        !matches!(self, Self::Returned | Self::Rearmed)
-    }
 }
 
 /// Saved form of the measurement. All times are relative to the time of saving.
@@ -102,7 +90,7 @@ pub(crate) struct SavedHandler {
 impl SavedHandler {
     /// Returns whether [`ShareLimit::save`] can return this value.
     pub(crate) fn is_possible(&self) -> bool {
-        let is_active = self.phase.is_measured() || self.remaining_ns > 0;
+        let is_active = self.phase == HandlerPhase::Running || self.remaining_ns > 0;
         self.remaining_ns <= MAX_GAP_NS && (is_active || *self == Self::default())
     }
 }
@@ -152,7 +140,7 @@ impl ShareLimit {
     /// Returns whether register writes are still part of the handler's measurement.
     #[inline]
     pub(crate) fn is_running(&self) -> bool {
-        matches!(self.phase, HandlerPhase::Running | HandlerPhase::Stopped)
+        self.phase == HandlerPhase::Running
     }
 
     /// Returns whether the caller must determine whether the handler has returned. `is_due` is set
@@ -162,8 +150,7 @@ impl ShareLimit {
         match self.phase {
             HandlerPhase::Returned => false,
             HandlerPhase::Rearmed => is_due && now_ns() < self.next_ns(),
-            HandlerPhase::Running | HandlerPhase::Stopped => is_due && !self.share.is_unlimited(),
-            HandlerPhase::Restarted => !self.share.is_unlimited(),
+            HandlerPhase::Running => is_due && !self.share.is_unlimited(),
         }
     }
 
@@ -189,35 +176,23 @@ impl ShareLimit {
         self.sources
     }
 
-    /// Records a register write during the handler. `selected` is set if all counters that
-    /// requested the PMI are selected, and `enabled` if the global control enables counters.
-    pub(crate) fn note_write(&mut self, selected: bool, enabled: bool, now_ns: u64) {
-        if !selected {
-            // Later writes may be those of the interrupted program.
-            if self.phase == HandlerPhase::Running {
-                self.phase = HandlerPhase::Stopped;
-                self.extend(now_ns);
-            }
-        } else if self.unserved == 0 && enabled {
-            match self.phase {
-                HandlerPhase::Stopped => self.phase = HandlerPhase::Restarted,
-                _ => self.rearmed(now_ns),
-            }
-        }
+    /// Returns whether the handler has served all counters that requested the PMI.
+    pub(crate) fn all_served(&self) -> bool {
+        self.unserved == 0
     }
 
     /// Records that the handler has re-enabled its counters.
-    fn rearmed(&mut self, now_ns: u64) {
+    pub(crate) fn rearmed(&mut self, now_ns: u64) {
         self.phase = HandlerPhase::Rearmed;
         self.extend(now_ns);
     }
 
     /// Records whether the guest still executes the handler.
     pub(crate) fn observe(&mut self, executes: bool, now_ns: u64) {
-        match (executes, self.phase) {
-            (false, _) => self.phase = HandlerPhase::Returned,
-            (true, HandlerPhase::Restarted) => self.rearmed(now_ns),
-            (true, _) => self.extend(now_ns),
+        if executes {
+            self.extend(now_ns);
+        } else {
+            self.phase = HandlerPhase::Returned;
         }
     }
 
@@ -228,7 +203,7 @@ impl ShareLimit {
     }
 
     pub(crate) fn save(&self, now_ns: u64) -> SavedHandler {
-        if !self.phase.is_measured() && self.next_ns <= now_ns {
+        if self.phase != HandlerPhase::Running && self.next_ns <= now_ns {
             return SavedHandler::default();
         }
         SavedHandler {
@@ -304,7 +279,7 @@ mod tests {
                     limit.observe(false, now_ns);
                 } else {
                     limit.served(1);
-                    limit.note_write(true, true, now_ns);
+                    limit.rearmed(now_ns);
                 }
                 // The next PMI becomes due, and waits for its time if necessary.
                 let due_ns = now_ns + asks_after_ns;

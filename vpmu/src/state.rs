@@ -32,8 +32,6 @@ const PMI_DEFERRED: u8 = 2;
 const HANDLER_RETURNED: u8 = 0;
 const HANDLER_REARMED: u8 = 1;
 const HANDLER_RUNNING: u8 = 2;
-const HANDLER_STOPPED: u8 = 3;
-const HANDLER_RESTARTED: u8 = 4;
 
 /// Returns the version of the body layout of a vendor.
 const fn layout_version(vendor: Vendor) -> u16 {
@@ -246,8 +244,6 @@ fn write_handler(body: &mut Vec<u8>, handler: SavedHandler) {
         HandlerPhase::Returned => HANDLER_RETURNED,
         HandlerPhase::Rearmed => HANDLER_REARMED,
         HandlerPhase::Running => HANDLER_RUNNING,
-        HandlerPhase::Stopped => HANDLER_STOPPED,
-        HandlerPhase::Restarted => HANDLER_RESTARTED,
     });
     for field in [
         handler.sources,
@@ -268,8 +264,6 @@ fn read_handler(reader: &mut Reader<'_>, model: &PmuModel, version: u16) -> Resu
         HANDLER_RETURNED => HandlerPhase::Returned,
         HANDLER_REARMED => HandlerPhase::Rearmed,
         HANDLER_RUNNING => HandlerPhase::Running,
-        HANDLER_STOPPED => HandlerPhase::Stopped,
-        HANDLER_RESTARTED => HandlerPhase::Restarted,
         _ => return Err(StateError::Impossible("the PMI handler is in no known phase")),
     };
     let handler = SavedHandler {

@@ -233,9 +233,7 @@ impl Vpmu {
         self.pmi_limit = RateLimit::new(per_second);
     }
 
-    /// Bounds the share of the vCPU's time that PMI handlers take. The times of
-    /// [`Self::pmi_ready`] and [`Self::pmi_delivered`] must then be those of
-    /// [`CounterEvents::now_ns`].
+    /// Bounds the time of PMI handlers. Pass times of [`CounterEvents::now_ns`] from then on.
     pub fn set_pmi_share(&mut self, share: PmiShare) {
         self.pmi_share.set_share(share);
     }

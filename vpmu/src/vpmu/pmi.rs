@@ -146,11 +146,12 @@ impl Vpmu {
     /// they are enabled again.
     #[cold]
     pub(super) fn detect_handler_end(&mut self, events: &mut dyn CounterEvents) {
-        let selected = counters_in(self.pmi_share.sources())
-            .all(|counter| self.vendor.is_selected(&self.registers, counter));
-        let enabled = self.vendor.globally_enabled(&self.registers) != 0;
-        if !selected || enabled {
-            self.pmi_share.note_write(selected, enabled, events.now_ns());
+        let is_enabled = |counter| self.vendor.is_selected(&self.registers, counter);
+        if self.pmi_share.all_served()
+            && self.vendor.globally_enabled(&self.registers) != 0
+            && counters_in(self.pmi_share.sources()).all(is_enabled)
+        {
+            self.pmi_share.rearmed(events.now_ns());
         }
     }
 
