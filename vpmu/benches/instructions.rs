@@ -33,7 +33,9 @@ use perf_core::*;
 use serde::{Deserialize, Serialize};
 use test_support::steps;
 use vpmu::registers::*;
-use vpmu::{ArchEvent, BackingPolicy, EventSources, PerfCoreEvents, PmuModel, RdpmcIndex, Vpmu, fed};
+use vpmu::{
+    ArchEvent, BackingPolicy, EventSources, PerfCoreEvents, PmiShare, PmuModel, RdpmcIndex, Vpmu, fed,
+};
 use vpmu::{Cpl, MsrAddress};
 
 const VCPU: VcpuId = VcpuId(0);
@@ -146,6 +148,7 @@ impl BenchGuest {
             vpmu: Vpmu::new(model),
             events,
         };
+        new.vpmu.set_pmi_share(PmiShare::default());
         for n in 0..4 {
             new.write(new.selector(n), selector);
         }
@@ -204,6 +207,7 @@ impl BenchGuest {
             });
         self.vpmu.reconcile(&mut self.events);
         self.vpmu.pmi_delivered(n);
+        self.vpmu.observe_handler(false, n);
     }
 }
 

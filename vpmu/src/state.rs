@@ -7,8 +7,8 @@
 //! registers determine the events, and the destination host chooses the backings.
 //!
 //! Layout version 1 lacks the counters that requested a due PMI and whether delivery was deferred.
-//! Version 1 is still read; [`Vpmu::restore`] then assumes that every possible counter requested
-//! the PMI.
+//! [`Vpmu::restore`] then assumes that every possible counter requested the PMI. Versions 1 and 2
+//! lack the measurement of the PMI handler, which is then discarded. Both are still read.
 
 use crate::counter_events::{CounterEvents, CounterTimes, EnableOutcome, EventLoss};
 use crate::events::{Backing, EventRequest};
@@ -16,6 +16,7 @@ use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 use crate::model::PmuModel;
 use crate::model_name::{CounterNumbers, PmuGeneration, Vendor};
 use crate::registers;
+use crate::share::{HandlerPhase, SavedHandler};
 use crate::vendor::{Register, Registers, WriteEffect};
 use crate::vpmu::{Counter, DuePmi, RestoredPmi, Vpmu};
 
@@ -28,11 +29,16 @@ const PMI_NONE: u8 = 0;
 const PMI_DUE: u8 = 1;
 const PMI_DEFERRED: u8 = 2;
 
+/// Values of the body's handler byte.
+const HANDLER_RETURNED: u8 = 0;
+const HANDLER_REARMED: u8 = 1;
+const HANDLER_RUNNING: u8 = 2;
+
 /// Returns the version of the body layout of a vendor.
 const fn layout_version(vendor: Vendor) -> u16 {
     match vendor {
-        Vendor::Intel => 2,
-        Vendor::Amd => 2,
+        Vendor::Intel => 3,
+        Vendor::Amd => 3,
     }
 }
 
@@ -84,8 +90,8 @@ pub enum StateError {
 impl Vpmu {
     /// Serializes the state. Folds running counters; the PMU continues to run.
     ///
-    /// The event filter and the PMI rate limit are configuration, not state: set them again after
-    /// [`Self::restore`].
+    /// The event filter, the PMI rate limit and the share of PMI handlers are configuration, not
+    /// state: set them again after [`Self::restore`].
     #[expect(
         clippy::cast_possible_truncation,
         reason = "a PMU has at most 19 counters, and a body of a few hundred bytes"
@@ -105,6 +111,7 @@ impl Vpmu {
             Some(DuePmi { deferred: true, .. }) => PMI_DEFERRED,
         });
         body.extend(pmi.map_or(0, |pmi| pmi.sources).to_le_bytes());
+        write_handler(&mut body, self.pmi_share.save(events.now_ns()));
         let existing = self.model.counters_mask();
         body.push(existing.count_ones() as u8);
         for counter in counters_in(existing) {
@@ -166,6 +173,7 @@ impl Vpmu {
             svme: false,
         };
         let pmi = read_pmi(&mut reader, &model, version)?;
+        let handler = read_handler(&mut reader, &model, version)?;
         let mut counters = [Counter::default(); MAX_COUNTERS];
         let mut seen = 0;
         for _ in 0..reader.u8()? {
@@ -202,6 +210,7 @@ impl Vpmu {
         self.registers = registers;
         self.counters = counters;
         self.restore_pmi(pmi);
+        self.pmi_share.restore(handler, events.now_ns());
         self.note_all_svme();
         self.mark_all();
         Ok(())
@@ -285,6 +294,53 @@ fn read_pmi(
         }))),
         _ => Err(StateError::Impossible("the PMI is neither due nor not due")),
     }
+}
+
+fn write_handler(body: &mut Vec<u8>, handler: SavedHandler) {
+    body.push(match handler.phase {
+        HandlerPhase::Returned => HANDLER_RETURNED,
+        HandlerPhase::Rearmed => HANDLER_REARMED,
+        HandlerPhase::Running => HANDLER_RUNNING,
+    });
+    for field in [
+        handler.sources,
+        handler.unserved,
+        handler.elapsed_ns,
+        handler.remaining_ns,
+    ] {
+        body.extend(field.to_le_bytes());
+    }
+}
+
+/// Reads the measurement of the PMI handler of a body of layout `version`.
+fn read_handler(reader: &mut Reader<'_>, model: &PmuModel, version: u16) -> Result<SavedHandler, StateError> {
+    if version < 3 {
+        return Ok(SavedHandler::default());
+    }
+    let phase = match reader.u8()? {
+        HANDLER_RETURNED => HandlerPhase::Returned,
+        HANDLER_REARMED => HandlerPhase::Rearmed,
+        HANDLER_RUNNING => HandlerPhase::Running,
+        _ => return Err(StateError::Impossible("the PMI handler is in no known phase")),
+    };
+    let handler = SavedHandler {
+        phase,
+        sources: reader.u64()?,
+        unserved: reader.u64()?,
+        elapsed_ns: reader.u64()?,
+        remaining_ns: reader.u64()?,
+    };
+    if (handler.sources | handler.unserved) & !model.counters_mask() != 0 {
+        return Err(StateError::Impossible(
+            "the PMI handler has to serve a counter that does not exist",
+        ));
+    }
+    if !handler.is_possible() {
+        return Err(StateError::Impossible(
+            "the times of the PMI handler are contradictory",
+        ));
+    }
+    Ok(handler)
 }
 
 /// Checks that a guest could have written these register values.
@@ -494,8 +550,12 @@ mod tests {
     use super::*;
     use crate::index::MsrAddress;
     use crate::registers::*;
+    use crate::share::PmiShare;
     use crate::sim::SimEvents;
     use crate::vpmu::{MsrReadOutcome, MsrWriteOutcome};
+
+    /// Length of the measurement of the PMI handler.
+    const HANDLER_BYTES: usize = 1 + 4 * 8;
 
     fn busy() -> (Vpmu, SimEvents) {
         let (mut vpmu, mut events) = (Vpmu::new(PmuModel::INTEL), SimEvents::default());
@@ -601,12 +661,17 @@ mod tests {
                 HEADER_BYTES + 5 + 33,
                 "a counter that does not exist requested the PMI",
             ),
+            (HEADER_BYTES + 5 + 41, "the PMI handler is in no known phase"),
             (
                 HEADER_BYTES + 5 + 42,
+                "the PMI handler has to serve a counter that does not exist",
+            ),
+            (
+                HEADER_BYTES + 5 + 75,
                 "a counter is there twice or does not exist",
             ),
-            (HEADER_BYTES + 5 + 50, "a selector has reserved bits"),
-            (HEADER_BYTES + 5 + 58, "a counter is wider than its width"),
+            (HEADER_BYTES + 5 + 83, "a selector has reserved bits"),
+            (HEADER_BYTES + 5 + 91, "a counter is wider than its width"),
         ] {
             let mut changed = bytes.clone();
             changed[at] = 0x55;
@@ -617,7 +682,7 @@ mod tests {
         newer[5] = 9;
         assert_eq!(
             vpmu.restore(&reframe(newer), &mut events),
-            Err(StateError::Version { have: 9, known: 2 })
+            Err(StateError::Version { have: 9, known: 3 })
         );
     }
 
@@ -638,6 +703,33 @@ mod tests {
         }
     }
 
+    /// Changes the version and length of a state whose body was changed.
+    fn as_version(version: u8, mut bytes: Vec<u8>) -> Vec<u8> {
+        let body = u32::try_from(bytes.len() - HEADER_BYTES - CRC_BYTES).unwrap();
+        bytes[5] = version;
+        bytes[7..11].copy_from_slice(&body.to_le_bytes());
+        reframe(bytes)
+    }
+
+    #[test]
+    fn layout_version_2_is_still_read() {
+        const HANDLER: usize = HEADER_BYTES + 5 + 41;
+        let (mut vpmu, mut events) = busy();
+        vpmu.set_pmi_share(PmiShare::default());
+        events.run(10);
+        // The read finds the overflow.
+        vpmu.read_msr(MsrAddress(IA32_PERF_GLOBAL_STATUS), &mut events);
+        vpmu.pmi_delivered(events.now_ns());
+        let bytes = vpmu.save(&mut events);
+        assert_eq!(bytes[HANDLER], HANDLER_RUNNING);
+        let mut old = bytes.clone();
+        old.drain(HANDLER..HANDLER + HANDLER_BYTES);
+        vpmu.restore(&as_version(2, old), &mut events).unwrap();
+        let mut expected = bytes;
+        expected[HANDLER..HANDLER + HANDLER_BYTES].fill(0);
+        assert_eq!(vpmu.save(&mut events), reframe(expected));
+    }
+
     /// Layout version 1 has no sources of the PMI, so every possible counter is assumed to be one.
     #[test]
     fn layout_version_1_is_still_read() {
@@ -646,10 +738,8 @@ mod tests {
         events.run(10);
         let bytes = vpmu.save(&mut events);
         let mut old = bytes.clone();
-        old.drain(PMI + 1..PMI + 9);
-        old[5] = 1;
-        old[7..11].copy_from_slice(&u32::try_from(bytes.len() - 15 - 8).unwrap().to_le_bytes());
-        let old = reframe(old);
+        old.drain(PMI + 1..PMI + 9 + HANDLER_BYTES);
+        let old = as_version(1, old);
         let (mut there, mut there_events) = (Vpmu::new(PmuModel::INTEL), SimEvents::default());
         there.restore(&old, &mut there_events).unwrap();
         assert!(there.pmi_pending());

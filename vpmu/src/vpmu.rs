@@ -24,6 +24,7 @@ use crate::limit::{DEFAULT_PMI_LIMIT, RateLimit};
 use crate::lost::UncountedCounters;
 use crate::model::PmuModel;
 use crate::registers;
+use crate::share::{PmiShare, ShareLimit};
 use crate::vendor::{Register, Registers, VendorOps, WriteEffect, selector};
 
 pub(crate) use pmi::{DuePmi, RestoredPmi};
@@ -161,8 +162,11 @@ pub struct Vpmu {
     /// that requested it remains unserved.
     pmi_deferred: bool,
     /// Set if the due PMI has been counted as throttled.
-    pmi_held: bool,
+    pmi_throttled: bool,
+    /// Time since which the share of PMI handlers has held back the due PMI, in nanoseconds.
+    pmi_held_since_ns: Option<u64>,
     pmi_limit: RateLimit,
+    pub(crate) pmi_share: ShareLimit,
     pmi_counts: PmiCounts,
     throttle_logged_ns: Option<u64>,
     /// Events for which a missing backing was logged: bit n for architectural event n, the top bit
@@ -171,7 +175,8 @@ pub struct Vpmu {
 }
 
 impl Vpmu {
-    /// Creates a PMU in its reset state, without an event filter and with [`DEFAULT_PMI_LIMIT`].
+    /// Creates a PMU in its reset state, without an event filter, with [`DEFAULT_PMI_LIMIT`] and
+    /// without a bound on the share of PMI handlers.
     pub fn new(model: PmuModel) -> Self {
         let vendor = registers::of(model.vendor());
         Self {
@@ -194,8 +199,10 @@ impl Vpmu {
             pmi_due: false,
             pmi_sources: 0,
             pmi_deferred: false,
-            pmi_held: false,
+            pmi_throttled: false,
+            pmi_held_since_ns: None,
             pmi_limit: RateLimit::new(DEFAULT_PMI_LIMIT),
+            pmi_share: ShareLimit::new(PmiShare::UNLIMITED),
             pmi_counts: PmiCounts::default(),
             throttle_logged_ns: None,
             warned: 0,
@@ -224,6 +231,11 @@ impl Vpmu {
     /// Limits PMIs to `per_second` (0 counts as 1).
     pub fn set_pmi_limit(&mut self, per_second: u32) {
         self.pmi_limit = RateLimit::new(per_second);
+    }
+
+    /// Bounds the time of PMI handlers. Pass times of [`CounterEvents::now_ns`] from then on.
+    pub fn set_pmi_share(&mut self, share: PmiShare) {
+        self.pmi_share.set_share(share);
     }
 
     /// Handles a guest RDMSR.
@@ -332,6 +344,9 @@ impl Vpmu {
             }
             // Vendors never store values in these registers.
             Register::GlobalStatus | Register::GlobalInUse | Register::Capabilities | Register::Absent => {}
+        }
+        if self.pmi_share.is_running() {
+            self.detect_handler_end(events);
         }
         MsrWriteOutcome::Done
     }
@@ -490,6 +505,7 @@ impl Vpmu {
         self.counters = [Counter::default(); MAX_COUNTERS];
         self.dirty = 0;
         self.forget_pmi();
+        self.pmi_share.reset();
     }
 
     /// Folds all counters and releases their events, because the vCPU moves to another thread or

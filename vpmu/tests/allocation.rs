@@ -43,6 +43,7 @@ fn register_access_does_not_allocate() {
     .unwrap();
     for model in [PmuModel::INTEL, PmuModel::AMD, v2, v5] {
         let mut vpmu = Vpmu::new(model);
+        vpmu.set_pmi_share(PmiShare::default());
         let mut events = SimEvents::default();
         let addresses: Vec<u32> = model.trapped_msrs().into_iter().flatten().collect();
         let mut pmis = 0;
@@ -73,9 +74,15 @@ fn register_access_does_not_allocate() {
                 vpmu.overflowed(counter, &mut events);
             }
             vpmu.reconcile(&mut events);
-            if vpmu.pmi_ready(n * 100_000) == PmiReadiness::Now {
+            // The rate limit of PMIs allows one at each step.
+            events.wait(100_000);
+            let now_ns = events.now_ns();
+            if vpmu.needs_handler_state(&mut events) {
+                vpmu.observe_handler(n & 1 == 0, now_ns);
+            }
+            if vpmu.pmi_ready(now_ns) == PmiReadiness::Now {
                 pmis += 1;
-                vpmu.pmi_delivered(n * 100_000);
+                vpmu.pmi_delivered(now_ns);
             }
         };
         assert_eq!(allocations(|| (0..200_000).for_each(walk)), 0, "{model}");

@@ -2,6 +2,7 @@
 #include "selftest.h"
 
 #define RUN_MS 80
+#define SLOW_RUN_MS 400
 #define TRIES 2
 #define LONGEST_PMI_MS 200 /* a PMI that has not come by then is lost */
 #define PERIODS_PER_SECOND 1000
@@ -10,6 +11,8 @@
 static u32 lvtpc;
 static u64 period, pmis, late, spurious, select;
 static u64 by_function[4]; /* hot, warm, cool, anywhere else */
+static u64 handler_us;                   /* duration of the handler, if it is a slow one */
+static u64 handler_tsc, run_tsc;         /* TSC ticks in the handler, and of the whole run */
 static volatile bool ending; /* the handler leaves the counters off */
 
 /* TSC ticks that switching both counters took, one after the other: on and off. */
@@ -57,7 +60,7 @@ static void counters_off(void)
 /* As a driver does it: counters off, acknowledge, re-arm so that the distance between overflows stays, unmask, on. */
 static void on_pmi(struct trap_frame *f)
 {
-    u64 v;
+    u64 v, t0 = rdtsc();
 
     counters_off();
     v = ctr_read(0);
@@ -74,8 +77,11 @@ static void on_pmi(struct trap_frame *f)
         spurious++;
     }
     apic_write(APIC_LVTPC, lvtpc); /* Intel has masked it */
+    if (handler_us)
+        delay_us(handler_us);
     if (!ending)
         counters_on();
+    handler_tsc += rdtsc() - t0;
 }
 
 /* How many rounds of spin_chunk take about 4 ms. */
@@ -122,7 +128,7 @@ static u64 count_pmis(u32 lvt, u32 cpl, u32 ms)
 
     pmu_reset();
     lvtpc = lvt;
-    pmis = late = spurious = 0;
+    pmis = late = spurious = handler_tsc = 0;
     gap_on = gap_off = (struct gap){ 0 };
     ending = false;
     this_cpu()->pmi_hook = on_pmi;
@@ -144,6 +150,7 @@ static u64 count_pmis(u32 lvt, u32 cpl, u32 ms)
         cli();
         tsc = rdtsc() - t0;
     } while (tsc < tsc_hz / 1000 * ms);
+    run_tsc = tsc;
     /*
      * A PMI that is on its way still belongs to this row. Its handler must not switch the counters on again: where the host is busy the
      * next overflow can come meanwhile, and its vector would be taken in the next row, as one without an overflow. A busy host brings the
@@ -234,4 +241,17 @@ void overflows(void)
     overflow_row("NMI", LVT_NMI, 3);
     overflow_row("vector 0x40", VEC_PMI, 3);
     profile();
+}
+
+/* The handler takes longer than the period, so without a bound each handler returns into the next PMI. */
+void slow_handler(u64 us)
+{
+    u64 expected;
+
+    cycles_per_1024_tsc = 1024;
+    period = tsc_hz / 1000000 * 50;
+    handler_us = us;
+    expected = count_pmis(LVT_NMI, 3, SLOW_RUN_MS);
+    kprintf("result slow-handler pmis=%lu late=%lu spurious=%lu expected=%lu handler_percent=%lu\n", pmis, late, spurious, expected,
+            handler_tsc * 100 / run_tsc);
 }

@@ -10,7 +10,8 @@
  * counts cycles), denied-EVENT (the event filter denies EVENT: a row's name in the machine-readable lines, or steal-ns), reset=WAY (no test: resets the machine), button (no test: powers off
  * when the power button is pressed), hostile=SEED (no test: does what a VMM should survive, for ever), unemulated (no test:
  * executes an instruction that KVM has to execute itself and cannot), first-count (no test: the time from enabling a
- * counter to its first count; with host-event of a counter that an event of the host's kernel counts).
+ * counter to its first count; with host-event of a counter that an event of the host's kernel counts), slow-handler=US (no test:
+ * PMIs with a handler of US microseconds and a period of 50).
  */
 #include "selftest.h"
 
@@ -193,6 +194,10 @@ void kmain(void)
     pmu_reset();
     if (option("first-count")) {
         first_count();
+        return;
+    }
+    if (option_value("slow-handler")) {
+        slow_handler(option_number("slow-handler", 500));
         return;
     }
     counting();

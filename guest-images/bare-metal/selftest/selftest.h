@@ -17,6 +17,7 @@ extern u64 cycles_per_1024_tsc; /* what the cycles event counted at CPL3 in 1024
 
 /* --- overflow.c --- */
 void overflows(void);
+void slow_handler(u64 us); /* PMIs of a handler that takes `us` microseconds */
 
 /* --- spin.c --- */
 void spin(u64 seconds); /* 0: for ever */

@@ -95,6 +95,10 @@ fn kvm_vpmu_is_rejected_if_missing_or_incompatible() {
         &["run", "--backing", "kvm", "--pmi-limit", "9"],
         &["--pmi-limit", "omit"],
     );
+    refused(
+        &["run", "--backing", "kvm", "--pmi-share", "off"],
+        &["--pmi-share", "omit"],
+    );
     let check = run(&["check", "--json"]);
     let report: serde_json::Value = serde_json::from_slice(&check.stdout).unwrap();
     let own = &report["own_pmu"];

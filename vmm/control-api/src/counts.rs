@@ -26,6 +26,10 @@ pub struct VcpuCounts {
     pub pmi_none: u64,
     /// PMIs that the rate limit held back before they were delivered.
     pub pmi_throttled: u64,
+    /// PMIs that were held back because PMI handlers had taken their share of the vCPU's time.
+    pub pmi_held: u64,
+    /// Total delay of the held PMIs that were delivered, in ns.
+    pub pmi_held_ns: u64,
     /// Entries at which a due PMI had to wait because the guest had masked LVTPC.
     pub pmi_masked_waits: u64,
     /// PMIs that were withdrawn because the guest had cleared their cause before delivery.

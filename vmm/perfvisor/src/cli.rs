@@ -22,7 +22,7 @@ use guest_patching::rdpmc::RdpmcMode;
 use operator::commands::one_line;
 use operator::exporter::ExporterArgs;
 use perf_core::SharePolicy;
-use vpmu::{BackingPolicy, CounterNumbers, PmuModelName};
+use vpmu::{BackingPolicy, CounterNumbers, PmiShare, PmuModelName};
 
 use crate::commands::generate::{EXAMPLES, GenerateArgs};
 use crate::commands::validate::ValidateArgs;
@@ -345,6 +345,11 @@ pub struct RunArgs {
     /// Limit the PMIs per second and vCPU; 0 for no limit [default: 50000]
     #[arg(long, value_name = "N", value_parser = parse_pmi_limit, help_heading = "PMU of the guest")]
     pub pmi_limit: Option<u32>,
+    /// Bound the time that the guest's PMI handlers take to this share of each vCPU's time: the next
+    /// PMI is held back until the guest has run long enough outside the handler. off or 100% for no
+    /// bound [default: 50%]
+    #[arg(long, value_name = "SHARE", help_heading = "PMU of the guest")]
+    pub pmi_share: Option<PmiShare>,
     /// Select the backing of the guest's counters: auto, hardware, clock, exact, kvm (KVM's own
     /// vPMU) or none.
     #[arg(

@@ -1,5 +1,5 @@
-//! Pending PMI: delivery conditions, rate limiting, and withdrawal after the guest has served the
-//! overflow.
+//! Pending PMI: delivery conditions, limits of rate and share, and withdrawal after the guest has
+//! served the overflow.
 
 use super::Vpmu;
 use crate::counter_events::CounterEvents;
@@ -12,7 +12,8 @@ pub enum PmiReadiness {
     No,
     /// A PMI is due. Deliver it as soon as LVTPC allows, then call [`Vpmu::pmi_delivered`].
     Now,
-    /// A PMI is due, but the rate limit delays it until the given time of the caller's clock.
+    /// A PMI is due, but the rate limit or the share of PMI handlers delays it until the given time
+    /// of the caller's clock.
     NotBefore {
         /// Earliest delivery time, in nanoseconds.
         time_ns: u64,
@@ -26,6 +27,10 @@ pub struct PmiCounts {
     pub delivered: u64,
     /// Number of PMIs delayed by the rate limit.
     pub throttled: u64,
+    /// Number of PMIs held back because PMI handlers had taken their share of the vCPU's time.
+    pub held: u64,
+    /// Total delay of the held PMIs that were delivered, in nanoseconds.
+    pub held_ns: u64,
     /// Number of PMIs withdrawn because the guest served their overflows before delivery.
     pub withdrawn: u64,
 }
@@ -59,21 +64,25 @@ impl Vpmu {
     /// clock.
     ///
     /// Overflows before the delivery are coalesced into one PMI, as they are into one NMI on a
-    /// physical processor. A PMI that the rate limit delays waits as described in
-    /// [`Self::defer_pmi`].
+    /// physical processor. A delayed PMI waits as described in [`Self::defer_pmi`].
     pub fn pmi_ready(&mut self, now_ns: u64) -> PmiReadiness {
         if !self.pmi_due {
             return PmiReadiness::No;
         }
-        let time_ns = self.pmi_limit.next_ns();
+        let (limit_ns, share_ns) = (self.pmi_limit.next_ns(), self.pmi_share.next_ns());
+        let time_ns = limit_ns.max(share_ns);
         if time_ns <= now_ns {
             return PmiReadiness::Now;
         }
         if !self.defer_pmi() {
             return PmiReadiness::No;
         }
-        if !self.pmi_held {
-            self.pmi_held = true;
+        if share_ns > now_ns && self.pmi_held_since_ns.is_none() {
+            self.pmi_held_since_ns = Some(now_ns);
+            self.pmi_counts.held += 1;
+        }
+        if limit_ns > now_ns && !self.pmi_throttled {
+            self.pmi_throttled = true;
             self.pmi_counts.throttled += 1;
             if self
                 .throttle_logged_ns
@@ -115,7 +124,35 @@ impl Vpmu {
             self.fold_all(events);
         }
         self.pmi_sources &= !counters;
+        self.pmi_share.served(counters);
         self.withdraw_if_served();
+    }
+
+    /// Returns whether the caller must call [`Self::observe_handler`] before [`Self::pmi_ready`],
+    /// because the registers do not show whether the handler of the last PMI has returned. Must be
+    /// called before every guest entry if a share is set.
+    #[inline]
+    pub fn needs_handler_state(&self, events: &mut dyn CounterEvents) -> bool {
+        self.pmi_share.is_uncertain(self.pmi_due, || events.now_ns())
+    }
+
+    /// Records whether the guest still executes the handler of the last delivered PMI: the NMI is
+    /// not followed by an IRET yet, or the vector is requested or in service.
+    pub fn observe_handler(&mut self, executes: bool, now_ns: u64) {
+        self.pmi_share.observe(executes, now_ns);
+    }
+
+    /// Ends the measurement of the handler if it has served the counters that requested its PMI and
+    /// they are enabled again.
+    #[cold]
+    pub(super) fn detect_handler_end(&mut self, events: &mut dyn CounterEvents) {
+        let is_enabled = |counter| self.vendor.is_selected(&self.registers, counter);
+        if self.pmi_share.all_served()
+            && self.vendor.globally_enabled(&self.registers) != 0
+            && counters_in(self.pmi_share.sources()).all(is_enabled)
+        {
+            self.pmi_share.rearmed(events.now_ns());
+        }
     }
 
     /// Withdraws a waiting PMI without remaining sources. A PMI that never had to wait is delivered
@@ -132,7 +169,8 @@ impl Vpmu {
         self.pmi_due = false;
         self.pmi_sources = 0;
         self.pmi_deferred = false;
-        self.pmi_held = false;
+        self.pmi_throttled = false;
+        self.pmi_held_since_ns = None;
     }
 
     /// Returns the due PMI as part of the saved state.
@@ -169,6 +207,10 @@ impl Vpmu {
     /// caller must also mask LVTPC.
     pub fn pmi_delivered(&mut self, now_ns: u64) {
         if self.pmi_due {
+            if let Some(since_ns) = self.pmi_held_since_ns {
+                self.pmi_counts.held_ns += now_ns.saturating_sub(since_ns);
+            }
+            self.pmi_share.begin(self.pmi_sources, now_ns);
             self.forget_pmi();
             self.pmi_counts.delivered += 1;
             self.pmi_limit.take(now_ns);

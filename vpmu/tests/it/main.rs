@@ -19,6 +19,7 @@ mod linux_update;
 mod pauses;
 mod perf_core_backing;
 mod pmi;
+mod pmi_share;
 mod reference_model;
 mod reference_model_on_perf_core;
 mod short_periods;

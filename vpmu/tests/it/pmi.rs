@@ -52,8 +52,8 @@ fn overflow_served_while_masked_raises_no_pmi() {
         guest.vpmu.pmi_counts(),
         PmiCounts {
             delivered: 1,
-            throttled: 0,
-            withdrawn: 1
+            withdrawn: 1,
+            ..PmiCounts::default()
         }
     );
 }
@@ -249,7 +249,7 @@ fn pmi_rate_limit_loses_no_overflows() {
         PmiCounts {
             delivered: 3_000,
             throttled: held,
-            withdrawn: 0
+            ..PmiCounts::default()
         }
     );
     assert!(held > 2_900);

@@ -325,7 +325,7 @@ fn optional_fields_are_accepted() {
     );
     answers::<request::Counts>(
         r#"[{"vcpu":1,"exits":9,"kinds":{"halt":2,"rdmsr":7},"register_faults":1,"pmi_nmi":2,"pmi_vector":3,"pmi_none":4,
-            "pmi_throttled":5,"pmi_masked_waits":6,"pmi_withdrawn":7,"steps":8,"steps_lost":9,"unstepped":10,
+            "pmi_throttled":5,"pmi_held":11,"pmi_held_ns":12,"pmi_masked_waits":6,"pmi_withdrawn":7,"steps":8,"steps_lost":9,"unstepped":10,
             "context":{"events":1,"active":2,"waiting_groups":3,"samples":4,"lost_samples":5,"throttles":6}}]"#,
     );
     // Counters that a VM does not report are 0.

@@ -347,6 +347,11 @@ impl Snapshot {
         out.counts("vcpu_pmis", help, pmis);
         let help = "Performance monitoring interrupts that the rate limit delayed.";
         out.counts("vcpu_pmis_throttled", help, self.each(|c| c.pmi_throttled));
+        let help = "Performance monitoring interrupts that were held back until the guest had run long \
+             enough outside its handler.";
+        out.counts("vcpu_pmis_held", help, self.each(|c| c.pmi_held));
+        let help = "Total delay of the held performance monitoring interrupts that were delivered.";
+        out.seconds("vcpu_pmi_held", help, self.each(|c| c.pmi_held_ns));
         let help = "Guest entries at which a due interrupt waited because the guest had masked LVTPC.";
         out.counts("vcpu_pmi_masked_waits", help, self.each(|c| c.pmi_masked_waits));
         let help = "Performance monitoring interrupts that were withdrawn because the guest \
@@ -529,6 +534,8 @@ mod tests {
             exits: 9,
             pmi_nmi: 3,
             pmi_throttled: 2,
+            pmi_held: 4,
+            pmi_held_ns: 1_500_000_000,
             pmi_withdrawn: 6,
             context: Some(ContextCounts {
                 events: 3,
@@ -589,6 +596,8 @@ mod tests {
             format!("perfvisor_guest_counter_running_ratio{gp0} 0.25"),
             "perfvisor_guest_counter_pmi_requests_total{vm=\"a\",vcpu=\"0\",counter=\"gp1\"} 4".into(),
             "perfvisor_vcpu_pmis_throttled_total{vm=\"a\",vcpu=\"0\"} 2".into(),
+            "perfvisor_vcpu_pmis_held_total{vm=\"a\",vcpu=\"0\"} 4".into(),
+            "perfvisor_vcpu_pmi_held_seconds_total{vm=\"a\",vcpu=\"0\"} 1.5".into(),
             "perfvisor_vcpu_pmis_withdrawn_total{vm=\"a\",vcpu=\"0\"} 6".into(),
             "perfvisor_vcpu_pmis_total{vm=\"a\",vcpu=\"0\",delivery=\"nmi\"} 3".into(),
             "perfvisor_vcpu_steal_seconds_total{vm=\"a\",vcpu=\"0\"} 2.5".into(),

@@ -80,6 +80,8 @@ fn valid_values_are_parsed() {
         "40",
         "--pmi-limit",
         "0",
+        "--pmi-share",
+        "25%",
         "--backing",
         "clock",
         "--rdpmc",
@@ -162,6 +164,8 @@ fn invalid_values_are_reported_with_valid_ones_in_one_line() {
         (&["--observers", ""], "''", "path"),
         (&["--mux", "x"], "'x'", "adaptive"),
         (&["--pmi-limit", "x"], "'x'", "PMIs"),
+        (&["--pmi-share", "0%"], "'0%'", "between 1% and 100%, or off"),
+        (&["--pmi-share", "x"], "'x'", "between 1% and 100%, or off"),
         (&["--halt-poll-ns", "on"], "'on'", "auto, host, or nanoseconds"),
         (
             &["--halt-poll-ns", "1000001"],

@@ -223,7 +223,7 @@ fn guest_pmu(pmu: &str, own: Option<&KvmPmuOffer>, probe: &HostProbe) -> Option<
 fn own_pmu(args: &ValidateArgs) -> Result<KvmPmuOffer, ValidateError> {
     let kvm = host::open()?;
     let probe = HostProbe::run();
-    let own = backing::check_own(&kvm, &probe, RdpmcMode::Trap, None)?;
+    let own = backing::check_own(&kvm, &probe, RdpmcMode::Trap, None, None)?;
     let name: PmuModelName = args.pmu.parse()?;
     own.model(name, None, None)?;
     if own.mediated {

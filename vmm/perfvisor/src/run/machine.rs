@@ -111,6 +111,7 @@ pub(super) fn build_config(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Resu
                 Some(0) => u32::MAX,
                 Some(limit) => limit,
             },
+            pmi_share: args.pmi_share.unwrap_or_default(),
             share: args.share,
             mux,
             turn,
@@ -153,7 +154,7 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
         return Err(RunError::GdbExact);
     }
     let own = if has_pmu && policy == BackingPolicy::Kvm {
-        let own = backing::check_own(kvm, probe, args.rdpmc, args.pmi_limit)?;
+        let own = backing::check_own(kvm, probe, args.rdpmc, args.pmi_limit, args.pmi_share)?;
         model = own.model(args.pmu, args.pmu_counters, width)?;
         Some(own)
     } else {
@@ -244,6 +245,7 @@ fn option_that_requires_pmu(args: &RunArgs) -> Option<&'static str> {
     [
         ("--pmu-filter", args.pmu_filter.is_some()),
         ("--pmi-limit", args.pmi_limit.is_some()),
+        ("--pmi-share", args.pmi_share.is_some()),
         ("--backing", args.backing != BackingPolicy::Auto),
         ("--rdpmc", !matches!(args.rdpmc, RdpmcMode::Auto | RdpmcMode::Off)),
     ]

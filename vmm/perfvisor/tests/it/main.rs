@@ -31,6 +31,7 @@ mod observers;
 mod panics;
 mod perf_open_faults;
 mod pid_namespace;
+mod pmi_share;
 mod privileges;
 mod prometheus;
 mod record_faults;

@@ -34,6 +34,7 @@ fn guest_pmu_options_are_rejected_in_one_line() {
     for (option, value) in [
         ("--pmu-filter", filter.to_str().unwrap()),
         ("--pmi-limit", "5"),
+        ("--pmi-share", "50%"),
         ("--backing", "clock"),
         ("--rdpmc", "trap"),
     ] {

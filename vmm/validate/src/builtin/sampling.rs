@@ -1,6 +1,7 @@
 //! Checks of overflow interrupts in the guest and of the operator's samples: their number and their
 //! distribution.
 
+use control_api::request;
 use vpmu::ArchEvent;
 
 use super::{BOTH, Builtin, CPU_TIME, selector};
@@ -48,9 +49,12 @@ impl Builtin<'_> {
         };
         let n = self.amount(guest, "spin", 3, LENGTH_MS)?;
         let period = self.host.tsc_hz / SAMPLES_PER_SECOND;
+        let before = held_pmis(guest)?;
         rows.extend(measure_rows(|| {
             Self::interrupt_rows(guest, backing, select, n, period)
         })?);
+        let after = held_pmis(guest)?;
+        rows.extend(held_rows(backing, before, after));
         let (_, text) = guest.vm.client()?.symbols()?;
         let symbols = Symbols::parse(&String::from_utf8_lossy(&text));
         rows.extend(measure_rows(|| {
@@ -173,6 +177,56 @@ fn interrupts(row: ValidationRow, outcome: &Measurement, period: u64) -> Validat
     row.judged(&seen, "a second counter's count over the period")
 }
 
+/// PMIs of the VM: all, those held back, and the delay of the latter, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default)]
+struct PmiTotals {
+    all: u64,
+    held: u64,
+    held_ns: u64,
+}
+
+fn held_pmis(guest: &mut MeasuringGuest) -> Result<PmiTotals, ChildError> {
+    let vcpus = guest.vm.client()?.call(request::Counts)?;
+    Ok(vcpus.iter().fold(PmiTotals::default(), |sum, vcpu| PmiTotals {
+        all: sum.all + vcpu.pmi_nmi + vcpu.pmi_vector + vcpu.pmi_withdrawn,
+        held: sum.held + vcpu.pmi_held,
+        held_ns: sum.held_ns + vcpu.pmi_held_ns,
+    }))
+}
+
+/// Reports the PMIs that were held back and their mean delay. A PMI is held back at most once and
+/// for at most one second.
+fn held_rows(backing: &'static str, before: PmiTotals, after: PmiTotals) -> [ValidationRow; 2] {
+    let held = after.held - before.held;
+    let mean_us = (after.held_ns - before.held_ns) / held.max(1) / 1000;
+    let row = |what: &str, seen, most, basis| {
+        let row = ValidationRow::new(CheckKind::Sampling, "cycles", backing, what);
+        let evidence = Evidence {
+            guest: Some(seen),
+            host: None,
+            expected: Some(Expectation {
+                value: most,
+                tolerance: Tolerance::AtMost,
+            }),
+        };
+        row.judged(&evidence, basis)
+    };
+    [
+        row(
+            "PMIs held back",
+            held,
+            after.all - before.all,
+            "the PMIs of these rows",
+        ),
+        row(
+            "their mean delay, us",
+            mean_us,
+            1_000_000,
+            "the longest delay of a PMI",
+        ),
+    ]
+}
+
 /// An interrupt without an overflow causes an "unknown reason" NMI message in a Linux guest.
 fn check_no_spurious(row: ValidationRow, spurious: u64) -> ValidationRow {
     let seen = Evidence {
@@ -226,6 +280,31 @@ mod tests {
     use super::super::fixture::{counter, outcome};
     use super::*;
     use crate::judge::Verdict;
+
+    #[test]
+    fn held_pmis_are_reported_with_mean_delay() {
+        let before = PmiTotals {
+            all: 10,
+            held: 2,
+            held_ns: 1_000,
+        };
+        let after = PmiTotals {
+            all: 110,
+            held: 6,
+            held_ns: 2_001_000,
+        };
+        let [held, delay] = held_rows("clock", before, after);
+        assert_eq!(
+            (held.guest, held.expected, held.verdict),
+            (Some(4), Some(100), Verdict::Pass)
+        );
+        assert_eq!((delay.guest, delay.verdict), (Some(500), Verdict::Pass));
+        let [held, delay] = held_rows("clock", before, before);
+        assert_eq!(
+            (held.guest, held.verdict, delay.guest),
+            (Some(0), Verdict::Pass, Some(0))
+        );
+    }
 
     /// The number of PMIs must match both the elapsed periods and the overflows that the host saw.
     #[test]

@@ -31,6 +31,8 @@ pub(super) fn vcpu_run_counts(vcpu: u32, stats: &VcpuStats, context: Option<Cont
         pmi_vector: stats.pmi_fixed.get(),
         pmi_none: stats.pmi_dropped.get(),
         pmi_throttled: stats.pmi_throttled.get(),
+        pmi_held: stats.pmi_held.get(),
+        pmi_held_ns: stats.pmi_held_ns.get(),
         pmi_masked_waits: stats.pmi_masked_waits.get(),
         pmi_withdrawn: stats.pmi_withdrawn.get(),
         steps: stats.steps.get(),

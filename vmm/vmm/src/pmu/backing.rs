@@ -7,7 +7,7 @@ use crate::kvm::stepping::Stepping;
 use crate::kvm::vpmu_probe::{self, KvmPmuOffer, KvmVpmuUnavailable};
 use guest_patching::rdpmc::RdpmcMode;
 use perf_core::pmu::host::HostProbe;
-use vpmu::{ArchEvent, BackingPolicy, CountableEvents, EventSources, ParavirtualEvent, Vendor};
+use vpmu::{ArchEvent, BackingPolicy, CountableEvents, EventSources, ParavirtualEvent, PmiShare, Vendor};
 
 /// Reason why an event cannot be counted that the host's kernel denies to the user of the VM.
 pub const EVENT_DENIED: &str = "this host does not let the VM's user count it; set kernel.perf_event_paranoid to 1 or less, \
@@ -40,24 +40,31 @@ pub enum BackingError {
     /// `--pmi-limit` with KVM's own vPMU, which delivers the PMIs itself.
     #[error("--pmi-limit with --backing kvm: KVM delivers PMIs itself, without a limit; omit --pmi-limit")]
     OwnPmis,
+    /// `--pmi-share` with KVM's own vPMU.
+    #[error("--pmi-share with --backing kvm: KVM delivers PMIs itself, without a bound; omit --pmi-share")]
+    OwnShare,
 }
 
 /// Checks that KVM's own vPMU is available with these options, and returns its properties.
 ///
 /// # Errors
-/// Returns [`BackingError::OwnAnswers`] or [`BackingError::OwnPmis`] for an unsupported option, and
-/// [`BackingError::NoOwn`] if KVM offers no vPMU.
+/// Returns [`BackingError::OwnAnswers`], [`BackingError::OwnPmis`] or [`BackingError::OwnShare`] for
+/// an unsupported option, and [`BackingError::NoOwn`] if KVM offers no vPMU.
 pub fn check_own(
     kvm: &Kvm,
     probe: &HostProbe,
     rdpmc: RdpmcMode,
     pmi_limit: Option<u32>,
+    pmi_share: Option<PmiShare>,
 ) -> Result<KvmPmuOffer, BackingError> {
     if rdpmc == RdpmcMode::Hwbp {
         return Err(BackingError::OwnAnswers);
     }
     if pmi_limit.is_some() {
         return Err(BackingError::OwnPmis);
+    }
+    if pmi_share.is_some() {
+        return Err(BackingError::OwnShare);
     }
     let own = vpmu_probe::probe(kvm, probe).map_err(BackingError::NoOwn)?;
     if own.mediated {

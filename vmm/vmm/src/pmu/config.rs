@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use perf_core::mux::MuxPolicy;
 use perf_core::{PerfCoreConfig, SharePolicy};
-use vpmu::{BackingPolicy, EventFilter, PmuModel};
+use vpmu::{BackingPolicy, EventFilter, PmiShare, PmuModel};
 
 use crate::kvm::stepping::Stepping;
 
@@ -26,6 +26,8 @@ pub struct PmuConfig {
     pub hides_denied: bool,
     /// Maximum number of PMIs per second and vCPU.
     pub pmi_limit: u32,
+    /// Maximum share of a vCPU's time for the guest's PMI handlers.
+    pub pmi_share: PmiShare,
     /// Stepping capabilities of the host, for the exact backing and for branch stacks.
     pub stepping: Stepping,
     /// RDPMC is emulated with hardware breakpoints.
@@ -62,6 +64,7 @@ impl PmuConfig {
             paravirtual: true,
             hides_denied: false,
             pmi_limit: vpmu::DEFAULT_PMI_LIMIT,
+            pmi_share: PmiShare::default(),
             stepping: Stepping::default(),
             has_rdpmc_breakpoints: false,
             share: SharePolicy::default(),

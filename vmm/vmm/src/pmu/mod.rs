@@ -37,9 +37,9 @@ use smallvec::SmallVec;
 use vpmu::exact::{RetiredCounts, StepOutcome};
 use vpmu::filter::FilterAction;
 use vpmu::{
-    BackingPolicy, CountableEvents, CounterIndex, CounterView, Cpl, EventFilter, EventSources, MsrAddress,
-    MsrReadOutcome, MsrWriteOutcome, ParavirtualEvent, PerfCoreEvents, PmiCounts, PmiReadiness, RdpmcIndex,
-    StateError, SteppedLevels, Vendor, Vpmu,
+    BackingPolicy, CountableEvents, CounterEvents as _, CounterIndex, CounterView, Cpl, EventFilter,
+    EventSources, MsrAddress, MsrReadOutcome, MsrWriteOutcome, ParavirtualEvent, PerfCoreEvents, PmiCounts,
+    PmiReadiness, RdpmcIndex, StateError, SteppedLevels, Vendor, Vpmu,
 };
 
 use crate::kvm::cpuid;
@@ -84,7 +84,6 @@ pub struct VmPmu {
     hardware: Option<Vendor>,
     /// Generic events that the host's kernel opens.
     opens: CountableEvents,
-    started: Instant,
     /// Guest memory and kernel information for samples.
     probe: GuestSamplingContext,
     /// KVM's own vPMU, if the guest uses it.
@@ -127,7 +126,6 @@ impl VmPmu {
             kvm,
             hardware,
             opens: backing::opened(probe),
-            started: Instant::now(),
             probe: guest,
             own: None,
         }
@@ -249,6 +247,7 @@ impl VmPmu {
         let mut vpmu = Vpmu::new(self.config.model);
         vpmu.set_filter(filter.clone());
         vpmu.set_pmi_limit(self.config.pmi_limit);
+        vpmu.set_pmi_share(self.config.pmi_share);
         VcpuPmu {
             vm: self.clone(),
             id,
@@ -262,10 +261,6 @@ impl VmPmu {
             fed_overflow: false,
             samples: SampleCache::default(),
         }
-    }
-
-    fn now_ns(&self) -> u64 {
-        u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 }
 
@@ -708,10 +703,32 @@ impl VcpuPmu {
         self.vpmu.pmi_pending()
     }
 
-    /// Returns whether the due PMI may be delivered now or is delayed by the rate limit.
+    /// Returns the vCPU's event time, the clock of PMIs, in nanoseconds. The clock stops while the
+    /// vCPU is paused.
+    fn now_ns(&mut self) -> u64 {
+        self.attached
+            .as_mut()
+            .map_or(0, |attached| attached.events.now_ns())
+    }
+
+    /// Returns whether the due PMI may be delivered now or is delayed by a limit.
     pub fn pmi_ready(&mut self) -> PmiReadiness {
-        let now_ns = self.vm.now_ns();
+        let now_ns = self.now_ns();
         self.vpmu.pmi_ready(now_ns)
+    }
+
+    /// Returns whether [`VcpuPmu::observe_handler`] must be called before the next entry.
+    #[inline]
+    pub fn needs_handler_state(&mut self) -> bool {
+        self.attached
+            .as_mut()
+            .is_some_and(|attached| self.vpmu.needs_handler_state(&mut attached.events))
+    }
+
+    /// Records whether the guest still executes the handler of the last PMI.
+    pub fn observe_handler(&mut self, executes: bool) {
+        let now_ns = self.now_ns();
+        self.vpmu.observe_handler(executes, now_ns);
     }
 
     /// Records that the due PMI cannot be delivered now. Returns `false` if the PMI is withdrawn
@@ -725,20 +742,20 @@ impl VcpuPmu {
         self.vpmu.overflow_count()
     }
 
-    /// Returns the numbers of delivered, throttled and withdrawn PMIs.
+    /// Returns the PMI statistics.
     pub fn pmi_counts(&self) -> PmiCounts {
         self.vpmu.pmi_counts()
     }
 
     /// Records that the due PMI was delivered.
     pub fn pmi_delivered(&mut self) {
-        let now_ns = self.vm.now_ns();
+        let now_ns = self.now_ns();
         self.vpmu.pmi_delivered(now_ns);
     }
 
     /// Returns the nanoseconds from now until `time_ns` on the clock of [`VcpuPmu::pmi_ready`].
-    pub fn nanoseconds_until(&self, time_ns: u64) -> u64 {
-        time_ns.saturating_sub(self.vm.now_ns())
+    pub fn nanoseconds_until(&mut self, time_ns: u64) -> u64 {
+        time_ns.saturating_sub(self.now_ns())
     }
 
     /// Sets the events that the guest may count.

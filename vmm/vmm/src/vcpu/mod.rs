@@ -394,6 +394,9 @@ impl Running {
         if let Some(wait) = pmu.retry_in() {
             timer.kick_in(wait);
         }
+        if pmu.needs_handler_state() {
+            pmu.observe_handler(self.lvtpc.is_in_service(&self.fd)?);
+        }
         if !pmu.pmi_pending() {
             if std::mem::take(&mut self.pmi_waits) {
                 self.slot.stats().pmi_withdrawn.set(pmu.pmi_counts().withdrawn);
@@ -417,7 +420,9 @@ impl Running {
             }
             PmiReadiness::Now => {}
             PmiReadiness::NotBefore { time_ns } => {
-                self.slot.stats().pmi_throttled.set(pmu.pmi_counts().throttled);
+                let counts = pmu.pmi_counts();
+                self.slot.stats().pmi_throttled.set(counts.throttled);
+                self.slot.stats().pmi_held.set(counts.held);
                 self.pmi_waits = true;
                 self.recheck.over();
                 timer.kick_in(Duration::from_nanos(pmu.nanoseconds_until(time_ns)));
@@ -454,6 +459,7 @@ impl Running {
         }
         if let Some(pmu) = &mut self.pmu {
             pmu.pmi_delivered();
+            self.slot.stats().pmi_held_ns.set(pmu.pmi_counts().held_ns);
         }
         Ok(())
     }

@@ -112,6 +112,8 @@ pub struct Lvtpc {
     mask_on_delivery: bool,
     /// PMI still handled by the guest. Used only in xAPIC mode if delivery masks LVTPC.
     handled: Option<PmiInService>,
+    /// Last PMI that was delivered, in any mode.
+    delivered: Option<PmiInService>,
     msr: Msrs,
 }
 
@@ -131,6 +133,7 @@ impl Lvtpc {
             vcpu_id,
             mask_on_delivery,
             handled: None,
+            delivered: None,
             msr,
         })
     }
@@ -193,6 +196,19 @@ impl Lvtpc {
         Ok((open.lvtpc & LVT_MASKED == 0).then_some(open))
     }
 
+    /// Returns whether the guest still handles the last PMI. Costs one KVM call, so callers should
+    /// only ask while another PMI is due.
+    ///
+    /// # Errors
+    /// Returns [`PmiError`] if the KVM call fails.
+    pub fn is_in_service(&self, vcpu: &ArmedVcpu) -> Result<bool, PmiError> {
+        match self.delivered {
+            None => Ok(false),
+            Some(PmiInService::Nmi) => nmi_is_handled(vcpu),
+            Some(PmiInService::Vector(vector)) => Ok(vector_is_handled(vector, &vcpu.get_lapic()?)),
+        }
+    }
+
     /// Delivers one PMI in the delivery mode of LVTPC. The guest must not have run since `open` was
     /// read.
     ///
@@ -204,6 +220,7 @@ impl Lvtpc {
         vm: &VmFd,
         vcpu: &VcpuFd,
     ) -> Result<PmiDelivery, PmiError> {
+        self.handled = None;
         let [vector, ..] = open.lvtpc.to_le_bytes();
         let delivery = match open.lvtpc >> 8 & 7 {
             0b100 => {
@@ -218,6 +235,7 @@ impl Lvtpc {
             }
             _ => PmiDelivery::Dropped,
         };
+        self.delivered = self.handled;
         if !self.mask_on_delivery || open.x2apic {
             self.handled = None;
         }

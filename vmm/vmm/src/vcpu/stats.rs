@@ -48,6 +48,10 @@ counters! {
     pmi_fixed: "PMIs delivered as a vector",
     /// PMIs delayed by the rate limit.
     pmi_throttled: "PMIs held back by the rate limit",
+    /// PMIs delayed because PMI handlers had taken their share of the vCPU's time.
+    pmi_held: "PMIs held back for the guest's progress",
+    /// Delay of the held PMIs that were delivered.
+    pmi_held_ns: "their delay in ns",
     /// PMIs withdrawn because the guest cleared the overflow status while they were pending.
     /// Updated at the next PMI.
     pmi_withdrawn: "PMIs withdrawn while they waited",

@@ -1,0 +1,296 @@
+//! Bound on the share of a vCPU's time that PMI handlers take.
+//!
+//! If a PMI handler takes longer than the period of the counter that it re-arms, every handler
+//! returns into the next PMI and the interrupted program makes no progress. [`ShareLimit`] measures
+//! each handler and delays the next PMI until the guest has run long enough outside the handler.
+
+use std::str::FromStr;
+
+/// Maximum share of a vCPU's time for PMI handlers, in percent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PmiShare(u8);
+
+/// Error of parsing a [`PmiShare`].
+#[derive(Clone, Copy, Debug, thiserror::Error, PartialEq, Eq)]
+#[error("must be between 1% and 100%, or off")]
+pub struct PmiShareError;
+
+impl PmiShare {
+    /// No bound: handlers may take all of the time.
+    pub const UNLIMITED: Self = Self(100);
+
+    /// Returns the share for 1 to 100 percent.
+    pub fn from_percent(percent: u8) -> Option<Self> {
+        (1..=100).contains(&percent).then_some(Self(percent))
+    }
+
+    /// Returns whether PMIs are never delayed.
+    pub fn is_unlimited(self) -> bool {
+        self == Self::UNLIMITED
+    }
+
+    /// Returns the minimum time outside handlers after a handler of `handler_ns`.
+    fn gap_ns(self, handler_ns: u64) -> u64 {
+        let percent = u64::from(self.0);
+        (handler_ns.min(MAX_HANDLER_NS) * (100 - percent) / percent).min(MAX_GAP_NS)
+    }
+}
+
+/// The default of the command line: 50 percent.
+impl Default for PmiShare {
+    fn default() -> Self {
+        Self(50)
+    }
+}
+
+/// Parses `50%`, `50` or `off`.
+impl FromStr for PmiShare {
+    type Err = PmiShareError;
+
+    fn from_str(text: &str) -> Result<Self, PmiShareError> {
+        if text == "off" {
+            return Ok(Self::UNLIMITED);
+        }
+        let number = text.strip_suffix('%').unwrap_or(text);
+        let percent = number.parse().map_err(|_| PmiShareError)?;
+        Self::from_percent(percent).ok_or(PmiShareError)
+    }
+}
+
+/// Longest measured handler, in nanoseconds. A longer time is that of a stopped VMM process.
+const MAX_HANDLER_NS: u64 = 1_000_000_000;
+/// Longest delay of a PMI, in nanoseconds.
+const MAX_GAP_NS: u64 = 1_000_000_000;
+
+/// Progress of the last PMI handler, as far as it is known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum HandlerPhase {
+    /// Returned, or no PMI was delivered yet.
+    #[default]
+    Returned,
+    /// Re-enabled its counters, and may still execute its last instructions.
+    Rearmed,
+    /// Has not re-enabled its counters yet.
+    Running,
+}
+
+/// Saved form of the measurement. All times are relative to the time of saving.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct SavedHandler {
+    pub(crate) phase: HandlerPhase,
+    /// Mask of counters that requested the PMI, and of those not served since.
+    pub(crate) sources: u64,
+    pub(crate) unserved: u64,
+    /// Time since the PMI was delivered, in nanoseconds.
+    pub(crate) elapsed_ns: u64,
+    /// Time until the next PMI may be delivered, in nanoseconds.
+    pub(crate) remaining_ns: u64,
+}
+
+impl SavedHandler {
+    /// Returns whether [`ShareLimit::save`] can return this value.
+    pub(crate) fn is_possible(&self) -> bool {
+        let is_active = self.phase == HandlerPhase::Running || self.remaining_ns > 0;
+        self.remaining_ns <= MAX_GAP_NS && (is_active || *self == Self::default())
+    }
+}
+
+/// Measurement of PMI handlers and the time of the next PMI, in nanoseconds of the vCPU's event
+/// time.
+#[derive(Clone, Debug)]
+pub(crate) struct ShareLimit {
+    share: PmiShare,
+    phase: HandlerPhase,
+    /// Mask of counters that requested the PMI, and of those not served since.
+    sources: u64,
+    unserved: u64,
+    /// Time at which the PMI was delivered. Differences wrap, because a restored time may precede
+    /// the start of the clock.
+    began_ns: u64,
+    next_ns: u64,
+}
+
+impl ShareLimit {
+    pub(crate) fn new(share: PmiShare) -> Self {
+        Self {
+            share,
+            phase: HandlerPhase::Returned,
+            sources: 0,
+            unserved: 0,
+            began_ns: 0,
+            next_ns: 0,
+        }
+    }
+
+    /// Returns the earliest time of the next PMI.
+    #[inline]
+    pub(crate) fn next_ns(&self) -> u64 {
+        if self.share.is_unlimited() {
+            0
+        } else {
+            self.next_ns
+        }
+    }
+
+    /// Changes the share and keeps the measurement.
+    pub(crate) fn set_share(&mut self, share: PmiShare) {
+        self.share = share;
+    }
+
+    /// Returns whether register writes are still part of the handler's measurement.
+    #[inline]
+    pub(crate) fn is_running(&self) -> bool {
+        self.phase == HandlerPhase::Running
+    }
+
+    /// Returns whether the caller must determine whether the handler has returned. `is_due` is set
+    /// if another PMI is due.
+    #[inline]
+    pub(crate) fn is_uncertain(&self, is_due: bool, now_ns: impl FnOnce() -> u64) -> bool {
+        match self.phase {
+            HandlerPhase::Returned => false,
+            HandlerPhase::Rearmed => is_due && now_ns() < self.next_ns(),
+            HandlerPhase::Running => is_due && !self.share.is_unlimited(),
+        }
+    }
+
+    /// Starts the measurement of a handler for the counters `sources`.
+    #[inline]
+    pub(crate) fn begin(&mut self, sources: u64, now_ns: u64) {
+        if self.share.is_unlimited() {
+            return;
+        }
+        self.phase = HandlerPhase::Running;
+        (self.sources, self.unserved) = (sources, sources);
+        self.began_ns = now_ns;
+    }
+
+    /// Records that the handler has served `counters`.
+    #[inline]
+    pub(crate) fn served(&mut self, counters: u64) {
+        self.unserved &= !counters;
+    }
+
+    /// Returns the mask of counters that requested the PMI.
+    pub(crate) fn sources(&self) -> u64 {
+        self.sources
+    }
+
+    /// Returns whether the handler has served all counters that requested the PMI.
+    pub(crate) fn all_served(&self) -> bool {
+        self.unserved == 0
+    }
+
+    /// Records that the handler has re-enabled its counters.
+    pub(crate) fn rearmed(&mut self, now_ns: u64) {
+        self.phase = HandlerPhase::Rearmed;
+        self.extend(now_ns);
+    }
+
+    /// Records whether the guest still executes the handler.
+    pub(crate) fn observe(&mut self, executes: bool, now_ns: u64) {
+        if executes {
+            self.extend(now_ns);
+        } else {
+            self.phase = HandlerPhase::Returned;
+        }
+    }
+
+    /// Sets the end of the handler to `now_ns` or later.
+    fn extend(&mut self, now_ns: u64) {
+        let gap_ns = self.share.gap_ns(now_ns.wrapping_sub(self.began_ns));
+        self.next_ns = now_ns.saturating_add(gap_ns);
+    }
+
+    pub(crate) fn save(&self, now_ns: u64) -> SavedHandler {
+        if self.phase != HandlerPhase::Running && self.next_ns <= now_ns {
+            return SavedHandler::default();
+        }
+        SavedHandler {
+            phase: self.phase,
+            sources: self.sources,
+            unserved: self.unserved,
+            elapsed_ns: now_ns.wrapping_sub(self.began_ns),
+            remaining_ns: self.next_ns.saturating_sub(now_ns),
+        }
+    }
+
+    pub(crate) fn restore(&mut self, saved: SavedHandler, now_ns: u64) {
+        self.reset();
+        if saved == SavedHandler::default() {
+            return;
+        }
+        self.phase = saved.phase;
+        self.sources = saved.sources;
+        self.unserved = saved.unserved;
+        self.began_ns = now_ns.wrapping_sub(saved.elapsed_ns);
+        self.next_ns = now_ns.saturating_add(saved.remaining_ns);
+    }
+
+    /// Discards the measurement.
+    pub(crate) fn reset(&mut self) {
+        *self = Self::new(self.share);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn pmi_share_parses_percent_and_off() {
+        assert_eq!("50%".parse(), Ok(PmiShare::default()));
+        assert_eq!("50".parse(), Ok(PmiShare::default()));
+        for text in ["off", "100%"] {
+            assert!(text.parse::<PmiShare>().unwrap().is_unlimited(), "{text}");
+        }
+        for text in ["", "%", "0%", "101%", "300%", "-1%", "5 %", "on"] {
+            assert_eq!(text.parse::<PmiShare>(), Err(PmiShareError), "{text}");
+        }
+    }
+
+    #[test]
+    fn stopped_process_delays_pmi_by_one_second_at_most() {
+        let mut limit = ShareLimit::new(PmiShare(1));
+        limit.begin(1, 0);
+        limit.rearmed(3600 * 1_000_000_000);
+        assert_eq!(limit.next_ns(), 3601 * 1_000_000_000);
+        limit.rearmed(u64::MAX);
+        assert_eq!(limit.next_ns(), u64::MAX);
+    }
+
+    proptest! {
+        /// Handlers take at most the configured share, for any sequence of handlers and requests.
+        #[test]
+        fn handlers_take_at_most_the_share(
+            percent in 1u8..=100,
+            handlers in proptest::collection::vec((1u64..1_000_000, 0u64..500_000, any::<bool>()), 1..200),
+        ) {
+            let mut limit = ShareLimit::new(PmiShare(percent));
+            let (mut now_ns, mut inside, mut outside) = (0u64, 0u64, 0u64);
+            for (handler_ns, asks_after_ns, is_observed) in handlers {
+                limit.begin(1, now_ns);
+                now_ns += handler_ns;
+                inside += handler_ns;
+                if is_observed {
+                    // The handler returns without serving its counter.
+                    limit.observe(true, now_ns);
+                    limit.observe(false, now_ns);
+                } else {
+                    limit.served(1);
+                    limit.rearmed(now_ns);
+                }
+                // The next PMI becomes due, and waits for its time if necessary.
+                let due_ns = now_ns + asks_after_ns;
+                let next_ns = due_ns.max(limit.next_ns());
+                outside += next_ns - now_ns;
+                let p = u64::from(percent);
+                // Each gap is rounded down by less than one nanosecond.
+                prop_assert!(inside * (100 - p) < (outside + 200) * p);
+                prop_assert!(next_ns == due_ns || next_ns - now_ns <= handler_ns * (100 - p) / p);
+                now_ns = next_ns;
+            }
+        }
+    }
+}
