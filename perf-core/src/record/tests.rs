@@ -351,13 +351,20 @@ fn sample_fields_are_in_abi_order() {
             0xb,
             raw,
             2,
+            1,
+            2,
+            3,
+            4,
+            5,
+            6 << 20,
+            2,
         ]
         .into_iter()
         .chain(REGISTERS)
         .chain([16, word(b"the stac"), word(b"k's top."), 16])
         .collect::<Vec<_>>(),
-        "identifier, ip, pid and tid, time, addr, id, stream id, cpu, period, read, call chain, raw, user's \
-         registers, user's stack"
+        "identifier, ip, pid and tid, time, addr, id, stream id, cpu, period, read, call chain, raw, branch \
+         stack, user's registers, user's stack"
     );
 }
 

@@ -621,7 +621,11 @@ mod tests {
         assert!(mount.jit(2, 0x1000).is_some());
         assert!(mount.jit(2, 0x63000).is_none(), "there is room for half of it");
         assert!(mount.object("/program").is_none());
-        assert!(mount.problems()[0].contains("room"), "{:?}", mount.problems());
+        assert!(
+            mount.problems()[0].contains("symbols exceed"),
+            "{:?}",
+            mount.problems()
+        );
         assert!(mount.jit(3, 0x1000).is_none());
         assert_eq!(mount.left, 0);
     }

@@ -170,7 +170,8 @@ fn input_uses_required_buffers_only() {
         *b"hell"
     );
     assert_eq!(memory.read_obj::<u8>(GuestAddress(BUFFERS + 64)).unwrap(), b'o');
-    assert_eq!(driver.vector.read().unwrap(), 1);
+    // A slow host causes one interrupt for each buffer.
+    assert!((1..=2).contains(&driver.vector.read().unwrap()));
     // The third buffer is still available for later input.
     port.send(b"!");
     queues.serve_input(&memory, &port).unwrap();

@@ -213,11 +213,11 @@ mod tests {
     #[test]
     fn mistakes_are_named() {
         let error = |text: &str| text.parse::<DiskConfig>().unwrap_err().to_string();
-        assert!(error(",ro").contains("without a file"));
-        assert!(error("a,rw").contains("'rw' is not known"));
-        assert!(error("a,serial=").contains("1 to 20"));
-        assert!(error("a,serial=123456789012345678901").contains("1 to 20"));
-        assert!(error("a,serial=a b").contains("1 to 20"));
+        assert!(error(",ro").contains("the file is missing"));
+        assert!(error("a,rw").contains("unknown option 'rw'"));
+        assert!(error("a,serial=").contains("between 1 and 20"));
+        assert!(error("a,serial=123456789012345678901").contains("between 1 and 20"));
+        assert!(error("a,serial=a b").contains("between 1 and 20"));
         assert!(error("a,ro,ro").contains("twice"));
         assert!(error("a,serial=1,serial=2").contains("twice"));
         assert!(error("a,format=vmdk").contains("unknown format 'vmdk'"));

@@ -256,10 +256,10 @@ mod tests {
         let error = |path: &Path| error_line(&open(path, false).unwrap_err());
         assert!(error(&dir.path().join("none")).contains("makes an empty disk"));
         assert!(error(Path::new("path=none")).contains("--disk FILE"));
-        assert!(error(dir.path()).contains("is a directory"));
-        assert!(error(Path::new("/dev/null")).contains("is a character device"));
-        assert!(error(file(0).path()).contains("has 0 bytes"));
-        assert!(error(file(1000).path()).contains("has 1000 bytes"));
+        assert!(error(dir.path()).contains("is a directory; must be"));
+        assert!(error(Path::new("/dev/null")).contains("is a character device; must be"));
+        assert!(error(file(0).path()).contains("the size of 0 bytes"));
+        assert!(error(file(1000).path()).contains("the size of 1000 bytes"));
         let mut qcow2 = file(0);
         qcow2.write_all(b"QFI\xfb and so on").unwrap();
         let line = error(qcow2.path());

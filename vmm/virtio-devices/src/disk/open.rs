@@ -28,7 +28,7 @@ pub enum DiskOpenError {
         source: io::Error,
     },
     /// The path is neither a regular file nor a block device.
-    #[error("{}: {what}; must be a regular file or a block device", path.display())]
+    #[error("{}: is {what}; must be a regular file or a block device", path.display())]
     Kind {
         /// Path of the image.
         path: PathBuf,

@@ -210,7 +210,7 @@ mod tests {
             .unwrap_err()
             .to_string();
         assert!(
-            line.contains("512 entries") && line.contains("takes 300 (this KVM"),
+            line.contains("512 entries") && line.contains("supports 300 (before Linux 6.3"),
             "{line}"
         );
         assert_eq!(translated(two, Vendor::Amd, true).events, [1, 2]);

@@ -437,11 +437,15 @@ fn refused_request_keeps_connection_open() {
         (Call::Chains { handle: 0, every: 1 }, Invalid, "no event is open"),
         (open("", None, false), Invalid, ""),
         (open("no-such-event", None, false), Invalid, "no-such-event"),
-        (open("task-clock", Some(vec![2]), false), Invalid, "no vCPU 2"),
+        (
+            open("task-clock", Some(vec![2]), false),
+            Invalid,
+            "vCPU 2 not found",
+        ),
         (
             open("task-clock", Some(vec![u32::MAX]), false),
             Invalid,
-            "no vCPU 4294967295",
+            "vCPU 4294967295 not found",
         ),
         (
             open("task-clock", Some(vec![0]), true),
