@@ -111,7 +111,7 @@ fn failed_snapshot_leaves_nothing_behind() {
     let line = said(&mut vm.operator(&["ctl", "one", "snapshot", path])).1;
     assert_eq!(
         line,
-        format!("perfvisor: {path}: it exists already; name a new directory\n")
+        format!("perfvisor: error: {path}: it exists already; name a new directory\n")
     );
     let line = said(&mut vm.operator(&["ctl", "one", "snapshot", "/proc/new"])).1;
     assert!(
@@ -213,7 +213,7 @@ fn second_restore_with_the_same_disk_is_refused() {
     let first = restore(&dir, &["--disk", &disk]);
     let runs = || state_of(&first, "two").starts_with("two: running");
     eventually("it runs", runs);
-    assert!(refused(&dir, &["--disk", &disk]).contains("is in use by"));
+    assert!(refused(&dir, &["--disk", &disk]).contains("disk: in use by "));
     assert!(refused(&dir, &[]).contains("2 virtio devices, this machine has 1"));
     assert!(runs());
 }
