@@ -301,7 +301,6 @@ mod tests {
 
     use perf_core::pmu::host::HostProbe;
 
-    use super::*;
     use crate::kvm::{call, host};
     use crate::testing;
     use crate::vm::{PendingKvmSetup, Vm, VmParts};
