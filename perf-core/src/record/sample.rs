@@ -127,6 +127,8 @@ fn raw_size(len: usize) -> usize {
 
 /// Fields of [`UserRegsAndStack`].
 const USER: SampleType = SampleType::REGS_USER.union(SampleType::STACK_USER);
+/// Fields that few samples have.
+const RARE: SampleType = USER.union(SampleType::BRANCH_STACK);
 
 // Separate methods: few samples have these fields, and those that do are large.
 impl UserRegsAndStack<'_> {
@@ -171,6 +173,35 @@ fn stack_size(len: usize) -> usize {
     }
 }
 
+impl Sample<'_> {
+    /// Returns the size of the fields in [`RARE`].
+    #[inline(never)]
+    fn rare_size(&self, fields: SampleType) -> usize {
+        let mut size = 0;
+        if fields.contains(SampleType::BRANCH_STACK) {
+            size += 8 + 8 * self.branches.len();
+        }
+        if fields.intersects(USER) {
+            size += self.user.size(fields);
+        }
+        size
+    }
+
+    /// Encodes the fields in [`RARE`], which are the last ones of a record.
+    #[inline(never)]
+    fn encode_rare(&self, fields: SampleType, out: &mut impl RecordSink) {
+        if fields.contains(SampleType::BRANCH_STACK) {
+            put_u64(out, (self.branches.len() / BRANCH_WORDS) as u64);
+            for word in self.branches.iter() {
+                put_u64(out, word);
+            }
+        }
+        if fields.intersects(USER) {
+            self.user.encode(fields, out);
+        }
+    }
+}
+
 impl EncodeRecord for Sample<'_> {
     const IS_SAMPLE: bool = true;
 
@@ -187,11 +218,8 @@ impl EncodeRecord for Sample<'_> {
         if fields.contains(SampleType::RAW) {
             size += raw_size(self.raw.len());
         }
-        if fields.contains(SampleType::BRANCH_STACK) {
-            size += 8 + 8 * self.branches.len();
-        }
-        if fields.intersects(USER) {
-            size += self.user.size(fields);
+        if fields.intersects(RARE) {
+            size += self.rare_size(fields);
         }
         size
     }
@@ -244,14 +272,8 @@ impl EncodeRecord for Sample<'_> {
             // At most 7 bytes: the size is the next multiple of 8.
             out.put(&[0; 8][..size - self.raw.len()]);
         }
-        if fields.contains(SampleType::BRANCH_STACK) {
-            put_u64(out, (self.branches.len() / BRANCH_WORDS) as u64);
-            for word in self.branches.iter() {
-                put_u64(out, word);
-            }
-        }
-        if fields.intersects(USER) {
-            self.user.encode(fields, out);
+        if fields.intersects(RARE) {
+            self.encode_rare(fields, out);
         }
     }
 

@@ -92,7 +92,7 @@ impl ControlPage {
 
     /// Records that a record will begin at position `end`, where the one at `start` ends, in a ring
     /// of `size` bytes.
-    #[inline]
+    #[inline(never)]
     pub(super) fn note_record(&self, start: u64, end: u64, size: u64) {
         let part = |position: u64| position / (size / PARTS as u64);
         if part(start) != part(end) {
