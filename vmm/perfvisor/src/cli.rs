@@ -151,6 +151,16 @@ pub enum CliCommand {
     /// Run the back end of a shared directory until the VM that started it exits.
     #[command(hide = true)]
     KeepShare(KeepShareArgs),
+    /// Save a VM at the requests of `perfvisor firecracker`.
+    #[command(hide = true)]
+    SaveSnapshots(SaveSnapshotsArgs),
+}
+
+/// Arguments of the process that `perfvisor firecracker` starts.
+#[derive(Clone, Debug, Args)]
+pub struct SaveSnapshotsArgs {
+    /// Control socket of the VM.
+    pub socket: PathBuf,
 }
 
 /// Arguments of the process that `run --share-dir` starts.
@@ -282,6 +292,12 @@ pub struct RunArgs {
     /// Read the whole memory of the snapshot first and compare its checksums.
     #[arg(long, requires = "restore", help_heading = "Kernel")]
     pub restore_verify: bool,
+    /// Read the memory of the snapshot from this file; --restore then names the state file.
+    #[arg(long, value_name = "FILE", requires = "restore", help_heading = "Kernel")]
+    pub restore_memory: Option<PathBuf>,
+    /// Leave the restored VM paused; `perfvisor ctl NAME resume` continues it.
+    #[arg(long, requires = "restore", help_heading = "Kernel")]
+    pub restore_paused: bool,
     /// Connect the first serial port (ttyS0): tty (standard input and output), file=PATH (append;
     /// no input), socket=PATH (one client at a time), pty (a new pseudo-terminal) or none.
     #[arg(

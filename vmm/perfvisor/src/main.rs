@@ -147,6 +147,10 @@ fn run_command(
             keeper::keep(&args.command)?;
             ExitStatus::PoweredOff
         }
+        CliCommand::SaveSnapshots(args) => {
+            firecracker::save_snapshots(&args.socket)?;
+            ExitStatus::PoweredOff
+        }
     })
 }
 
