@@ -154,7 +154,8 @@ fn refused(option: &str, fault: &Fault) -> FirecrackerError {
     FirecrackerError::Refused(format!("{option}: {}", fault.message))
 }
 
-fn parse_id(text: &str) -> Result<String, String> {
+/// Parses the identifier of a VM.
+pub(crate) fn parse_id(text: &str) -> Result<String, String> {
     let is_valid =
         (1..=64).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
     let id = text.to_owned();

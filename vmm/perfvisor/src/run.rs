@@ -8,7 +8,7 @@ mod ending;
 mod error;
 mod files;
 mod footprint;
-mod inherited;
+pub(crate) mod inherited;
 mod jail;
 pub(crate) mod machine;
 pub(crate) mod restore;

@@ -2,13 +2,37 @@
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use serde_json::{Value, json};
 
 use crate::common::test_lock::{self, SharedLock};
 use crate::common::vm::{PROGRAM, StderrLines, children, eventually, has_kvm, said, stdout_of};
+
+/// Sends a request to the API at `socket` as curl does. Returns the status and the body.
+pub fn request(socket: &Path, method: &str, path: &str, body: &Value) -> (u16, Value) {
+    let body = if body.is_null() {
+        String::new()
+    } else {
+        body.to_string()
+    };
+    let mut stream = UnixStream::connect(socket).unwrap();
+    let head = format!(
+        "{method} {path} HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8.0\r\nAccept: application/json\r\n\
+         Content-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
+        body.len()
+    );
+    stream.write_all(head.as_bytes()).unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    let status = text.split(' ').nth(1).and_then(|status| status.parse().ok());
+    let body = text.split_once("\r\n\r\n").map_or("", |(_, body)| body);
+    (
+        status.unwrap_or(0),
+        serde_json::from_str(body).unwrap_or(Value::Null),
+    )
+}
 
 /// A process that serves the API; killed on drop.
 struct ApiProcess {
@@ -63,28 +87,8 @@ impl ApiProcess {
         self.dir.path().join(name)
     }
 
-    /// Sends a request as curl does. Returns the status and the body.
     fn request(&self, method: &str, path: &str, body: &Value) -> (u16, Value) {
-        let body = if body.is_null() {
-            String::new()
-        } else {
-            body.to_string()
-        };
-        let mut stream = UnixStream::connect(self.path("api")).unwrap();
-        let head = format!(
-            "{method} {path} HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8.0\r\nAccept: application/json\r\n\
-             Content-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
-            body.len()
-        );
-        stream.write_all(head.as_bytes()).unwrap();
-        let mut text = String::new();
-        stream.read_to_string(&mut text).unwrap();
-        let status = text.split(' ').nth(1).and_then(|status| status.parse().ok());
-        let body = text.split_once("\r\n\r\n").map_or("", |(_, body)| body);
-        (
-            status.unwrap_or(0),
-            serde_json::from_str(body).unwrap_or(Value::Null),
-        )
+        request(&self.path("api"), method, path, body)
     }
 
     fn get(&self, path: &str) -> Value {
@@ -280,7 +284,7 @@ fn snapshot_is_loaded_by_another_process() {
 }
 
 /// Sends SIGTERM, as orchestrators do.
-fn terminate(pid: u32) {
+pub fn terminate(pid: u32) {
     let sent = Command::new("kill").arg(pid.to_string()).status();
     assert!(sent.unwrap().success());
 }
