@@ -27,6 +27,7 @@ mod profile_guest;
 mod profile_unwound;
 mod share;
 mod shared_guests;
+mod snapshots;
 mod soak;
 mod user_rdpmc;
 mod validate;

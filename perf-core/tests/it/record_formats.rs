@@ -260,9 +260,9 @@ fn largest_record_fits_after_lost_record_with_trailer() {
     let event = m.open_vcpu(attr, None);
     let ring = event.map(1, true).unwrap();
     let mut reader = RingReader::of(Arc::clone(&ring));
-    // Header, nine fields, the length of the raw data, and no user registers or stack; LOST with
-    // header, two fields, and six trailer words.
-    let (fixed, lost) = (8 + 9 * 8 + 4 + 16, 24 + 48);
+    // Header, nine fields, the length of the raw data, and no branches, user registers or stack;
+    // LOST with header, two fields, and six trailer words.
+    let (fixed, lost) = (8 + 9 * 8 + 4 + 8 + 16, 24 + 48);
     let largest = 4096 - 8 - lost - fixed;
     let mut sample = |len: usize| {
         m.run(0, 10);

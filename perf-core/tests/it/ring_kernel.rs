@@ -19,7 +19,8 @@ use test_support::skip;
 /// All sample types that can be requested here.
 const ALL: SampleType = SampleType::all()
     .difference(SampleType::REGS_USER)
-    .difference(SampleType::STACK_USER);
+    .difference(SampleType::STACK_USER)
+    .difference(SampleType::BRANCH_STACK);
 
 const PAGE: usize = 4096;
 

@@ -180,6 +180,9 @@ pub struct SavedVcpuPmu {
     pub nmi_sent: bool,
     /// Number of consecutive NMIs for which an RDPMC was executed again.
     pub nmi_repetitions: u32,
+    /// Flags in guest memory may contain the trap flag of the single-stepper.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub stray_trap_flags: bool,
 }
 
 /// PMI that a guest handles.

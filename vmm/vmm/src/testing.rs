@@ -2,10 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use perf_core::pmu::host::{GenericEvent, HostProbe};
+use virtio_devices::device::VirtioDevice;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 use vpmu::{BackingPolicy, PmuModel};
 
@@ -14,6 +16,8 @@ use crate::control::server::ControlledVm;
 use crate::kvm::host;
 use crate::pmu::{GuestSamplingContext, PmuConfig, VmPmu};
 use crate::vcpu::kick;
+use crate::vm::restore::RestoredMachine;
+use crate::vm::save::Snapshot;
 use crate::vm::{RunningVm, Vm, VmConfig};
 
 /// Address of the guest code, which runs in 32-bit mode without paging.
@@ -39,6 +43,15 @@ pub(crate) fn halted_vm() -> Option<RunningVm> {
 
 /// Starts a VM with this guest code. `change` adjusts its configuration.
 pub(crate) fn vm(code: &[u8], change: impl FnOnce(&mut VmConfig)) -> Option<RunningVm> {
+    vm_with_devices(code, Vec::new(), change)
+}
+
+/// Starts a VM with virtio devices.
+pub(crate) fn vm_with_devices(
+    code: &[u8],
+    devices: Vec<Box<dyn VirtioDevice>>,
+    change: impl FnOnce(&mut VmConfig),
+) -> Option<RunningVm> {
     let Ok(kvm) = host::open() else {
         eprintln!("SKIP: there is no KVM here");
         return None;
@@ -46,8 +59,26 @@ pub(crate) fn vm(code: &[u8], change: impl FnOnce(&mut VmConfig)) -> Option<Runn
     kick::install_handlers().unwrap();
     let mut config = config(code);
     change(&mut config);
-    let vm = Vm::new(&kvm, &config, Vec::new(), &HostProbe::run(), Box::new(io::sink())).unwrap();
+    let vm = Vm::new(&kvm, &config, devices, &HostProbe::run(), Box::new(io::sink())).unwrap();
     Some(vm.start().unwrap())
+}
+
+/// Takes a snapshot of `vm`, which goes on.
+pub(crate) fn snapshot_of(vm: &RunningVm) -> RestoredMachine {
+    let mut snapshot = Snapshot::begin(vm.snapshots(), BTreeMap::new()).unwrap();
+    while !snapshot.advance().unwrap() {
+        std::thread::sleep(Duration::from_micros(50));
+    }
+    let memory = tempfile::tempfile().unwrap();
+    memory.set_len(snapshot.memory_bytes()).unwrap();
+    let mut next = 0;
+    while next < snapshot.memory_bytes() {
+        let piece = snapshot.read_memory(next).unwrap();
+        memory.write_all_at(&piece.data, next).unwrap();
+        next = piece.next;
+    }
+    let state = Box::new(snapshot::decode(&snapshot.state().unwrap()).unwrap());
+    RestoredMachine { state, memory }
 }
 
 /// Returns the configuration of a VM with this guest code.

@@ -174,6 +174,7 @@ impl Vm {
                 bus: &bus,
                 pmu: &pmu,
                 shape: &shape,
+                can_step: factory.bursts.is_some(),
             };
             machine.restore(&saved.state)?;
             if let Some(running) = factory.rdpmc.as_ref().and_then(|rdpmc| rdpmc.running.as_ref()) {

@@ -8,13 +8,14 @@ use clap::ArgMatches;
 use super::{Cli, CliCommand, CliExit, RunArgs};
 
 /// Options that determine the machine, by the names of their fields. None is a path.
-const MACHINE_OPTIONS: [&str; 12] = [
+const MACHINE_OPTIONS: [&str; 13] = [
     "backing",
     "cpu_signature",
     "cpus",
     "hide_uncounted",
     "memory",
     "pmi_limit",
+    "pmi_share",
     "pmu",
     "pmu_counters",
     "pmu_width",
@@ -25,7 +26,7 @@ const MACHINE_OPTIONS: [&str; 12] = [
 
 /// Options that `--restore` excludes: those of [`MACHINE_OPTIONS`], those of a kernel to boot, and
 /// those of devices and settings that no snapshot has.
-pub(super) const CONFLICTS: [&str; 24] = [
+pub(super) const CONFLICTS: [&str; 25] = [
     "backing",
     "boot_protocol",
     "builtin",
@@ -40,6 +41,7 @@ pub(super) const CONFLICTS: [&str; 24] = [
     "nested",
     "on_reset",
     "pmi_limit",
+    "pmi_share",
     "pmu",
     "pmu_counters",
     "pmu_filter",
@@ -115,6 +117,7 @@ impl RunArgs {
             hide_uncounted: parsed.hide_uncounted,
             memory: parsed.memory,
             pmi_limit: parsed.pmi_limit,
+            pmi_share: parsed.pmi_share,
             pmu: parsed.pmu,
             pmu_counters: parsed.pmu_counters,
             pmu_width: parsed.pmu_width,
@@ -145,7 +148,8 @@ mod tests {
 
     #[test]
     fn machine_options_survive_a_snapshot() {
-        let given = "--cpus 2,max=4 --memory 64M --pmu amd --pmu-counters 4 --rdpmc trap --rng off";
+        let given = "--cpus 2,max=4 --memory 64M --pmu amd --pmu-counters 4 --rdpmc trap --rng off \
+            --pmi-limit 99 --pmi-share 20%";
         let first = run(given).unwrap();
         assert_eq!(first.machine_options["memory"], "64M");
         let restored = run("--restore d --name x").unwrap();
@@ -155,6 +159,9 @@ mod tests {
         assert_eq!(restored.pmu, first.pmu);
         assert_eq!(restored.pmu_counters, first.pmu_counters);
         assert_eq!((restored.rdpmc, restored.rng), (first.rdpmc, false));
+        assert_eq!(restored.pmi_limit, Some(99));
+        assert_eq!(restored.pmi_share, first.pmi_share);
+        assert!(first.pmi_share.is_some());
         assert_eq!(restored.machine_options, first.machine_options);
         assert_eq!(restored.name.as_deref(), Some("x"));
     }

@@ -83,6 +83,9 @@ fn endless_output_ends_with_its_reader() {
             lines.next().expect("a line").unwrap();
         }
         drop(lines);
-        assert_eq!(child.wait().unwrap().code(), Some(0), "{arguments:?}");
+        let code = child.wait().unwrap().code();
+        // `--all` finds the VMs of concurrent tests, too, and fails if one of them ends just then.
+        let others_ended = arguments.contains(&"--all") && code == Some(1);
+        assert!(code == Some(0) || others_ended, "{arguments:?}: {code:?}");
     }
 }

@@ -347,7 +347,7 @@ fn invalid_operator_commands_print_one_line() {
     let Some(vm) = TestVm::spinning(1) else { return };
     for (args, word) in [
         (&["ctl", "nobody", "pause"][..], "running are test"),
-        (&["ctl", "../test", "pause"], "no name"),
+        (&["ctl", "../test", "pause"], "invalid VM name"),
         (&["ctl", "test", "share", "mine"], "guest-first"),
         (&["ctl", "test", "filter", "/nowhere"], "/nowhere"),
         (&["ctl", "test", "vcpus", "2"], "--cpus N,max=M"),

@@ -197,7 +197,7 @@ fn five_rdpmc_sites_exceed_breakpoints() {
     let err = text(&run.stderr);
     assert_eq!(run.status.code(), Some(2), "{err}");
     let wanted = if host.breakpoints {
-        "4 breakpoints"
+        "at most 4, the number of breakpoints"
     } else {
         "do not trigger"
     };

@@ -306,7 +306,7 @@ fn invalid_jail_is_rejected_in_one_line() {
         ("dir=/tmp", "known are uid=N, gid=N, cgroup=DIR"),
         ("cgroup=", "without a directory"),
         ("cgroup=/a,cgroup=/b", "twice"),
-        ("cgroup=/nowhere", "/nowhere: not a control group"),
+        ("cgroup=/nowhere", "/nowhere: not a cgroup v2 directory"),
     ] {
         let (status, text) = said(Command::new(PROGRAM).args(["run", "--jail", words]));
         assert_eq!(status, Some(2), "{words}: {text}");

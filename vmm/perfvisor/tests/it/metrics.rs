@@ -205,7 +205,7 @@ chmod +x "$0""#;
     );
     for (events, path, words) in [
         ("made.upp", dir.path(), "did you mean 'made.up'"),
-        ("made.hard", dir.path(), "needs 'any'"),
+        ("made.hard", dir.path(), "requires the unsupported term 'any'"),
         ("made.up", Path::new("/nowhere"), "linux-perf"),
     ] {
         let out = Command::new(PROGRAM)

@@ -50,7 +50,10 @@ fn assert_panic_lines(said: &str, thread: &str, most: usize) {
             line.starts_with(&begins) && line.contains("panicked at"),
             "{said}"
         );
-        assert!(line.contains("the VM ends with it: a test wants it"), "{said}");
+        assert!(
+            line.contains("which terminates the VM: a test wants it"),
+            "{said}"
+        );
     }
 }
 

@@ -133,7 +133,7 @@ fn killed_perf_broker_is_reported_once() {
     for _ in 0..2 {
         let refused = open(&mut client).expect_err("no broker").to_string();
         assert!(
-            refused.contains("the process that opens perf events has exited"),
+            refused.contains("the process that opens perf events has ended"),
             "{refused}"
         );
         let then = running_ns(&mut client);

@@ -111,7 +111,7 @@ fn failed_snapshot_leaves_nothing_behind() {
     let line = said(&mut vm.operator(&["ctl", "one", "snapshot", path])).1;
     assert_eq!(
         line,
-        format!("perfvisor: {path}: it exists already; name a new directory\n")
+        format!("perfvisor: error: {path}: it exists already; name a new directory\n")
     );
     let line = said(&mut vm.operator(&["ctl", "one", "snapshot", "/proc/new"])).1;
     assert!(
@@ -213,24 +213,29 @@ fn second_restore_with_the_same_disk_is_refused() {
     let first = restore(&dir, &["--disk", &disk]);
     let runs = || state_of(&first, "two").starts_with("two: running");
     eventually("it runs", runs);
-    assert!(refused(&dir, &["--disk", &disk]).contains("is in use by"));
+    assert!(refused(&dir, &["--disk", &disk]).contains("disk: in use by "));
     assert!(refused(&dir, &[]).contains("2 virtio devices, this machine has 1"));
     assert!(runs());
 }
 
-/// Parts of a VM that a snapshot cannot include are refused by name, and the VM goes on.
+/// Parts of a VM that a snapshot cannot include are refused by name, and the VM goes on. Connections
+/// over vsock are among them.
 #[test]
 fn unsupported_parts_are_named() {
-    let socket = tempfile::tempdir().unwrap();
-    let gdb = socket.path().join("gdb");
-    let Some(vm) = spinning(&["--gdb", gdb.to_str().unwrap()]) else {
-        return;
-    };
+    let sockets = tempfile::tempdir().unwrap();
+    guest_images::bare_metal::write_all(sockets.path()).unwrap();
+    let path = |name| sockets.path().join(name).to_str().unwrap().to_owned();
+    let vsock = format!("cid=7,socket={}", path("vsock"));
+    let (kernel, gdb) = (path("selftest.elf"), path("gdb"));
+    let options = ["--kernel", &kernel, "--gdb", &gdb, "--vsock", &vsock];
+    let Some(vm) = spinning(&options) else { return };
     let dir = vm.runtime.path().join("saved");
     let (status, line) = said(&mut vm.operator(&["ctl", "one", "snapshot", dir.to_str().unwrap()]));
     assert_eq!(status, Some(2), "{line}");
     assert!(
-        line.contains("a snapshot cannot include --gdb; start the VM without"),
+        line.contains(
+            "a snapshot cannot include --gdb, --vsock, whose connections would end; start the VM without"
+        ),
         "{line}"
     );
     assert!(!dir.exists());

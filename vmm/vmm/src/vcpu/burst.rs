@@ -61,6 +61,19 @@ impl Bursts {
         }
     }
 
+    /// Returns `true` if flags in guest memory may contain the trap flag of the idle stepper.
+    pub(super) fn has_strays(&self) -> bool {
+        self.idle.as_ref().is_some_and(Stepper::has_strays)
+    }
+
+    /// Returns a stepper that removes the trap flags that bursts before a snapshot have left in guest
+    /// memory. Returns `None` if this vCPU cannot be stepped.
+    pub(super) fn stepper_for_strays(&mut self) -> Option<Stepper> {
+        let stepper = self.stepper()?.with_strays();
+        self.owns_stepper = true;
+        Some(stepper)
+    }
+
     /// Returns a stepper for a burst.
     fn stepper(&mut self) -> Option<Stepper> {
         let (config, memory) = self.config.as_ref()?;

@@ -18,6 +18,7 @@ use super::control::RunState;
 use super::debugctl::DebugControl;
 use super::rdpmc::{LastRdpmc, PendingNmi};
 use super::running::{ExitCompletion, Running, Vcpu};
+use super::step::Stepper;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::saved_vcpu::VcpuStateLayout;
 
@@ -108,6 +109,8 @@ impl Running {
             last_rdpmc: self.last_read.saved(),
             nmi_sent,
             nmi_repetitions,
+            stray_trap_flags: self.stepper.as_ref().is_some_and(Stepper::has_strays)
+                || self.bursts.has_strays(),
         };
         Ok(saved)
     }
@@ -137,6 +140,9 @@ impl Vcpu {
         }
         if let Some(control) = &mut self.debug_control {
             control.restore(saved.debug_control);
+        }
+        if saved.stray_trap_flags {
+            self.stepper = self.bursts.stepper_for_strays();
         }
         self.lvtpc.restore_handled(saved.handled_pmi);
         if let Some(rdpmc) = &mut self.rdpmc {

@@ -556,6 +556,16 @@ mod tests {
         }
     }
 
+    /// Otherwise a vCPU that is in a nested guest at the cut would be restored without it. A guest
+    /// without `--nested` has no nested state, because KVM refuses EFER.SVME and CR4.VMXE then.
+    #[test]
+    fn snapshot_excludes_nested_state() {
+        let mut config = testing::config(&[]);
+        assert!(VmPlan::of(&config).unsupported_in_snapshot().is_empty());
+        config.nested = true;
+        assert_eq!(VmPlan::of(&config).unsupported_in_snapshot(), ["--nested"]);
+    }
+
     /// A Linux kernel without RDPMC emulation crashes at its first counter read.
     #[test]
     fn rdpmc_off_refuses_linux_with_emulated_pmu() {

@@ -76,6 +76,12 @@ pub enum RestoreError {
     /// The virtual PMU of a vCPU cannot be restored.
     #[error("the virtual PMU of vCPU {0} cannot be restored")]
     Pmu(u8, #[source] StateError),
+    /// Trap flags in guest memory cannot be removed.
+    #[error(
+        "a recording of branches has left trap flags in the memory of the snapshot, and this host's KVM cannot \
+         single-step guests to remove them"
+    )]
+    TrapFlags,
     /// The devices cannot be restored.
     #[error(transparent)]
     Board(#[from] RestoreBoardError),
@@ -113,6 +119,8 @@ pub(super) struct NewMachine<'a> {
     pub(super) bus: &'a Bus,
     pub(super) pmu: &'a Arc<VmPmu>,
     pub(super) shape: &'a MachineShape,
+    /// The vCPUs can be single-stepped.
+    pub(super) can_step: bool,
 }
 
 impl NewMachine<'_> {
@@ -159,6 +167,9 @@ impl NewMachine<'_> {
         }
         if leaves.len() != saved.cpuid.len() {
             return Err(RestoreError::Impossible("another number of CPUID leaves"));
+        }
+        if saved.pmu.stray_trap_flags && !self.can_step {
+            return Err(RestoreError::TrapFlags);
         }
         // The thread of the vCPU restores the registers again, where an error would come too late.
         let mut pmu = self.pmu.vcpu(id, here.tsc_khz());
@@ -286,17 +297,12 @@ pub fn event_filter(saved: &SavedFilter) -> Result<EventFilter, RestoreError> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
     use std::io;
-    use std::os::unix::fs::FileExt as _;
-    use std::time::Duration;
 
     use perf_core::pmu::host::HostProbe;
 
-    use super::*;
     use crate::kvm::{call, host};
     use crate::testing;
-    use crate::vm::save::Snapshot;
     use crate::vm::{PendingKvmSetup, Vm, VmParts};
 
     /// Guest code `hlt; jmp` to the start.
@@ -306,20 +312,8 @@ mod tests {
     /// the last vCPU got its CPUID, or `None` without KVM.
     fn calls_of_restore() -> Option<Vec<&'static str>> {
         let source = testing::vm(&HALT, |_| ())?;
-        let mut snapshot = Snapshot::begin(source.snapshots(), BTreeMap::new()).unwrap();
-        while !snapshot.advance().unwrap() {
-            std::thread::sleep(Duration::from_micros(50));
-        }
-        let memory = tempfile::tempfile().unwrap();
-        memory.set_len(snapshot.memory_bytes()).unwrap();
-        let mut next = 0;
-        while next < snapshot.memory_bytes() {
-            let piece = snapshot.read_memory(next).unwrap();
-            memory.write_all_at(&piece.data, next).unwrap();
-            next = piece.next;
-        }
-        let state = Box::new(snapshot::decode(&snapshot.state().unwrap()).unwrap());
-        drop((snapshot, source));
+        let saved = testing::snapshot_of(&source);
+        drop(source);
         let kvm = host::open().unwrap();
         let parts = VmParts {
             begun: PendingKvmSetup::now(),
@@ -330,7 +324,7 @@ mod tests {
             console: Box::new(io::sink()),
         };
         call::log::start();
-        Vm::restore(parts, RestoredMachine { state, memory }).unwrap();
+        Vm::restore(parts, saved).unwrap();
         let mut calls = call::log::finish();
         let cpuid = calls.iter().rposition(|call| *call == "KVM_SET_CPUID2");
         Some(calls.split_off(cpuid.unwrap()))

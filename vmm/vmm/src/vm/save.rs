@@ -382,12 +382,123 @@ fn saved_filter(filter: &EventFilter) -> SavedFilter {
 
 #[cfg(test)]
 mod tests {
+    use virtio_devices::device::{ActivateError, Activation, DeviceInterrupt, VirtioDevice};
+
     use super::*;
     use crate::memory::MMIO_HOLE_START;
+    use crate::testing;
 
     /// Otherwise a chunk would be read from the addresses of the interrupt controllers.
     #[test]
     fn chunks_do_not_cross_the_hole_below_4_gib() {
         assert!(MMIO_HOLE_START.is_multiple_of(CHUNK_BYTES));
+    }
+
+    /// A device that completes a request when it is stopped.
+    #[derive(Default)]
+    struct CompletingDevice(DeviceInterrupt);
+
+    impl VirtioDevice for CompletingDevice {
+        fn id(&self) -> u32 {
+            4
+        }
+
+        fn name(&self) -> &'static str {
+            "test0"
+        }
+
+        fn features(&self) -> u64 {
+            0
+        }
+
+        fn queue_max_sizes(&self) -> &[u16] {
+            &[16]
+        }
+
+        fn read_config(&self, _: u64, data: &mut [u8]) {
+            data.fill(0);
+        }
+
+        fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+            let queue = activation.queues.into_iter().flatten().next();
+            self.0 = queue.map(|queue| queue.interrupt).unwrap_or_default();
+            Ok(())
+        }
+
+        fn reset(&mut self) {
+            self.0.raise();
+        }
+
+        fn unsupported_in_snapshot(&self) -> Option<&'static str> {
+            None
+        }
+    }
+
+    /// Starts the device as a driver does. The interrupt of its queue is `vector` of vCPU 0.
+    fn start_device(bus: &Bus, vector: u8) {
+        let pci = bus.pci().unwrap();
+        let select = |register: u32| {
+            pci.write_port(0xCF8, &(1 << 31 | 1 << 11 | register).to_le_bytes());
+        };
+        let read = |register| {
+            select(register);
+            let mut value = [0; 4];
+            pci.read_port(0xCFC, &mut value);
+            u32::from_le_bytes(value)
+        };
+        let configure = |register, value: u32| {
+            select(register);
+            pci.write_port(0xCFC, &value.to_le_bytes());
+        };
+        let bar = u64::from(read(0x10));
+        let write = |offset: u64, value: u64, bytes: usize| {
+            assert!(pci.write_memory(bar + offset, &value.to_le_bytes()[..bytes]));
+        };
+        configure(4, 6);
+        // The first capability is MSI-X. Its entry 1 is the queue's.
+        configure(read(0x34) & 0xFC, 1 << 31);
+        write(0x4010, 0xFEE0_0000, 8);
+        write(0x4018, vector.into(), 8);
+        // Status, VERSION_1, and the queue.
+        write(20, 3, 1);
+        write(8, 1, 4);
+        write(12, 1, 4);
+        write(20, 11, 1);
+        write(26, 1, 2);
+        for (offset, address) in [(32, 0x20_0000), (40, 0x20_1000), (48, 0x20_2000)] {
+            write(offset, address, 8);
+        }
+        write(28, 1, 2);
+        write(20, 15, 1);
+    }
+
+    /// The interrupt that a device raises while it is stopped is in the saved local APIC, whose vCPU
+    /// has its interrupts disabled.
+    #[test]
+    fn interrupts_of_devices_are_saved() {
+        const VECTOR: u8 = 0x61;
+        let code = [
+            0xC7, 0x05, 0xF0, 0x00, 0xE0, 0xFE, 0xFF, 0x01, 0x00, 0x00, // mov [0xfee000f0], 0x1ff
+            0xE6, 0x80, // out 0x80, al
+            0xF4, 0xEB, 0xFD, // hlt; jmp -1
+        ];
+        let device: Box<dyn VirtioDevice> = Box::<CompletingDevice>::default();
+        let Some(vm) = testing::vm_with_devices(&code, vec![device], |_| ()) else {
+            return;
+        };
+        // The guest has enabled its local APIC before it writes the port.
+        while vm.registry().slots()[0].stats().io_out.get() == 0 {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        start_device(vm.bus(), VECTOR);
+        let saved = testing::snapshot_of(&vm).state;
+        let lapic = &saved.vcpus[0].lapic.0;
+        let is_requested = |vector: u8| {
+            let at = 0x200 + usize::from(vector / 32) * 16 + usize::from(vector % 32 / 8);
+            lapic[at] >> (vector % 8) & 1 != 0
+        };
+        assert!(is_requested(VECTOR));
+        assert!(!is_requested(VECTOR + 1));
+        assert!(saved.devices[0].active);
     }
 }

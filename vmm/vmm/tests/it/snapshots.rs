@@ -12,10 +12,11 @@ use perf_core::error_line;
 use perf_core::pmu::host::HostProbe;
 use snapshot::state::SavedMachine;
 use test_support::skip;
+use vm_memory::{Bytes as _, GuestAddress};
 use vmm::boot::KernelSource;
 use vmm::kvm::host;
 use vmm::pmu::PmuConfig;
-use vmm::vcpu::control::StopReason;
+use vmm::vcpu::control::{ResetPolicy, StopReason};
 use vmm::vcpu::kick;
 use vmm::vm::restore::RestoredMachine;
 use vmm::vm::save::{Snapshot, SnapshotError};
@@ -123,9 +124,22 @@ impl TestVm {
         self.output.bytes()
     }
 
+    /// Returns the contents of guest memory.
+    fn memory(&self) -> Vec<u8> {
+        let mut bytes = vec![0; usize::try_from(self.vm.ram().size_bytes()).unwrap()];
+        let memory = self.vm.ram().memory();
+        memory.read_slice(&mut bytes, GuestAddress(0)).unwrap();
+        bytes
+    }
+
     /// Takes a snapshot. Returns it with the length of the output at the cut, or `None` if the guest
     /// has ended. The guest goes on.
     fn snapshot(&self) -> Option<(RestoredMachine, usize)> {
+        self.snapshot_then(|_| ())
+    }
+
+    /// Takes a snapshot, and calls `check` with the memory file before the guest goes on.
+    fn snapshot_then(&self, check: impl FnOnce(&File)) -> Option<(RestoredMachine, usize)> {
         let begun = Snapshot::begin(self.vm.snapshots(), Default::default());
         let mut snapshot = match begun {
             Ok(snapshot) => snapshot,
@@ -151,8 +165,16 @@ impl TestVm {
         }
         let state = snapshot.state().unwrap();
         assert_eq!(self.output.len(), cut, "the guest is paused");
+        check(&file);
         Some((machine(&state, file), cut))
     }
+}
+
+/// Returns the contents of a memory file.
+fn contents(file: &File) -> Vec<u8> {
+    let mut bytes = vec![0; usize::try_from(file.metadata().unwrap().len()).unwrap()];
+    file.read_exact_at(&mut bytes, 0).unwrap();
+    bytes
 }
 
 fn machine(state: &[u8], memory: File) -> RestoredMachine {
@@ -291,6 +313,21 @@ fn restored_vm_can_be_saved_again() {
     assert!([&expected[..cut], &rest].concat() == expected);
 }
 
+/// Takes a snapshot of a guest that has written its first bytes. Returns it with the length of the
+/// output at the cut, or `None` without KVM.
+fn cut_after_start(config: &VmConfig) -> Option<(RestoredMachine, usize)> {
+    loop {
+        let source = TestVm::start(config, None)?;
+        while source.output.len() < 16 {
+            std::hint::spin_loop();
+        }
+        // On a busy host, the guest may have ended.
+        if let Some(taken) = source.snapshot() {
+            return Some(taken);
+        }
+    }
+}
+
 /// Takes a snapshot of a guest that has run for a while. Returns `None` without KVM.
 fn saved() -> Option<(VmConfig, RestoredMachine)> {
     let config = config(GUEST);
@@ -300,6 +337,102 @@ fn saved() -> Option<(VmConfig, RestoredMachine)> {
     }
     let (saved, _) = source.snapshot().unwrap();
     Some((config, saved))
+}
+
+/// The last RDPMC that is patched, and the removal of the trap at the #GP handler, precede the first
+/// read of memory.
+#[test]
+fn writes_of_ours_are_in_the_memory_file() {
+    let config = config(GUEST);
+    let Some(source) = TestVm::start(&config, None) else {
+        return;
+    };
+    while source.output.len() < 100 {
+        std::hint::spin_loop();
+    }
+    let snapshot = |vm: &TestVm| vm.snapshot_then(|file| assert!(vm.memory() == contents(file)));
+    // On a busy host, the guest may have ended.
+    let Some((saved, _)) = snapshot(&source) else {
+        return;
+    };
+    assert!(!saved.state.kernel.rdpmc_sites.is_empty());
+    snapshot(&TestVm::start(&config, Some(saved)).unwrap());
+}
+
+/// Single-steps for branch stacks set the trap flag, which may remain in flags that the guest has
+/// saved in its memory. The guest that loads them after the restore has no handler of #DB.
+#[test]
+fn a_trap_flag_of_ours_does_not_reach_another_backing() {
+    let code = [
+        0xBC, 0x00, 0x00, 0x1F, 0x00, // mov esp, 0x1f0000
+        0xBE, 0x00, 0x40, 0x00, 0x00, // mov esi, 16384
+        0x66, 0xBA, 0xF8, 0x03, // mov dx, 0x3f8
+        0x89, 0xF0, // next: mov eax, esi
+        0xEE, // out dx, al
+        0x4E, // dec esi
+        0x75, 0xFA, // jnz next
+        0x68, 0x02, 0x01, 0x00, 0x00, // push 0x102: the trap flag
+        0x9D, // popf
+        0xB0, 0x55, // mov al, 0x55
+        0xEE, // out dx, al
+        0xB0, 0x10, 0xE6, 0xF4, 0xF4, // mov al, 0x10; out 0xf4, al; hlt
+    ];
+    let config = config(&code);
+    let Some((mut saved, cut)) = cut_after_start(&config) else {
+        return;
+    };
+    assert!(!saved.state.vcpus[0].pmu.stray_trap_flags);
+    saved.state.vcpus[0].pmu.stray_trap_flags = true;
+    match TestVm::build(&config, Some(saved)).unwrap() {
+        Ok(vm) => {
+            let rest = vm.finish();
+            assert_eq!((cut + rest.len(), rest.last()), (16385, Some(&0x55)));
+        }
+        Err(line) => assert!(line.contains("trap flags"), "{line}"),
+    }
+}
+
+/// The memory of a restored VM cannot be cleared, because the contents of the file would come back, so
+/// a reset by its guest ends it. The file stays as it was.
+#[test]
+fn a_reset_after_restore_ends_the_vm_and_leaves_the_file() {
+    let code = [
+        0xBE, 0x00, 0x40, 0x00, 0x00, // mov esi, 16384
+        0x66, 0xBA, 0xF8, 0x03, // mov dx, 0x3f8
+        0x89, 0x34, 0xB5, 0x00, 0x00, 0x20, 0x00, // next: mov [0x200000 + esi * 4], esi
+        0x89, 0xF0, // mov eax, esi
+        0xEE, // out dx, al
+        0x4E, // dec esi
+        0x75, 0xF3, // jnz next
+        0x66, 0xBA, 0xF9, 0x0C, // mov dx, 0xcf9
+        0xB0, 0x06, 0xEE, 0xF4, // mov al, 6; out dx, al; hlt
+    ];
+    for on_reset in [ResetPolicy::Exit, ResetPolicy::Restart] {
+        let config = VmConfig {
+            on_reset,
+            ..config(&code)
+        };
+        let Some((saved, _)) = cut_after_start(&config) else {
+            return;
+        };
+        let file = saved.memory.try_clone().unwrap();
+        let before = contents(&file);
+        let mut restored = TestVm::start(&config, Some(saved)).unwrap();
+        let mut restarter = restored.vm.take_restarter();
+        while restored.vm.control().reason().is_none() {
+            if let Some(restarter) = &mut restarter {
+                restarter.serve();
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        restored.vm.stop_and_join();
+        let expected = match on_reset {
+            ResetPolicy::Exit => StopReason::Reset,
+            ResetPolicy::Restart => StopReason::NotRestarted,
+        };
+        assert_eq!(restored.vm.control().reason(), Some(expected));
+        assert!(contents(&file) == before);
+    }
 }
 
 /// A machine that is unlike the saved one is refused with one line that names the difference, and no

@@ -207,6 +207,13 @@ impl Stepper {
         self
     }
 
+    /// Marks flags in guest memory as possibly containing the trap flag of an earlier stepper.
+    #[must_use]
+    pub fn with_strays(mut self) -> Self {
+        self.strays = true;
+        self
+    }
+
     /// Returns the statistics so far.
     pub fn tally(&self) -> StepStats {
         self.tally

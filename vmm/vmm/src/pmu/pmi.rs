@@ -1,0 +1,68 @@
+//! PMIs of a vCPU: when one is due, and what its delivery changes.
+
+use vpmu::{CounterEvents as _, PmiCounts, PmiReadiness};
+
+use super::VcpuPmu;
+
+impl VcpuPmu {
+    /// Returns `true` if a PMI is due and not delivered yet.
+    #[inline]
+    pub fn pmi_pending(&self) -> bool {
+        self.vpmu.pmi_pending()
+    }
+
+    /// Returns the vCPU's event time, the clock of PMIs, in nanoseconds. The clock stops while the
+    /// vCPU is paused.
+    fn now_ns(&mut self) -> u64 {
+        self.attached
+            .as_mut()
+            .map_or(0, |attached| attached.events.now_ns())
+    }
+
+    /// Returns whether the due PMI may be delivered now or is delayed by a limit.
+    pub fn pmi_ready(&mut self) -> PmiReadiness {
+        let now_ns = self.now_ns();
+        self.vpmu.pmi_ready(now_ns)
+    }
+
+    /// Returns whether [`VcpuPmu::observe_handler`] must be called before the next entry.
+    #[inline]
+    pub fn needs_handler_state(&mut self) -> bool {
+        self.attached
+            .as_mut()
+            .is_some_and(|attached| self.vpmu.needs_handler_state(&mut attached.events))
+    }
+
+    /// Records whether the guest still executes the handler of the last PMI.
+    pub fn observe_handler(&mut self, executes: bool) {
+        let now_ns = self.now_ns();
+        self.vpmu.observe_handler(executes, now_ns);
+    }
+
+    /// Records that the due PMI cannot be delivered now. Returns `false` if the PMI is withdrawn
+    /// because the guest has cleared its cause.
+    pub fn defer_pmi(&mut self) -> bool {
+        self.vpmu.defer_pmi()
+    }
+
+    /// Returns the number of counter overflows; see [`Vpmu::overflow_count`].
+    pub fn overflow_count(&self) -> u64 {
+        self.vpmu.overflow_count()
+    }
+
+    /// Returns the PMI statistics.
+    pub fn pmi_counts(&self) -> PmiCounts {
+        self.vpmu.pmi_counts()
+    }
+
+    /// Records that the due PMI was delivered.
+    pub fn pmi_delivered(&mut self) {
+        let now_ns = self.now_ns();
+        self.vpmu.pmi_delivered(now_ns);
+    }
+
+    /// Returns the nanoseconds from now until `time_ns` on the clock of [`VcpuPmu::pmi_ready`].
+    pub fn nanoseconds_until(&mut self, time_ns: u64) -> u64 {
+        time_ns.saturating_sub(self.now_ns())
+    }
+}
