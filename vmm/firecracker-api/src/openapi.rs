@@ -8,7 +8,7 @@ use crate::routes::{ROUTES, Route};
 use crate::types::{
     Action, ApiVersion, BootSource, Drive, DriveUpdate, EntropyDevice, FaultBody, InstanceInfo, Logger,
     MachineConfig, MachineConfigUpdate, Metrics, NetworkInterface, NetworkInterfaceUpdate, Pmu, SerialDevice,
-    VmConfig, VmUpdate, Vsock,
+    SnapshotCreateParams, SnapshotLoadParams, VmConfig, VmUpdate, Vsock,
 };
 
 /// Returns the description (OpenAPI 3.1).
@@ -54,6 +54,8 @@ fn add_types(generator: &mut SchemaGenerator) {
     generator.subschema_for::<Pmu>();
     generator.subschema_for::<Action>();
     generator.subschema_for::<VmUpdate>();
+    generator.subschema_for::<SnapshotCreateParams>();
+    generator.subschema_for::<SnapshotLoadParams>();
     generator.subschema_for::<VmConfig>();
 }
 

@@ -7,7 +7,7 @@ use crate::fault::Fault;
 use crate::routes::check_id;
 use crate::types::{
     BootSource, Drive, EntropyDevice, HugePages, IoEngine, Logger, MachineConfig, MachineConfigUpdate,
-    Metrics, NetworkInterface, Pmu, RateLimiter, SerialDevice, VmConfig, Vsock,
+    Metrics, NetworkInterface, NetworkOverride, Pmu, RateLimiter, SerialDevice, VmConfig, Vsock,
 };
 
 /// Maximum number of vCPUs, as in the specification.
@@ -141,7 +141,7 @@ impl Resources {
         if machine.track_dirty_pages {
             return Err(Fault::unsupported(
                 "track_dirty_pages",
-                "this version has no snapshots",
+                "snapshots are always full",
             ));
         }
         if machine.cpu_template.as_deref().is_some_and(|name| name != "None") {
@@ -413,23 +413,13 @@ impl Resources {
             format!("--hugepages={huge_pages}"),
             format!("--rng={}", if self.entropy.is_some() { "on" } else { "off" }),
         ];
-        options.extend(self.drives_in_order().filter_map(drive_option));
-        for interface in &self.interfaces {
-            let mac = interface.guest_mac.as_ref().map(|mac| format!(",mac={mac}"));
-            let mac = mac.unwrap_or_default();
-            options.push(format!("--net=tap={}{mac}", interface.host_dev_name));
-        }
+        options.extend(self.host_options());
         if let Some(vsock) = &self.vsock {
             options.push(format!(
                 "--vsock=cid={},socket={}",
                 vsock.guest_cid, vsock.uds_path
             ));
         }
-        let serial = self
-            .serial
-            .as_ref()
-            .and_then(|serial| serial.serial_out_path.as_ref());
-        options.extend(serial.map(|path| format!("--console=file={path}")));
         let pmu = self.pmu();
         for (option, value) in [
             ("pmu", pmu.model),
@@ -441,6 +431,78 @@ impl Resources {
             options.extend(value.map(|value| format!("--{option}={value}")));
         }
         options
+    }
+
+    /// Returns the options of `perfvisor run` for a VM that is restored from a snapshot.
+    pub fn restore_options(&self) -> Vec<String> {
+        let mut options = self.host_options();
+        options.extend(self.pmu().share.map(|policy| format!("--share={policy}")));
+        options
+    }
+
+    /// Returns the options for the drives, the network devices and the serial output.
+    fn host_options(&self) -> Vec<String> {
+        let mut options: Vec<String> = self.drives_in_order().filter_map(drive_option).collect();
+        for interface in &self.interfaces {
+            let mac = interface.guest_mac.as_ref().map(|mac| format!(",mac={mac}"));
+            let mac = mac.unwrap_or_default();
+            // A VM with vhost-net has no snapshots.
+            options.push(format!("--net=tap={}{mac},vhost=off", interface.host_dev_name));
+        }
+        let serial = self
+            .serial
+            .as_ref()
+            .and_then(|serial| serial.serial_out_path.as_ref());
+        options.extend(serial.map(|path| format!("--console=file={path}")));
+        options
+    }
+
+    /// Returns the configuration of a VM that is restored: machine and devices of `saved`, and serial
+    /// output, log and metrics of this configuration. `overrides` replace tap devices.
+    ///
+    /// # Errors
+    /// Returns a [`Fault`] if this configuration has a machine or devices, and if `saved` or an
+    /// override is invalid.
+    pub fn restored(&self, mut saved: VmConfig, overrides: &[NetworkOverride]) -> Result<Self, Fault> {
+        let host_only = Self {
+            serial: self.serial.clone(),
+            logger: self.logger.clone(),
+            metrics: self.metrics.clone(),
+            ..Self::default()
+        };
+        if *self != host_only {
+            return Err(Fault::bad(
+                "snapshot/load: not supported after the machine or a device was configured",
+            ));
+        }
+        for NetworkOverride {
+            iface_id,
+            host_dev_name,
+        } in overrides
+        {
+            let mut interfaces = saved.network_interfaces.iter_mut();
+            let Some(interface) = interfaces.find(|interface| interface.iface_id == *iface_id) else {
+                let message = format!("network_overrides: the snapshot has no interface '{iface_id}'");
+                return Err(Fault::bad(message));
+            };
+            interface.host_dev_name.clone_from(host_dev_name);
+        }
+        saved.serial = host_only.serial;
+        saved.logger = host_only.logger;
+        saved.metrics = host_only.metrics;
+        Self::from_config(saved)
+    }
+
+    /// Returns the part of the configuration that a snapshot contains.
+    pub fn to_saved_config(&self) -> VmConfig {
+        VmConfig {
+            boot_source: None,
+            vsock: None,
+            serial: None,
+            logger: None,
+            metrics: None,
+            ..self.to_config()
+        }
     }
 
     /// Returns the drives with the root device first, which the kernel names `/dev/vda`.

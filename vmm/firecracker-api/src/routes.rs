@@ -11,7 +11,7 @@ use crate::http::{Method, Request};
 use crate::types::{
     Action, ActionType, BootSource, Drive, DriveUpdate, EntropyDevice, Logger, MachineConfig,
     MachineConfigUpdate, Metrics, NetworkInterface, NetworkInterfaceUpdate, Pmu, RequestedState,
-    SerialDevice, VmUpdate, Vsock,
+    SerialDevice, SnapshotCreateParams, SnapshotLoadParams, VmUpdate, Vsock,
 };
 
 /// Maximum length of an identifier, in bytes.
@@ -58,6 +58,10 @@ pub enum ApiCall {
     PutPmu(Pmu),
     /// `PUT /actions`
     Act(ActionType),
+    /// `PUT /snapshot/create`
+    CreateSnapshot(SnapshotCreateParams),
+    /// `PUT /snapshot/load`
+    LoadSnapshot(SnapshotLoadParams),
     /// `PATCH /vm`
     PatchVm(RequestedState),
 }
@@ -181,13 +185,21 @@ pub const ROUTES: &[Route] = &[
         "Starts the VM, writes metrics, or asks the guest to shut down",
         "Action",
     ),
+    put(
+        "/snapshot/create",
+        "Saves a paused VM to files",
+        "SnapshotCreateParams",
+    ),
+    put(
+        "/snapshot/load",
+        "Restores a VM from files, instead of a start",
+        "SnapshotLoadParams",
+    ),
     patch("/vm", "Pauses or resumes the VM", "VmUpdate"),
 ];
 
 /// Paths of the specification that Perfvisor does not offer, with the reason.
 pub const UNSUPPORTED: &[(&str, &str)] = &[
-    ("/snapshot/create", "this version has no snapshots"),
-    ("/snapshot/load", "this version has no snapshots"),
     ("/balloon", "this version has no balloon device"),
     ("/balloon/statistics", "this version has no balloon device"),
     ("/balloon/hinting/start", "this version has no balloon device"),
@@ -252,6 +264,8 @@ fn route_put(request: &Request) -> Result<ApiCall, Fault> {
         "/logger" => ApiCall::PutLogger(body(request)?),
         "/metrics" => ApiCall::PutMetrics(body(request)?),
         "/pmu" => ApiCall::PutPmu(body(request)?),
+        "/snapshot/create" => ApiCall::CreateSnapshot(body(request)?),
+        "/snapshot/load" => ApiCall::LoadSnapshot(body(request)?),
         "/actions" => ApiCall::Act(body::<Action>(request)?.action_type),
         path => {
             if let Some(id) = path.strip_prefix("/drives/") {

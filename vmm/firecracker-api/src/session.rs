@@ -3,6 +3,8 @@
 //! Calls that configure the VM are valid before the start only; those that change its state, after
 //! it only. A call that fails changes nothing.
 
+mod snapshots;
+
 use crate::API_VERSION;
 use crate::fault::Fault;
 use crate::http::{Request, Response};
@@ -62,6 +64,18 @@ pub trait VmBackend {
     /// # Errors
     /// Returns the VM's refusal.
     fn press_power_button(&mut self) -> Result<(), String>;
+
+    /// Saves the paused VM to the files `state` and `memory`. The state contains `config`.
+    ///
+    /// # Errors
+    /// Returns the reason why the files were not written.
+    fn save(&mut self, state: &str, memory: &str, config: &VmConfig) -> Result<(), String>;
+
+    /// Returns the configuration in the state file of a snapshot.
+    ///
+    /// # Errors
+    /// Returns the reason why the file cannot be used.
+    fn read_snapshot(&mut self, state: &str) -> Result<VmConfig, String>;
 
     /// Writes the metrics to their destination.
     ///
@@ -146,6 +160,8 @@ impl<B: VmBackend> Session<B> {
             ApiCall::GetVmConfig => Ok(Response::json(&self.resources.to_config())),
             ApiCall::GetPmu => Ok(Response::json(&self.resources.pmu())),
             ApiCall::Act(action) => self.act(action),
+            ApiCall::CreateSnapshot(params) => self.create_snapshot(&params),
+            ApiCall::LoadSnapshot(params) => self.load_snapshot(&params),
             ApiCall::PatchVm(state) => self.change_state(state),
             ApiCall::PatchDrive(_) => {
                 self.require_start("PATCH /drives")?;

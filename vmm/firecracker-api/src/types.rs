@@ -387,6 +387,93 @@ pub enum RequestedState {
     Resumed,
 }
 
+/// Body of `PUT /snapshot/create`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SnapshotCreateParams {
+    /// File that receives the state of the VM.
+    pub snapshot_path: String,
+    /// File that receives the guest's memory.
+    pub mem_file_path: String,
+    /// Extent of the snapshot. Only `Full` is supported.
+    #[serde(default)]
+    pub snapshot_type: SnapshotType,
+}
+
+/// Extent of a snapshot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum SnapshotType {
+    /// The whole memory.
+    #[default]
+    Full,
+    /// Memory changed since the last snapshot. Unsupported.
+    Diff,
+}
+
+/// Body of `PUT /snapshot/load`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SnapshotLoadParams {
+    /// File with the state of the VM.
+    pub snapshot_path: String,
+    /// File with the guest's memory; the older form of `mem_backend`.
+    #[serde(default)]
+    pub mem_file_path: Option<String>,
+    /// Source of the guest's memory. Either this or `mem_file_path` is required.
+    #[serde(default)]
+    pub mem_backend: Option<MemoryBackend>,
+    /// Resume the VM.
+    #[serde(default)]
+    pub resume_vm: bool,
+    /// Tap devices instead of those of the snapshot.
+    #[serde(default)]
+    pub network_overrides: Vec<NetworkOverride>,
+    /// Dirty page tracking. Unsupported.
+    #[serde(default)]
+    pub track_dirty_pages: bool,
+    /// Dirty page tracking, by its older name. Unsupported.
+    #[serde(default)]
+    pub enable_diff_snapshots: bool,
+    /// Advance the guest's clock by the time since the snapshot. Unsupported.
+    #[serde(default)]
+    pub clock_realtime: bool,
+    /// Another socket of the vsock device. Unsupported.
+    #[serde(default)]
+    pub vsock_override: Option<Value>,
+    /// Huge pages of guest memory. Only `None` is supported.
+    #[serde(default)]
+    pub huge_pages: HugePages,
+}
+
+/// Source of the guest's memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct MemoryBackend {
+    /// Path of the memory file.
+    pub backend_path: String,
+    /// Kind of the source. Only `File` is supported.
+    pub backend_type: MemoryBackendType,
+}
+
+/// Kind of a source of guest memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum MemoryBackendType {
+    /// A file, mapped privately.
+    File,
+    /// A process that handles page faults. Unsupported.
+    Uffd,
+}
+
+/// Tap device of a network device of a snapshot.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct NetworkOverride {
+    /// Identifier of the network device.
+    pub iface_id: String,
+    /// Name of the tap device.
+    pub host_dev_name: String,
+}
+
 /// The whole configuration: body of `GET /vm/config`, and contents of `--config-file`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]

@@ -27,6 +27,7 @@ use vpmu::{BackingPolicy, CounterNumbers, PmiShare, PmuModelName};
 use crate::commands::generate::{EXAMPLES, GenerateArgs};
 use crate::commands::validate::ValidateArgs;
 use crate::firecracker::FirecrackerArgs;
+use crate::jailer::JailerArgs;
 use crate::values::{
     ObserverSocketArg, SecurityProfile, integer_in_range, parse_builtin, parse_gdb, parse_memory,
     parse_on_off, parse_pmi_limit, parse_ring_memory, parse_sample_limit, parse_share, parse_stop_timeout,
@@ -131,6 +132,8 @@ pub enum CliCommand {
     Exporter(ExporterArgs),
     /// Serve Firecracker's API for a VM.
     Firecracker(Box<FirecrackerArgs>),
+    /// Start `perfvisor firecracker` as another user in a directory of its own.
+    Jailer(Box<JailerArgs>),
     /// Show the samples of a recording as a table of shares by task, object and function.
     Report(ReportArgs),
     /// Compare two recordings: shares of functions before and after.
@@ -151,6 +154,16 @@ pub enum CliCommand {
     /// Run the back end of a shared directory until the VM that started it exits.
     #[command(hide = true)]
     KeepShare(KeepShareArgs),
+    /// Save a VM at the requests of `perfvisor firecracker`.
+    #[command(hide = true)]
+    SaveSnapshots(SaveSnapshotsArgs),
+}
+
+/// Arguments of the process that `perfvisor firecracker` starts.
+#[derive(Clone, Debug, Args)]
+pub struct SaveSnapshotsArgs {
+    /// Control socket of the VM.
+    pub socket: PathBuf,
 }
 
 /// Arguments of the process that `run --share-dir` starts.
@@ -282,6 +295,12 @@ pub struct RunArgs {
     /// Read the whole memory of the snapshot first and compare its checksums.
     #[arg(long, requires = "restore", help_heading = "Kernel")]
     pub restore_verify: bool,
+    /// Read the memory of the snapshot from this file; --restore then names the state file.
+    #[arg(long, value_name = "FILE", requires = "restore", help_heading = "Kernel")]
+    pub restore_memory: Option<PathBuf>,
+    /// Leave the restored VM paused; `perfvisor ctl NAME resume` continues it.
+    #[arg(long, requires = "restore", help_heading = "Kernel")]
+    pub restore_paused: bool,
     /// Connect the first serial port (ttyS0): tty (standard input and output), file=PATH (append;
     /// no input), socket=PATH (one client at a time), pty (a new pseudo-terminal) or none.
     #[arg(
@@ -526,14 +545,17 @@ where
     parse_run(&args).map_or_else(|| parse_any(args), Ok)
 }
 
-/// Inserts the command `firecracker` if the program was started by that name.
+/// Inserts the command `firecracker` or `jailer` if the name of the program contains it, as in
+/// `firecracker-v1.17.0`.
 fn named_by_program(mut args: Vec<OsString>) -> Vec<OsString> {
     let program = args.first().map(std::path::Path::new);
-    if program
-        .and_then(std::path::Path::file_name)
-        .is_some_and(|name| name == "firecracker")
-    {
-        args.insert(1, "firecracker".into());
+    let name = program.and_then(std::path::Path::file_name);
+    let name = name.map(std::ffi::OsStr::to_string_lossy).unwrap_or_default();
+    let command = ["firecracker", "jailer"]
+        .into_iter()
+        .find(|word| name.contains(word));
+    if let Some(command) = command {
+        args.insert(1, command.into());
     }
     args
 }

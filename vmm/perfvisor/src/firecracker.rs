@@ -1,10 +1,11 @@
 //! `perfvisor firecracker`: Firecracker's command line and API for a VM of `perfvisor run`.
 //!
 //! The API is served by a process of its own, which starts `perfvisor run` as its child and controls
-//! it through the control socket. [`vm_process`] is the child, [`log_output`] the destination of log
-//! messages.
+//! it through the control socket. [`vm_process`] is the child, [`snapshots`] another one that writes
+//! snapshots, and [`log_output`] the destination of log messages.
 
 mod log_output;
+mod snapshots;
 mod vm_process;
 
 use std::io::{self, Read};
@@ -28,6 +29,8 @@ use sandbox::{FrontEndError, paths};
 use vm_process::{CheckArguments, VmProcess};
 
 pub use log_output::init_log;
+use snapshots::StateFileError;
+pub use snapshots::save_snapshots;
 
 /// Identifier of a VM without `--id`, as in Firecracker.
 const DEFAULT_ID: &str = "anonymous-instance";
@@ -97,11 +100,11 @@ pub struct FirecrackerArgs {
     /// Unsupported.
     #[arg(long, hide = true)]
     pub boot_timer: bool,
-    /// Unsupported.
-    #[arg(long, hide = true)]
+    /// Print the version of the snapshot format.
+    #[arg(long)]
     pub snapshot_version: bool,
-    /// Unsupported.
-    #[arg(long, value_name = "FILE", hide = true)]
+    /// Print the format version of a snapshot's state file.
+    #[arg(long, value_name = "FILE")]
     pub describe_snapshot: Option<PathBuf>,
     /// Unsupported.
     #[arg(long, value_name = "FILE", hide = true)]
@@ -129,6 +132,9 @@ pub enum FirecrackerError {
     /// The configuration file is invalid.
     #[error("--config-file {}", .0.display())]
     Config(PathBuf, #[source] serde_json::Error),
+    /// The state file of `--describe-snapshot` cannot be used.
+    #[error("--describe-snapshot {}", .0.display())]
+    DescribeSnapshot(PathBuf, #[source] StateFileError),
     /// The socket cannot be bound.
     #[error("--api-sock {}", .0.display())]
     Socket(PathBuf, #[source] io::Error),
@@ -148,7 +154,8 @@ fn refused(option: &str, fault: &Fault) -> FirecrackerError {
     FirecrackerError::Refused(format!("{option}: {}", fault.message))
 }
 
-fn parse_id(text: &str) -> Result<String, String> {
+/// Parses the identifier of a VM.
+pub(crate) fn parse_id(text: &str) -> Result<String, String> {
     let is_valid =
         (1..=64).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
     let id = text.to_owned();
@@ -171,11 +178,7 @@ fn parse_payload(text: &str) -> Result<usize, String> {
 /// Returns [`FirecrackerError`] if an option is invalid or unsupported, or the VM of
 /// `--config-file` does not start.
 pub fn firecracker(args: &FirecrackerArgs, check: CheckArguments) -> Result<ExitStatus, FirecrackerError> {
-    if args.version {
-        let text = format!(
-            "Firecracker v{API_VERSION}\nPerfvisor v{}\n",
-            env!("CARGO_PKG_VERSION")
-        );
+    if let Some(text) = information(args)? {
         print(&text).map_err(|e| FirecrackerError::Refused(perf_core::error_line(&e)))?;
         return Ok(ExitStatus::PoweredOff);
     }
@@ -198,14 +201,28 @@ pub fn firecracker(args: &FirecrackerArgs, check: CheckArguments) -> Result<Exit
     serve(server, session, &signals)
 }
 
+/// Returns the text of the options that only print one.
+fn information(args: &FirecrackerArgs) -> Result<Option<String>, FirecrackerError> {
+    if args.version {
+        let own = env!("CARGO_PKG_VERSION");
+        return Ok(Some(format!("Firecracker v{API_VERSION}\nPerfvisor v{own}\n")));
+    }
+    if args.snapshot_version {
+        return Ok(Some(snapshots::format_version() + "\n"));
+    }
+    let Some(path) = &args.describe_snapshot else {
+        return Ok(None);
+    };
+    let version = snapshots::describe(path);
+    let version = version.map_err(|e| FirecrackerError::DescribeSnapshot(path.clone(), e))?;
+    Ok(Some(version + "\n"))
+}
+
 /// Rejects options that Perfvisor does not offer, and warns of those without an effect.
 fn check_unsupported(args: &FirecrackerArgs) -> Result<(), FirecrackerError> {
-    let snapshots = "this version has no snapshots";
     let metadata = "this version has no metadata service";
     let unsupported = [
         ("--boot-timer", args.boot_timer, "the VM has no boot timer device"),
-        ("--snapshot-version", args.snapshot_version, snapshots),
-        ("--describe-snapshot", args.describe_snapshot.is_some(), snapshots),
         ("--metadata", args.metadata.is_some(), metadata),
         ("--mmds-size-limit", args.mmds_size_limit.is_some(), metadata),
     ];

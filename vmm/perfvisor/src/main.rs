@@ -9,6 +9,7 @@
 //! | `check` | `perfvisor check`: capabilities of this host |
 //! | `commands` | `perfvisor validate` and `generate` |
 //! | `firecracker` | `perfvisor firecracker`: Firecracker's API and command line |
+//! | `jailer` | `perfvisor jailer`: Firecracker's jailer |
 //! | `config` | the options of `run` as a TOML file |
 //! | `background` | VMs without a terminal: daemon, service |
 //! | `stopping` | stop signals of a VM, and the power button |
@@ -38,6 +39,7 @@ mod config;
 mod devices;
 mod firecracker;
 mod jail;
+mod jailer;
 mod run;
 mod stop_handler;
 mod values;
@@ -121,6 +123,7 @@ fn run_command(
     Ok(match command {
         CliCommand::Run(args) => run::run(&args, start, log_file)?,
         CliCommand::Firecracker(args) => firecracker::firecracker(&args, check_arguments)?,
+        CliCommand::Jailer(args) => jailer::jailer(&args)?,
         CliCommand::Check(args) => check::check(&args)?,
         CliCommand::Validate(args) => validate::validate(&args)?,
         CliCommand::Ps(args) => ps::ps(&args)?,
@@ -145,6 +148,10 @@ fn run_command(
             // virtiofsd maps guest memory, and the guest may be able to crash virtiofsd.
             privileges::forbid_core_dumps();
             keeper::keep(&args.command)?;
+            ExitStatus::PoweredOff
+        }
+        CliCommand::SaveSnapshots(args) => {
+            firecracker::save_snapshots(&args.socket)?;
             ExitStatus::PoweredOff
         }
     })

@@ -8,10 +8,10 @@ mod ending;
 mod error;
 mod files;
 mod footprint;
-mod inherited;
+pub(crate) mod inherited;
 mod jail;
 pub(crate) mod machine;
-mod restore;
+pub(crate) mod restore;
 
 use std::fs::File;
 use std::io;
@@ -188,6 +188,9 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
         None => Vm::boot(parts)?,
         Some(saved) => Vm::restore(parts, saved)?,
     };
+    if args.restore_paused {
+        vm.start_paused();
+    }
     report_loaded(&vm, &config);
     vm.on_first_entry(Box::new(move || start.log_first_entry()));
     let terminal = if consoles.has_terminal() {

@@ -1,7 +1,7 @@
 //! Membership in an existing control group with its resource limits
 //! (`Documentation/admin-guide/cgroup-v2.rst`).
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
@@ -29,6 +29,9 @@ pub enum CgroupError {
     /// The directory is not a control group.
     #[error("{}: not a control group; use a cgroup v2 directory, for example /sys/fs/cgroup/vms/web", .0.display())]
     NoGroup(PathBuf),
+    /// The control group cannot be created or configured.
+    #[error("{}: cannot create or configure the control group", .0.display())]
+    Configure(PathBuf, #[source] io::Error),
     /// The kernel rejected the process.
     #[error("{}: cannot join the control group{hint}", path.display())]
     Refused {
@@ -40,6 +43,43 @@ pub enum CgroupError {
         #[source]
         source: io::Error,
     },
+}
+
+/// Creates the control group `path`, relative to the file system of control groups at `mount`, and
+/// writes `settings`: names of files and their values. The groups above it enable the controllers of
+/// the settings.
+///
+/// # Errors
+/// Returns [`CgroupError::Configure`] if the kernel refuses a group, a controller or a value.
+pub fn create_cgroup(
+    mount: &Path,
+    path: &Path,
+    settings: &[(String, String)],
+) -> Result<PathBuf, CgroupError> {
+    let mut group = mount.to_owned();
+    for component in path.components() {
+        for (file, _) in settings {
+            // Each file begins with the name of its controller. Those of `cgroup` are always there.
+            let controller = file.split('.').next().unwrap_or_default();
+            if controller != "cgroup" {
+                let file = group.join("cgroup.subtree_control");
+                let enabled = fs::write(&file, format!("+{controller}"));
+                enabled.map_err(|e| CgroupError::Configure(file, e))?;
+            }
+        }
+        group.push(component);
+        match fs::create_dir(&group) {
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(CgroupError::Configure(group, e));
+            }
+            _ => {}
+        }
+    }
+    for (file, value) in settings {
+        let file = group.join(file);
+        fs::write(&file, value).map_err(|e| CgroupError::Configure(file, e))?;
+    }
+    Ok(group)
 }
 
 /// Moves the process with all its threads into the control group at `dir`. Later allocations and

@@ -158,7 +158,7 @@ pub fn separate() -> Result<Jail, JailError> {
     Ok(Jail { of_a_user })
 }
 
-fn unshare(what: libc::c_int) -> io::Result<()> {
+pub(crate) fn unshare(what: libc::c_int) -> io::Result<()> {
     // SAFETY: the call takes a number.
     checked(unsafe { libc::unshare(what) }.into())
 }

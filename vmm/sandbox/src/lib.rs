@@ -12,6 +12,7 @@
 //! | `paths` | files and sockets at paths that another user can influence |
 //! | `socket_broker` | a process that connects to and removes Unix sockets for the VM |
 //! | `cgroup` | joining a control group |
+//! | `chroot_jail` | a process in a directory with its own devices, as Firecracker's jailer builds it |
 //! | `jail` | a process without network, whose file system contains named paths only |
 //! | `pid_namespace` | a process that sees no other, and its supervisor outside |
 //! | `start` | application of filters, and the starter thread |
@@ -28,6 +29,7 @@
 //! Start with [`begin`].
 
 mod cgroup;
+pub mod chroot_jail;
 mod crash;
 mod fault;
 mod files;
@@ -48,7 +50,7 @@ mod table;
 mod violation;
 mod workers;
 
-pub use cgroup::{CgroupError, join_cgroup};
+pub use cgroup::{CgroupError, create_cgroup, join_cgroup};
 pub use crash::watch_faults;
 pub use fault::{fault_point, worker_fault};
 pub use files::{AccessibleFiles, FileAccessError, begin_files, has_landlock, only_files};

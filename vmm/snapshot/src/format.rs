@@ -13,7 +13,8 @@
 //! field. A field whose name begins with `_` is optional, and versions that do not know it ignore it.
 //! The format version changes only if the frame or the meaning of an existing field changes.
 
-use serde_json::Value;
+use serde::Serialize;
+use serde_json::{Map, Value};
 
 use crate::state::SavedMachine;
 
@@ -60,7 +61,11 @@ pub enum FormatError {
 /// Returns [`FormatError::TooLarge`] if the state exceeds [`MAX_STATE_BYTES`], and
 /// [`FormatError::Body`] if it cannot be serialized.
 pub fn encode(machine: &SavedMachine) -> Result<Vec<u8>, FormatError> {
-    let body = serde_json::to_vec(machine).map_err(FormatError::Body)?;
+    encode_body(machine)
+}
+
+fn encode_body(body: &impl Serialize) -> Result<Vec<u8>, FormatError> {
+    let body = serde_json::to_vec(body).map_err(FormatError::Body)?;
     if body.len() > MAX_STATE_BYTES - HEADER_BYTES - CRC_BYTES {
         return Err(FormatError::TooLarge);
     }
@@ -88,6 +93,34 @@ pub fn frame(body: &[u8]) -> Vec<u8> {
 /// Returns a [`FormatError`] if the file is truncated, damaged, of another version, or not a valid
 /// state.
 pub fn decode(bytes: &[u8]) -> Result<SavedMachine, FormatError> {
+    let mut body: Value = serde_json::from_slice(body_of(bytes)?).map_err(FormatError::Body)?;
+    remove_optional_fields(&mut body);
+    serde_json::from_value(body).map_err(FormatError::Body)
+}
+
+/// Adds the optional field `name`, which begins with `_`, to a state file.
+///
+/// # Errors
+/// Returns the errors of [`encode`] and [`decode`].
+pub fn with_optional_field(bytes: &[u8], name: &str, value: Value) -> Result<Vec<u8>, FormatError> {
+    let mut fields: Map<String, Value> =
+        serde_json::from_slice(body_of(bytes)?).map_err(FormatError::Body)?;
+    fields.insert(name.to_owned(), value);
+    encode_body(&fields)
+}
+
+/// Returns the optional field `name` of a state file.
+///
+/// # Errors
+/// Returns a [`FormatError`] if the file is truncated, damaged, or of another version.
+pub fn optional_field(bytes: &[u8], name: &str) -> Result<Option<Value>, FormatError> {
+    let mut fields: Map<String, Value> =
+        serde_json::from_slice(body_of(bytes)?).map_err(FormatError::Body)?;
+    Ok(fields.remove(name))
+}
+
+/// Checks the frame of a state file, and returns its body.
+fn body_of(bytes: &[u8]) -> Result<&[u8], FormatError> {
     if !bytes.starts_with(&MAGIC) {
         return Err(FormatError::Magic);
     }
@@ -118,9 +151,7 @@ pub fn decode(bytes: &[u8]) -> Result<SavedMachine, FormatError> {
     if crc != crc32fast::hash(checked).to_le_bytes() {
         return Err(FormatError::Checksum);
     }
-    let mut body: Value = serde_json::from_slice(&checked[HEADER_BYTES..]).map_err(FormatError::Body)?;
-    remove_optional_fields(&mut body);
-    serde_json::from_value(body).map_err(FormatError::Body)
+    Ok(&checked[HEADER_BYTES..])
 }
 
 /// Removes optional fields. serde_json limits the depth of the value, and so of the recursion.

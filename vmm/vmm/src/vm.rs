@@ -45,6 +45,7 @@ use save::SnapshotSource;
 pub struct Vm {
     registry: Arc<VcpuRegistry>,
     on_first_entry: Option<Box<dyn FnOnce() + Send>>,
+    starts_paused: bool,
     cpus: VcpuNumbers,
     bus: Arc<Bus>,
     pmu: Arc<VmPmu>,
@@ -209,6 +210,7 @@ impl Vm {
         Ok(Self {
             registry,
             on_first_entry: None,
+            starts_paused: false,
             cpus: config.cpus,
             bus,
             pmu,
@@ -245,6 +247,11 @@ impl Vm {
     /// Sets a callback that runs just before the first guest instruction.
     pub fn on_first_entry(&mut self, f: Box<dyn FnOnce() + Send>) {
         self.on_first_entry = Some(f);
+    }
+
+    /// Leaves a restored VM paused when it starts.
+    pub fn start_paused(&mut self) {
+        self.starts_paused = true;
     }
 
     /// Starts the threads of the vCPUs that are present at the start.
@@ -285,7 +292,7 @@ impl Vm {
                 // No vCPU runs before all have their states.
                 running.control.set_paused(true);
                 running.registry.start_set(present, saved, self.on_first_entry)?;
-                running.control.set_paused(false);
+                running.control.set_paused(self.starts_paused);
             }
         }
         Ok(running)

@@ -42,7 +42,10 @@ fn configuration_becomes_options() {
         option(&options, "cmdline"),
         Some("console=ttyS0 quiet root=/dev/vda rw")
     );
-    assert_eq!(option(&options, "net"), Some("tap=tap0,mac=06:00:00:00:00:01"));
+    assert_eq!(
+        option(&options, "net"),
+        Some("tap=tap0,mac=06:00:00:00:00:01,vhost=off")
+    );
     assert_eq!(option(&options, "vsock"), Some("cid=5,socket=/v"));
     assert_eq!(option(&options, "memory"), Some("128M"));
     assert_eq!(option(&options, "pmu"), Some("auto"));

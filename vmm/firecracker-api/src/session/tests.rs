@@ -7,6 +7,7 @@ struct TestBackend {
     calls: Vec<&'static str>,
     options: Vec<String>,
     refuses_start: bool,
+    saved: VmConfig,
 }
 
 impl VmBackend for TestBackend {
@@ -52,6 +53,23 @@ impl VmBackend for TestBackend {
 
     fn press_power_button(&mut self) -> Result<(), String> {
         Err("the guest handles no power button".into())
+    }
+
+    fn save(&mut self, state: &str, memory: &str, config: &VmConfig) -> Result<(), String> {
+        if state == "/full" {
+            return Err(format!("{state}: No space left on device"));
+        }
+        self.calls.push("save");
+        self.options = vec![state.into(), memory.into()];
+        self.saved = config.clone();
+        Ok(())
+    }
+
+    fn read_snapshot(&mut self, state: &str) -> Result<VmConfig, String> {
+        if state == "/missing" {
+            return Err("not found".into());
+        }
+        Ok(self.saved.clone())
     }
 
     fn flush_metrics(&mut self) -> Result<(), String> {
@@ -193,4 +211,109 @@ fn failed_calls_change_nothing() {
     assert_eq!(state(&mut session), "Not started");
     session.backend().refuses_start = false;
     assert_eq!(send(&mut session, Method::Put, "/actions", START).0, 204);
+}
+
+const SAVE: &str = r#"{"snapshot_path":"/s","mem_file_path":"/m","snapshot_type":"Full"}"#;
+const LOAD: &str = r#"{"snapshot_path":"/s","mem_backend":{"backend_type":"File","backend_path":"/m"}}"#;
+
+/// Sends a request that is refused. Returns the body.
+#[track_caller]
+fn refused(session: &mut TestSession, path: &str, body: &str) -> String {
+    let (status, fault) = send(session, Method::Put, path, body);
+    assert_eq!(status, 400, "{body}: {fault}");
+    fault
+}
+
+/// A snapshot has the devices of the source, with other tap devices if the client names them.
+#[test]
+fn snapshot_is_created_while_paused_and_loaded_with_its_devices() {
+    let mut source = session();
+    assert!(refused(&mut source, "/snapshot/create", SAVE).contains("not supported before"));
+    let drive = r#"{"drive_id":"a","is_root_device":false,"path_on_host":"/d","is_read_only":true}"#;
+    let tap = r#"{"iface_id":"e0","host_dev_name":"tap0","guest_mac":"02:00:00:00:00:01"}"#;
+    for (path, body) in [
+        ("/boot-source", KERNEL),
+        ("/drives/a", drive),
+        ("/network-interfaces/e0", tap),
+        ("/logger", r#"{"level":"Warning"}"#),
+        ("/actions", START),
+    ] {
+        assert_eq!(send(&mut source, Method::Put, path, body).0, 204, "{path}");
+    }
+    assert!(refused(&mut source, "/snapshot/create", SAVE).contains("must be paused"));
+    send(&mut source, Method::Patch, "/vm", r#"{"state":"Paused"}"#);
+    let diff = SAVE.replace("Full", "Diff");
+    assert!(refused(&mut source, "/snapshot/create", &diff).contains("snapshot_type: unsupported"));
+    let full = SAVE.replace("/s", "/full");
+    assert!(refused(&mut source, "/snapshot/create", &full).contains("No space left"));
+    assert_eq!(send(&mut source, Method::Put, "/snapshot/create", SAVE).0, 204);
+    assert_eq!(source.backend().options, ["/s", "/m"]);
+    assert_eq!(state(&mut source), "Paused");
+    assert!(refused(&mut source, "/snapshot/load", LOAD).contains("not supported after"));
+
+    let mut target = session();
+    target.backend().saved = source.backend().saved.clone();
+    let with = |fields: &str| format!("{},{fields}}}", LOAD.strip_suffix('}').unwrap());
+    let unknown = with(r#""network_overrides":[{"iface_id":"e1","host_dev_name":"tap7"}]"#);
+    assert!(refused(&mut target, "/snapshot/load", &unknown).contains("no interface 'e1'"));
+    let load = with(r#""network_overrides":[{"iface_id":"e0","host_dev_name":"tap7"}]"#);
+    assert_eq!(send(&mut target, Method::Put, "/snapshot/load", &load).0, 204);
+    assert_eq!(state(&mut target), "Paused");
+    let options = [
+        "--disk=/d,ro",
+        "--net=tap=tap7,mac=02:00:00:00:00:01,vhost=off",
+        "--restore=/s",
+        "--restore-memory=/m",
+        "--restore-paused",
+    ];
+    assert_eq!(target.backend().options, options);
+    let config = send(&mut target, Method::Get, "/vm/config", "").1;
+    assert!(config.contains("tap7") && !config.contains("Warning"), "{config}");
+}
+
+#[test]
+fn load_is_refused_with_other_devices_and_unsupported_fields() {
+    let with = |fields: &str| format!("{},{fields}}}", LOAD.strip_suffix('}').unwrap());
+    let mut session = session();
+    for (body, reason) in [
+        (
+            with(r#""track_dirty_pages":true"#),
+            "track_dirty_pages: unsupported",
+        ),
+        (
+            with(r#""enable_diff_snapshots":true"#),
+            "enable_diff_snapshots: unsupported",
+        ),
+        (with(r#""clock_realtime":true"#), "clock_realtime: unsupported"),
+        (
+            with(r#""vsock_override":{"uds_path":"v"}"#),
+            "vsock_override: unsupported",
+        ),
+        (with(r#""huge_pages":"2M""#), "huge_pages: unsupported"),
+        (
+            with(r#""mem_file_path":"/m""#),
+            "either mem_backend or mem_file_path",
+        ),
+        (LOAD.replace("File", "Uffd"), "backend_type: unsupported"),
+        (LOAD.replace("/m", "/s"), "backend_path: must differ"),
+        (LOAD.replace("\"/s\"", "\"\""), "snapshot_path: must be the path"),
+        (
+            LOAD.replace("/s", "/missing"),
+            "snapshot_path: /missing: not found",
+        ),
+        (
+            r#"{"snapshot_path":"/s"}"#.into(),
+            "either mem_backend or mem_file_path",
+        ),
+    ] {
+        let fault = refused(&mut session, "/snapshot/load", &body);
+        assert!(fault.contains(reason), "{body}: {fault}");
+    }
+    session.backend().refuses_start = true;
+    assert!(refused(&mut session, "/snapshot/load", LOAD).contains("snapshot/load: no KVM"));
+    session.backend().refuses_start = false;
+    send(&mut session, Method::Put, "/boot-source", KERNEL);
+    assert!(refused(&mut session, "/snapshot/load", LOAD).contains("was configured"));
+    assert_eq!(state(&mut session), "Not started");
+    assert!(session.backend().calls.is_empty());
 }

@@ -20,7 +20,7 @@ pub mod ps;
 pub mod record;
 pub mod report;
 mod select;
-mod snapshot;
+pub mod snapshot;
 pub mod stat;
 pub mod top;
 

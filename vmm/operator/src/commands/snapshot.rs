@@ -1,11 +1,12 @@
-//! Writes a snapshot of a running VM: `perfvisor ctl NAME snapshot DIR`.
+//! Writes a snapshot of a running VM: `perfvisor ctl NAME snapshot DIR`, and two files for the API of
+//! Firecracker.
 //!
 //! The VM writes no file. It sends its memory and its state in memory files, and this command writes
 //! them to a temporary directory beside the final one, which it renames at the end. A snapshot that
 //! fails, for example because the disk is full, leaves no directory, and the VM goes on.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io;
+use std::io::{self, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -15,7 +16,8 @@ use control_api::request;
 use control_api::snapshot::{SnapshotPiece, SnapshotProgress, SnapshotState};
 use snapshot::format::MAX_STATE_BYTES;
 use snapshot::memory::CHUNK_BYTES;
-use snapshot::{MEMORY_FILE, STATE_FILE};
+use snapshot::{FormatError, MEMORY_FILE, STATE_FILE};
+use tempfile::NamedTempFile;
 
 /// Time limit for the vCPUs to leave the guest.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -39,6 +41,14 @@ pub enum SnapshotCommandError {
         #[source]
         source: io::Error,
     },
+    #[error("{} cannot be written", path.display())]
+    WriteFile {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("the state of the VM")]
+    State(#[from] FormatError),
     #[error("the vCPUs have not left the guest after {} s; the VM goes on", TIMEOUT.as_secs())]
     NotPaused,
     #[error("the VM sends a piece of memory that was not asked for")]
@@ -106,6 +116,13 @@ fn write_error(dir: &Path) -> impl Fn(io::Error) -> SnapshotCommandError {
     }
 }
 
+fn write_file_error(path: &Path) -> impl Fn(io::Error) -> SnapshotCommandError {
+    move |source| SnapshotCommandError::WriteFile {
+        path: path.to_owned(),
+        source,
+    }
+}
+
 /// Takes a snapshot of the VM in the new directory `dir`, and returns the size of guest memory in
 /// bytes. With `stop`, the VM ends when the snapshot is on disk.
 ///
@@ -119,26 +136,7 @@ pub(super) fn take(client: &mut Client, dir: &Path, stop: bool) -> Result<u64, S
     let partial = PartialDirectory::beside(dir)?;
     let memory_bytes = pause(client)?;
     let memory = partial.create(MEMORY_FILE).map_err(&failed)?;
-    memory.set_len(memory_bytes).map_err(&failed)?;
-    let mut offset = 0;
-    let mut buffer = Vec::new();
-    while offset < memory_bytes {
-        let piece: (SnapshotPiece, File) = client.call_with_file(request::SnapshotMemory { offset })?;
-        let (piece, data) = check_piece(piece, offset, memory_bytes)?;
-        buffer.resize(usize::try_from(piece.bytes).unwrap_or(usize::MAX), 0);
-        data.read_exact_at(&mut buffer, 0).map_err(&failed)?;
-        write_sparse(&memory, &buffer, offset).map_err(&failed)?;
-        offset = piece.next;
-    }
-    let (info, data): (SnapshotState, File) = client.call_with_file(request::SnapshotState)?;
-    buffer.clear();
-    buffer.resize(
-        usize::try_from(info.bytes)
-            .unwrap_or(usize::MAX)
-            .min(MAX_STATE_BYTES),
-        0,
-    );
-    data.read_exact_at(&mut buffer, 0).map_err(&failed)?;
+    let buffer = copy(client, &memory, memory_bytes, &failed)?;
     if !stop {
         // The VM need not wait for the disk.
         client.call(request::SnapshotEnd { stop: false })?;
@@ -154,6 +152,82 @@ pub(super) fn take(client: &mut Client, dir: &Path, stop: bool) -> Result<u64, S
         client.call(request::SnapshotEnd { stop: true })?;
     }
     Ok(memory_bytes)
+}
+
+/// Takes a snapshot of the VM in the files `state` and `memory`, and replaces them if they exist. A
+/// paused VM stays paused. `change` returns the state file from that of the VM.
+///
+/// # Errors
+/// Returns a [`SnapshotCommandError`], in which case existing files are unchanged unless the last step,
+/// the renaming of the new ones, has failed.
+pub fn save(
+    client: &mut Client,
+    state: &Path,
+    memory: &Path,
+    change: impl FnOnce(Vec<u8>) -> Result<Vec<u8>, FormatError>,
+) -> Result<(), SnapshotCommandError> {
+    let of_state = write_file_error(state);
+    let of_memory = write_file_error(memory);
+    let mut state_file = file_beside(state).map_err(&of_state)?;
+    let memory_file = file_beside(memory).map_err(&of_memory)?;
+    let memory_bytes = pause(client)?;
+    let saved = copy(client, memory_file.as_file(), memory_bytes, &of_memory)?;
+    client.call(request::SnapshotEnd { stop: false })?;
+    let written = state_file.write_all(&change(saved)?);
+    written.map_err(&of_state)?;
+    for (file, path, failed) in [(memory_file, memory, of_memory), (state_file, state, of_state)] {
+        file.as_file().sync_all().map_err(&failed)?;
+        file.persist(path).map_err(|e| failed(e.error))?;
+        File::open(parent(path))
+            .and_then(|dir| dir.sync_all())
+            .map_err(&failed)?;
+    }
+    Ok(())
+}
+
+/// Returns the directory that contains `path`.
+fn parent(path: &Path) -> &Path {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    parent.unwrap_or(Path::new("."))
+}
+
+/// Creates a private file beside `path`, which is removed unless it is renamed.
+fn file_beside(path: &Path) -> io::Result<NamedTempFile> {
+    let name = path.file_name().ok_or(io::ErrorKind::IsADirectory)?;
+    let mut prefix = std::ffi::OsString::from(".");
+    prefix.push(name);
+    prefix.push(".partial-");
+    tempfile::Builder::new().prefix(&prefix).tempfile_in(parent(path))
+}
+
+/// Copies the memory of a VM to the new file `memory`, and returns the state of the VM.
+fn copy(
+    client: &mut Client,
+    memory: &File,
+    memory_bytes: u64,
+    failed: impl Fn(io::Error) -> SnapshotCommandError,
+) -> Result<Vec<u8>, SnapshotCommandError> {
+    memory.set_len(memory_bytes).map_err(&failed)?;
+    let mut offset = 0;
+    let mut buffer = Vec::new();
+    while offset < memory_bytes {
+        let piece: (SnapshotPiece, File) = client.call_with_file(request::SnapshotMemory { offset })?;
+        let (piece, data) = check_piece(piece, offset, memory_bytes)?;
+        buffer.resize(usize::try_from(piece.bytes).unwrap_or(usize::MAX), 0);
+        data.read_exact_at(&mut buffer, 0).map_err(&failed)?;
+        write_sparse(memory, &buffer, offset).map_err(&failed)?;
+        offset = piece.next;
+    }
+    let (info, data): (SnapshotState, File) = client.call_with_file(request::SnapshotState)?;
+    buffer.clear();
+    buffer.resize(
+        usize::try_from(info.bytes)
+            .unwrap_or(usize::MAX)
+            .min(MAX_STATE_BYTES),
+        0,
+    );
+    data.read_exact_at(&mut buffer, 0).map_err(&failed)?;
+    Ok(buffer)
 }
 
 /// Pauses the VM, waits until its state is known, and returns the size of guest memory in bytes.

@@ -17,7 +17,7 @@ use control_api::request;
 use control_api::socket_dir;
 use firecracker_api::resources::log_level;
 use firecracker_api::session::VmBackend;
-use firecracker_api::types::{Logger, Metrics};
+use firecracker_api::types::{Logger, Metrics, VmConfig};
 use log::LevelFilter;
 use operator::exit::ExitStatus;
 use operator::input;
@@ -26,6 +26,8 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::log_output::{self, DEFAULT_LEVEL};
+use super::snapshots::{self, SnapshotWriter};
+
 /// Checks a command line. Returns its error message.
 pub type CheckArguments = fn(Vec<OsString>) -> Result<(), String>;
 
@@ -58,6 +60,7 @@ struct ChildVm {
     /// `None` while the event loop waits for them.
     descriptors: Option<ChildDescriptors>,
     client: Client,
+    snapshots: Option<SnapshotWriter>,
 }
 
 impl VmProcess {
@@ -152,12 +155,16 @@ impl VmProcess {
     }
 }
 
+fn control_socket(name: &str) -> PathBuf {
+    socket_dir::socket_path(&socket_dir::directory(), name)
+}
+
 /// Waits until the VM's main loop answers, and returns a connection to its control socket.
 ///
 /// # Errors
 /// Returns the VM's error message if it ends before.
 fn wait_for_vm(child: &mut Child, messages: &mut ChildStderr, name: &str) -> Result<Client, String> {
-    let socket = socket_dir::socket_path(&socket_dir::directory(), name);
+    let socket = control_socket(name);
     let mut said = Vec::new();
     loop {
         let ended = child.try_wait().map_err(|e| e.to_string())?;
@@ -228,7 +235,10 @@ impl VmBackend for VmProcess {
         let (mut child, mut descriptors) = self.spawn(options).map_err(failed)?;
         let name = self.id.clone().unwrap_or_else(|| format!("vm-{}", child.id()));
         let client = wait_for_vm(&mut child, &mut descriptors.messages, &name)?;
+        let snapshots = SnapshotWriter::start(&self.program, &control_socket(&name));
+        let snapshots = snapshots.inspect_err(|e| log::warn!("no snapshots: {}", error_line(e)));
         self.child = Some(ChildVm {
+            snapshots: snapshots.ok(),
             child,
             descriptors: Some(descriptors),
             client,
@@ -257,6 +267,16 @@ impl VmBackend for VmProcess {
     fn press_power_button(&mut self) -> Result<(), String> {
         let pressed = self.running()?.call(request::Powerdown);
         pressed.map(|_| ()).map_err(|e| error_line(&e))
+    }
+
+    fn save(&mut self, state: &str, memory: &str, config: &VmConfig) -> Result<(), String> {
+        let writer = self.child.as_mut().and_then(|vm| vm.snapshots.as_mut());
+        let writer = writer.ok_or("the process that writes snapshots did not start")?;
+        writer.save(state, memory, config)
+    }
+
+    fn read_snapshot(&mut self, state: &str) -> Result<VmConfig, String> {
+        snapshots::read_config(Path::new(state)).map_err(|e| error_line(&e))
     }
 
     fn flush_metrics(&mut self) -> Result<(), String> {

@@ -31,7 +31,7 @@ const OWN_PREFIX: &[u8] = b"PERFVISOR_";
 
 /// The inherited descriptors, except for the standard streams.
 #[derive(Debug)]
-pub(super) struct InheritedDescriptors(Vec<RawFd>);
+pub(crate) struct InheritedDescriptors(Vec<RawFd>);
 
 impl InheritedDescriptors {
     /// Finds the inherited descriptors and marks them close-on-exec, so that no child inherits
@@ -39,7 +39,7 @@ impl InheritedDescriptors {
     ///
     /// Perfvisor opens all descriptors with the flag, which distinguishes its own from inherited
     /// ones.
-    pub(super) fn mark() -> Self {
+    pub(crate) fn mark() -> Self {
         let open = fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
         let numbers = open.filter_map(|entry| entry.file_name().to_str()?.parse::<RawFd>().ok());
         let mut inherited: Vec<RawFd> = numbers.filter(|fd| *fd >= FIRST).collect();

@@ -57,13 +57,16 @@ pub(super) fn open(args: &RunArgs) -> Result<Option<(RunArgs, RestoredMachine)>,
     let Some(dir) = &args.restore else {
         return Ok(None);
     };
-    let path = dir.join(STATE_FILE);
+    let (path, memory_path) = match &args.restore_memory {
+        Some(memory) => (dir.clone(), memory.clone()),
+        None => (dir.join(STATE_FILE), dir.join(MEMORY_FILE)),
+    };
     let state = read_state(&path).map_err(|source| RestoreFileError::Open {
         path: path.clone(),
         source,
     })?;
     let state = snapshot::decode(&state).map_err(|source| RestoreFileError::State { path, source })?;
-    let path = dir.join(MEMORY_FILE);
+    let path = memory_path;
     let file = open_memory(&path)?;
     let checked = if args.restore_verify {
         memory::verify(&file, &state.memory)
@@ -88,7 +91,7 @@ pub(super) fn open(args: &RunArgs) -> Result<Option<(RunArgs, RestoredMachine)>,
 }
 
 /// Reads a state file of limited size. The file may be a pipe.
-fn read_state(path: &Path) -> io::Result<Vec<u8>> {
+pub(crate) fn read_state(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let limit = MAX_STATE_BYTES as u64 + 1;
     input::open(path)?.take(limit).read_to_end(&mut bytes)?;

@@ -2,13 +2,37 @@
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use serde_json::{Value, json};
 
 use crate::common::test_lock::{self, SharedLock};
 use crate::common::vm::{PROGRAM, StderrLines, children, eventually, has_kvm, said, stdout_of};
+
+/// Sends a request to the API at `socket` as curl does. Returns the status and the body.
+pub fn request(socket: &Path, method: &str, path: &str, body: &Value) -> (u16, Value) {
+    let body = if body.is_null() {
+        String::new()
+    } else {
+        body.to_string()
+    };
+    let mut stream = UnixStream::connect(socket).unwrap();
+    let head = format!(
+        "{method} {path} HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8.0\r\nAccept: application/json\r\n\
+         Content-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
+        body.len()
+    );
+    stream.write_all(head.as_bytes()).unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    let status = text.split(' ').nth(1).and_then(|status| status.parse().ok());
+    let body = text.split_once("\r\n\r\n").map_or("", |(_, body)| body);
+    (
+        status.unwrap_or(0),
+        serde_json::from_str(body).unwrap_or(Value::Null),
+    )
+}
 
 /// A process that serves the API; killed on drop.
 struct ApiProcess {
@@ -63,28 +87,8 @@ impl ApiProcess {
         self.dir.path().join(name)
     }
 
-    /// Sends a request as curl does. Returns the status and the body.
     fn request(&self, method: &str, path: &str, body: &Value) -> (u16, Value) {
-        let body = if body.is_null() {
-            String::new()
-        } else {
-            body.to_string()
-        };
-        let mut stream = UnixStream::connect(self.path("api")).unwrap();
-        let head = format!(
-            "{method} {path} HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8.0\r\nAccept: application/json\r\n\
-             Content-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
-            body.len()
-        );
-        stream.write_all(head.as_bytes()).unwrap();
-        let mut text = String::new();
-        stream.read_to_string(&mut text).unwrap();
-        let status = text.split(' ').nth(1).and_then(|status| status.parse().ok());
-        let body = text.split_once("\r\n\r\n").map_or("", |(_, body)| body);
-        (
-            status.unwrap_or(0),
-            serde_json::from_str(body).unwrap_or(Value::Null),
-        )
+        request(&self.path("api"), method, path, body)
     }
 
     fn get(&self, path: &str) -> Value {
@@ -193,8 +197,94 @@ fn vm_is_configured_started_paused_resumed_and_stopped() {
     );
 }
 
+/// The guest continues in another process, with the devices of the source and without their being
+/// configured again. The source stays paused.
+#[test]
+fn snapshot_is_loaded_by_another_process() {
+    let Some(source) = ApiProcess::start(&["--id", "one"]) else {
+        return;
+    };
+    let disk = source.path("disk");
+    std::fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
+    source.configure();
+    source.put("/entropy", json!({}));
+    source.put(
+        "/drives/data",
+        json!({"drive_id": "data", "is_root_device": false, "path_on_host": disk, "is_read_only": true}),
+    );
+    source.start_vm();
+    eventually("the guest spins", || {
+        std::fs::read_to_string(source.path("serial"))
+            .unwrap_or_default()
+            .contains("spinning")
+    });
+    let files = json!({"snapshot_path": "state", "mem_file_path": source.path("memory")});
+    let message = source.refused("PUT", "/snapshot/create", files.clone());
+    assert!(message.contains("must be paused"), "{message}");
+    source.patch_vm("Paused");
+    let nowhere = json!({"snapshot_path": "state", "mem_file_path": "/no/such/dir/memory"});
+    let message = source.refused("PUT", "/snapshot/create", nowhere);
+    assert!(
+        message.contains("/no/such/dir/memory cannot be written: No such file"),
+        "{message}"
+    );
+    // The second snapshot replaces the first one.
+    for _ in 0..2 {
+        source.put("/snapshot/create", files.clone());
+    }
+    let status = stdout_of(&mut source.operator(&["ctl", "one", "status"]));
+    assert!(status.contains("one: paused"), "{status}");
+    let described = ["firecracker", "--describe-snapshot", "state"];
+    let mut command = source.operator(&described);
+    assert_eq!(stdout_of(command.current_dir(source.dir.path())), "v1.0.0\n");
+
+    let target = ApiProcess::start(&["--id", "two"]).unwrap();
+    target.put("/serial", json!({"serial_out_path": "serial"}));
+    let load = |memory: &str| {
+        json!({
+            "snapshot_path": source.path("state"),
+            "mem_backend": {"backend_type": "File", "backend_path": source.path(memory)},
+        })
+    };
+    let message = target.refused("PUT", "/snapshot/load", load("kernel"));
+    assert!(message.starts_with("snapshot/load: --restore"), "{message}");
+    assert_eq!(target.get("/")["state"], "Not started");
+    target.put("/snapshot/load", load("memory"));
+    assert_eq!(target.get("/")["state"], "Paused");
+    let config = target.get("/vm/config");
+    assert_eq!(config["drives"][0]["path_on_host"], disk.to_str().unwrap());
+    assert_eq!(config["machine-config"]["vcpu_count"], 2);
+    let status = stdout_of(&mut target.operator(&["ctl", "two", "status"]));
+    assert!(status.contains("two: paused"), "{status}");
+    target.patch_vm("Resumed");
+    let count = ["stat", "two", "-x,", "-e", "cycles", "-d", "0.5"];
+    let count = stdout_of(&mut target.operator(&count));
+    let cycles = count
+        .split(',')
+        .next()
+        .and_then(|count| count.parse::<f64>().ok());
+    assert!(cycles.is_some_and(|cycles| cycles > 0.0), "{count}");
+    // The guest has not started again.
+    assert_eq!(std::fs::read_to_string(target.path("serial")).unwrap(), "");
+
+    // A restored VM is saved and resumed at once.
+    target.patch_vm("Paused");
+    target.put(
+        "/snapshot/create",
+        json!({"snapshot_path": "again", "mem_file_path": "memory", "snapshot_type": "Full"}),
+    );
+    let third = ApiProcess::start(&["--id", "three"]).unwrap();
+    third.put(
+        "/snapshot/load",
+        json!({"snapshot_path": target.path("again"), "mem_file_path": target.path("memory"), "resume_vm": true}),
+    );
+    assert_eq!(third.get("/")["state"], "Running");
+    let status = stdout_of(&mut third.operator(&["ctl", "three", "status"]));
+    assert!(status.contains("three: running"), "{status}");
+}
+
 /// Sends SIGTERM, as orchestrators do.
-fn terminate(pid: u32) {
+pub fn terminate(pid: u32) {
     let sent = Command::new("kill").arg(pid.to_string()).status();
     assert!(sent.unwrap().success());
 }
@@ -209,15 +299,16 @@ fn vm_ends_with_its_api_process() {
     api.start_vm();
     assert_eq!(api.get("/")["id"], "anonymous-instance");
     assert_eq!(api.get("/pmu")["model"], "auto");
-    let vm = children(api.child.id());
-    let [(vm, _)] = vm.as_slice() else {
-        panic!("{vm:?}")
-    };
+    // The VM, and the process that writes snapshots.
+    let ids: Vec<u32> = children(api.child.id()).into_iter().map(|(id, _)| id).collect();
+    assert_eq!(ids.len(), 2, "{ids:?}");
     api.child.kill().unwrap();
     api.child.wait().unwrap();
     eventually("the VM ends", || {
-        let stat = std::fs::read_to_string(format!("/proc/{vm}/stat")).unwrap_or_default();
-        stat.is_empty() || stat.contains(") Z ")
+        ids.iter().all(|id| {
+            let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
+            stat.is_empty() || stat.contains(") Z ")
+        })
     });
 }
 
@@ -244,8 +335,8 @@ fn refused_requests_leave_the_vm_unaffected() {
             .contains("--net")
     );
     assert!(
-        api.refused("PUT", "/snapshot/load", json!({}))
-            .contains("/snapshot/load: unsupported")
+        api.refused("PUT", "/balloon", json!({}))
+            .contains("/balloon: unsupported")
     );
     assert_eq!(
         api.request("PUT", "/pmu", &json!({"model": "x".repeat(2000)})).0,
@@ -332,7 +423,8 @@ fn invalid_options_are_refused() {
         (&["--id", "a_b"][..], "letters, digits and dashes"),
         (&["--no-api"], "--config-file"),
         (&["--boot-timer"], "--boot-timer: unsupported"),
-        (&["--snapshot-version"], "--snapshot-version: unsupported"),
+        (&["--describe-snapshot", "/no/such/file"], "/no/such/file"),
+        (&["--describe-snapshot", PROGRAM], "it does not begin with PVSS"),
         (&["--level", "Loud"], "Debug"),
         (&["--module", "vmm"], "module: unsupported"),
         (&["--config-file", "/no/such/file"], "/no/such/file"),
@@ -344,6 +436,8 @@ fn invalid_options_are_refused() {
         let last = text.lines().last().unwrap_or_default();
         assert!(last.contains(word), "{args:?}: {text}");
     }
+    let version = stdout_of(Command::new(PROGRAM).args(["firecracker", "--snapshot-version"]));
+    assert_eq!(version, "v1.0.0\n");
     let version = stdout_of(Command::new(PROGRAM).args(["firecracker", "--version"]));
     assert!(version.starts_with("Firecracker v1.17.0\n"), "{version}");
 }

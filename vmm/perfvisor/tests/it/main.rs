@@ -24,6 +24,7 @@ mod host_access;
 mod hostile;
 mod input_files;
 mod jail;
+mod jailer;
 mod memory_overhead;
 mod metrics;
 mod net;

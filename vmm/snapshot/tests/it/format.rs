@@ -1,7 +1,7 @@
 //! The state file: round trips, damage, unknown fields, and files of released versions.
 
 use proptest::prelude::*;
-use snapshot::format::{MAX_STATE_BYTES, frame};
+use snapshot::format::{MAX_STATE_BYTES, frame, optional_field, with_optional_field};
 use snapshot::state::{SavedDevice, SavedMachine, SavedPmi, SavedQueue, SavedRdpmc, SavedVcpu};
 use snapshot::{Bytes, FormatError, decode, encode};
 
@@ -175,4 +175,21 @@ proptest! {
         let _ = decode(&bytes);
         let _ = decode(&frame(&bytes));
     }
+}
+
+/// An optional field survives for programs that know it, and does not change the machine.
+#[test]
+fn optional_field_is_added_and_read() {
+    let machine = machine();
+    let plain = encode(&machine).unwrap();
+    let value = serde_json::json!({"drives": ["a", {"_b": 1}]});
+    let with = with_optional_field(&plain, "_devices", value.clone()).unwrap();
+    assert_eq!(optional_field(&with, "_devices").unwrap(), Some(value));
+    assert_eq!(optional_field(&plain, "_devices").unwrap(), None);
+    assert_eq!(decode(&with).unwrap(), machine);
+    let damaged = &with[..with.len() - 1];
+    assert!(matches!(
+        optional_field(damaged, "_devices"),
+        Err(FormatError::Length { .. })
+    ));
 }
