@@ -19,7 +19,7 @@ use sandbox::chroot_jail::{self, ChrootJailError};
 use sandbox::{CgroupError, create_cgroup, join_cgroup};
 
 use crate::firecracker::parse_id;
-use crate::run::inherited::InheritedDescriptors;
+use crate::inherited::InheritedDescriptors;
 
 /// Word that the name of the program must contain, as in Firecracker.
 const EXEC_NAME: &str = "firecracker";

@@ -38,9 +38,11 @@ mod commands;
 mod config;
 mod devices;
 mod firecracker;
+mod inherited;
 mod jail;
 mod jailer;
 mod run;
+mod state_file;
 mod stop_handler;
 mod values;
 

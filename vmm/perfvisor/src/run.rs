@@ -8,10 +8,9 @@ mod ending;
 mod error;
 mod files;
 mod footprint;
-pub(crate) mod inherited;
 mod jail;
 pub(crate) mod machine;
-pub(crate) mod restore;
+mod restore;
 
 use std::fs::File;
 use std::io;
@@ -21,12 +20,12 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::inherited::{self, InheritedDescriptors};
 use children::ChildReaper;
 use consoles::{Consoles, Subscriber};
 use ending::PanicDetector;
 pub use error::RunError;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
-use inherited::InheritedDescriptors;
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
 use sandbox::{PerfEventAccess, ProcessConfinement, SocketBroker, TerminationActions, ThreadKind};
 use virtio_devices::device::VirtioDevice;

@@ -19,7 +19,7 @@ use snapshot::format::{VERSION, optional_field, with_optional_field};
 use snapshot::state::SavedDevice;
 use snapshot::{FormatError, decode};
 
-use crate::run::restore::read_state;
+use crate::state_file::read_state;
 
 /// Optional field of a state with the devices of the VM, as in the body of `GET /vm/config`.
 const CONFIG_FIELD: &str = "_vm_config";

@@ -13,9 +13,9 @@ use vmm::vm::VmConfig;
 
 use super::RunError;
 use super::files::{self, PROC};
-use super::inherited::InheritedDescriptors;
 use crate::background::{self, ServiceManager};
 use crate::cli::RunArgs;
+use crate::inherited::InheritedDescriptors;
 
 /// Time limit for the exit of threads.
 const THREAD_EXIT_TIMEOUT: Duration = Duration::from_secs(5);

@@ -1,17 +1,16 @@
 //! Opens the snapshot of `run --restore`.
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 
-use snapshot::format::MAX_STATE_BYTES;
 use snapshot::memory::{self, MemoryFileError};
 use snapshot::{FormatError, MEMORY_FILE, STATE_FILE};
 use vmm::vm::restore::RestoredMachine;
 
 use crate::cli::RunArgs;
 use crate::cli::restore::MachineOptionsError;
-use operator::input;
+use crate::state_file::read_state;
 
 /// Name of the entropy device.
 const ENTROPY_DEVICE: &str = "rng0";
@@ -88,14 +87,6 @@ pub(super) fn open(args: &RunArgs) -> Result<Option<(RunArgs, RestoredMachine)>,
         memory: file,
     };
     Ok(Some((restored, machine)))
-}
-
-/// Reads a state file of limited size. The file may be a pipe.
-pub(crate) fn read_state(path: &Path) -> io::Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    let limit = MAX_STATE_BYTES as u64 + 1;
-    input::open(path)?.take(limit).read_to_end(&mut bytes)?;
-    Ok(bytes)
 }
 
 /// Opens a memory file, which must be a regular file because it is mapped.
