@@ -264,8 +264,9 @@ fn snapshot_is_loaded_by_another_process() {
         .next()
         .and_then(|count| count.parse::<f64>().ok());
     assert!(cycles.is_some_and(|cycles| cycles > 0.0), "{count}");
-    // The guest has not started again.
-    assert_eq!(std::fs::read_to_string(target.path("serial")).unwrap(), "");
+    // The guest has not started again: at most the rest of its only line is here.
+    let printed = std::fs::read_to_string(target.path("serial")).unwrap();
+    assert!(!printed.contains("spinning"), "{printed}");
 
     // A restored VM is saved and resumed at once.
     target.patch_vm("Paused");
