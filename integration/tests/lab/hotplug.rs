@@ -144,7 +144,7 @@ fn linux_plugs_and_ejects_vcpus() {
     let begin = |args: &[&str]| {
         let process = place.start(&ours(args)).unwrap();
         assert!(
-            process.wait_for_message("from now on", LIMIT),
+            process.wait_for_message("has started", LIMIT),
             "{args:?} did not begin"
         );
         process
