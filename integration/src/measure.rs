@@ -29,13 +29,13 @@ pub fn within_tolerance(right: bool, what: impl FnOnce() -> String) -> Result<()
     }
 }
 
-/// Takes [`MEASUREMENTS`] measurements. Most of them, and therefore their median, must be within the
-/// tolerance. Those that are not are printed and appended to
-/// `target/integration/measurements.txt`. `once` receives the number of the measurement, starting
-/// from 0.
+/// Takes [`MEASUREMENTS`] measurements, of which one at least must be within the tolerance: other load
+/// takes time from a guest and gives it none, so that the product is judged by the least disturbed
+/// one. The others are printed and appended to `target/integration/measurements.txt`. `once` receives
+/// the number of the measurement, starting from 0.
 ///
 /// # Panics
-/// Panics with the values of the measurements that are out of tolerance if these are most of them.
+/// Panics with the values of all measurements if all are out of tolerance.
 #[track_caller]
 pub fn measured(name: &str, once: impl FnMut(usize) -> Result<(), OutOfTolerance>) {
     measured_into(log_file().as_deref(), name, once);
@@ -52,7 +52,7 @@ fn measured_into(file: Option<&Path>, name: &str, mut once: impl FnMut(usize) ->
         eprintln!("{result}");
         keep(file, &result);
     }
-    assert!(2 * off.len() < MEASUREMENTS, "{result}");
+    assert!(off.len() < MEASUREMENTS, "{result}");
 }
 
 /// Number of measurements whose parts may be inconclusive because of other load. Interference rarely
@@ -100,9 +100,9 @@ pub fn skipped(why: &str, able: bool) {
 mod tests {
     use super::*;
 
-    /// The number of measurements does not depend on their results, and most of them decide.
+    /// The number of measurements does not depend on their results, and the best one decides.
     #[test]
-    fn most_of_three_measurements_must_be_within_tolerance() {
+    fn one_of_three_measurements_must_be_within_tolerance() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("measurements.txt");
         let judged = |off: [bool; 3]| {
@@ -120,7 +120,7 @@ mod tests {
         assert!(judged([true, false, false]));
         let kept = std::fs::read_to_string(&file).unwrap();
         assert_eq!(kept, "unit test: 1 of 3 off: [1] 0 is early\n");
-        assert!(!judged([true, false, true]) && !judged([true; 3]));
+        assert!(judged([true, false, true]) && !judged([true; 3]));
     }
 
     #[test]
