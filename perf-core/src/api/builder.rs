@@ -84,7 +84,7 @@ impl PerfCore {
     /// assert_eq!(core.share(), SharePolicy::OperatorFirst);
     ///
     /// let error = PerfCore::builder().tick_hz(0).build().unwrap_err();
-    /// assert_eq!(error.to_string(), "tick_hz of 0 is out of range: it takes 1 to 1000000");
+    /// assert_eq!(error.to_string(), "tick_hz: 0 is out of range; must be between 1 and 1000000");
     /// # Ok::<(), perf_core::ConfigError>(())
     /// ```
     #[must_use]

@@ -45,7 +45,7 @@ impl VcpuPmu {
         self.vpmu.defer_pmi()
     }
 
-    /// Returns the number of counter overflows; see [`Vpmu::overflow_count`].
+    /// Returns the number of counter overflows; see [`vpmu::Vpmu::overflow_count`].
     pub fn overflow_count(&self) -> u64 {
         self.vpmu.overflow_count()
     }

@@ -3,7 +3,7 @@
 //! Two signals are sent to a vCPU thread. The *kick* makes the thread check its run state (pause,
 //! stop, a pending PMI). The host kernel sends the *overflow* signal when a perf event of this vCPU
 //! overflows. Both handlers set `kvm_run.immediate_exit` of the vCPU that the thread runs
-//! ([`crate::kvm::armed`]). The run loop clears that byte *before* it checks the conditions that
+//! ([`crate::kvm::armed_vcpu`]). The run loop clears that byte *before* it checks the conditions that
 //! the signals announce, so a signal after the check makes the next KVM_RUN return immediately.
 //!
 //! Both are standard signals. Real-time signals are queued, and the queue is limited per user, so a

@@ -1,4 +1,8 @@
 //! Arguments of `perfvisor record`.
+#![allow(
+    rustdoc::broken_intra_doc_links,
+    reason = "comments of arguments are help texts, in which brackets mean optional parts"
+)]
 
 use std::path::PathBuf;
 use std::str::FromStr;
