@@ -4,7 +4,7 @@
 
 use firecracker_api::http::{Parsed, parse};
 use firecracker_api::session::{Session, VmBackend};
-use firecracker_api::types::{Logger, Metrics};
+use firecracker_api::types::{Logger, Metrics, VmConfig};
 use libfuzzer_sys::fuzz_target;
 
 /// A backend that accepts everything.
@@ -43,6 +43,14 @@ impl VmBackend for Accepting {
 
     fn press_power_button(&mut self) -> Result<(), String> {
         Ok(())
+    }
+
+    fn save(&mut self, _: &str, _: &str, _: &VmConfig) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn read_snapshot(&mut self, _: &str) -> Result<VmConfig, String> {
+        Ok(VmConfig::default())
     }
 
     fn flush_metrics(&mut self) -> Result<(), String> {
