@@ -1,4 +1,4 @@
-//! What the comparison programs share: the lab as their place, QEMU's command line, spreads, and the
+//! Shared by the comparison programs: the lab as their place, QEMU's command line, spreads, and the
 //! file of figures.
 
 use std::process::ExitCode;

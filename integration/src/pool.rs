@@ -28,7 +28,7 @@ const LONGEST_FIRST: [&str; 8] = [
     "nested", "exact", "kexec", "devices", "lab", "kernels", "models", "hotplug",
 ];
 
-/// Whether a request can share a lab with other requests.
+/// The way in which a request shares a lab with other requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LeaseAccess {
     /// Runs concurrently with other requests, up to the pool's limit.

@@ -163,9 +163,9 @@ fn without_a_pmu_the_built_in_guest_says_so() {
 const FIRST: &str = "first guest instruction ";
 /// Maximum number of system calls before the first instruction; about 850 are made.
 const MOST_CALLS: usize = 1500;
-/// Maximum number of VMs created: one to probe KVM, three to probe its single-stepping, which branch
-/// stacks use, and the guest's own. Creating a VM waits for all processors several times.
-const MOST_VMS: usize = 5;
+/// Maximum number of VMs created: one to probe KVM, and the guest's own. Creating a VM waits for
+/// all processors several times.
+const MOST_VMS: usize = 2;
 /// Minimum size of a large mapping, in bytes. Exceeds any thread stack, but not the program's code
 /// and constants.
 const LARGE: u64 = 4 << 20;

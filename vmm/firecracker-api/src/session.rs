@@ -15,7 +15,7 @@ use crate::types::{
     RequestedState, VmConfig,
 };
 
-/// What a session needs of the program. Errors are messages in one line.
+/// The operations of the program that a session needs. Errors are messages in one line.
 pub trait VmBackend {
     /// Checks that `perfvisor run` accepts `options`.
     ///

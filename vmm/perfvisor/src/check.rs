@@ -18,9 +18,10 @@ use operator::exit::ExitStatus;
 use perf_core::error_line;
 use virtio_devices::net::vhost::{VhostError, VhostNetBackend};
 use vmm::kvm::cpuid;
+use vmm::kvm::execution;
 use vmm::kvm::host::{self, HostError, KvmCapabilities};
 use vmm::kvm::rotation_cost::{self, RotationCost};
-use vmm::kvm::stepping::{self, Stepping};
+use vmm::kvm::stepping::Stepping;
 use vmm::kvm::vpmu_probe::{self, KvmPmuOffer, KvmVpmuModelError, KvmVpmuUnavailable};
 use vmm::pmu::backing;
 use vmm::pmu::fit::{self, fit};
@@ -162,7 +163,8 @@ impl HostReport {
             Ok(kvm) => vpmu_probe::probe(kvm, &perf).map_err(CheckError::from),
             Err(_) => Err(CheckError::NoKvm),
         };
-        let stepping = opened.as_ref().ok().and_then(|kvm| stepping::probe(kvm).ok());
+        let probed = opened.as_ref().ok().and_then(|kvm| execution::probe(kvm).ok());
+        let stepping = probed.map(|execution| execution.stepping);
         let turns = opened
             .as_ref()
             .ok()

@@ -64,7 +64,7 @@ pub struct SavedFilter {
     pub events: Vec<(u16, u8, u8, bool)>,
 }
 
-/// What the VMM knows of the guest's kernel.
+/// The VMM's knowledge of the guest's kernel.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedKernel {

@@ -11,7 +11,8 @@ use kvm_bindings::{KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP, kvm_guest_debug
 use test_support::figures::{self, Figure, Target, median};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmm::kvm::armed_vcpu::{ArmedVcpu, VcpuExit};
-use vmm::kvm::stepping::{self, Stepping};
+use vmm::kvm::execution;
+use vmm::kvm::stepping::Stepping;
 use vmm::kvm::vm_fd::VmFd;
 use vmm::kvm::{cpuid, host};
 use vmm::memory::GuestRam;
@@ -138,7 +139,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("steps: SKIPPED: no usable /dev/kvm here");
         return Ok(());
     };
-    let host: Stepping = stepping::probe(&kvm)?;
+    let host: Stepping = execution::probe(&kvm)?.stepping;
     if !host.kernel {
         println!("steps: SKIPPED: this KVM does not step");
         return Ok(());

@@ -18,8 +18,8 @@ use operator::exit::ExitStatus;
 use operator::input;
 use operator::signals::StopSignals;
 use perf_core::error_line;
+use vmm::kvm::execution;
 use vmm::kvm::host::HostError;
-use vmm::kvm::stepping;
 use vmm::kvm::vpmu_probe::{KvmPmuOffer, KvmVpmuModelError};
 use vmm::kvm::{cpuid, host};
 use vmm::pmu::backing::{self, BackingError};
@@ -173,7 +173,7 @@ fn probe_host(pmu: &str, own: Option<&KvmPmuOffer>) -> Result<(HostProperties, b
     let facts = host::facts(&kvm)?;
     let tsc_hz = host::tsc_hz(&kvm)?;
     let probe = HostProbe::run();
-    let stepping = stepping::probe(&kvm)?;
+    let stepping = execution::probe(&kvm)?.stepping;
     let refused = |policy| {
         backing::check_policy(policy, &probe)
             .err()

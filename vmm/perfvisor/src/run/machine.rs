@@ -1,9 +1,8 @@
 //! Translates the arguments of `run` into a machine configuration for this host.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use perf_core::error_line;
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostProbe;
 use vpmu::{
@@ -18,8 +17,9 @@ use guest_patching::rdpmc::RdpmcMode;
 use operator::input;
 use vmm::boot::KernelSource;
 use vmm::kvm::cpuid;
+use vmm::kvm::execution;
 use vmm::kvm::host::Kvm;
-use vmm::kvm::stepping::{self, Stepping};
+use vmm::kvm::stepping::Stepping;
 use vmm::kvm::vpmu_probe::{self, KvmPmuOffer};
 use vmm::memory::MemoryBackingConfig;
 use vmm::pmu::fit::{FittedModel, fit};
@@ -180,8 +180,7 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
             log::warn!("{line}");
         }
     }
-    let needs_debug = has_pmu && (policy == BackingPolicy::Exact || args.rdpmc == RdpmcMode::Hwbp);
-    let stepping = probe_stepping(kvm, needs_debug)?;
+    let stepping = execution::probe(kvm)?.stepping;
     if has_pmu && policy == BackingPolicy::Exact {
         backing::check_stepping(stepping, args.cpus.max())?;
     }
@@ -207,21 +206,6 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
         stepping,
         backability,
     })
-}
-
-/// Probes the stepping features of the host. A failure is an error only if the VM requires them;
-/// otherwise operators cannot record branch stacks.
-fn probe_stepping(kvm: &Kvm, required: bool) -> Result<Stepping, RunError> {
-    let started = Instant::now();
-    let stepping = match stepping::probe(kvm) {
-        Err(e) if !required => {
-            log::debug!("no branch stacks: {}", error_line(&e));
-            Stepping::default()
-        }
-        probed => probed?,
-    };
-    log::debug!("probing the steps of KVM took {:?}", started.elapsed());
-    Ok(stepping)
 }
 
 /// Removes the events that `filter` denies from the announced features.

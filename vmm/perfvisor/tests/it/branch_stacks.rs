@@ -6,7 +6,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use test_support::skip;
-use vmm::kvm::stepping::{self, Stepping};
+use vmm::kvm::execution;
+use vmm::kvm::stepping::Stepping;
 
 use crate::common::vm::{PROGRAM, VmProcess, said, stdout_of};
 
@@ -16,7 +17,7 @@ fn host() -> Option<Stepping> {
         skip::skipped("no usable /dev/kvm here", false);
         return None;
     };
-    let host = stepping::probe(&kvm).unwrap();
+    let host = execution::probe(&kvm).unwrap().stepping;
     if !host.kernel || host.user && !host.blocks_interrupts {
         skip::skipped("this KVM does not step", false);
         return None;

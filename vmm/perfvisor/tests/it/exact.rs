@@ -7,7 +7,8 @@ use std::process::{Command, Output};
 use crate::common::test_lock;
 use crate::common::vm::PROGRAM;
 use test_support::{kernels, skip};
-use vmm::kvm::stepping::{self, Stepping};
+use vmm::kvm::execution;
+use vmm::kvm::stepping::Stepping;
 
 /// Returns the single-stepping capabilities of the host; `None` if KVM is unavailable.
 fn host() -> Option<Stepping> {
@@ -15,7 +16,7 @@ fn host() -> Option<Stepping> {
         skip::skipped("no usable /dev/kvm here", false);
         return None;
     };
-    let host = stepping::probe(&kvm).unwrap();
+    let host = execution::probe(&kvm).unwrap().stepping;
     if !host.kernel {
         skip::skipped("this KVM does not step", false);
         return None;

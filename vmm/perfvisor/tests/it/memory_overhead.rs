@@ -48,7 +48,7 @@ fn vm_memory_overhead_is_bounded() {
     };
     // The memory that a VM takes depends on the order in which its threads start.
     let _lock = test_lock::exclusive();
-    // What a VM has of the heap depends on the order in which its threads begin: the least of three
+    // A VM's share of the heap depends on the order in which its threads begin: the least of three
     // is what it needs.
     let least = |vcpus: &str| {
         let held = (0..3).map(|_| {

@@ -4,7 +4,7 @@
 use std::fmt;
 use std::io;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use kvm_bindings::{
     KVM_CAP_BINARY_STATS_FD, KVM_CAP_PMU_CAPABILITY, KVM_CAP_SPLIT_IRQCHIP, KVM_PMU_CAP_DISABLE,
@@ -15,6 +15,7 @@ use kvm_ioctls::{Cap, VcpuExit};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::call::KvmIoctlError;
+use super::execution;
 use super::memslot::{MemorySlotError, MemorySlots};
 use super::vm_fd::VmFd;
 
@@ -126,7 +127,7 @@ pub struct KvmCapabilities {
 /// # Errors
 /// Returns [`HostError::Probe`] if KVM refuses a call that every VM needs.
 pub fn facts(kvm: &Kvm) -> Result<KvmCapabilities, HostError> {
-    let interprets_kernels = interprets_kernels(kvm)?;
+    let interprets_kernels = execution::probe(kvm)?.interprets_kernels;
     Ok(KvmCapabilities {
         flavour: flavour(interprets_kernels),
         runs_linux: !interprets_kernels,
@@ -237,26 +238,6 @@ fn flavour(interprets_kernels: bool) -> KvmFlavour {
     }
 }
 
-/// Returns whether KVM interprets the code of guest kernels, probed by running `fld1`.
-///
-/// KVM's emulator lacks x87 arithmetic, so an interpreted `fld1` ends in `KVM_EXIT_INTERNAL_ERROR`.
-/// With hardware virtualisation the next instruction follows. The result is cached, because
-/// destroying the VM of a probe waits for several RCU grace periods. Concurrent callers wait for
-/// the same probe.
-///
-/// # Errors
-/// Returns [`HostError::Probe`] if KVM refuses a call that every VM needs.
-pub fn interprets_kernels(kvm: &Kvm) -> Result<bool, HostError> {
-    static FOUND: Mutex<Option<bool>> = Mutex::new(None);
-    let mut found = FOUND.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(interprets) = *found {
-        return Ok(interprets);
-    }
-    let interprets = !reaches_next_instruction(kvm, [0xd9, 0xe8])?;
-    *found = Some(interprets);
-    Ok(interprets)
-}
-
 /// Runs an instruction in real mode without an interrupt vector table. Returns whether the next
 /// instruction is reached. A fault ends the probe.
 fn reaches_next_instruction(kvm: &Kvm, [first, second]: [u8; 2]) -> Result<bool, HostError> {
@@ -307,7 +288,7 @@ mod tests {
             return;
         };
         let facts = facts(&kvm).unwrap();
-        let interprets = interprets_kernels(&kvm).unwrap();
+        let interprets = execution::probe(&kvm).unwrap().interprets_kernels;
         assert_eq!(facts.runs_linux, !interprets);
         assert_eq!(facts.flavour == KvmFlavour::SoftwareOnly, interprets);
     }

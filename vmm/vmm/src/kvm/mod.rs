@@ -7,6 +7,7 @@ pub mod call;
 pub mod chips;
 pub mod cpuid;
 pub mod event_filter;
+pub mod execution;
 pub mod host;
 pub mod initial_state;
 pub mod memslot;

@@ -1,4 +1,4 @@
-//! Probes which single-stepping features this host's KVM supports.
+//! Tests which single-stepping features this host's KVM supports.
 //!
 //! The probe runs two instructions of a small 64-bit guest at CPL 0 and CPL 3. Each level needs its
 //! own probe, because a KVM that runs one level natively and emulates the other may step at one of
@@ -6,7 +6,7 @@
 
 use kvm_bindings::{
     KVM_CAP_SET_GUEST_DEBUG2, KVM_GUESTDBG_BLOCKIRQ, KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP,
-    KVM_GUESTDBG_USE_HW_BP, kvm_guest_debug,
+    KVM_GUESTDBG_USE_HW_BP, kvm_guest_debug, kvm_guest_debug_arch,
 };
 use kvm_ioctls::{Kvm, VcpuExit};
 
@@ -14,6 +14,13 @@ pub use guest_patching::hwbp::BREAKPOINTS;
 
 use super::host::{HostError, LEAVE};
 use super::tiny::{CODE, TinyGuest};
+
+/// Control of a vCPU that stops after each instruction.
+const SINGLE_STEP: kvm_guest_debug = kvm_guest_debug {
+    control: KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP,
+    pad: 0,
+    arch: kvm_guest_debug_arch { debugreg: [0; 8] },
+};
 
 /// Single-stepping features of this host's KVM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -29,26 +36,28 @@ pub struct Stepping {
     pub blocks_interrupts: bool,
 }
 
-/// Probes the features. Takes a few milliseconds.
-///
-/// # Errors
-/// Returns [`HostError::Probe`] if KVM refuses a call that every VM needs.
-pub fn probe(kvm: &Kvm) -> Result<Stepping, HostError> {
-    let mut step = kvm_guest_debug {
-        control: KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP,
-        ..Default::default()
+/// Probes the features at CPL 0 in `guest`, the others being unsupported.
+pub(super) fn probe_kernel(kvm: &Kvm, guest: &mut TinyGuest) -> Result<Stepping, HostError> {
+    let breakpoint = {
+        let mut debug = kvm_guest_debug {
+            control: KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_USE_HW_BP,
+            ..Default::default()
+        };
+        debug.arch.debugreg[0] = CODE + 1;
+        debug.arch.debugreg[7] = 0x402;
+        debug
     };
-    let kernel = stops_after_first(kvm, 0, &step)?;
-    let user = stops_after_first(kvm, 3, &step)?;
-    step.control = KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_USE_HW_BP;
-    step.arch.debugreg[0] = CODE + 1;
-    step.arch.debugreg[7] = 0x402;
     Ok(Stepping {
-        kernel,
-        user,
-        breakpoints: stops_after_first(kvm, 0, &step)?,
+        kernel: stops_after_first(guest, 0, &SINGLE_STEP)?,
+        user: false,
+        breakpoints: stops_after_first(guest, 0, &breakpoint)?,
         blocks_interrupts: blocks_interrupts(kvm),
     })
+}
+
+/// Returns whether single-stepping works at CPL 3. If not, the guest shuts down.
+pub(super) fn probe_user(guest: &mut TinyGuest) -> Result<bool, HostError> {
+    stops_after_first(guest, 3, &SINGLE_STEP)
 }
 
 /// Returns whether KVM can block interrupts during a step, without running a guest.
@@ -59,12 +68,14 @@ pub fn blocks_interrupts(kvm: &Kvm) -> bool {
 
 /// Runs `nop; nop` and [`LEAVE`] in 64-bit mode at `cpl` under `debug`. Returns whether the guest
 /// stops after the first instruction.
-fn stops_after_first(kvm: &Kvm, cpl: u8, debug: &kvm_guest_debug) -> Result<bool, HostError> {
+fn stops_after_first(guest: &mut TinyGuest, cpl: u8, debug: &kvm_guest_debug) -> Result<bool, HostError> {
     // OUT at CPL 3 faults. Without an interrupt table the fault ends the guest.
-    let mut guest = TinyGuest::new(kvm, cpl, &[0x90, 0x90, LEAVE[0], LEAVE[1]])?;
+    guest.load(cpl, &[0x90, 0x90, LEAVE[0], LEAVE[1]])?;
     let vcpu = &mut guest.vcpu;
     if vcpu.set_guest_debug(debug).is_err() {
         return Ok(false);
     }
-    Ok(matches!(vcpu.run()?, VcpuExit::Debug(stop) if stop.pc == CODE + 1))
+    let stops = matches!(vcpu.run()?, VcpuExit::Debug(stop) if stop.pc == CODE + 1);
+    vcpu.set_guest_debug(&kvm_guest_debug::default())?;
+    Ok(stops)
 }

@@ -33,6 +33,13 @@ pub(crate) struct TinyGuest {
 impl TinyGuest {
     /// Creates a guest that is ready to run `code` at `cpl`.
     pub(crate) fn new(kvm: &Kvm, cpl: u8, code: &[u8]) -> Result<Self, HostError> {
+        let guest = Self::empty(kvm)?;
+        guest.load(cpl, code)?;
+        Ok(guest)
+    }
+
+    /// Creates a guest without code.
+    pub(crate) fn empty(kvm: &Kvm) -> Result<Self, HostError> {
         let memory =
             GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), SIZE)]).map_err(|_| HostError::Memory)?;
         let tables = [(PML4, PDPT | TABLE), (PDPT, PD | TABLE), (PD, TABLE | LARGE)];
@@ -41,16 +48,25 @@ impl TinyGuest {
                 .write_obj(entry, GuestAddress(at))
                 .map_err(|_| HostError::Memory)?;
         }
-        memory
-            .write_slice(code, GuestAddress(CODE))
-            .map_err(|_| HostError::Memory)?;
         let vm = Arc::new(probe_vm(kvm)?);
         let _ = vm.raw().set_tss_address(0xfffb_d000);
         let slots = MemorySlots::new(vm.clone(), memory.clone())?;
         let vcpu = vm.create_vcpu(0)?;
         let supported = super::cpuid::supported(kvm).map_err(|_| HostError::Memory)?;
         vcpu.set_cpuid2(&supported)?;
-        let mut sregs = vcpu.get_sregs()?;
+        Ok(Self {
+            vcpu,
+            _slots: slots,
+            memory,
+        })
+    }
+
+    /// Prepares the guest to run `code` at `cpl` next, also after it has shut down.
+    pub(crate) fn load(&self, cpl: u8, code: &[u8]) -> Result<(), HostError> {
+        self.memory
+            .write_slice(code, GuestAddress(CODE))
+            .map_err(|_| HostError::Memory)?;
+        let mut sregs = self.vcpu.get_sregs()?;
         let segment = |selector: u16, type_: u8, l: u8| kvm_segment {
             base: 0,
             limit: u32::MAX,
@@ -72,15 +88,11 @@ impl TinyGuest {
         sregs.cr4 = 1 << 5; // PAE
         sregs.cr0 = 1 << 31 | 1 << 5 | 1 << 4 | 1; // PG, NE, ET, PE
         sregs.efer = 1 << 10 | 1 << 8; // LMA, LME
-        vcpu.set_sregs(&sregs)?;
-        let mut regs = vcpu.get_regs()?;
+        self.vcpu.set_sregs(&sregs)?;
+        let mut regs = self.vcpu.get_regs()?;
         (regs.rip, regs.rsp, regs.rflags) = (CODE, 0x8000, 2);
-        vcpu.set_regs(&regs)?;
-        Ok(Self {
-            vcpu,
-            _slots: slots,
-            memory,
-        })
+        self.vcpu.set_regs(&regs)?;
+        Ok(())
     }
 
     /// Returns the vCPU, the guest memory and its slots. The slots must outlive the vCPU.

@@ -10,6 +10,7 @@ use std::thread::{Builder, JoinHandle};
 use super::error::VmError;
 use crate::boot::layout;
 use crate::kvm::call::KvmIoctlError;
+use crate::kvm::execution;
 use crate::kvm::host::{self, HostError, Kvm};
 use crate::kvm::vm_fd::VmFd;
 
@@ -50,7 +51,7 @@ impl PendingKvmSetup {
             vm: begin("maker", || make(&host::open()?)).ok(),
             probe: begin("probe", || {
                 // A failure is repeated and reported where the result is needed.
-                let _ = host::open().and_then(|kvm| host::interprets_kernels(&kvm));
+                let _ = host::open().and_then(|kvm| execution::probe(&kvm));
             })
             .ok(),
         }
@@ -104,8 +105,8 @@ mod tests {
         vm.create_vcpu(0).unwrap();
         let again = vm.add_irqchip().unwrap_err();
         assert_eq!(again.to_string(), "KVM_CREATE_IRQCHIP failed", "it has them");
-        let meanwhile = host::interprets_kernels(&kvm).unwrap();
+        let meanwhile = execution::probe(&kvm).unwrap().interprets_kernels;
         drop(begun);
-        assert_eq!(meanwhile, host::interprets_kernels(&kvm).unwrap());
+        assert_eq!(meanwhile, execution::probe(&kvm).unwrap().interprets_kernels);
     }
 }

@@ -26,6 +26,7 @@ use crate::boot::{self, BootError, BootRequest, KernelFormat, LoadedGuest, layou
 use crate::devices::{Bus, ports};
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::cpuid::{self, GuestCpuidConfig};
+use crate::kvm::execution;
 use crate::kvm::host::Kvm;
 use crate::kvm::host::{self, KvmFlavour};
 use crate::kvm::initial_state::InitialVcpuState;
@@ -183,7 +184,7 @@ impl<'a> VmPlan<'a> {
         if !needs_full_kvm(&loaded.kind) {
             return Ok(());
         }
-        if host::interprets_kernels(kvm)? {
+        if execution::probe(kvm)?.interprets_kernels {
             return Err(BootError::NeedsFullKvm {
                 flavour: KvmFlavour::SoftwareOnly.to_string(),
             }
@@ -214,7 +215,7 @@ impl<'a> VmPlan<'a> {
     /// the processor.
     pub(super) fn processor(&self, kvm: &Kvm) -> Result<(CpuId, PmuModel), VmError> {
         let mut supported = cpuid::supported(kvm)?;
-        if host::interprets_kernels(kvm)? {
+        if execution::probe(kvm)?.interprets_kernels {
             cpuid::hide_transactions(&mut supported);
         }
         let mut model = self.config.pmu.model;
@@ -276,7 +277,7 @@ impl<'a> VmPlan<'a> {
             config,
             probe,
             statistics(&**fd),
-            host::interprets_kernels(kvm)?,
+            execution::probe(kvm)?.interprets_kernels,
             GuestSamplingContext::new(ram.memory().clone(), self.config.kernel_reader.clone()),
         );
         let pmu = match self.config.own_pmu {

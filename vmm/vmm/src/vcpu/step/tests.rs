@@ -8,9 +8,9 @@ use vpmu::exact::RetiredCounts;
 
 use super::*;
 use crate::kvm::armed_vcpu::VcpuExit;
+use crate::kvm::execution;
 use crate::kvm::host;
 use crate::kvm::memslot::MemorySlots;
-use crate::kvm::stepping;
 use crate::kvm::tiny::{CODE, DATA, TinyGuest};
 
 mod straight;
@@ -104,7 +104,7 @@ impl SteppedVcpu {
             eprintln!("SKIP: there is no KVM here");
             return None;
         };
-        let mut host = stepping::probe(&kvm).unwrap();
+        let mut host = execution::probe(&kvm).unwrap().stepping;
         host.breakpoints &= runs;
         if !host.kernel {
             eprintln!("SKIP: this KVM cannot step code at CPL 0");
