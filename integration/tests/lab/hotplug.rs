@@ -22,6 +22,9 @@ const ROUNDS: u32 = 2;
 /// the guest.
 const PERIOD: u64 = 20_000_000;
 
+/// Most counts by which the rounding of each event on each life of a vCPU changes a sum.
+const ROUNDED: f64 = 8.0;
+
 /// Linux leaves a new CPU offline until the administrator or a udev rule brings it online. The
 /// function `begun` of the script waits until the host has started to observe; the host signals
 /// this by plugging in a vCPU.
@@ -214,8 +217,9 @@ fn the_host_counts_the_whole(whole: &str, each: &str) {
         eprintln!("host: {event}: {parts:?}, together {sum}, the whole VM {all}");
         assert!(parts.iter().all(|part| *part > 0.0), "{event}: {parts:?}");
         match event {
-            "kvm:exits" => assert_eq!(all, sum),
-            // Each event reads the clock separately at entry and exit of its vCPU.
+            // The events of a plugged vCPU are open before it first runs.
+            "kvm:exits" | "cycles" => assert!((all - sum).abs() <= ROUNDED, "{event}: {all} and {sum}"),
+            // Each event reads the thread's CPU time for itself.
             _ => assert!((all / sum - 1.0).abs() < 0.001, "{event}: {all} and {sum}"),
         }
     }

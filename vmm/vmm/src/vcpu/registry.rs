@@ -11,7 +11,8 @@
 //! instruction, and a failed start has no side effects. A vCPU is removed after the guest has
 //! ejected it: its thread ends, which folds its counts, and parks the KVM vCPU.
 
-use std::sync::mpsc::{RecvTimeoutError, channel, sync_channel};
+use std::convert::Infallible;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -68,6 +69,24 @@ pub enum VcpuRegistryError {
     /// The vCPU thread does not respond.
     #[error("cannot add vCPU {0}: its thread did not start within {n} s", n = START_TIMEOUT.as_secs())]
     Slow(u8),
+}
+
+/// Keeps the thread of an added vCPU outside the guest until it is dropped.
+type VcpuHold = Sender<Infallible>;
+
+/// vCPUs that are attached to the perf core and run when this is dropped, so that events opened
+/// until then count them from their first entry.
+#[derive(Debug, Default)]
+pub struct AddedVcpus {
+    vcpus: VcpuSet,
+    holds: Vec<VcpuHold>,
+}
+
+impl AddedVcpus {
+    /// Returns the numbers of the vCPUs.
+    pub fn vcpus(&self) -> VcpuSet {
+        self.vcpus
+    }
 }
 
 /// The vCPUs of a VM.
@@ -207,14 +226,14 @@ impl VcpuRegistry {
         Ok(())
     }
 
-    /// Starts to change the number of vCPUs to `count`. Missing vCPUs are started and returned; the
-    /// caller announces them with [`VcpuRegistry::show`]. For surplus vCPUs, the guest is asked to
+    /// Starts to change the number of vCPUs to `count`. Missing vCPUs are created and returned; the
+    /// caller starts and announces them with [`VcpuRegistry::show`]. For surplus vCPUs, the guest is asked to
     /// eject those with the highest numbers. Previous eject requests that the guest has not honored
     /// are withdrawn.
     ///
     /// # Errors
     /// Returns [`VcpuRegistryError`], with the number of vCPUs unchanged.
-    pub fn begin(&self, count: u32) -> Result<VcpuSet, VcpuRegistryError> {
+    pub fn begin(&self, count: u32) -> Result<AddedVcpus, VcpuRegistryError> {
         let max = self.max();
         let Some(plug) = &self.plug else {
             return Err(VcpuRegistryError::Fixed(max));
@@ -245,19 +264,24 @@ impl VcpuRegistry {
         plug.request_ejection(set(present.numbers().rev().take(spare)));
         self.restart_reminder_timer();
         let coming = VcpuSet::below(max).without(present).numbers().take(missing);
-        let mut started = VcpuSet::default();
+        let mut added = AddedVcpus::default();
         for vcpu in coming {
-            if let Err(e) = self.start_one(vcpu) {
-                self.request_stop(started);
-                return Err(e);
+            match self.start_one(vcpu) {
+                Ok(hold) => added.holds.push(hold),
+                Err(e) => {
+                    self.request_stop(added.vcpus);
+                    return Err(e);
+                }
             }
-            started = started.with(VcpuSet::of(vcpu));
+            added.vcpus = added.vcpus.with(VcpuSet::of(vcpu));
         }
-        Ok(started)
+        Ok(added)
     }
 
-    /// Announces the added `vcpus` to the guest.
-    pub fn show(&self, vcpus: VcpuSet) {
+    /// Lets the added vCPUs run, and announces them to the guest.
+    pub fn show(&self, added: AddedVcpus) {
+        let vcpus = added.vcpus;
+        drop(added);
         if let Some(plug) = &self.plug
             && !vcpus.is_empty()
         {
@@ -310,7 +334,7 @@ impl VcpuRegistry {
         self.request_stop(staying.without(all));
         let missing = all.without(staying);
         for vcpu in missing.numbers() {
-            self.start_one(vcpu)?;
+            drop(self.start_one(vcpu)?);
         }
         let mut restarted = self.restarted.lock().unwrap_or_else(PoisonError::into_inner);
         *restarted = restarted.with(missing);
@@ -349,21 +373,23 @@ impl VcpuRegistry {
         })
     }
 
-    /// Starts a vCPU and waits until it is attached to the perf core.
-    fn start_one(&self, vcpu: u8) -> Result<(), VcpuRegistryError> {
+    /// Starts a vCPU's thread and waits until it is attached to the perf core. The vCPU runs when
+    /// the returned hold is dropped.
+    fn start_one(&self, vcpu: u8) -> Result<VcpuHold, VcpuRegistryError> {
         let slot = &self.slots[usize::from(vcpu)];
         slot.restore_parked()
             .map_err(|e| VcpuRegistryError::State(vcpu, e))?;
         let made = self.make(slot)?;
-        let (began, begins) = sync_channel(1);
+        let (attached, attaches) = sync_channel(1);
+        let (hold, released) = channel();
         // The slot is taken before the thread runs, because the thread frees it.
         slot.take();
-        match made.spawn(self.makers.clone(), StartNotifier::Later(began)) {
+        match made.spawn(self.makers.clone(), StartNotifier::Later { attached, released }) {
             Ok(thread) => self.kicker.add(thread),
             Err(e) => return Err(VcpuRegistryError::Make(vcpu, e)),
         }
-        match begins.recv_timeout(START_TIMEOUT) {
-            Ok(Ok(())) => Ok(()),
+        match attaches.recv_timeout(START_TIMEOUT) {
+            Ok(Ok(())) => Ok(hold),
             Ok(Err(why)) => Err(VcpuRegistryError::Start(vcpu, why)),
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
                 self.request_stop(VcpuSet::of(vcpu));

@@ -5,7 +5,7 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::sync::mpsc::{Sender, SyncSender};
+use std::sync::mpsc::{Receiver, Sender, SyncSender};
 
 use kvm_bindings::kvm_debug_exit_arch;
 use vm_memory::GuestMemoryMmap;
@@ -79,18 +79,26 @@ pub enum StartNotifier {
     /// the sender signals completion.
     WithVm(Sender<Infallible>),
     /// The vCPU is added to a running VM, which continues if the vCPU fails.
-    Later(SyncSender<Result<(), VcpuStartError>>),
+    Later {
+        /// Receives the result of attaching.
+        attached: SyncSender<Result<(), VcpuStartError>>,
+        /// Held until clients have opened their events on the vCPU. Nothing is received; the vCPU
+        /// runs when the sender is dropped.
+        released: Receiver<Infallible>,
+    },
 }
 
 impl StartNotifier {
-    /// Reports that the vCPU has been attached.
+    /// Reports that the vCPU has been attached, and waits until it may run.
     pub(super) fn done(self, vcpu: u8) {
-        if let Self::Later(began) = self
-            && began.send(Ok(())).is_err()
-        {
+        let Self::Later { attached, released } = self else {
+            return;
+        };
+        if attached.send(Ok(())).is_err() {
             // The receiver has timed out, and the vCPU was already asked to stop.
             log::debug!("vcpu{vcpu}: it began too late");
         }
+        let _ = released.recv();
     }
 }
 

@@ -62,7 +62,7 @@ impl Vcpu {
             match (ran, begins) {
                 (Ok(()), _) => {}
                 // The slot is free before the receiver sees the error.
-                (Err(why), Some(StartNotifier::Later(began))) => drop(began.send(Err(why))),
+                (Err(why), Some(StartNotifier::Later { attached, .. })) => drop(attached.send(Err(why))),
                 (Err(why), Some(StartNotifier::WithVm(_)) | None) => {
                     log::error!("vcpu{id}: {}", error_line(&why));
                     control.stop(StopReason::Failed);

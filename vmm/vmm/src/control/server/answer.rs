@@ -203,19 +203,19 @@ impl ControlServer {
     }
 
     fn vcpus(&mut self, connection: &mut Connection, count: u32) -> Result<RequestOutcome, Failure> {
-        let come = self
+        let added = self
             .vm
             .registry
             .begin(count)
             .or_else(|e| fail(kind_of(&e), error_line(&e)))?;
-        // Events on all vCPUs are opened before the guest sees the new vCPUs.
-        for vcpu in come.numbers() {
+        // Events on all vCPUs are opened before the new vCPUs run.
+        for vcpu in added.vcpus().numbers() {
             let others = self.connections.values_mut().filter_map(|c| c.events.as_mut());
             for events in others.chain(connection.events.as_mut()) {
                 events.open_on_new_vcpu(vcpu.into());
             }
         }
-        self.vm.registry.show(come);
+        self.vm.registry.show(added);
         value(self.vm.vcpu_plug())
     }
 
