@@ -298,6 +298,10 @@ pub struct RunArgs {
     /// Read the memory of the snapshot from this file; --restore then names the state file.
     #[arg(long, value_name = "FILE", requires = "restore", help_heading = "Kernel")]
     pub restore_memory: Option<PathBuf>,
+    /// Restore one of several VMs from the same snapshot: network devices without mac= get addresses
+    /// of their own.
+    #[arg(long, requires = "restore", help_heading = "Kernel")]
+    pub clone: bool,
     /// Leave the restored VM paused; `perfvisor ctl NAME resume` continues it.
     #[arg(long, requires = "restore", help_heading = "Kernel")]
     pub restore_paused: bool,

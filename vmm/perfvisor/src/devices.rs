@@ -144,7 +144,7 @@ fn disk_name(index: usize) -> String {
 }
 
 /// Returns the guest's MAC address of a network device.
-fn mac(config: &NetConfig, vm: &str) -> MacAddress {
+pub fn mac(config: &NetConfig, vm: &str) -> MacAddress {
     config
         .mac
         .unwrap_or_else(|| MacAddress::derived_from(&format!("{vm}/{}", config.tap)))

@@ -185,7 +185,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     };
     let mut vm = match saved {
         None => Vm::boot(parts)?,
-        Some(saved) => Vm::restore(parts, saved)?,
+        Some(saved) => Vm::restore(parts, restore::with_own_addresses(saved, args, &name))?,
     };
     if args.restore_paused {
         vm.start_paused();

@@ -147,6 +147,7 @@ impl Vm {
         let (supported, model) = plan.processor(kvm)?;
         let pmu = plan.make_pmu(kvm, model, probe, &fd, &ram)?;
         let bus = plan.make_bus(console, &fd)?;
+        boot::write_generation_id(&ram, bus.generation().id())?;
         let control = Arc::new(plan.make_control(kvm).map_err(|e| VmError::Os("eventfd", e))?);
         let bus = Arc::new(VmPlan::add_pci(bus, devices, loaded.pci, &fd, &ram, &control)?);
         let gate = plan.has_gate(kvm, &loaded, breakpoints.len())?;

@@ -198,6 +198,7 @@ mod tests {
             assert!(line.contains("cannot be used with"), "{given}: {line}");
         }
         assert!(run("--restore-verify").is_err());
+        assert!(run("--clone").is_err());
         run("--restore d --restore-verify --disk a --net tap=t --console none --seccomp log").unwrap();
     }
 }

@@ -10,10 +10,13 @@ use vmm::vm::restore::RestoredMachine;
 
 use crate::cli::RunArgs;
 use crate::cli::restore::MachineOptionsError;
+use crate::devices::mac;
 use crate::state_file::read_state;
 
 /// Name of the entropy device.
 const ENTROPY_DEVICE: &str = "rng0";
+/// Virtio device ID of network devices.
+const VIRTIO_NET: u32 = 1;
 
 /// Error of opening a snapshot.
 #[derive(Debug, thiserror::Error)]
@@ -89,6 +92,22 @@ pub(super) fn open(args: &RunArgs) -> Result<Option<(RunArgs, RestoredMachine)>,
     Ok(Some((restored, machine)))
 }
 
+/// Gives the network devices of a clone the MAC addresses of VM `vm`. Other VMs keep those of the
+/// snapshot, which must then be the ones of the command line.
+pub(super) fn with_own_addresses(mut saved: RestoredMachine, args: &RunArgs, vm: &str) -> RestoredMachine {
+    if args.clone {
+        let devices = saved.state.devices.iter_mut();
+        let devices = devices.filter(|device| device.id == VIRTIO_NET);
+        for (device, config) in devices.zip(&args.net) {
+            // The identity of a network device begins with its address.
+            if let Some(address) = device.config.0.first_chunk_mut() {
+                *address = mac(config, vm).bytes();
+            }
+        }
+    }
+    saved
+}
+
 /// Opens a memory file, which must be a regular file because it is mapped.
 fn open_memory(path: &Path) -> Result<File, RestoreFileError> {
     let failed = |source| RestoreFileError::Open {
@@ -100,4 +119,48 @@ fn open_memory(path: &Path) -> Result<File, RestoreFileError> {
         return Err(RestoreFileError::NotAFile(path.to_owned()));
     }
     File::open(path).map_err(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use snapshot::state::SavedDevice;
+
+    use super::*;
+    use crate::cli::{self, CliCommand};
+
+    /// Returns the configuration of a saved disk and of two network devices after a restore.
+    fn configs(options: &str, vm: &str) -> Vec<Vec<u8>> {
+        let words = ["perfvisor", "run", "--restore", "d", "--net", "tap=a"];
+        let words = words.into_iter().chain(options.split_whitespace());
+        let Ok(CliCommand::Run(args)) = cli::parse(words).map(|cli| cli.command) else {
+            panic!("no arguments of run");
+        };
+        let mut machine = RestoredMachine {
+            state: Box::default(),
+            memory: tempfile::tempfile().unwrap(),
+        };
+        machine.state.devices = [2, 1, 1]
+            .map(|id| SavedDevice {
+                id,
+                config: vec![7; 8].into(),
+                ..SavedDevice::default()
+            })
+            .into();
+        let machine = with_own_addresses(machine, &args, vm);
+        let devices = machine.state.devices.into_iter();
+        devices.map(|device| device.config.0).collect()
+    }
+
+    #[test]
+    fn network_devices_of_clones_have_their_own_addresses() {
+        let same = vec![7; 8];
+        assert_eq!(configs("", "x"), [same.clone(), same.clone(), same.clone()]);
+        let given = "--clone --net tap=b,mac=02:00:00:00:00:0a";
+        let (x, y) = (configs(given, "x"), configs(given, "y"));
+        assert_eq!((&x[0], &y[0]), (&same, &same), "the disk");
+        assert!(x[1] != y[1] && x[1] != same && y[1] != same);
+        assert_eq!(x[1][6..], [7, 7], "the MTU");
+        assert_eq!(x[2], [2, 0, 0, 0, 0, 10, 7, 7]);
+        assert_eq!(y[2], x[2]);
+    }
 }

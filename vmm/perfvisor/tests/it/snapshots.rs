@@ -83,7 +83,7 @@ fn restored_guest_and_source_both_run() {
     // A restored VM can be saved again.
     let again = restored.runtime.path().join("again");
     stdout_of(&mut restored.command(&["ctl", "two", "snapshot", again.to_str().unwrap()]));
-    let mut other = restore(&again, &[]);
+    let mut other = restore(&again, &["--clone"]);
     eventually("it runs", || {
         state_of(&other, "two").starts_with("two: running, 2 vCPUs\n")
     });

@@ -16,7 +16,7 @@ use acpi_tables::xsdt::XSDT;
 use virtio_devices::transport::bus::{CONFIG_PORT, CONFIG_PORTS};
 
 use super::aml::bytes_of;
-use super::{layout, processors};
+use super::{events, layout, processors};
 use crate::devices::ports;
 use crate::numbers::VcpuNumbers;
 
@@ -70,7 +70,8 @@ pub(crate) fn tables(cpus: VcpuNumbers, pci: bool) -> Vec<(u64, Vec<u8>)> {
     placed
 }
 
-/// Builds the DSDT: the power-off sleep state, the serial port, and hot-pluggable processors.
+/// Builds the DSDT: the power-off sleep state, the serial port, the generation ID, and hot-pluggable
+/// processors.
 #[expect(clippy::cast_possible_truncation, reason = "the serial port has 8 registers")]
 fn dsdt(cpus: VcpuNumbers, pci: bool) -> Vec<u8> {
     let s5 = Name::new(
@@ -94,6 +95,7 @@ fn dsdt(cpus: VcpuNumbers, pci: bool) -> Vec<u8> {
     if cpus.can_change() {
         sdt.append_slice(&processors::devices(cpus));
     }
+    sdt.append_slice(&events::devices(cpus.can_change()));
     sdt.as_slice().to_vec()
 }
 
@@ -263,7 +265,14 @@ mod tests {
                     };
                     assert_eq!(count(b"ACPI0007"), devices, "{cpus}");
                     assert_eq!(count(b"_EJ0"), devices.saturating_sub(1), "{cpus}");
-                    assert_eq!(count(b"ACPI0013"), devices.min(1), "{cpus}");
+                    assert_eq!(count(b"ACPI0013"), 1, "{cpus}");
+                    assert_eq!(count(b"VGEN\x08_HID"), 1, "{cpus}");
+                    // Notify (VGEN, 0x80), after the package with the address of the ID.
+                    assert_eq!(count(b"\x86VGEN\x0a\x80"), 1, "{cpus}");
+                    let address = u32::try_from(layout::GENERATION_ID).unwrap().to_le_bytes();
+                    assert_eq!(count(&[&b"\x0c"[..], &address].concat()), 1, "{cpus}");
+                    let scans = if numbers.can_change() { 2 } else { 0 };
+                    assert_eq!(count(b"SCAN"), scans, "{cpus}");
                     let facs = find(u64::from(u32::from_le_bytes(table[36..40].try_into().unwrap())));
                     assert_eq!(&facs[..4], b"FACS");
                 }

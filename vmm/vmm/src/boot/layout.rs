@@ -34,8 +34,10 @@ pub const CMDLINE_MAX_BYTES: usize = 0xFFFF;
 pub const RSDP: u64 = 0xE_0000;
 /// Start of the other ACPI tables.
 pub const ACPI_TABLES: u64 = 0xE_0040;
-/// End of the ACPI area.
-pub const ACPI_END: u64 = 0xF_0000;
+/// End of the ACPI tables.
+pub const ACPI_END: u64 = 0xE_F000;
+/// VM generation ID, in a page of its own.
+pub const GENERATION_ID: u64 = ACPI_END;
 /// MP floating pointer and configuration table, in the BIOS area defined by the MP specification.
 pub const MP_TABLE: u64 = 0xF_0000;
 /// End of the area of the MP table.

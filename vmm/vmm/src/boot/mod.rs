@@ -8,6 +8,7 @@
 mod acpi;
 mod aml;
 mod error;
+mod events;
 pub mod layout;
 mod linux;
 mod mptable;
@@ -455,6 +456,18 @@ fn load_initrd(ram: &GuestRam, path: &Path, room: Range<u64>, low: bool) -> Resu
             source: std::io::Error::other(e.to_string()),
         })?;
     Ok(start..start + size_bytes)
+}
+
+/// Writes the VM generation ID, which is not a part of the tables because it differs where a snapshot
+/// is restored.
+///
+/// # Errors
+/// Returns [`BootError`] if guest memory cannot be written.
+pub(crate) fn write_generation_id(ram: &GuestRam, id: [u8; 16]) -> Result<(), BootError> {
+    let address = layout::GENERATION_ID;
+    ram.memory()
+        .write_slice(&id, GuestAddress(address))
+        .map_err(|e| BootError::memory("the generation ID", address, e))
 }
 
 /// Writes the ACPI and MP tables.

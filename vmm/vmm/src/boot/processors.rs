@@ -1,8 +1,7 @@
-//! Builds the ACPI processor devices for CPU hot-plug and the event device that notifies the guest.
+//! Builds the ACPI processor devices for CPU hot-plug.
 //!
-//! A generic event device (ACPI 6.5, 5.6.9) reports changes to the guest: the method of its
-//! interrupt scans all processors and notifies their devices. [`crate::devices::cpu_plug`]
-//! describes the registers.
+//! The event device ([`super::events`]) reports changes to the guest: SCAN looks at all processors and
+//! notifies their devices. [`crate::devices::cpu_plug`] describes the registers.
 //!
 //! ```text
 //! Scope (\_SB)
@@ -13,14 +12,13 @@
 //!     OSTR (n, event, status)          its _OST
 //!     SCAN ()                          notifies inserted processors and pending ejections
 //!     Device (Cxx)                     ACPI0007, a processor: _UID, _STA, _MAT, _OST; _EJ0 but for the first
-//!   Device (GED)                       ACPI0013: _CRS the interrupt, _EVT calls SCAN
 //! ```
 
 use acpi_tables::Aml;
 use acpi_tables::aml::{
     Acquire, Add, Arg, BufferData, Device, EISAName, Equal, Field, FieldAccessType, FieldEntry,
-    FieldLockRule, FieldUpdateRule, If, Interrupt, LessThan, Local, Method, MethodCall, Mutex, Name, Notify,
-    ONE, OpRegion, OpRegionSpace, Path, Release, ResourceTemplate, Return, Scope, Store, While, ZERO,
+    FieldLockRule, FieldUpdateRule, If, LessThan, Local, Method, MethodCall, Mutex, Name, Notify, ONE,
+    OpRegion, OpRegionSpace, Path, Release, Return, Scope, Store, While, ZERO,
 };
 use acpi_tables::madt::{EnabledStatus, ProcessorLocalApic};
 
@@ -42,7 +40,7 @@ fn device_name(vcpu: u8) -> String {
     format!("C{vcpu:03X}")
 }
 
-/// Returns the processor container and the event device, for the root scope.
+/// Returns the processor container, for the root scope.
 pub(super) fn devices(cpus: VcpuNumbers) -> Vec<u8> {
     let mut container = registers();
     container.extend(methods(cpus));
@@ -51,8 +49,7 @@ pub(super) fn devices(cpus: VcpuNumbers) -> Vec<u8> {
     }
     let container = EncodedAml(container);
     let cpus = Device::new("CPUS".into(), vec![&container]);
-    let event = EncodedAml(event_device());
-    bytes_of(&Scope::new("_SB_".into(), vec![&cpus, &event]))
+    bytes_of(&Scope::new("_SB_".into(), vec![&cpus]))
 }
 
 /// AML that is already encoded.
@@ -197,15 +194,4 @@ fn processor(vcpu: u8) -> Vec<u8> {
     }
     let name = device_name(vcpu);
     bytes_of(&Device::new(name.as_str().into(), parts))
-}
-
-fn event_device() -> Vec<u8> {
-    let hid = Name::new("_HID".into(), &"ACPI0013");
-    let uid = Name::new("_UID".into(), &ZERO);
-    let interrupt = Interrupt::new(true, true, false, false, ports::CPU_PLUG_IRQ);
-    let resources = ResourceTemplate::new(vec![&interrupt]);
-    let crs = Name::new("_CRS".into(), &resources);
-    let scan = MethodCall::new("\\_SB_.CPUS.SCAN".into(), vec![]);
-    let evt = Method::new("_EVT".into(), 1, true, vec![&scan]);
-    bytes_of(&Device::new("GED_".into(), vec![&hid, &uid, &crs, &evt]))
 }

@@ -8,6 +8,7 @@ mod acpi_pm;
 mod cmos;
 pub mod cpu_plug;
 mod fw_cfg;
+pub mod generation;
 mod i8042;
 mod outcome;
 pub mod ports;
@@ -28,6 +29,7 @@ pub use acpi_pm::SciLine;
 use cmos::Cmos;
 use cpu_plug::CpuPlug;
 use fw_cfg::FwCfg;
+use generation::GenerationId;
 use i8042::I8042;
 pub use outcome::BusOutcome;
 
@@ -50,6 +52,7 @@ pub struct Bus {
     pm: Mutex<AcpiPm>,
     /// CPU hot-plug registers, if the machine has them.
     cpu_plug: Option<Arc<CpuPlug>>,
+    generation: GenerationId,
     /// PCI bus, if the machine has one.
     pci: Option<PciBus>,
     /// `true` if there is no debug-exit device.
@@ -85,6 +88,7 @@ impl Bus {
                 .can_change()
                 .then(|| CpuPlug::new(cpus.present(), cpus.max()).map(Arc::new))
                 .transpose()?,
+            generation: GenerationId::new()?,
             pci: None,
             no_debug_exit: false,
             reset_control: AtomicU8::new(0),
@@ -155,6 +159,11 @@ impl Bus {
     /// Returns the CPU hot-plug registers, or `None` without CPU hot-plug.
     pub fn cpu_plug(&self) -> Option<&Arc<CpuPlug>> {
         self.cpu_plug.as_ref()
+    }
+
+    /// Returns the generation ID.
+    pub fn generation(&self) -> &GenerationId {
+        &self.generation
     }
 
     /// Returns the number of accesses to unclaimed ports.

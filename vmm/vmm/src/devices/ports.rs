@@ -48,6 +48,8 @@ pub const CPU_PLUG: u16 = 0xCD8;
 pub const CPU_PLUG_LEN: u16 = 12;
 /// Interrupt line of CPU hot-plug events.
 pub const CPU_PLUG_IRQ: u32 = 5;
+/// Interrupt line of a new VM generation ID.
+pub const GENERATION_IRQ: u32 = 10;
 /// PCI configuration address. Reads as all ones without a PCI bus.
 pub const PCI_ADDRESS: u16 = 0xCF8;
 /// Reset control register.

@@ -318,6 +318,7 @@ impl<'a> VmPlan<'a> {
         if let Some(plug) = bus.cpu_plug() {
             fd.connect_line(plug.interrupt(), ports::CPU_PLUG_IRQ)?;
         }
+        fd.connect_line(bus.generation().interrupt(), ports::GENERATION_IRQ)?;
         Ok(bus)
     }
 

@@ -102,6 +102,7 @@ impl RestartContext {
         bus.reset();
         ram.clear()?;
         let loaded = boot::load(ram, &plan.boot_request(bus.pci().is_some()))?;
+        boot::write_generation_id(ram, bus.generation().id())?;
         if needs_full_kvm(&loaded.kind) != self.needs_full_kvm {
             return Err(VmError::OtherKernel);
         }

@@ -146,6 +146,7 @@ impl NewMachine<'_> {
             .restore(self.fd)?;
         self.fd.set_clock_ns(saved.vm.clock_ns)?;
         self.bus.restore(&saved.board, &saved.devices)?;
+        self.bus.generation().announce();
         for vcpu in &saved.vcpus {
             match self.vcpus[usize::from(vcpu.id)].fd().kvmclock_ctrl() {
                 // EINVAL means that the guest does not use the clock of this vCPU.
@@ -298,12 +299,16 @@ pub fn event_filter(saved: &SavedFilter) -> Result<EventFilter, RestoreError> {
 #[cfg(test)]
 mod tests {
     use std::io;
+    use std::time::Duration;
 
     use perf_core::pmu::host::HostProbe;
+    use vm_memory::{Bytes as _, GuestAddress};
 
+    use super::RestoredMachine;
+    use crate::boot::layout;
     use crate::kvm::{call, host};
     use crate::testing;
-    use crate::vm::{PendingKvmSetup, Vm, VmParts};
+    use crate::vm::{PendingKvmSetup, RunningVm, Vm, VmParts};
 
     /// Guest code `hlt; jmp` to the start.
     const HALT: [u8; 3] = [0xF4, 0xEB, 0xFD];
@@ -328,6 +333,64 @@ mod tests {
         let mut calls = call::log::finish();
         let cpuid = calls.iter().rposition(|call| *call == "KVM_SET_CPUID2");
         Some(calls.split_off(cpuid.unwrap()))
+    }
+
+    /// Restores a VM with this code.
+    fn restored(code: &[u8], saved: RestoredMachine) -> RunningVm {
+        let kvm = host::open().unwrap();
+        let parts = VmParts {
+            begun: PendingKvmSetup::now(),
+            kvm: &kvm,
+            config: &testing::config(code),
+            devices: Vec::new(),
+            probe: &HostProbe::run(),
+            console: Box::new(io::sink()),
+        };
+        Vm::restore(parts, saved).and_then(Vm::start).unwrap()
+    }
+
+    fn generation_of(vm: &RunningVm) -> [u8; 16] {
+        let address = GuestAddress(layout::GENERATION_ID);
+        vm.ram().memory().read_obj(address).unwrap()
+    }
+
+    /// Each restored VM has a generation ID of its own, and its guest gets the interrupt of the event
+    /// device, here as vector 0x61 at I/O APIC input 10.
+    #[test]
+    fn clones_differ() {
+        const VECTOR: usize = 0x61;
+        let code = [
+            0xC7, 0x05, 0xF0, 0x00, 0xE0, 0xFE, 0xFF, 0x01, 0x00, 0x00, // mov [0xfee000f0], 0x1ff
+            0xC7, 0x05, 0x00, 0x00, 0xC0, 0xFE, 0x24, 0x00, 0x00, 0x00, // mov [0xfec00000], 0x24
+            0xC7, 0x05, 0x10, 0x00, 0xC0, 0xFE, 0x61, 0x00, 0x00, 0x00, // mov [0xfec00010], 0x61
+            0xE6, 0x80, // out 0x80, al
+            0xF4, 0xEB, 0xFD, // hlt; jmp -1
+        ];
+        let is_requested = |vm: &RunningVm| {
+            let saved = testing::snapshot_of(vm).state;
+            let requests = 0x200 + VECTOR / 32 * 16 + VECTOR % 32 / 8;
+            saved.vcpus[0].lapic.0[requests] >> (VECTOR % 8) & 1 != 0
+        };
+        let Some(source) = testing::vm(&code, |_| ()) else {
+            return;
+        };
+        while source.registry().slots()[0].stats().io_out.get() == 0 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(!is_requested(&source));
+        let saved = testing::snapshot_of(&source);
+        let again = RestoredMachine {
+            state: saved.state.clone(),
+            memory: saved.memory.try_clone().unwrap(),
+        };
+        let clones = [restored(&code, saved), restored(&code, again)];
+        let ids = [&source, &clones[0], &clones[1]].map(generation_of);
+        assert!(ids[0] != ids[1] && ids[0] != ids[2] && ids[1] != ids[2]);
+        assert!(ids.iter().all(|id| *id != [0; 16]));
+        for clone in &clones {
+            // KVM injects the interrupt from a work queue.
+            assert!((0..1000).any(|_| is_requested(clone)));
+        }
     }
 
     /// Returns the position of the first and of the last call of a name.

@@ -1,0 +1,55 @@
+//! VM generation ID: 16 bytes in guest memory that change when a state of the guest may run a second
+//! time, which is at each restore of a snapshot (Microsoft, "Virtual Machine Generation ID"). Linux
+//! reseeds its random number generator when it is notified.
+//!
+//! The ID lies at [`crate::boot::layout::GENERATION_ID`]. Resets of the guest keep it.
+
+use std::fs::File;
+use std::io::{self, Read as _};
+
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+const RANDOM_SOURCE: &str = "/dev/urandom";
+
+/// Generation ID of this VM, and its interrupt.
+#[derive(Debug)]
+pub struct GenerationId {
+    id: [u8; 16],
+    interrupt: EventFd,
+}
+
+impl GenerationId {
+    /// Creates a random ID.
+    ///
+    /// # Errors
+    /// Returns the error of reading `/dev/urandom` or of `eventfd(2)`.
+    pub fn new() -> io::Result<Self> {
+        let mut id = [0; 16];
+        File::open(RANDOM_SOURCE)
+            .and_then(|mut source| source.read_exact(&mut id))
+            .map_err(|e| io::Error::new(e.kind(), format!("{RANDOM_SOURCE}: {e}")))?;
+        Ok(Self {
+            id,
+            interrupt: EventFd::new(EFD_NONBLOCK)?,
+        })
+    }
+
+    /// Returns the ID.
+    #[must_use]
+    pub fn id(&self) -> [u8; 16] {
+        self.id
+    }
+
+    /// Returns the eventfd to register with KVM as an irqfd for [`super::ports::GENERATION_IRQ`].
+    #[must_use]
+    pub fn interrupt(&self) -> &EventFd {
+        &self.interrupt
+    }
+
+    /// Notifies the guest of a new ID.
+    pub fn announce(&self) {
+        if let Err(e) = self.interrupt.write(1) {
+            log::error!("cannot raise the interrupt of the generation ID: {e}");
+        }
+    }
+}
