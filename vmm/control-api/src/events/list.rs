@@ -269,6 +269,19 @@ pub fn parse(list: &str) -> Result<Vec<EventGroup>, EventListError> {
     }
 }
 
+/// Returns the text of each group of an event list, with the number of its events.
+///
+/// # Errors
+/// Returns the errors of [`parse`].
+pub fn group_texts(list: &str) -> Result<Vec<(&str, usize)>, EventListError> {
+    let groups = parse(list)?;
+    let texts = split(list, true)?;
+    Ok(texts
+        .into_iter()
+        .zip(groups.iter().map(|group| group.events.len()))
+        .collect())
+}
+
 /// Splits a list at commas outside braces and slashes.
 fn split(list: &str, braces_allowed: bool) -> Result<Vec<&str>, EventListError> {
     if list.trim().is_empty() {

@@ -37,6 +37,7 @@ mod privileges;
 mod prometheus;
 mod record_faults;
 mod recordings;
+mod replay;
 mod reset;
 mod service;
 mod sessions;

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
+use clap::builder::ArgPredicate;
 
 use crate::values::{
     VcpuList, integer_in_range, parse_interval, parse_seconds, parse_separator, parse_vcpus,
@@ -52,8 +53,13 @@ pub struct StatArgs {
     /// Print JSON objects, for programs.
     #[arg(short, long)]
     pub json: bool,
-    /// Measure N times and print the mean with its standard error. Requires --duration.
-    #[arg(short, long, value_name = "N", default_value = "1", value_parser = integer_in_range(1..=10_000u32))]
+    /// Restore this snapshot and count the time after it, once for as many events as the counters
+    /// take, without multiplexing. Requires --duration.
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["name", "socket", "pid", "all", "cgroup", "interval", "guest_view"])]
+    pub replay: Option<PathBuf>,
+    /// Measure N times and print the mean with its standard error. Requires --duration. With
+    /// --replay, 3 by default.
+    #[arg(short, long, value_name = "N", default_value = "1", default_value_if("replay", ArgPredicate::IsPresent, "3"), value_parser = integer_in_range(1..=10_000u32))]
     pub repeat: u32,
     /// Print derived metrics only: instructions per cycle, miss ratios, GHz.
     #[arg(long)]

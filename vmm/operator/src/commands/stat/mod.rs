@@ -4,6 +4,7 @@ mod args;
 mod guest;
 mod lines;
 mod metrics;
+mod replay;
 mod totals;
 
 use std::collections::BTreeMap;
@@ -21,6 +22,7 @@ use control_api::client::Client;
 use control_api::protocol::{EventReading, OpenedEvent, PluggedVcpuEvents};
 use control_api::request;
 use lines::{final_table, interval_lines};
+pub use replay::ReplayError;
 use totals::{Total, totals};
 
 /// Interval of the readings that are kept in case the VM ends.
@@ -33,6 +35,8 @@ pub enum StatError {
     Command(#[from] OperatorCommandError),
     #[error("--repeat requires --duration and cannot be used with --interval")]
     Repeat,
+    #[error(transparent)]
+    Replay(#[from] ReplayError),
 }
 
 /// Counts events.
@@ -44,6 +48,11 @@ pub fn stat(args: &StatArgs) -> Result<ExitStatus, StatError> {
         events: vendor::resolve_vendor_events(&args.events).map_err(OperatorCommandError::from)?,
         ..args.clone()
     };
+    if let Some(directory) = &args.replay {
+        let signals = StopSignals::block().map_err(OperatorCommandError::Signals)?;
+        replay::replay(args, directory, &signals)?;
+        return Ok(DONE);
+    }
     if args.repeat > 1 && (args.duration.is_none() || args.interval.is_some()) {
         return Err(StatError::Repeat);
     }

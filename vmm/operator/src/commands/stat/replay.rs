@@ -1,0 +1,414 @@
+//! `perfvisor stat --replay`: counts the same window of a snapshot several times.
+//!
+//! Each pass restores the snapshot and counts some of the events while the guest runs for the
+//! duration. A PMU has few counters, so the events of one pass are as many as are counted all the
+//! time; the others follow in further passes. Nothing is scaled, unlike with multiplexing.
+
+use std::collections::BTreeMap;
+use std::io::{self, Read as _};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
+use control_api::events::list::{EventListError, group_texts};
+use control_api::protocol::{EventReading, OpenedEvent, VmInfo, VmState};
+use control_api::{request, socket_dir};
+
+use super::args::StatArgs;
+use super::lines::final_table;
+use super::totals::totals;
+use super::{OperatorCommandError, WaitResult, print, wait_until};
+use crate::signals::StopSignals;
+
+/// Interval at which a VM is asked whether it has started or stopped.
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
+
+/// Most bytes of a VM's messages that are kept.
+const MAX_MESSAGES: u64 = 64 << 10;
+
+/// Distance of the handles of two passes.
+const HANDLES_PER_PASS: u32 = 1 << 16;
+
+/// Errors of `perfvisor stat --replay`.
+#[derive(Debug, thiserror::Error)]
+pub enum ReplayError {
+    #[error("--replay requires --duration")]
+    NoDuration,
+    #[error("--replay")]
+    Start(#[source] io::Error),
+    /// The VM of a pass has ended before it could be counted.
+    #[error("--replay: {0}")]
+    Restore(String),
+    #[error("the guest ended {} ms after the snapshot; choose a shorter --duration", .0.as_millis())]
+    Ended(Duration),
+    #[error("interrupted before every event was counted")]
+    Interrupted,
+    #[error(transparent)]
+    Events(#[from] EventListError),
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    #[error(transparent)]
+    Command(#[from] OperatorCommandError),
+}
+
+/// Counts the events of `args` from the snapshot in `directory`, [`StatArgs::repeat`] times.
+pub(super) fn replay(args: &StatArgs, directory: &Path, signals: &StopSignals) -> Result<(), ReplayError> {
+    let window = args.duration.ok_or(ReplayError::NoDuration)?;
+    let replay = Replay {
+        args,
+        directory,
+        window,
+        signals,
+    };
+    let groups = group_texts(&args.events)?;
+    let passes = cover(groups.len(), |now| {
+        let pass = replay.pass(&groups, now)?;
+        let shares = pass.shares(now);
+        Ok::<_, ReplayError>((pass, shares))
+    })?;
+    let mut first = Run::default();
+    let mut plan: Vec<Vec<usize>> = Vec::new();
+    for (pass, complete) in passes {
+        first.add(pass, &complete);
+        plan.push(complete);
+    }
+    let mut runs = vec![first];
+    for _ in 1..args.repeat {
+        let mut run = Run::default();
+        for groups_of_pass in &plan {
+            run.add(replay.pass(&groups, groups_of_pass)?, groups_of_pass);
+        }
+        runs.push(run);
+    }
+    log::info!("each event was counted in one of {} passes per run", plan.len());
+    for (name, why) in runs
+        .iter()
+        .flat_map(|run| &run.opened)
+        .filter_map(refusal)
+        .collect::<BTreeMap<_, _>>()
+    {
+        log::info!("cannot count {name}: {why}");
+    }
+    let elapsed: Vec<f64> = runs.iter().map(Run::mean_window).collect();
+    let counts: Vec<_> = runs
+        .iter()
+        .map(|run| totals(&run.opened, &run.readings, &[], args.per_vcpu))
+        .collect();
+    let table = final_table(&directory.display().to_string(), &counts, &elapsed, args);
+    print(&table).map_err(OperatorCommandError::from)?;
+    Ok(())
+}
+
+/// Share of the time in which each group was counted.
+type GroupShares = BTreeMap<usize, f64>;
+
+/// Measures `groups` in passes so that each is counted all the time in one of them, and returns the
+/// passes with the groups to take from them. `measure` returns a pass, and the shares of those groups
+/// that can be counted. A group that is incomplete even alone is taken as it is.
+fn cover<P, E>(
+    groups: usize,
+    mut measure: impl FnMut(&[usize]) -> Result<(P, GroupShares), E>,
+) -> Result<Vec<(P, Vec<usize>)>, E> {
+    let mut passes = Vec::new();
+    let mut waiting: Vec<usize> = (0..groups).collect();
+    let mut at_once = groups;
+    while !waiting.is_empty() {
+        let now: Vec<usize> = waiting.iter().copied().take(at_once).collect();
+        let (pass, mut shares) = measure(&now)?;
+        shares.retain(|_, share| *share < 1.0);
+        if now.len() > 1 && !shares.is_empty() {
+            at_once = groups_per_pass(shares.values().sum(), shares.len());
+        } else {
+            shares.clear();
+        }
+        let complete: Vec<usize> = now
+            .into_iter()
+            .filter(|group| !shares.contains_key(group))
+            .collect();
+        if !complete.is_empty() {
+            waiting.retain(|group| !complete.contains(group));
+            passes.push((pass, complete));
+        }
+    }
+    Ok(passes)
+}
+
+/// Returns the number of groups for the next pass, after `incomplete` groups took turns on `slots` of
+/// the PMU. It is less than before, which bounds the number of passes.
+fn groups_per_pass(slots: f64, incomplete: usize) -> usize {
+    let most = incomplete.saturating_sub(1).max(1);
+    (1..=most).rev().find(|&n| n as f64 <= slots).unwrap_or(1)
+}
+
+fn refusal(event: &OpenedEvent) -> Option<(&str, &str)> {
+    Some((&event.name, event.unsupported.as_deref()?))
+}
+
+/// What all passes have in common.
+struct Replay<'a> {
+    args: &'a StatArgs,
+    directory: &'a Path,
+    window: Duration,
+    signals: &'a StopSignals,
+}
+
+/// Events of one pass and their final readings. Indices are those in the whole list.
+struct Pass {
+    opened: Vec<OpenedEvent>,
+    readings: Vec<EventReading>,
+    /// Group of each event in the whole list.
+    group_of: BTreeMap<u32, usize>,
+    window: Duration,
+}
+
+/// The passes that together count every event once.
+#[derive(Default)]
+struct Run {
+    opened: Vec<OpenedEvent>,
+    readings: Vec<EventReading>,
+    windows: Vec<Duration>,
+}
+
+impl Run {
+    /// Adds the events of `groups` from a pass.
+    fn add(&mut self, pass: Pass, groups: &[usize]) {
+        let base = u32::try_from(self.windows.len())
+            .unwrap_or(u32::MAX)
+            .saturating_mul(HANDLES_PER_PASS);
+        let wanted = |event: &OpenedEvent| {
+            pass.group_of
+                .get(&event.index)
+                .is_some_and(|g| groups.contains(g))
+        };
+        for mut event in pass.opened.iter().filter(|event| wanted(event)).cloned() {
+            let reading = pass.readings.iter().find(|r| Some(r.handle) == event.handle);
+            event.handle = event.handle.map(|handle| base.saturating_add(handle));
+            self.readings.extend(reading.cloned().map(|reading| EventReading {
+                handle: base.saturating_add(reading.handle),
+                ..reading
+            }));
+            self.opened.push(event);
+        }
+        self.windows.push(pass.window);
+    }
+
+    fn mean_window(&self) -> f64 {
+        let sum: Duration = self.windows.iter().sum();
+        sum.as_secs_f64() / self.windows.len().max(1) as f64
+    }
+}
+
+impl Pass {
+    /// Returns for each group the least share of its time in which one of its events was counted.
+    /// Events that cannot be counted have no share.
+    fn shares(&self, groups: &[usize]) -> GroupShares {
+        let mut shares = GroupShares::new();
+        for event in &self.opened {
+            let (Some(group), Some(handle)) = (self.group_of.get(&event.index), event.handle) else {
+                continue;
+            };
+            let Some(reading) = self.readings.iter().find(|r| r.handle == handle) else {
+                continue;
+            };
+            let share = reading.running_ns as f64 / reading.enabled_ns.max(1) as f64;
+            let least: &mut f64 = shares.entry(*group).or_insert(1.0);
+            *least = least.min(if reading.running_ns >= reading.enabled_ns {
+                1.0
+            } else {
+                share
+            });
+        }
+        shares.retain(|group, _| groups.contains(group));
+        shares
+    }
+}
+
+impl Replay<'_> {
+    /// Restores the snapshot, and counts `now`, a part of `groups`, for the window.
+    fn pass(&self, groups: &[(&str, usize)], now: &[usize]) -> Result<Pass, ReplayError> {
+        let mut vm = RestoredVm::start(self.directory)?;
+        let texts: Vec<&str> = now.iter().map(|&group| groups[group].0).collect();
+        let events = texts.join(",");
+        log::info!("counting {events}");
+        let mut opened: Vec<OpenedEvent> = vm.client.call(request::Open {
+            events,
+            vcpus: self.args.vcpu.as_ref().map(|list| list.0.clone()),
+            whole: self.args.vcpu.is_none() && !self.args.per_vcpu,
+            sampling: None,
+        })?;
+        let positions = positions(groups, now);
+        for event in &mut opened {
+            event.index = positions.get(event.index as usize).map_or(event.index, |at| at.0);
+        }
+        let () = vm.client.call(request::Enable)?;
+        let start = Instant::now();
+        let _: VmInfo = vm.client.call(request::Resume)?;
+        let woken = wait_until(start + self.window, self.signals);
+        // Stops all events at the same time.
+        vm.pause(start)?;
+        let window = start.elapsed();
+        if woken == WaitResult::Signal {
+            return Err(ReplayError::Interrupted);
+        }
+        let () = vm.client.call(request::Disable)?;
+        Ok(Pass {
+            readings: vm.client.call(request::Read)?,
+            opened,
+            group_of: positions.into_iter().collect(),
+            window,
+        })
+    }
+}
+
+/// Returns the position in the whole list, and the group, of each event of the groups `now`.
+fn positions(groups: &[(&str, usize)], now: &[usize]) -> Vec<(u32, usize)> {
+    let mut before = 0u32;
+    let mut positions = Vec::new();
+    for (group, (_, events)) in groups.iter().enumerate() {
+        let events = u32::try_from(*events).unwrap_or(0);
+        if now.contains(&group) {
+            positions.extend((before..before + events).map(|at| (at, group)));
+        }
+        before += events;
+    }
+    positions
+}
+
+/// A VM that was restored for one pass. It is killed on drop.
+struct RestoredVm {
+    child: Child,
+    messages: Option<JoinHandle<String>>,
+    client: Client,
+}
+
+impl RestoredVm {
+    /// Starts a VM, which is paused and has no console. It does not outlive the calling thread.
+    fn start(directory: &Path) -> Result<Self, ReplayError> {
+        let name = format!("replay-{}", std::process::id());
+        // The program is found even if its file was replaced.
+        let mut child = Command::new("/proc/self/exe")
+            .arg(format!("--parent={}", std::process::id()))
+            .args(["run", "--restore-paused", "--console=none", "--stop-timeout=0"])
+            .arg(format!("--name={name}"))
+            .arg("--restore")
+            .arg(directory)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .map_err(ReplayError::Start)?;
+        let messages = child.stderr.take().map(|stderr| {
+            thread::spawn(move || {
+                let mut text = Vec::new();
+                let _ = stderr.take(MAX_MESSAGES).read_to_end(&mut text);
+                String::from_utf8_lossy(&text).into_owned()
+            })
+        });
+        match wait_for_vm(&mut child, &name) {
+            Ok(Some(client)) => Ok(Self {
+                child,
+                messages,
+                client,
+            }),
+            ended => {
+                let _ = child.kill();
+                let _ = child.wait();
+                let said = messages.and_then(|reader| reader.join().ok()).unwrap_or_default();
+                ended?;
+                Err(ReplayError::Restore(last_message(&said)))
+            }
+        }
+    }
+
+    /// Pauses the VM and waits until no vCPU runs. `start` is the time of its resumption.
+    fn pause(&mut self, start: Instant) -> Result<(), ReplayError> {
+        let mut info: Result<VmInfo, ClientError> = self.client.call(request::Pause);
+        loop {
+            match info {
+                Ok(info) if info.state == VmState::Paused && info.parked >= info.vcpus => return Ok(()),
+                Ok(info) if info.state == VmState::Paused => {}
+                Ok(_) => return Err(ReplayError::Ended(start.elapsed())),
+                Err(e) if e.is_gone() => return Err(ReplayError::Ended(start.elapsed())),
+                Err(e) => return Err(e.into()),
+            }
+            thread::sleep(POLL_INTERVAL);
+            info = self.client.call(request::Status);
+        }
+    }
+}
+
+impl Drop for RestoredVm {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        drop(self.messages.take().map(JoinHandle::join));
+    }
+}
+
+/// Waits until the VM answers. Returns `None` if it has ended.
+fn wait_for_vm(child: &mut Child, name: &str) -> Result<Option<Client>, ReplayError> {
+    let socket = socket_dir::socket_path(&socket_dir::directory(), name);
+    loop {
+        if child.try_wait().map_err(ReplayError::Start)?.is_some() {
+            return Ok(None);
+        }
+        match Client::connect_at(&socket, None, REPLY_TIMEOUT) {
+            Ok(client) if client.info().pid == child.id() => return Ok(Some(client)),
+            _ => thread::sleep(POLL_INTERVAL),
+        }
+    }
+}
+
+/// Returns the last line of a VM's messages without the name of the program.
+fn last_message(said: &str) -> String {
+    let line = said.lines().rfind(|line| !line.trim().is_empty());
+    let line = line.unwrap_or("the VM ended without a message");
+    let line = line.strip_prefix("perfvisor: ").unwrap_or(line);
+    let line = line.strip_prefix("error: ").unwrap_or(line);
+    line.strip_prefix("--restore: ").unwrap_or(line).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Measures on a PMU with `slots` counters, which every third group does not need.
+    fn on_pmu(slots: usize, now: &[usize]) -> GroupShares {
+        let counted = now.iter().filter(|group| **group % 3 != 0).count();
+        let share = |group: &usize| match group % 3 {
+            0 => 1.0,
+            _ => (slots as f64 / counted as f64).min(1.0),
+        };
+        now.iter().map(|group| (*group, share(group))).collect()
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn each_group_is_counted_once_and_completely(groups in 0usize..60, slots in 0usize..12) {
+            let mut measured = 0;
+            let passes = cover(groups, |now| {
+                measured += 1;
+                Ok::<_, ()>((on_pmu(slots, now), on_pmu(slots, now)))
+            })
+            .unwrap();
+            let mut taken: Vec<usize> = passes.iter().flat_map(|(_, groups)| groups.clone()).collect();
+            taken.sort_unstable();
+            assert_eq!(taken, (0..groups).collect::<Vec<_>>());
+            for (shares, complete) in &passes {
+                assert!(complete.iter().all(|group| shares[group] >= 1.0 || slots == 0));
+            }
+            // One pass to learn the number of counters, and full ones.
+            let least = (groups - groups.div_ceil(3)).div_ceil(slots.max(1));
+            assert!(measured <= 2 * least + 2, "{measured} passes, {least} at least");
+        }
+    }
+
+    #[test]
+    fn events_keep_their_position_in_the_whole_list() {
+        let groups = group_texts("cycles,{r1,r2}:u,cpu/event=3,umask=1/").unwrap();
+        assert_eq!(positions(&groups, &[1, 2]), [(1, 1), (2, 1), (3, 2)]);
+        assert_eq!(positions(&groups, &[0]), [(0, 0)]);
+    }
+}
