@@ -4,12 +4,10 @@
 //!
 //! The ID lies at [`crate::boot::layout::GENERATION_ID`]. Resets of the guest keep it.
 
-use std::fs::File;
-use std::io::{self, Read as _};
+use std::io;
 
+use rustix::rand::{GetRandomFlags, getrandom};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-
-const RANDOM_SOURCE: &str = "/dev/urandom";
 
 /// Generation ID of this VM, and its interrupt.
 #[derive(Debug)]
@@ -22,12 +20,11 @@ impl GenerationId {
     /// Creates a random ID.
     ///
     /// # Errors
-    /// Returns the error of reading `/dev/urandom` or of `eventfd(2)`.
+    /// Returns the error of `getrandom(2)` or of `eventfd(2)`.
     pub fn new() -> io::Result<Self> {
         let mut id = [0; 16];
-        File::open(RANDOM_SOURCE)
-            .and_then(|mut source| source.read_exact(&mut id))
-            .map_err(|e| io::Error::new(e.kind(), format!("{RANDOM_SOURCE}: {e}")))?;
+        // Reads of up to 256 bytes are complete: random(4).
+        getrandom(&mut id, GetRandomFlags::empty())?;
         Ok(Self {
             id,
             interrupt: EventFd::new(EFD_NONBLOCK)?,
