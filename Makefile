@@ -28,10 +28,10 @@ help:
 demo: lab-files
 	$(CARGO) run --release --bin demo -- $(PMU)
 
-# The test program that boots guests in the lab. Its modules in QUICK_MODULES are part of "make test", the tests in MATRIX_TESTS of "make
+# The test program that boots guests in the lab. Its tests in QUICK_MODULES are part of "make test", the tests in MATRIX_TESTS of "make
 # test-matrix", the others of "make test-guests". The matrix repeats what the others test with more kernels and models, single-stepped or in
 # nested guests, and takes longer than all others together. Most of its threads wait for one of PERFVISOR_LABS labs (2), so that the longest modules can begin first and those that measure time come last.
-QUICK_MODULES := bare_metal cli linux_guest::amd
+QUICK_MODULES := bare_metal:: cli:: machine::linux_boots_by_pvh_entry
 MATRIX_TESTS := snapshots:: nested:: kexec:: kernels:: models:: exact::user_mode_ exact::perf_stat_ exact::kernel_counts_ devices::stepped_
 LAB_TESTS = $(CARGO) test --workspace $(ALL_FAILURES) --test lab
 IN_LABS = --test-threads 32
@@ -49,7 +49,7 @@ BINARIES := $(shell awk -F'"' '/^\[/ {section = $$1} section == "[[bin]]" && /^n
 TESTED_BINARIES := $(filter-out \
 	$(shell awk -F'"' '/^name = / {name = $$2} /^test = false/ {print name}' $(MANIFESTS)),$(sort $(BINARIES)))
 
-## test: unit tests, bare-metal guests, Linux guests that count and sample: minutes; the rest is in test-all
+## test: unit tests, bare-metal guests, a Linux guest: minutes; the rest is in test-all
 # Development dependencies enable more features of libraries. The first build therefore names a test, too:
 # without one, the libraries above them would be compiled a second time for the tests.
 .PHONY: test
@@ -57,13 +57,13 @@ test: setup
 	$(CARGO) build --workspace $(addprefix --bin ,perfvisor lab lab-agent perfvisor-agent) --test lab
 	$(WITH_DEV_BUILD) $(DEV_DIR)/lab --build-only
 	$(WITH_DEV_BUILD) $(CARGO) test --workspace $(ALL_FAILURES) --lib $(TESTED_BINARIES:%=--bin %) $(QUICK_TESTS:%=--test %)
-	$(WITH_DEV_BUILD) $(LAB_TESTS) -- $(IN_LABS) $(QUICK_MODULES:%=%::)
+	$(WITH_DEV_BUILD) $(LAB_TESTS) -- $(IN_LABS) $(QUICK_MODULES)
 	$(CARGO) test --workspace --doc
 
 ## test-guests: devices, network, hotplug, profiling and exact counting with guests in the lab
 .PHONY: test-guests
 test-guests: lab-files
-	$(LAB_TESTS) -- $(IN_LABS) $(QUICK_MODULES:%=--skip %::) $(MATRIX_TESTS:%=--skip %)
+	$(LAB_TESTS) -- $(IN_LABS) $(QUICK_MODULES:%=--skip %) $(MATRIX_TESTS:%=--skip %)
 
 ## test-matrix: snapshots of Linux guests, more kernels and models, single-stepped guests, kexec, nested guests (over an hour)
 .PHONY: test-matrix
