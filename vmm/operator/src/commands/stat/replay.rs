@@ -65,7 +65,7 @@ pub(super) fn replay(args: &StatArgs, directory: &Path, signals: &StopSignals) -
     let groups = group_texts(&args.events)?;
     let passes = cover(groups.len(), |now| {
         let pass = replay.pass(&groups, now)?;
-        let shares = pass.shares(now);
+        let shares = pass.shares();
         Ok::<_, ReplayError>((pass, shares))
     })?;
     let mut first = Run::default();
@@ -82,7 +82,7 @@ pub(super) fn replay(args: &StatArgs, directory: &Path, signals: &StopSignals) -
         }
         runs.push(run);
     }
-    log::info!("each event was counted in one of {} passes per run", plan.len());
+    log::info!("passes per run: {}", plan.len());
     for (name, why) in runs
         .iter()
         .flat_map(|run| &run.opened)
@@ -146,7 +146,7 @@ fn refusal(event: &OpenedEvent) -> Option<(&str, &str)> {
     Some((&event.name, event.unsupported.as_deref()?))
 }
 
-/// What all passes have in common.
+/// Parameters of every pass.
 struct Replay<'a> {
     args: &'a StatArgs,
     directory: &'a Path,
@@ -203,7 +203,7 @@ impl Run {
 impl Pass {
     /// Returns for each group the least share of its time in which one of its events was counted.
     /// Events that cannot be counted have no share.
-    fn shares(&self, groups: &[usize]) -> GroupShares {
+    fn shares(&self) -> GroupShares {
         let mut shares = GroupShares::new();
         for event in &self.opened {
             let (Some(group), Some(handle)) = (self.group_of.get(&event.index), event.handle) else {
@@ -212,15 +212,14 @@ impl Pass {
             let Some(reading) = self.readings.iter().find(|r| r.handle == handle) else {
                 continue;
             };
-            let share = reading.running_ns as f64 / reading.enabled_ns.max(1) as f64;
-            let least: &mut f64 = shares.entry(*group).or_insert(1.0);
-            *least = least.min(if reading.running_ns >= reading.enabled_ns {
+            let share = if reading.running_ns >= reading.enabled_ns {
                 1.0
             } else {
-                share
-            });
+                reading.running_ns as f64 / reading.enabled_ns as f64
+            };
+            let least: &mut f64 = shares.entry(*group).or_insert(1.0);
+            *least = least.min(share);
         }
-        shares.retain(|group, _| groups.contains(group));
         shares
     }
 }
