@@ -69,7 +69,11 @@ impl Vpmu {
         if !self.pmi_due {
             return PmiReadiness::No;
         }
-        let (limit_ns, share_ns) = (self.pmi_limit.next_ns(), self.pmi_share.next_ns());
+        let limit_ns = self.pmi_limit.next_ns();
+        let share_ns = match self.guest_stopped_source() {
+            true => 0,
+            false => self.pmi_share.next_ns(),
+        };
         let time_ns = limit_ns.max(share_ns);
         if time_ns <= now_ns {
             return PmiReadiness::Now;
@@ -98,6 +102,22 @@ impl Vpmu {
             }
         }
         PmiReadiness::NotBefore { time_ns }
+    }
+
+    /// Returns whether the guest, outside the last PMI's handler, has stopped a counter that
+    /// requested the due PMI.
+    ///
+    /// Its driver does not expect the PMI later: a physical processor delivers it before the
+    /// counter stops. Linux may stop the same event again in the handler, and warns about that
+    /// (`x86_pmu_stop`). Freeze-on-PMI stops the counters without the guest.
+    fn guest_stopped_source(&self) -> bool {
+        if self.pmi_share.is_running() || self.registers.debug_control != 0 {
+            return false;
+        }
+        let enabled = self.vendor.globally_enabled(&self.registers);
+        counters_in(self.pmi_sources).any(|counter| {
+            enabled & counter.mask() == 0 || !self.vendor.is_selected(&self.registers, counter)
+        })
     }
 
     /// Records that the due PMI cannot be delivered because LVTPC is masked or the local APIC is

@@ -258,6 +258,41 @@ fn held_overflows_are_visible_and_share_one_pmi() {
     assert_eq!((counts.delivered, counts.held, counts.held_ns), (2, 1, 990));
 }
 
+/// The driver of the guest stops its counters before it removes an event, and does not expect the
+/// PMI of an overflow afterwards.
+#[test]
+fn held_pmi_is_delivered_before_its_counter_stays_stopped() {
+    for (model, registers) in MODELS {
+        let stops = registers.global.map(|[control, ..]| control);
+        for register in stops.into_iter().chain([registers.selector]) {
+            let mut sampled = SampledGuest::new((model, registers), PmiShare::default(), 10, 1_000);
+            sampled.sample();
+            sampled.guest.run(10);
+            assert!(matches!(sampled.readiness(), PmiReadiness::NotBefore { .. }), "{model}");
+            sampled.guest.write(register, 0);
+            assert_eq!(sampled.readiness(), PmiReadiness::Now, "{model}: {register:#x}");
+            let now_ns = sampled.now_ns();
+            sampled.guest.vpmu.pmi_delivered(now_ns);
+            let counts = sampled.guest.vpmu.pmi_counts();
+            assert_eq!((counts.delivered, counts.held), (2, 1), "{model}");
+        }
+    }
+}
+
+/// The handler itself stops its counters and finds what has overflowed meanwhile.
+#[test]
+fn stop_in_handler_releases_no_held_pmi() {
+    let (model, registers) = MODELS[2];
+    let mut sampled = SampledGuest::new((model, registers), PmiShare::default(), 10, 1_000);
+    sampled.guest.run(10);
+    assert_eq!(sampled.readiness(), PmiReadiness::Now);
+    sampled.guest.vpmu.pmi_delivered(10);
+    sampled.guest.write(registers.counter, WIDTH - 5);
+    sampled.guest.run(5);
+    sampled.guest.write(PERF_CNTR_GLOBAL_CTL, 0);
+    assert_eq!(sampled.readiness_if(true), PmiReadiness::NotBefore { time_ns: 20 });
+}
+
 /// A counter that overflows while the handler of another still runs waits for the end of that
 /// handler, which only the local APIC shows, and then for the gap.
 #[test]
