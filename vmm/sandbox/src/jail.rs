@@ -3,8 +3,8 @@
 //!
 //! A process that may create namespaces (`CAP_SYS_ADMIN`) keeps its user. Other processes get a
 //! user namespace (user_namespaces(7)) that maps only their own user, in which capabilities have no
-//! effect on the host. A PID namespace is created earlier ([`crate::Supervisor`]). `/proc` shows no
-//! other process with or without one.
+//! effect on the host. A PID namespace, and the user namespace that it may need, are created earlier
+//! ([`crate::Supervisor`]). `/proc` shows no other process with or without one.
 //!
 //! Call [`become_user`] at process start, [`separate`] after all host resources are open and before
 //! any thread is started, and [`Jail::close`] before the guest runs.
@@ -23,6 +23,7 @@ use std::os::unix::fs::{DirBuilderExt, chroot, symlink};
 use std::path::{Path, PathBuf};
 use std::ptr;
 
+use crate::pid_namespace::has_user_namespace;
 use rustix::process::{parent_process_death_signal, set_parent_process_death_signal};
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities, set_keep_capabilities};
 
@@ -125,7 +126,7 @@ pub struct Jail {
 }
 
 /// Moves the process into new mount, network, IPC and UTS namespaces, and into a new user namespace
-/// if it lacks the privileges to create the others. Open sockets and devices are unaffected. The
+/// if it lacks the privileges to create the others and has none from [`crate::Supervisor`]. Open sockets and devices are unaffected. The
 /// process must be single-threaded.
 ///
 /// # Errors
@@ -133,7 +134,7 @@ pub struct Jail {
 pub fn separate() -> Result<Jail, JailError> {
     let wanted = libc::CLONE_NEWNS | libc::CLONE_NEWNET | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS;
     let of_a_user = match unshare(wanted) {
-        Ok(()) => false,
+        Ok(()) => has_user_namespace(),
         Err(e) if e.raw_os_error() == Some(libc::EPERM) => {
             own_users(wanted)?;
             true
@@ -164,7 +165,7 @@ pub(crate) fn unshare(what: libc::c_int) -> io::Result<()> {
 }
 
 /// Creates a user namespace that maps the process's own user and group to themselves.
-fn own_users(wanted: libc::c_int) -> Result<(), JailError> {
+pub(crate) fn own_users(wanted: libc::c_int) -> Result<(), JailError> {
     // SAFETY: these calls take no arguments and cannot fail.
     let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
     unshare(wanted | libc::CLONE_NEWUSER).map_err(JailError::NoUserNamespace)?;

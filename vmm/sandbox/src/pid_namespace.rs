@@ -8,6 +8,8 @@
 //! members of its group, also outside its namespace (`kill(2)` with 0). If the VM reads the
 //! terminal, the supervisor makes that group the terminal's foreground group.
 //!
+//! A user who may not create a PID namespace gets a user namespace with it ([`crate::separate`]).
+//!
 //! IDs inside the namespace mean nothing to operators. [`host_pid`] and [`host_tid`] return the IDs
 //! that are valid outside.
 #![expect(unsafe_code, reason = "fork(2), signals and what a process does after a fork")]
@@ -25,8 +27,10 @@ use std::ptr;
 use std::sync::OnceLock;
 
 use rustix::io::{Errno, read, write};
+use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
 use seccompiler::{BpfProgram, apply_filter};
 
+use crate::jail::{JailError, own_users, unshare};
 use crate::service::{UNFIT, keep_only_descriptors, leave, trim_heap};
 use crate::start::SandboxError;
 use crate::{ProcessConfinement, ThreadKind, files, filter, lists};
@@ -56,6 +60,9 @@ pub enum PidNamespaceError {
     /// The seccomp filter of the supervisor could not be created.
     #[error(transparent)]
     Sandbox(#[from] SandboxError),
+    /// The user namespace could not be set up.
+    #[error(transparent)]
+    UserNamespace(#[from] JailError),
     /// The supervisor could not drop its rights.
     #[error("the supervisor outside the jail cannot be confined")]
     Unconfined,
@@ -66,10 +73,17 @@ pub enum PidNamespaceError {
 struct HostIds {
     vm: u32,
     supervisor: u32,
+    /// `true` if a user namespace was created with the PID namespace.
+    of_a_user: bool,
 }
 
 /// Set in a process of a PID namespace.
 static HOST_IDS: OnceLock<HostIds> = OnceLock::new();
+
+/// Returns whether this process has a PID namespace with a user namespace of its own.
+pub(crate) fn has_user_namespace() -> bool {
+    HOST_IDS.get().is_some_and(|ids| ids.of_a_user)
+}
 
 /// Returns the ID of this process for processes outside its PID namespace.
 #[must_use]
@@ -145,24 +159,24 @@ pub struct Supervisor<'a> {
 impl Supervisor<'_> {
     /// Creates a PID namespace and returns in its first process, which leaves the stop signals
     /// blocked. The calling process becomes the supervisor and does not return. It must be
-    /// single-threaded and already have the user of the VM. Returns `None` in the calling process
-    /// if it lacks the right to create a PID namespace.
+    /// single-threaded and already have the user of the VM.
+    ///
+    /// Without `CAP_SYS_ADMIN`, both processes move to a user namespace that maps only this user,
+    /// and keep no other capability there than `CAP_SYS_ADMIN`, with which the VM can create the
+    /// jail's other namespaces. Returns `None` in the calling process if this user may not create a
+    /// user namespace, or has `CAP_PERFMON`, which has no effect on events from a user namespace.
     ///
     /// # Errors
     /// Returns [`PidNamespaceError::Namespace`] if the kernel has no PID namespace for this process,
-    /// [`PidNamespaceError::Os`] if a system call fails, and in the new process
+    /// [`PidNamespaceError::UserNamespace`] or [`PidNamespaceError::Os`] if a system call fails, and
+    /// in the new process
     /// [`PidNamespaceError::Sandbox`] or [`PidNamespaceError::Unconfined`] if the supervisor is not
     /// confined.
     pub fn start(self) -> Result<Option<SupervisorLink>, PidNamespaceError> {
         let os = |what| move |e| PidNamespaceError::Os(what, e);
-        // SAFETY: the call takes a number.
-        if unsafe { libc::unshare(libc::CLONE_NEWPID) } != 0 {
-            let e = io::Error::last_os_error();
-            return match e.raw_os_error() {
-                Some(libc::EPERM) => Ok(None),
-                _ => Err(PidNamespaceError::Namespace(e)),
-            };
-        }
+        let Some(of_a_user) = enter_namespaces()? else {
+            return Ok(None);
+        };
         let (ours, its) = UnixStream::pair().map_err(os("socketpair"))?;
         // Blocked before the fork, so that no signal is lost. Process 1 of a namespace would
         // discard a signal that is neither blocked nor handled.
@@ -174,7 +188,7 @@ impl Supervisor<'_> {
             -1 => Err(os("fork")(io::Error::last_os_error())),
             0 => {
                 drop(its);
-                bind_to_supervisor(ours, supervisor).map(Some)
+                bind_to_supervisor(ours, supervisor, of_a_user).map(Some)
             }
             vm => {
                 drop(ours);
@@ -274,8 +288,39 @@ impl Supervisor<'_> {
     }
 }
 
+/// Lets the next child process be process 1 of a new PID namespace. Returns whether this process
+/// now has a user namespace of its own, or `None` if it may have neither.
+fn enter_namespaces() -> Result<Option<bool>, PidNamespaceError> {
+    match unshare(libc::CLONE_NEWPID) {
+        Ok(()) => return Ok(Some(false)),
+        Err(e) if e.raw_os_error() == Some(libc::EPERM) => {}
+        Err(e) => return Err(PidNamespaceError::Namespace(e)),
+    }
+    let keep = |set: CapabilitySet| {
+        let sets = CapabilitySets {
+            effective: set,
+            permitted: set,
+            inheritable: CapabilitySet::empty(),
+        };
+        set_capabilities(None, sets).map_err(|e| PidNamespaceError::Os("capset", e.into()))
+    };
+    let has = capabilities(None).map_err(|e| PidNamespaceError::Os("capget", e.into()))?;
+    if has.permitted.contains(CapabilitySet::PERFMON) {
+        return Ok(None);
+    }
+    match own_users(libc::CLONE_NEWPID) {
+        Ok(()) => keep(CapabilitySet::SYS_ADMIN).map(|()| Some(true)),
+        Err(JailError::NoUserNamespace(_)) => Ok(None),
+        Err(e) => Err(e.into()),
+    }
+}
+
 /// Makes this process end with its supervisor, and waits until the supervisor is confined.
-fn bind_to_supervisor(mut link: UnixStream, supervisor: u32) -> Result<SupervisorLink, PidNamespaceError> {
+fn bind_to_supervisor(
+    mut link: UnixStream,
+    supervisor: u32,
+    of_a_user: bool,
+) -> Result<SupervisorLink, PidNamespaceError> {
     // SAFETY: the calls take numbers. The kernel sends the signal to process 1 of a namespace too,
     // because the supervisor is outside. A later change of the user would cancel it.
     unsafe {
@@ -296,7 +341,11 @@ fn bind_to_supervisor(mut link: UnixStream, supervisor: u32) -> Result<Superviso
     if vm == 0 {
         return Err(PidNamespaceError::Unconfined);
     }
-    let _ = HOST_IDS.set(HostIds { vm, supervisor });
+    let _ = HOST_IDS.set(HostIds {
+        vm,
+        supervisor,
+        of_a_user,
+    });
     Ok(SupervisorLink(link))
 }
 

@@ -69,7 +69,9 @@ pub(super) fn enter_pid_namespace(args: &RunArgs) -> Result<ServiceManager, RunE
     match supervisor.start().map_err(RunError::PidNamespace)? {
         Some(link) => Ok(ServiceManager::Supervisor(link)),
         None => {
-            log::info!("the jail has no PID namespace, which takes root's rights (CAP_SYS_ADMIN)");
+            log::info!(
+                "the jail has no PID namespace, which takes root's rights (CAP_SYS_ADMIN) or a user namespace"
+            );
             Ok(manager)
         }
     }

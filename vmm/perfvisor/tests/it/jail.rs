@@ -4,13 +4,13 @@
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use crate::common::console_vm::ConsoleVm;
 use crate::common::process::is_root;
 use crate::common::unprivileged::{NOBODY, UnprivilegedUser};
-use crate::common::vm::{PROGRAM, SpinningVm, eventually, has_kvm, said};
+use crate::common::vm::{PROGRAM, SpinningVm, eventually, has_kvm, said, vm_pid};
 use test_support::skip::skipped;
 
 fn names(dir: &str) -> Vec<String> {
@@ -107,49 +107,85 @@ fn jailed_vm_changes_user_and_counts() {
     assert!(!sockets.join("somebody.sock").exists(), "its socket goes with it");
 }
 
-#[test]
-fn unprivileged_jail_uses_user_namespace() {
-    // The user has no capabilities, but may create a user namespace.
-    let Some(nobody) = UnprivilegedUser::with(&["--bounding-set=-all"], &["unshare", "-U", "true"]) else {
-        return;
-    };
-    let run = |args: &[&str]| nobody.perfvisor(&[&["run"], args].concat());
-
-    let (status, text) = said(&mut run(&["--pmu", "off", "--jail", "uid=1"]));
-    assert_eq!(status, Some(2), "{text}");
-    assert!(text.contains("CAP_SETUID") && text.lines().count() == 1, "{text}");
-
-    let mut vm = run(&[
+/// Starts a jailed VM of this user and waits until the user can operate it. Root is an unmapped user
+/// in the namespace.
+fn start_as(user: &UnprivilegedUser, options: &[&str]) -> Child {
+    let args = [
+        "run",
         "--name",
         "mine",
         "--memory",
         "32M",
         "--cmdline",
         "loop",
-        "--pmu",
-        "off",
         "--jail",
-    ])
-    .stdout(Stdio::null())
-    .stderr(Stdio::piped())
-    .spawn()
-    .unwrap();
-    // The VM's owner can operate it. Root is an unmapped user in the namespace.
+    ];
+    let mut vm = user
+        .perfvisor(&[&args, options].concat())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
     eventually("the VM's user operates it", || {
         if let Some(status) = vm.try_wait().unwrap() {
             let said = std::io::read_to_string(vm.stderr.take().unwrap()).unwrap();
             panic!("the VM ended with {status}: {said}");
         }
         std::thread::sleep(Duration::from_millis(50));
-        said(&mut nobody.perfvisor(&["ctl", "mine", "status"])).0 == Some(0)
+        said(&mut user.perfvisor(&["ctl", "mine", "status"])).0 == Some(0)
     });
-    let user = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/user")).unwrap();
-    assert_ne!(user(&vm.id().to_string()), user("self"));
-    assert_jailed(vm.id(), &nobody.dir().join("perfvisor"));
+    vm
+}
+
+#[test]
+fn unprivileged_jail_has_user_and_pid_namespaces() {
+    // The user has no capabilities, but may create a user namespace.
+    let Some(nobody) = UnprivilegedUser::with(&["--bounding-set=-all"], &["unshare", "-U", "true"]) else {
+        return;
+    };
+    let (status, text) = said(&mut nobody.perfvisor(&["run", "--pmu", "off", "--jail", "uid=1"]));
+    assert_eq!(status, Some(2), "{text}");
+    assert!(text.contains("CAP_SETUID") && text.lines().count() == 1, "{text}");
+
+    let mut vm = start_as(&nobody, &[]);
+    let pid = vm_pid(vm.id());
+    assert_ne!(pid, vm.id(), "a PID namespace");
+    for kind in ["user", "pid"] {
+        let namespace = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/{kind}")).unwrap();
+        assert_ne!(namespace(&pid.to_string()), namespace("self"), "{kind}");
+    }
+    for pid in [pid, vm.id()] {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        assert!(status.contains("CapPrm:\t0000000000000000\n"), "{status}");
+    }
+    assert_jailed(pid, &nobody.dir().join("perfvisor"));
+    let (status, text) =
+        said(&mut nobody.perfvisor(&["stat", "mine", "-d", "0.2", "-e", "task-clock,steal-ns"]));
+    assert_eq!(status, Some(0), "{text}");
     let (status, text) = said(&mut nobody.perfvisor(&["ctl", "mine", "stop"]));
     assert_eq!(status, Some(0), "{text}");
     vm.wait().unwrap();
     assert!(!nobody.dir().join("perfvisor/mine.sock").exists());
+}
+
+/// The broker keeps the capability outside the user namespace, and therefore the VM is outside a PID
+/// namespace, too.
+#[test]
+fn jailed_vm_of_user_with_perfmon_counts_without_pid_namespace() {
+    let rights = &[
+        "--inh-caps=+perfmon",
+        "--ambient-caps=+perfmon",
+        "--bounding-set=-all,+perfmon",
+    ];
+    let Some(nobody) = UnprivilegedUser::with(rights, &["unshare", "-U", "true"]) else {
+        return;
+    };
+    let mut vm = start_as(&nobody, &[]);
+    assert_eq!(vm_pid(vm.id()), vm.id());
+    assert_jailed(vm.id(), &nobody.dir().join("perfvisor"));
+    let (status, text) = said(&mut nobody.perfvisor(&["ctl", "mine", "stop"]));
+    assert_eq!(status, Some(0), "{text}");
+    vm.wait().unwrap();
 }
 
 /// After a reset, the kernel and the devices are accessible in the jail as another user.

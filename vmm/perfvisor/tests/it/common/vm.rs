@@ -59,6 +59,20 @@ pub fn children(pid: u32) -> Vec<(u32, String)> {
     numbers.filter_map(child).collect()
 }
 
+/// Returns the ID of the process that runs the VM: process 1 of a PID namespace that the started
+/// process supervises, or the started process itself.
+pub fn vm_pid(started: u32) -> u32 {
+    let first = |(pid, _): &(u32, String)| {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        let ids = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+        ids.is_some_and(|ids| ids.split_whitespace().nth(1) == Some("1"))
+    };
+    children(started)
+        .into_iter()
+        .find(first)
+        .map_or(started, |(pid, _)| pid)
+}
+
 /// Collects the standard error of a child on a thread, so that the pipe never fills.
 pub struct StderrLines {
     lines: Arc<Mutex<Vec<String>>>,
@@ -147,13 +161,7 @@ impl VmProcess {
     /// Returns the ID of the process that runs the VM. In a jail with a PID namespace, the started
     /// process supervises that process.
     pub fn pid(&self) -> u32 {
-        let own = self.child.id();
-        let first = |(pid, _): &(u32, String)| {
-            let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-            let ids = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
-            ids.is_some_and(|ids| ids.split_whitespace().nth(1) == Some("1"))
-        };
-        children(own).into_iter().find(first).map_or(own, |(pid, _)| pid)
+        vm_pid(self.child.id())
     }
 
     /// Returns the number of open descriptors of the process.
