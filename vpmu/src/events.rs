@@ -138,11 +138,13 @@ pub enum ParavirtualEvent {
     StealNs = 11,
     /// Uncounted time, in nanoseconds, of at least one counter that the guest has enabled.
     UncountedNs = 12,
+    /// Changes of the backing of a counter that the guest has enabled, by a restore.
+    BackingChanges = 13,
 }
 
 impl ParavirtualEvent {
     /// All paravirtual events, ordered by unit mask.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::VmExits,
         Self::IoExits,
         Self::MmioExits,
@@ -155,6 +157,7 @@ impl ParavirtualEvent {
         Self::MsrExits,
         Self::StealNs,
         Self::UncountedNs,
+        Self::BackingChanges,
     ];
 
     /// Returns the event with this unit mask.
@@ -182,6 +185,9 @@ impl ParavirtualEvent {
             Self::MsrExits => "Exits to the VMM for RDMSR and WRMSR",
             Self::StealNs => "Nanoseconds the vCPU was ready and waited for a host CPU",
             Self::UncountedNs => "Nanoseconds in which an enabled counter of the vCPU was not counted",
+            Self::BackingChanges => {
+                "Enabled counters of the vCPU that another backing counts since a restore"
+            }
         }
     }
 
@@ -200,6 +206,7 @@ impl ParavirtualEvent {
             Self::MsrExits => "msr-exits",
             Self::StealNs => "steal-ns",
             Self::UncountedNs => "uncounted-ns",
+            Self::BackingChanges => "backing-changes",
         }
     }
 }
@@ -579,7 +586,7 @@ mod tests {
             GuestEvent::Raw
         );
         assert_eq!(
-            decode(Vendor::Intel, EventSelect(0xFF), UnitMask(13)),
+            decode(Vendor::Intel, EventSelect(0xFF), UnitMask(14)),
             GuestEvent::Raw
         );
     }

@@ -86,5 +86,7 @@ pub use perf_core_events::{PerfCoreEvents, SteppedLevels};
 pub use share::{PmiShare, PmiShareError};
 pub use sources::{EventSource, EventSources};
 pub use state::{StateError, fix_checksum};
-pub use vpmu::{CounterView, Cpl, MsrReadOutcome, MsrWriteOutcome, PmiCounts, PmiReadiness, Vpmu};
+pub use vpmu::{
+    BackingChange, CounterView, Cpl, MsrReadOutcome, MsrWriteOutcome, PmiCounts, PmiReadiness, Vpmu,
+};
 pub use width::{CounterAdvance, CounterWidth};

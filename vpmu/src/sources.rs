@@ -242,7 +242,8 @@ impl EventSources {
             | ParavirtualEvent::MmioExits
             | ParavirtualEvent::MsrExits
             | ParavirtualEvent::StealNs
-            | ParavirtualEvent::UncountedNs => {
+            | ParavirtualEvent::UncountedNs
+            | ParavirtualEvent::BackingChanges => {
                 (Backing::Exact, EventType::FED, fed::paravirtual(event) as u64)
             }
         };

@@ -7,6 +7,7 @@
 //! arithmetically. Each overflow is therefore accounted exactly once, regardless of whether a read,
 //! a write or the host's notification occurs first.
 
+mod backing_change;
 mod losses;
 mod paused;
 mod pmi;
@@ -27,6 +28,7 @@ use crate::registers;
 use crate::share::{PmiShare, ShareLimit};
 use crate::vendor::{Register, Registers, VendorOps, WriteEffect, selector};
 
+pub use backing_change::BackingChange;
 pub(crate) use pmi::{DuePmi, RestoredPmi};
 pub use pmi::{PmiCounts, PmiReadiness};
 pub use view::CounterView;

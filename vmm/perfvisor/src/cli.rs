@@ -302,6 +302,9 @@ pub struct RunArgs {
     /// of their own.
     #[arg(long, requires = "restore", help_heading = "Kernel")]
     pub clone: bool,
+    /// Restore although --backing or this host does not count an event that the guest counts.
+    #[arg(long, requires = "restore", help_heading = "Kernel")]
+    pub restore_loses: bool,
     /// Leave the restored VM paused; `perfvisor ctl NAME resume` continues it.
     #[arg(long, requires = "restore", help_heading = "Kernel")]
     pub restore_paused: bool,

@@ -35,6 +35,7 @@ use vpmu::perf_core_events::MAX_EVENTS_PER_COUNTER;
 
 use crate::background::{self, DaemonStartup};
 use crate::cli::RunArgs;
+use crate::cli::restore::saved_backing;
 use crate::devices::{self};
 use crate::stop_handler::StopHandler;
 use control_api::socket_dir::{self, Socket, SocketError};
@@ -159,6 +160,8 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     if let Some(saved) = &saved {
         let filter = event_filter(&saved.state.filter).map_err(RunError::RestoredFilter)?;
         config.pmu.filter = Arc::new(filter);
+        config.pmu.saved_policy = Some(saved_backing(&saved.state.options));
+        config.backability = saved.announced_events().unwrap_or(config.backability);
     }
     warn_if_few_descriptors(descriptors, &config, &probe);
 

@@ -91,7 +91,12 @@ fn restore(
     let memory = File::open(dir.join("memory"))?;
     snapshot::memory::check_size(&memory, &state.memory)?;
     let read = began.elapsed();
-    let vm = Vm::restore(parts(kvm, config, probe), RestoredMachine { state, memory })?;
+    let saved = RestoredMachine {
+        state,
+        memory,
+        accepts_losses: false,
+    };
+    let vm = Vm::restore(parts(kvm, config, probe), saved)?;
     let built = began.elapsed();
     drop(vm);
     Ok((read.as_secs_f64() * 1e3, built.as_secs_f64() * 1e3))

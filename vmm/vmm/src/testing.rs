@@ -78,7 +78,11 @@ pub(crate) fn snapshot_of(vm: &RunningVm) -> RestoredMachine {
         next = piece.next;
     }
     let state = Box::new(snapshot::decode(&snapshot.state().unwrap()).unwrap());
-    RestoredMachine { state, memory }
+    RestoredMachine {
+        state,
+        memory,
+        accepts_losses: false,
+    }
 }
 
 /// Returns the configuration of a VM with this guest code.

@@ -161,6 +161,8 @@ impl Vm {
             gate,
             pmu: &pmu,
             loaded: &loaded,
+            saved_tsc_khz: saved.as_ref().map(|saved| saved.state.shape.tsc_khz),
+            shows_steal_time: saved.is_some() || !plan.stepped,
         };
         let vcpus = (0..config.cpus.max()).map(|id| plan.make_vcpu(kvm, &fd, &parts, id));
         let vcpus = vcpus.collect::<Result<Vec<KvmVcpu>, VmError>>()?;
@@ -176,8 +178,9 @@ impl Vm {
                 pmu: &pmu,
                 shape: &shape,
                 can_step: factory.bursts.is_some(),
+                is_stepped: plan.stepped,
             };
-            machine.restore(&saved.state)?;
+            machine.restore(saved)?;
             if let Some(running) = factory.rdpmc.as_ref().and_then(|rdpmc| rdpmc.running.as_ref()) {
                 running.restore(&saved.state.kernel);
             }

@@ -78,7 +78,7 @@ pub const SOFTWARE: [(&str, SoftwareEvent); 15] = [
 ];
 
 /// Names of the paravirtual events.
-pub const PARAVIRTUAL: [&str; 12] = [
+pub const PARAVIRTUAL: [&str; 13] = [
     "vm-exits",
     "io-exits",
     "mmio-exits",
@@ -91,6 +91,7 @@ pub const PARAVIRTUAL: [&str; 12] = [
     "msr-exits",
     "steal-ns",
     "uncounted-ns",
+    "backing-changes",
 ];
 
 /// Cache names and their numbers in perf.

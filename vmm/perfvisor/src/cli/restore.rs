@@ -4,6 +4,8 @@
 use std::collections::BTreeMap;
 
 use clap::ArgMatches;
+use clap::parser::ValueSource;
+use vpmu::BackingPolicy;
 
 use super::{Cli, CliCommand, CliExit, RunArgs};
 
@@ -24,10 +26,12 @@ const MACHINE_OPTIONS: [&str; 13] = [
     "rng",
 ];
 
-/// Options that `--restore` excludes: those of [`MACHINE_OPTIONS`], those of a kernel to boot, and
+/// The machine's option that may differ from the snapshot's.
+const BACKING: &str = "backing";
+
+/// Options that `--restore` excludes: the other [`MACHINE_OPTIONS`], those of a kernel to boot, and
 /// those of devices and settings that no snapshot has.
-pub(super) const CONFLICTS: [&str; 25] = [
-    "backing",
+pub(super) const CONFLICTS: [&str; 24] = [
     "boot_protocol",
     "builtin",
     "cmdline",
@@ -63,6 +67,9 @@ pub enum MachineOptionsError {
     /// A value is invalid.
     #[error("an option of the snapshot is invalid: {0}")]
     Invalid(String),
+    /// `--backing kvm`.
+    #[error("KVM's own vPMU cannot take over the guest's counters; use another --backing than kvm")]
+    OwnPmu,
 }
 
 /// Keeps the values of the machine's options for a snapshot.
@@ -76,6 +83,9 @@ pub(super) fn keep_machine_options(cli: &mut Cli, matches: &ArgMatches) {
             run.machine_options.insert(long_name(id), value.to_owned());
         }
     }
+    if run.restore.is_some() && given.value_source(BACKING) == Some(ValueSource::DefaultValue) {
+        run.machine_options.remove(BACKING);
+    }
 }
 
 /// Returns the name of an option without dashes in front.
@@ -84,11 +94,13 @@ fn long_name(id: &str) -> String {
 }
 
 impl RunArgs {
-    /// Returns these arguments with the machine's options of a snapshot.
+    /// Returns these arguments with the machine's options of a snapshot, except for a backing of their
+    /// own.
     ///
     /// # Errors
-    /// Returns [`MachineOptionsError::Unknown`] for an option that does not belong to the machine, and
-    /// [`MachineOptionsError::Invalid`] for an invalid value.
+    /// Returns [`MachineOptionsError::Unknown`] for an option that does not belong to the machine,
+    /// [`MachineOptionsError::Invalid`] for an invalid value, and [`MachineOptionsError::OwnPmu`] for a
+    /// backing that needs another machine.
     pub fn with_machine_options(
         &self,
         options: &BTreeMap<String, String>,
@@ -110,8 +122,17 @@ impl RunArgs {
                 return Err(MachineOptionsError::Invalid(line));
             }
         };
+        let mut machine_options = options.clone();
+        let backing = match self.machine_options.get(BACKING) {
+            None => parsed.backing,
+            Some(_) if self.backing == BackingPolicy::Kvm => return Err(MachineOptionsError::OwnPmu),
+            Some(own) => {
+                machine_options.insert(BACKING.to_owned(), own.clone());
+                self.backing
+            }
+        };
         Ok(Self {
-            backing: parsed.backing,
+            backing,
             cpu_signature: parsed.cpu_signature,
             cpus: parsed.cpus,
             hide_uncounted: parsed.hide_uncounted,
@@ -124,10 +145,16 @@ impl RunArgs {
             profile: parsed.profile,
             rdpmc: parsed.rdpmc,
             rng: parsed.rng,
-            machine_options: options.clone(),
+            machine_options,
             ..self.clone()
         })
     }
+}
+
+/// Returns the backing among valid options of a snapshot.
+pub fn saved_backing(options: &BTreeMap<String, String>) -> BackingPolicy {
+    let saved = options.get(BACKING).and_then(|name| name.parse().ok());
+    saved.unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -166,6 +193,21 @@ mod tests {
         assert_eq!(restored.name.as_deref(), Some("x"));
     }
 
+    #[test]
+    fn backing_of_the_command_line_replaces_that_of_the_snapshot() {
+        let saved = run("--backing clock").unwrap().machine_options;
+        assert_eq!(saved_backing(&saved), BackingPolicy::Clock);
+        let restored = |words| run(words).unwrap().with_machine_options(&saved);
+        assert_eq!(restored("--restore d").unwrap().backing, BackingPolicy::Clock);
+        let exact = restored("--restore d --backing exact").unwrap();
+        assert_eq!(exact.backing, BackingPolicy::Exact);
+        // A snapshot of the restored VM has its own backing.
+        assert_eq!(saved_backing(&exact.machine_options), BackingPolicy::Exact);
+        let refused = restored("--restore d --backing kvm");
+        assert!(matches!(refused, Err(MachineOptionsError::OwnPmu)));
+        assert!(run("--restore-loses").is_err());
+    }
+
     /// A snapshot cannot name files or change how the VM is operated.
     #[test]
     fn snapshot_cannot_set_other_options() {
@@ -189,7 +231,7 @@ mod tests {
         for given in [
             "--memory 64M",
             "--kernel k",
-            "--backing clock",
+            "--pmu amd",
             "--on-reset restart",
             "--share-dir d",
             "--hugepages 2M",

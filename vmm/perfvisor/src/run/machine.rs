@@ -103,6 +103,7 @@ pub(super) fn build_config(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Resu
         pmu: PmuConfig {
             model: backed.model,
             policy: args.backing,
+            saved_policy: None,
             filter: Arc::new(filter),
             paravirtual: !tenant,
             hides_denied: tenant,

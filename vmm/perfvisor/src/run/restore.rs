@@ -88,6 +88,7 @@ pub(super) fn open(args: &RunArgs) -> Result<Option<(RunArgs, RestoredMachine)>,
     let machine = RestoredMachine {
         state: Box::new(state),
         memory: file,
+        accepts_losses: args.restore_loses,
     };
     Ok(Some((restored, machine)))
 }
@@ -138,6 +139,7 @@ mod tests {
         let mut machine = RestoredMachine {
             state: Box::default(),
             memory: tempfile::tempfile().unwrap(),
+            accepts_losses: false,
         };
         machine.state.devices = [2, 1, 1]
             .map(|id| SavedDevice {

@@ -109,8 +109,8 @@ pub struct GuestCpuidConfig<'a> {
     pub tsc_deadline: bool,
     /// `true` if the guest may use nested virtualisation.
     pub nested: bool,
-    /// `true` if the guest is single-stepped.
-    pub stepped: bool,
+    /// `true` to keep stolen time, which a guest that is stepped from its start does not see.
+    pub shows_steal_time: bool,
     /// Family, model and stepping that replace the default signature.
     pub signature: Option<CpuSignature>,
     /// `true` if the VMM locates guest exception handlers through the interrupt descriptor table,
@@ -161,7 +161,7 @@ pub fn for_vcpu(supported: &CpuId, guest: GuestCpuidConfig<'_>, id: u8) -> Resul
         Some(CpuSignature::Host) => set_signature(&mut entries, vendor, read_host(1, 0).eax),
         Some(CpuSignature::Eax(eax)) => set_signature(&mut entries, vendor, eax),
     }
-    if guest.stepped {
+    if !guest.shows_steal_time {
         hide_stolen_time(&mut entries);
     }
     if !guest.nested {
@@ -446,7 +446,7 @@ mod tests {
             tsc_khz: 2_595_124,
             tsc_deadline: true,
             nested,
-            stepped: false,
+            shows_steal_time: true,
             signature: None,
             enters_handlers: false,
         }
@@ -528,7 +528,7 @@ mod tests {
         .unwrap();
         let model = host_model();
         let stepped = GuestCpuidConfig {
-            stepped: true,
+            shows_steal_time: false,
             ..guest(&model, false)
         };
         assert_eq!(for_vcpu(&all, stepped, 0).unwrap().as_slice()[0].eax, !(1 << 5));

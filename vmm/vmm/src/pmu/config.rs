@@ -16,6 +16,8 @@ pub struct PmuConfig {
     pub model: PmuModel,
     /// Backing of the guest's counters.
     pub policy: BackingPolicy,
+    /// Backing under which a restored guest was saved.
+    pub saved_policy: Option<BackingPolicy>,
     /// Events that may be counted.
     pub filter: Arc<EventFilter>,
     /// The guest may count paravirtual events. If `false`, `filter` and all later filters deny
@@ -60,6 +62,7 @@ impl PmuConfig {
         Self {
             model,
             policy,
+            saved_policy: None,
             filter: Arc::new(EventFilter::allow_all()),
             paravirtual: true,
             hides_denied: false,

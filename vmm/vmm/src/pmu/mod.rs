@@ -38,9 +38,9 @@ use smallvec::SmallVec;
 use vpmu::exact::{RetiredCounts, StepOutcome};
 use vpmu::filter::FilterAction;
 use vpmu::{
-    BackingPolicy, CountableEvents, CounterIndex, CounterView, Cpl, EventFilter, EventSources, MsrAddress,
-    MsrReadOutcome, MsrWriteOutcome, ParavirtualEvent, PerfCoreEvents, RdpmcIndex, StateError, SteppedLevels,
-    Vendor, Vpmu,
+    BackingChange, BackingPolicy, CountableEvents, CounterIndex, CounterView, Cpl, EventFilter, EventSources,
+    MsrAddress, MsrReadOutcome, MsrWriteOutcome, ParavirtualEvent, PerfCoreEvents, RdpmcIndex, StateError,
+    SteppedLevels, Vendor, Vpmu,
 };
 
 use crate::kvm::cpuid;
@@ -197,8 +197,22 @@ impl VmPmu {
 
     /// Returns the count sources for the guest, for operators and for CPUID.
     fn sources(&self) -> EventSources {
+        self.sources_under(self.config.policy)
+    }
+
+    fn sources_under(&self, policy: BackingPolicy) -> EventSources {
         let statistic = |name| self.kvm.config(name);
-        backing::sources_of(self.config.policy, self.hardware, self.opens, statistic)
+        backing::sources_of(policy, self.hardware, self.opens, statistic)
+    }
+
+    /// Returns the count sources of a guest under `policy` on this host's KVM.
+    fn sources_of_guest(&self, policy: BackingPolicy) -> EventSources {
+        let sources = self.sources_under(policy);
+        if self.config.stepping.user {
+            sources
+        } else {
+            sources.stepping_kernel_only()
+        }
     }
 
     /// Returns the guest memory and kernel information for samples.
@@ -258,6 +272,7 @@ impl VmPmu {
             attached: None,
             changed: false,
             fed_uncounted_ns: 0,
+            unfed_changes: 0,
             step_began: None,
             fed_overflow: false,
             samples: SampleCache::default(),
@@ -299,6 +314,8 @@ pub struct VcpuPmu {
     changed: bool,
     /// Part of [`Vpmu::uncounted_ns`] already fed to the guest's event, in nanoseconds.
     fed_uncounted_ns: u64,
+    /// Changes of backings by a restore that have not been fed to the guest's event yet.
+    unfed_changes: u64,
     /// Time of the last known position of a vCPU that is stepped.
     step_began: Option<Instant>,
     /// A count fed by the VMM has reached an armed overflow.
@@ -333,10 +350,7 @@ impl VcpuPmu {
                 return Err(PmuSetupError::Context(e));
             }
         };
-        let mut sources = vm.sources();
-        if !vm.config.stepping.user {
-            sources = sources.stepping_kernel_only();
-        }
+        let sources = vm.sources_of_guest(vm.config.policy);
         let events = PerfCoreEvents::new(vm.core.clone(), vcpu, sources);
         context.sched_in();
         self.attached = Some(AttachedThread {
@@ -384,10 +398,22 @@ impl VcpuPmu {
         self.changed = true;
         if self.has_pmis() {
             self.vpmu.restore_before_use(bytes)?;
+            self.unfed_changes = self.backing_changes().len() as u64;
         } else if !bytes.is_empty() {
             return Err(StateError::Magic);
         }
         Ok(())
+    }
+
+    /// Returns the enabled counters that other backings counted when the guest was saved.
+    pub fn backing_changes(&self) -> Vec<BackingChange> {
+        let policy = self.vm.config.policy;
+        let Some(before) = self.vm.config.saved_policy.filter(|saved| *saved != policy) else {
+            return Vec::new();
+        };
+        let sources = |policy| self.vm.sources_of_guest(policy);
+        let (before, after) = (sources(before), sources(policy));
+        self.vpmu.backing_changes(&before, &after).collect()
     }
 
     /// Detaches the vCPU from the perf core before its thread ends. Pending samples are lost.
@@ -695,6 +721,9 @@ impl VcpuPmu {
             attached
                 .steal
                 .set_on(attached.events.counts(ParavirtualEvent::StealNs));
+            let changes = std::mem::take(&mut self.unfed_changes);
+            let selector = vpmu::fed::paravirtual(ParavirtualEvent::BackingChanges);
+            self.fed_overflow |= changes > 0 && attached.fed.add(selector, 0, changes);
         }
     }
 

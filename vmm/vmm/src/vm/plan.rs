@@ -22,6 +22,7 @@ use vpmu::{BackingPolicy, HostPmuProperties, PmuGeneration, PmuModel};
 use super::config::VmConfig;
 use super::error::VmError;
 use super::pending_setup::PendingKvmSetup;
+use super::restore::is_same_tsc;
 use crate::boot::{self, BootError, BootRequest, KernelFormat, LoadedGuest, layout};
 use crate::devices::{Bus, ports};
 use crate::kvm::call::KvmIoctlError;
@@ -69,6 +70,10 @@ pub(super) struct VcpuParts<'a> {
     pub(super) gate: bool,
     pub(super) pmu: &'a VmPmu,
     pub(super) loaded: &'a LoadedGuest,
+    /// TSC frequency that a restored guest has measured or read, in kHz.
+    pub(super) saved_tsc_khz: Option<u32>,
+    /// CPUID announces KVM's record of steal time.
+    pub(super) shows_steal_time: bool,
 }
 
 impl<'a> VmPlan<'a> {
@@ -405,7 +410,9 @@ impl<'a> VmPlan<'a> {
         let vcpu = fd
             .create_vcpu(id)
             .map_err(|e| vcpu_error(e, config.own_pmu.as_ref()))?;
-        let tsc_khz = vcpu.get_tsc_khz()?;
+        let host_khz = vcpu.get_tsc_khz()?;
+        let saved_khz = parts.saved_tsc_khz.filter(|saved| is_same_tsc(*saved, host_khz));
+        let tsc_khz = saved_khz.unwrap_or(host_khz);
         let cpu = GuestCpuidConfig {
             pmu: &parts.model,
             backability: config.backability,
@@ -414,7 +421,7 @@ impl<'a> VmPlan<'a> {
             tsc_deadline: fd.has_tsc_deadline(),
             nested: config.nested,
             signature: config.cpu_signature,
-            stepped: self.stepped,
+            shows_steal_time: parts.shows_steal_time,
             enters_handlers: parts.gate || self.stepped,
         };
         let table = cpuid::for_vcpu(&parts.supported, cpu, id)?;

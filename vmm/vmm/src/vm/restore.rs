@@ -9,8 +9,10 @@ use guest_patching::sites;
 use kernel_images::packed::PackedSymbols;
 use snapshot::memory::{self, MemoryFileError};
 use snapshot::state::{MachineShape, SavedFilter, SavedKernel, SavedMachine, SavedVcpu, SavedVcpuPmu};
+use vpmu::cpuid::LEAF_ARCH_PERFMON;
+use vpmu::events::GuestEvent;
 use vpmu::filter::{FilterAction, FilterEntrySpec, FilterError, FilterSpec};
-use vpmu::{EventFilter, StateError};
+use vpmu::{Backing, BackingChange, CountableEvents, CpuidRegs, EventFilter, StateError};
 
 use super::error::VmError;
 use crate::boot::{EntryState, KernelFormat, LoadedGuest};
@@ -26,6 +28,9 @@ use crate::pmu::VmPmu;
 use crate::vcpu::kvm_vcpu::KvmVcpu;
 use crate::vcpu::saved::cpuid_leaf;
 
+/// MSR with the address of the steal time record, of which KVM changes the version at each entry
+/// (Linux, `Documentation/virt/kvm/x86/msr.rst`). A single-stepped guest would read it for ever.
+const MSR_KVM_STEAL_TIME: u32 = 0x4b56_4d03;
 /// Maximum difference of the TSC frequency, in parts per million, as between two boots of a host.
 const MAX_TSC_DIFFERENCE_PPM: u64 = 250;
 
@@ -36,6 +41,8 @@ pub struct RestoredMachine {
     pub state: Box<SavedMachine>,
     /// The memory file.
     pub memory: File,
+    /// Restore even if an enabled counter does not count anymore.
+    pub accepts_losses: bool,
 }
 
 /// Reason why a VM cannot be restored from a snapshot.
@@ -73,6 +80,11 @@ pub enum RestoreError {
     /// A vCPU cannot be restored.
     #[error(transparent)]
     Vcpu(#[from] RestoreVcpuError),
+    /// A counter of the guest would stand still.
+    #[error(
+        "the guest counts {0}, which this backing does not count; use another --backing, or accept it with --restore-loses"
+    )]
+    Loses(GuestEvent),
     /// The virtual PMU of a vCPU cannot be restored.
     #[error("the virtual PMU of vCPU {0} cannot be restored")]
     Pmu(u8, #[source] StateError),
@@ -91,6 +103,15 @@ pub enum RestoreError {
 }
 
 impl RestoredMachine {
+    /// Returns the events that CPUID announces to the guest, which do not depend on who counts them
+    /// here. `None` if CPUID announces none.
+    #[must_use]
+    pub fn announced_events(&self) -> Option<CountableEvents> {
+        let leaves = &self.state.vcpus.first()?.cpuid;
+        let &[.., eax, ebx, ecx, edx] = leaves.iter().find(|leaf| leaf[0] == LEAF_ARCH_PERFMON)?;
+        (eax != 0).then(|| CountableEvents::of_leaf_a(CpuidRegs { eax, ebx, ecx, edx }))
+    }
+
     /// Maps the memory file as guest RAM, and returns the kernel that is in it.
     pub(super) fn load(&self, ram: &mut GuestRam) -> Result<LoadedGuest, VmError> {
         let saved = &self.state.memory;
@@ -121,11 +142,14 @@ pub(super) struct NewMachine<'a> {
     pub(super) shape: &'a MachineShape,
     /// The vCPUs can be single-stepped.
     pub(super) can_step: bool,
+    /// The vCPUs are single-stepped.
+    pub(super) is_stepped: bool,
 }
 
 impl NewMachine<'_> {
     /// Writes the saved state to the machine. Nothing runs, so an error leaves no trace.
-    pub(super) fn restore(&self, saved: &SavedMachine) -> Result<(), RestoreError> {
+    pub(super) fn restore(&self, machine: &RestoredMachine) -> Result<(), RestoreError> {
+        let saved = &*machine.state;
         self.check_shape(&saved.shape)?;
         let ids: Vec<u8> = saved.vcpus.iter().map(|vcpu| vcpu.id).collect();
         let fixed = self.shape.vcpus_at_start == self.shape.max_vcpus;
@@ -138,7 +162,8 @@ impl NewMachine<'_> {
         }
         for vcpu in &saved.vcpus {
             let here = self.vcpus.get(usize::from(vcpu.id));
-            self.restore_vcpu(vcpu, here.ok_or(RestoreError::Impossible("numbers of vCPUs"))?)?;
+            let here = here.ok_or(RestoreError::Impossible("numbers of vCPUs"))?;
+            self.restore_vcpu(vcpu, here, machine.accepts_losses)?;
         }
         let chips = IrqchipState::from_saved(&saved.vm);
         chips
@@ -157,7 +182,12 @@ impl NewMachine<'_> {
         Ok(())
     }
 
-    fn restore_vcpu(&self, saved: &SavedVcpu, here: &KvmVcpu) -> Result<(), RestoreError> {
+    fn restore_vcpu(
+        &self,
+        saved: &SavedVcpu,
+        here: &KvmVcpu,
+        accepts_losses: bool,
+    ) -> Result<(), RestoreError> {
         let id = saved.id;
         let leaves: Vec<[u32; 7]> = here.cpuid().as_slice().iter().map(cpuid_leaf).collect();
         if let Some((leaf, _)) = leaves.iter().zip(&saved.cpuid).find(|(a, b)| a != b) {
@@ -176,14 +206,21 @@ impl NewMachine<'_> {
         let mut pmu = self.pmu.vcpu(id, here.tsc_khz());
         pmu.restore(&saved.pmu.registers.0)
             .map_err(|e| RestoreError::Pmu(id, e))?;
-        Ok(self.layout.restore(saved, here.fd())?)
+        report_changes(id, &pmu.backing_changes(), accepts_losses)?;
+        if !self.is_stepped {
+            return Ok(self.layout.restore(saved, here.fd())?);
+        }
+        let mut saved = saved.clone();
+        let steal_time = saved.msrs.iter_mut().find(|(msr, _)| *msr == MSR_KVM_STEAL_TIME);
+        if let Some((_, record)) = steal_time {
+            *record = 0;
+        }
+        Ok(self.layout.restore(&saved, here.fd())?)
     }
 
     fn check_shape(&self, saved: &MachineShape) -> Result<(), RestoreError> {
         let here = self.shape;
-        let (low, high) = (saved.tsc_khz.min(here.tsc_khz), saved.tsc_khz.max(here.tsc_khz));
-        let difference = u64::from(high - low) * 1_000_000;
-        let same_tsc = difference <= u64::from(low) * MAX_TSC_DIFFERENCE_PPM;
+        let same_tsc = is_same_tsc(saved.tsc_khz, here.tsc_khz);
         let compared = [
             (
                 "a PMU",
@@ -226,6 +263,35 @@ impl NewMachine<'_> {
             }),
         }
     }
+}
+
+/// Returns whether a guest cannot tell two TSC frequencies apart.
+pub(super) fn is_same_tsc(a_khz: u32, b_khz: u32) -> bool {
+    let difference = u64::from(a_khz.abs_diff(b_khz)) * 1_000_000;
+    difference <= u64::from(a_khz.min(b_khz)) * MAX_TSC_DIFFERENCE_PPM
+}
+
+/// Logs which counters of vCPU `id` another backing counts from now on.
+///
+/// # Errors
+/// Returns [`RestoreError::Loses`] for a counter that stands still, unless that is accepted.
+fn report_changes(id: u8, changes: &[BackingChange], accepts_losses: bool) -> Result<(), RestoreError> {
+    for change in changes {
+        let BackingChange {
+            counter,
+            event,
+            before,
+            after,
+        } = change;
+        match after {
+            Backing::None if !accepts_losses => return Err(RestoreError::Loses(*event)),
+            Backing::None => log::warn!("vcpu{id}: {counter} ({event}) is not counted anymore"),
+            after => {
+                log::warn!("vcpu{id}: {counter} ({event}) was counted by {before}, and is now by {after}")
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Returns the kernel in restored memory, without symbols.
@@ -382,6 +448,7 @@ mod tests {
         let again = RestoredMachine {
             state: saved.state.clone(),
             memory: saved.memory.try_clone().unwrap(),
+            accepts_losses: false,
         };
         let clones = [restored(&code, saved), restored(&code, again)];
         let ids = [&source, &clones[0], &clones[1]].map(generation_of);

@@ -1,6 +1,8 @@
 //! Snapshots of a running guest: the guest's output with and without the cut is equal, and so are its
 //! counts and PMIs.
 
+mod backing;
+
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::unix::fs::FileExt as _;
@@ -181,6 +183,7 @@ fn machine(state: &[u8], memory: File) -> RestoredMachine {
     RestoredMachine {
         state: Box::new(snapshot::decode(state).unwrap()),
         memory,
+        accepts_losses: false,
     }
 }
 
@@ -299,6 +302,7 @@ fn restored_vm_can_be_saved_again() {
     let again = RestoredMachine {
         state: first.state.clone(),
         memory: first.memory.try_clone().unwrap(),
+        accepts_losses: false,
     };
     let restored = TestVm::start(&config, Some(first)).unwrap();
     while restored.output.len() < 500 {
@@ -472,6 +476,7 @@ fn assert_refused(
     let machine = RestoredMachine {
         state,
         memory: saved.memory.try_clone().unwrap(),
+        accepts_losses: saved.accepts_losses,
     };
     let line = match TestVm::build(config, Some(machine)).unwrap() {
         Ok(_) => panic!("{words}: restored"),

@@ -1,0 +1,114 @@
+//! A guest counts on under another backing than that of its snapshot.
+
+use vmm::kvm::execution;
+
+use super::*;
+
+/// Enables counter 0 for cycles and counter 1 for changes of backings. Writes the low 16 bits of
+/// counter 0 to the serial port 500 times, and counter 1 once.
+const CODE: [u8; 67] = [
+    0x31, 0xD2, // xor edx, edx
+    0xB9, 0x86, 0x01, 0x00, 0x00, // mov ecx, 0x186
+    0xB8, 0x3C, 0x00, 0x43, 0x00, // mov eax, 0x43003c: cycles
+    0x0F, 0x30, // wrmsr
+    0xB9, 0x87, 0x01, 0x00, 0x00, // mov ecx, 0x187
+    0xB8, 0xFF, 0x0D, 0x43, 0x00, // mov eax, 0x430dff: changes of backings
+    0x0F, 0x30, // wrmsr
+    0xBE, 0xF4, 0x01, 0x00, 0x00, // mov esi, 500
+    0xB9, 0xC1, 0x00, 0x00, 0x00, // next: mov ecx, 0xc1
+    0x0F, 0x32, // rdmsr
+    0x66, 0xBA, 0xF8, 0x03, // mov dx, 0x3f8
+    0xEE, // out dx, al
+    0xC1, 0xE8, 0x08, // shr eax, 8
+    0xEE, // out dx, al
+    0x4E, // dec esi
+    0x75, 0xED, // jnz next
+    0xB9, 0xC2, 0x00, 0x00, 0x00, // mov ecx, 0xc2
+    0x0F, 0x32, // rdmsr
+    0x66, 0xBA, 0xF8, 0x03, // mov dx, 0x3f8
+    0xEE, // out dx, al
+    0xB0, 0x10, 0xE6, 0xF4, 0xF4, // mov al, 0x10; out 0xf4, al; hlt
+];
+/// Instructions from one read of the counter to the next.
+const INSTRUCTIONS: u16 = 8;
+
+fn with_policy(policy: BackingPolicy) -> VmConfig {
+    let mut config = config(&CODE);
+    config.pmu.policy = policy;
+    config.pmu.saved_policy = Some(BackingPolicy::Clock);
+    config
+}
+
+/// Takes a snapshot of the guest while it counts by the clock. Returns `None` without KVM.
+fn counting_by_clock() -> Option<(RestoredMachine, usize)> {
+    let source = TestVm::start(&with_policy(BackingPolicy::Clock), None)?;
+    while source.output.len() < 100 {
+        std::hint::spin_loop();
+    }
+    source.snapshot()
+}
+
+/// Restores the guest, and returns the values of counter 0 after its first one, and that of counter 1.
+/// The restored guest begins at byte `cut` of the output.
+fn restored(config: &VmConfig, saved: RestoredMachine, cut: usize) -> (Vec<u16>, u8) {
+    let output = TestVm::start(config, Some(saved)).unwrap().finish();
+    let (changes, output) = output.split_last().unwrap();
+    let words = output[2 + cut % 2..].chunks_exact(2);
+    let values = words.map(|word| u16::from_le_bytes(word.try_into().unwrap()));
+    (values.collect(), *changes)
+}
+
+#[test]
+fn restored_guest_counts_by_steps_exactly() {
+    let Some((saved, cut)) = counting_by_clock() else {
+        return;
+    };
+    let mut config = with_policy(BackingPolicy::Exact);
+    config.pmu.stepping = execution::probe(&host::open().unwrap()).unwrap().stepping;
+    if !config.pmu.stepping.kernel {
+        skip::skipped("this host's KVM cannot single-step guests", false);
+        return;
+    }
+    config.backability = saved.announced_events().unwrap();
+    let (values, changes) = restored(&config, saved, cut);
+    assert!(
+        values.len() > 300 && changes == 1,
+        "{} values, {changes}",
+        values.len()
+    );
+    let is_exact = |pair: &[u16]| pair[1].wrapping_sub(pair[0]) == INSTRUCTIONS;
+    assert!(values.windows(2).all(is_exact), "{values:?}");
+}
+
+#[test]
+fn counter_that_would_stand_still_needs_consent() {
+    let Some((mut saved, cut)) = counting_by_clock() else {
+        return;
+    };
+    let mut config = with_policy(BackingPolicy::None);
+    config.backability = saved.announced_events().unwrap();
+    assert_refused(&config, &saved, "the guest counts cycles", |_| ());
+    assert_refused(&config, &saved, "--restore-loses", |_| ());
+
+    saved.accepts_losses = true;
+    let (values, changes) = restored(&config, saved, cut);
+    assert!(
+        values.len() > 300 && changes == 1,
+        "{} values, {changes}",
+        values.len()
+    );
+    assert!(values.windows(2).all(|pair| pair[0] == pair[1]), "{values:?}");
+}
+
+#[test]
+fn same_backing_is_no_change() {
+    let Some((saved, cut)) = counting_by_clock() else {
+        return;
+    };
+    let (values, changes) = restored(&with_policy(BackingPolicy::Clock), saved, cut);
+    assert!(
+        values.len() > 300 && changes == 0,
+        "{} values, {changes}",
+        values.len()
+    );
+}
