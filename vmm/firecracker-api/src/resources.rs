@@ -7,7 +7,8 @@ use crate::fault::Fault;
 use crate::routes::check_id;
 use crate::types::{
     BootSource, Drive, EntropyDevice, HugePages, IoEngine, Logger, MachineConfig, MachineConfigUpdate,
-    Metrics, NetworkInterface, NetworkOverride, Pmu, RateLimiter, SerialDevice, VmConfig, Vsock,
+    Metrics, NetworkInterface, NetworkOverride, Pmu, RateLimiter, SerialDevice, SnapshotLoadParams, VmConfig,
+    Vsock,
 };
 
 /// Maximum number of vCPUs, as in the specification.
@@ -414,12 +415,6 @@ impl Resources {
             format!("--rng={}", if self.entropy.is_some() { "on" } else { "off" }),
         ];
         options.extend(self.host_options());
-        if let Some(vsock) = &self.vsock {
-            options.push(format!(
-                "--vsock=cid={},socket={}",
-                vsock.guest_cid, vsock.uds_path
-            ));
-        }
         let pmu = self.pmu();
         for (option, value) in [
             ("pmu", pmu.model),
@@ -440,7 +435,7 @@ impl Resources {
         options
     }
 
-    /// Returns the options for the drives, the network devices and the serial output.
+    /// Returns the options for the drives, the network devices, the serial output and vsock.
     fn host_options(&self) -> Vec<String> {
         let mut options: Vec<String> = self.drives_in_order().filter_map(drive_option).collect();
         for interface in &self.interfaces {
@@ -454,16 +449,23 @@ impl Resources {
             .as_ref()
             .and_then(|serial| serial.serial_out_path.as_ref());
         options.extend(serial.map(|path| format!("--console=file={path}")));
+        if let Some(vsock) = &self.vsock {
+            options.push(format!(
+                "--vsock=cid={},socket={}",
+                vsock.guest_cid, vsock.uds_path
+            ));
+        }
         options
     }
 
     /// Returns the configuration of a VM that is restored: machine and devices of `saved`, and serial
-    /// output, log and metrics of this configuration. `overrides` replace tap devices.
+    /// output, log and metrics of this configuration, with the tap devices and the vsock socket that
+    /// `params` replace.
     ///
     /// # Errors
     /// Returns a [`Fault`] if this configuration has a machine or devices, and if `saved` or an
     /// override is invalid.
-    pub fn restored(&self, mut saved: VmConfig, overrides: &[NetworkOverride]) -> Result<Self, Fault> {
+    pub fn restored(&self, mut saved: VmConfig, params: &SnapshotLoadParams) -> Result<Self, Fault> {
         let host_only = Self {
             serial: self.serial.clone(),
             logger: self.logger.clone(),
@@ -478,7 +480,7 @@ impl Resources {
         for NetworkOverride {
             iface_id,
             host_dev_name,
-        } in overrides
+        } in &params.network_overrides
         {
             let mut interfaces = saved.network_interfaces.iter_mut();
             let Some(interface) = interfaces.find(|interface| interface.iface_id == *iface_id) else {
@@ -486,6 +488,13 @@ impl Resources {
                 return Err(Fault::bad(message));
             };
             interface.host_dev_name.clone_from(host_dev_name);
+        }
+        if let Some(socket) = &params.vsock_override {
+            let vsock = saved
+                .vsock
+                .as_mut()
+                .ok_or_else(|| Fault::bad("vsock_override: the snapshot has no vsock device"))?;
+            vsock.uds_path.clone_from(&socket.uds_path);
         }
         saved.serial = host_only.serial;
         saved.logger = host_only.logger;
@@ -497,7 +506,6 @@ impl Resources {
     pub fn to_saved_config(&self) -> VmConfig {
         VmConfig {
             boot_source: None,
-            vsock: None,
             serial: None,
             logger: None,
             metrics: None,

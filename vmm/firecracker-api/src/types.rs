@@ -437,12 +437,20 @@ pub struct SnapshotLoadParams {
     /// Advance the guest's clock by the time since the snapshot. Unsupported.
     #[serde(default)]
     pub clock_realtime: bool,
-    /// Another socket of the vsock device. Unsupported.
+    /// Another socket of the vsock device.
     #[serde(default)]
-    pub vsock_override: Option<Value>,
+    pub vsock_override: Option<VsockOverride>,
     /// Huge pages of guest memory. Only `None` is supported.
     #[serde(default)]
     pub huge_pages: HugePages,
+}
+
+/// Socket of the restored vsock device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct VsockOverride {
+    /// Path of the socket.
+    pub uds_path: String,
 }
 
 /// Source of the guest's memory.

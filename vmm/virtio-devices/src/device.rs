@@ -138,6 +138,8 @@ pub struct Activation {
     /// One element per entry of [`VirtioDevice::queue_max_sizes`], `None` for a queue that the
     /// driver left disabled.
     pub queues: Vec<Option<ActiveQueue>>,
+    /// Set if the driver used the device before, and a snapshot has reset it meanwhile.
+    pub resumed: bool,
     /// Notifier for configuration changes.
     pub config_change: ConfigChangeNotifier,
     /// Callback for [`crate::worker::DeviceWorker::spawn`].

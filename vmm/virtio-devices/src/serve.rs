@@ -240,6 +240,7 @@ pub(crate) mod testing {
             memory: memory.clone(),
             features: 0,
             queues,
+            resumed: false,
             config_change: ConfigChangeNotifier::new(generation, seen.needs_reset.clone(), interrupt),
             fatal_error_callback: FatalErrorCallback::default(),
         };

@@ -37,7 +37,7 @@ impl<B: VmBackend> Session<B> {
         let path = &params.snapshot_path;
         let saved = self.backend.read_snapshot(path);
         let saved = saved.map_err(|e| Fault::bad(format!("snapshot_path: {path}: {e}")))?;
-        let restored = self.resources.restored(saved, &params.network_overrides)?;
+        let restored = self.resources.restored(saved, params)?;
         let mut options = restored.restore_options();
         options.push(format!("--restore={path}"));
         options.push(format!("--restore-memory={memory}"));
@@ -68,11 +68,6 @@ fn memory_path(params: &SnapshotLoadParams) -> Result<&str, Fault> {
             "clock_realtime",
             params.clock_realtime,
             "the guest's clock continues from the snapshot",
-        ),
-        (
-            "vsock_override",
-            params.vsock_override.is_some(),
-            "a snapshot has no vsock device",
         ),
         (
             "huge_pages",

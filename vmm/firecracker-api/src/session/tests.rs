@@ -235,6 +235,7 @@ fn snapshot_is_created_while_paused_and_loaded_with_its_devices() {
         ("/boot-source", KERNEL),
         ("/drives/a", drive),
         ("/network-interfaces/e0", tap),
+        ("/vsock", r#"{"guest_cid":7,"uds_path":"/v"}"#),
         ("/logger", r#"{"level":"Warning"}"#),
         ("/actions", START),
     ] {
@@ -256,12 +257,15 @@ fn snapshot_is_created_while_paused_and_loaded_with_its_devices() {
     let with = |fields: &str| format!("{},{fields}}}", LOAD.strip_suffix('}').unwrap());
     let unknown = with(r#""network_overrides":[{"iface_id":"e1","host_dev_name":"tap7"}]"#);
     assert!(refused(&mut target, "/snapshot/load", &unknown).contains("no interface 'e1'"));
-    let load = with(r#""network_overrides":[{"iface_id":"e0","host_dev_name":"tap7"}]"#);
+    let load = with(
+        r#""network_overrides":[{"iface_id":"e0","host_dev_name":"tap7"}],"vsock_override":{"uds_path":"/w"}"#,
+    );
     assert_eq!(send(&mut target, Method::Put, "/snapshot/load", &load).0, 204);
     assert_eq!(state(&mut target), "Paused");
     let options = [
         "--disk=/d,ro",
         "--net=tap=tap7,mac=02:00:00:00:00:01,vhost=off",
+        "--vsock=cid=7,socket=/w",
         "--restore=/s",
         "--restore-memory=/m",
         "--restore-paused",
@@ -285,10 +289,6 @@ fn load_is_refused_with_other_devices_and_unsupported_fields() {
             "enable_diff_snapshots: unsupported",
         ),
         (with(r#""clock_realtime":true"#), "clock_realtime: unsupported"),
-        (
-            with(r#""vsock_override":{"uds_path":"v"}"#),
-            "vsock_override: unsupported",
-        ),
         (with(r#""huge_pages":"2M""#), "huge_pages: unsupported"),
         (
             with(r#""mem_file_path":"/m""#),

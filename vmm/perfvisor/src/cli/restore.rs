@@ -31,7 +31,7 @@ const BACKING: &str = "backing";
 
 /// Options that `--restore` excludes: the other [`MACHINE_OPTIONS`], those of a kernel to boot, and
 /// those of devices and settings that no snapshot has.
-pub(super) const CONFLICTS: [&str; 24] = [
+pub(super) const CONFLICTS: [&str; 23] = [
     "boot_protocol",
     "builtin",
     "cmdline",
@@ -55,7 +55,6 @@ pub(super) const CONFLICTS: [&str; 24] = [
     "reserve_counters",
     "rng",
     "share_dir",
-    "vsock",
 ];
 
 /// Error of the options in a snapshot.

@@ -183,6 +183,7 @@ impl VirtioDevice for NetDevice {
             queues,
             config_change,
             fatal_error_callback,
+            ..
         } = activation;
         let mut queues = queues.into_iter();
         let (Some(Some(receive)), Some(Some(transmit))) = (queues.next(), queues.next()) else {

@@ -299,6 +299,7 @@ impl PciFunction {
             memory: self.memory.clone(),
             features: self.common.accepted(),
             queues: queues.collect::<Result<_, _>>()?,
+            resumed: start == QueueStart::UsedRing,
             config_change: self.config_change(),
             fatal_error_callback: self.machine.fatal_error_callback(),
         })

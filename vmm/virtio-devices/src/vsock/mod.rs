@@ -26,6 +26,7 @@ mod rings;
 #[cfg(test)]
 mod tests;
 
+use std::cell::Cell;
 use std::fs::File;
 use std::io;
 use std::os::unix::net::UnixListener;
@@ -41,9 +42,11 @@ use nix::fcntl::{Flock, FlockArg};
 use sandbox::paths::{self, FileIdentity};
 use sandbox::{SocketBroker, SocketDestination, ThreadKind};
 use thiserror::Error;
+use vm_memory::{Bytes as _, GuestMemoryMmap};
 use vmm_sys_util::timerfd::TimerFd;
 
-use crate::device::{ActivateError, Activation, VirtioDevice, read_config_bytes};
+use crate::device::{ActivateError, Activation, ActiveQueue, VirtioDevice, read_config_bytes};
+use crate::serve::{log_driver_error, serve_queue_while};
 use crate::worker::DeviceWorker;
 
 use self::muxer::{ConnectionMuxer, HostDialer};
@@ -53,6 +56,8 @@ use self::queues::{FIRST_TOKEN, VsockQueues};
 const VIRTIO_ID_VSOCK: u32 = 19;
 /// Sizes of the receive, transmit and event queues, in entries.
 const QUEUE_SIZES: [u16; 3] = [256, 256, 16];
+/// `VIRTIO_VSOCK_EVENT_TRANSPORT_RESET` (5.10.6.7).
+const TRANSPORT_RESET: u32 = 0;
 /// Default guest CID, the lowest valid one.
 pub const DEFAULT_CID: u32 = 3;
 /// Maximum length of the socket path, in bytes, which leaves space for the longest `_PORT` suffix
@@ -235,6 +240,35 @@ fn lock_directory(path: &Path) -> Result<Option<Flock<File>>, VsockError> {
     Err(VsockError::Locked(directory.to_owned()))
 }
 
+/// Tells the driver that all connections have ended and that the guest CID may differ (5.10.6.7). The
+/// event queue has no other use. A driver without a buffer in it learns of each connection when it uses
+/// it, by a reset.
+fn send_transport_reset(events: &mut ActiveQueue, memory: &GuestMemoryMmap) {
+    let sent = Cell::new(false);
+    let served = serve_queue_while(
+        events,
+        memory,
+        || !sent.get(),
+        |chain| {
+            let Some(buffer) = chain.writable().next() else {
+                return 0;
+            };
+            let event = TRANSPORT_RESET.to_le_bytes();
+            sent.set(
+                buffer.len() as usize >= event.len() && memory.write_slice(&event, buffer.addr()).is_ok(),
+            );
+            if sent.get() { event.len() as u32 } else { 0 }
+        },
+    );
+    if let Err(error) = served {
+        log_driver_error(
+            "vsock",
+            "it does not learn that its connections have ended",
+            &error,
+        );
+    }
+}
+
 impl Drop for VsockDevice {
     fn drop(&mut self) {
         self.reset();
@@ -266,14 +300,17 @@ impl VirtioDevice for VsockDevice {
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let host = |what| move |source| ActivateError::Host { what, source };
-        // The event queue is unused, because it reports migration only and this device does not
-        // migrate.
         let mut queues = activation.queues.into_iter();
         let (Some(Some(rx)), Some(Some(tx))) = (queues.next(), queues.next()) else {
             return Err(ActivateError::Driver(
                 "a vsock device without its first two queues",
             ));
         };
+        if activation.resumed
+            && let Some(Some(mut events)) = queues.next()
+        {
+            send_transport_reset(&mut events, &activation.memory);
+        }
         let timer = TimerFd::new().map_err(|error| ActivateError::Host {
             what: "making a timer",
             source: error.into(),
@@ -296,7 +333,7 @@ impl VirtioDevice for VsockDevice {
     }
 
     fn unsupported_in_snapshot(&self) -> Option<&'static str> {
-        Some("--vsock, whose connections would end")
+        None
     }
 
     fn reset(&mut self) {

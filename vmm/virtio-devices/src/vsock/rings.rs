@@ -18,6 +18,7 @@ use super::packet::{HEADER_BYTES, HOST_CID, MAX_DATA, PacketHeader, STREAM, Vsoc
 use super::queues::{FIRST_TOKEN, VsockQueues};
 use super::*;
 use crate::device::{ActiveQueue, ConfigChangeNotifier, DeviceInterrupt, FatalErrorCallback};
+use crate::serve::testing::Driver;
 
 const CID: u64 = 3;
 
@@ -263,6 +264,7 @@ fn stopped_device_removes_socket() {
             memory: memory.clone(),
             features: 0,
             queues,
+            resumed: false,
             config_change: ConfigChangeNotifier::default(),
             fatal_error_callback: FatalErrorCallback::default(),
         };
@@ -311,5 +313,48 @@ fn head_index_beyond_queue_breaks_it() {
         driver.queues.pump(Instant::now());
         assert!(driver.queues.is_broken(), "tx: {broken_tx}");
         assert_eq!(broken.used().idx().load(), 0);
+    }
+}
+
+/// After a snapshot, the driver is told once that its connections have ended, whatever else it has
+/// offered. It may have offered nothing.
+#[test]
+fn vsock_connections_are_reset_and_listeners_stay() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("v");
+    let mut device = VsockDevice::new(3, &path).unwrap();
+    let memory = memory();
+    for (offered, resumed, expected) in [(2, true, 1), (0, true, 0), (2, false, 0)] {
+        let [rx, tx] = [0x1000, 0x4000].map(|start| Driver::at(&memory, 16, start));
+        let mut events = Driver::at(&memory, 16, 0x8000);
+        memory.write_obj(u64::MAX, GuestAddress(BUFFERS)).unwrap();
+        for n in 0..offered {
+            let buffer = BUFFERS + 8 * u64::from(n);
+            let writable = VRING_DESC_F_WRITE as u16;
+            events.write(n, &[Descriptor::new(buffer, 8, writable, 0)]);
+            events.offer(n);
+        }
+        let queues = [&rx, &tx, &events].map(|queue| Some(queue.active()));
+        let activation = Activation {
+            resumed,
+            ..crate::serve::testing::activation(&memory, queues.into()).0
+        };
+        device.activate(activation).unwrap();
+        let used: Vec<(u32, u32)> = (0..expected).map(|head| (head, 4)).collect();
+        assert_eq!(events.used(), used, "{offered} buffers, {resumed}");
+        let event: u64 = memory.read_obj(GuestAddress(BUFFERS)).unwrap();
+        assert_eq!(
+            event,
+            if expected == 1 {
+                0xFFFF_FFFF_0000_0000
+            } else {
+                u64::MAX
+            }
+        );
+        assert_eq!(events.vector.read().is_ok(), expected == 1);
+        let mut program = UnixStream::connect(&path).unwrap();
+        program.write_all(b"nonsense\n").unwrap();
+        assert_eq!(program.read(&mut [0]).unwrap_or(0), 0);
+        device.reset();
     }
 }

@@ -120,6 +120,7 @@ fn as_a_child() {
         memory: memory.clone(),
         features: FEATURES,
         queues: vec![Some(queue(0)), Some(queue(1))],
+        resumed: false,
         config_change: ConfigChangeNotifier::default(),
         fatal_error_callback: FatalErrorCallback::default(),
     };
