@@ -42,6 +42,7 @@ use nix::fcntl::{Flock, FlockArg};
 use sandbox::paths::{self, FileIdentity};
 use sandbox::{SocketBroker, SocketDestination, ThreadKind};
 use thiserror::Error;
+use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes as _, GuestMemoryMmap};
 use vmm_sys_util::timerfd::TimerFd;
 
@@ -58,6 +59,8 @@ const VIRTIO_ID_VSOCK: u32 = 19;
 const QUEUE_SIZES: [u16; 3] = [256, 256, 16];
 /// `VIRTIO_VSOCK_EVENT_TRANSPORT_RESET` (5.10.6.7).
 const TRANSPORT_RESET: u32 = 0;
+/// Length of an event, in bytes (5.10.6.7).
+const EVENT_BYTES: u32 = 4;
 /// Default guest CID, the lowest valid one.
 pub const DEFAULT_CID: u32 = 3;
 /// Maximum length of the socket path, in bytes, which leaves space for the longest `_PORT` suffix
@@ -244,20 +247,21 @@ fn lock_directory(path: &Path) -> Result<Option<Flock<File>>, VsockError> {
 /// event queue has no other use. A driver without a buffer in it learns of each connection when it uses
 /// it, by a reset.
 fn send_transport_reset(events: &mut ActiveQueue, memory: &GuestMemoryMmap) {
-    let sent = Cell::new(false);
+    let event = TRANSPORT_RESET.to_le_bytes();
+    let sent = Cell::new(0);
     let served = serve_queue_while(
         events,
         memory,
-        || !sent.get(),
+        || sent.get() == 0,
         |chain| {
-            let Some(buffer) = chain.writable().next() else {
-                return 0;
-            };
-            let event = TRANSPORT_RESET.to_le_bytes();
-            sent.set(
-                buffer.len() as usize >= event.len() && memory.write_slice(&event, buffer.addr()).is_ok(),
-            );
-            if sent.get() { event.len() as u32 } else { 0 }
+            let buffer = chain.writable().next();
+            let fits = |buffer: &Descriptor| buffer.len() >= EVENT_BYTES;
+            if let Some(buffer) = buffer.filter(fits)
+                && memory.write_slice(&event, buffer.addr()).is_ok()
+            {
+                sent.set(EVENT_BYTES);
+            }
+            sent.get()
         },
     );
     if let Err(error) = served {
