@@ -264,6 +264,19 @@ pub fn static_tests(package: &str, names: &[&str]) -> Result<Vec<PathBuf>, Artef
         .collect()
 }
 
+/// Builds the client of Firecracker's API with a published SDK, and returns its path.
+///
+/// # Errors
+/// Returns an error if the build fails.
+pub fn sdk_client() -> Result<PathBuf, ArtefactError> {
+    let manifest = "integration/sdk-client/Cargo.toml";
+    build_static(
+        "a client of Firecracker's API",
+        &["build", "--locked", "--manifest-path", manifest],
+    )?;
+    Ok(target_dir().join(STATIC_TARGET).join("release/sdk-client"))
+}
+
 /// Returns the program `name` built together with the running one, otherwise the one in the search
 /// path.
 pub fn beside(name: &str) -> PathBuf {

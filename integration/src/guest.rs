@@ -64,6 +64,17 @@ struct GuestFile {
     data: Vec<u8>,
 }
 
+/// What a guest boots: paths on the test host, and the kernel's command line.
+#[derive(Debug, Clone)]
+pub struct GuestBootSource {
+    /// Path of the kernel.
+    pub kernel: String,
+    /// Path of the initrd.
+    pub initrd: String,
+    /// Kernel command line.
+    pub cmdline: String,
+}
+
 impl LinuxGuest {
     /// Creates a guest with one vCPU, 512 MiB and the given value of `--pmu`. Its console is saved
     /// as `name`.
@@ -170,12 +181,12 @@ impl LinuxGuest {
         self
     }
 
-    /// Returns the command that runs this guest. Files, and a script too long for the command line,
-    /// are stored in an additional initrd on the host.
+    /// Returns what this guest boots. Files, and a script too long for the command line, are stored
+    /// in an additional initrd on the host.
     ///
     /// # Errors
     /// Returns an error if the guest's files cannot be built or copied.
-    pub fn command(&self, place: &TestHost) -> Result<Command, TestHostError> {
+    pub fn boot_source(&self, place: &TestHost) -> Result<GuestBootSource, TestHostError> {
         let mut cmdline = BASE_CMDLINE.to_owned();
         if !self.kaslr {
             cmdline.push_str(" nokaslr");
@@ -208,6 +219,19 @@ impl LinuxGuest {
         if script.is_some() || !self.files.is_empty() || !self.below.is_empty() {
             initrd = self.joined_initrd(place, &initrd, script)?;
         }
+        Ok(GuestBootSource {
+            kernel,
+            initrd,
+            cmdline,
+        })
+    }
+
+    /// Returns the command that runs this guest.
+    ///
+    /// # Errors
+    /// Returns the same errors as [`LinuxGuest::boot_source`].
+    pub fn command(&self, place: &TestHost) -> Result<Command, TestHostError> {
+        let source = self.boot_source(place)?;
         let cpus = match self.max_cpus {
             Some(max) => format!("{},max={max}", self.cpus),
             None => self.cpus.to_string(),
@@ -215,9 +239,9 @@ impl LinuxGuest {
         report::guest_started();
         Ok(Command::new(place.perfvisor()?)
             .arg("run")
-            .args(["--kernel", &kernel])
-            .args(["--initrd", &initrd])
-            .args(["--cmdline", &cmdline])
+            .args(["--kernel", &source.kernel])
+            .args(["--initrd", &source.initrd])
+            .args(["--cmdline", &source.cmdline])
             .args(["--cpus", &cpus])
             .args(["--memory", &format!("{}M", self.memory_mib)])
             .args(["--pmu", &self.pmu])

@@ -23,6 +23,7 @@ mod machine;
 mod models;
 mod nested;
 mod network;
+mod orchestrators;
 mod profile_guest;
 mod profile_unwound;
 mod share;

@@ -114,7 +114,8 @@ pub fn parse(bytes: &[u8], max_body: usize) -> Parsed {
 
 fn body_fields(head: &httparse::Request<'_, '_>, max_body: usize) -> Result<BodyFields, Fault> {
     let mut length = None;
-    let mut keep_alive = head.version == Some(1);
+    // Firecracker keeps connections of HTTP/1.0 open, too, and clients of that version depend on it.
+    let mut keep_alive = true;
     let mut expects_continue = false;
     for field in head.headers.iter() {
         let value = field.value.trim_ascii();
@@ -244,16 +245,20 @@ mod tests {
 
     #[test]
     fn pipelined_requests_are_split() {
-        let bytes = b"PUT /x HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}GET / HTTP/1.0\r\n\r\n";
+        let bytes = b"PUT /x HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}GET / HTTP/1.0\r\n\r\nGET / HTTP/1.1\r\nConnection: close\r\n\r\n";
         let Parsed::Complete(put, taken) = parse(bytes, 100) else {
             panic!("incomplete")
         };
         assert_eq!((put.method, put.path.as_str()), (Method::Put, "/x"));
         assert_eq!((put.body.as_slice(), put.keep_alive), (&b"{}"[..], true));
-        let Parsed::Complete(get, _) = parse(&bytes[taken..], 100) else {
+        let Parsed::Complete(get, more) = parse(&bytes[taken..], 100) else {
             panic!("incomplete")
         };
-        assert_eq!((get.method, get.keep_alive), (Method::Get, false));
+        assert_eq!((get.method, get.keep_alive), (Method::Get, true), "as Firecracker");
+        let Parsed::Complete(last, _) = parse(&bytes[taken + more..], 100) else {
+            panic!("incomplete")
+        };
+        assert!(!last.keep_alive);
     }
 
     #[test]

@@ -1,0 +1,120 @@
+//! Tests that a published client of Firecracker's API drives a Linux guest with two drives, a tap
+//! device and vsock through its whole life, without a change of the client.
+
+use integration::artefacts;
+use integration::guest::{GuestConsoleLog, LinuxGuest};
+use integration::parse::parse_stat_csv;
+use integration::process::Command;
+use integration::test_host::TestHost;
+
+use crate::common::{LIMIT, run};
+
+/// The guest prints ticks until its power button is pressed.
+const SCRIPT: &str = r#"
+drivers
+load evdev button
+perfvisor-agent &
+ip link set eth0 up && ip addr add 10.97.0.2/24 dev eth0
+until [ "$(cat /sys/class/net/eth0/carrier)" = 1 ]; do sleep 0.1; done
+section ping ping -c 2 10.97.0.1
+section address cat /sys/class/net/eth0/address
+section drives sh -c "cat /sys/block/vda/ro /sys/block/vdb/ro"
+head -c 65536 /dev/urandom >/tmp/block
+dd if=/tmp/block of=/dev/vda bs=64k conv=fsync status=none
+section stat-1 perf stat -x, -e cycles spin 0.3
+(head -c 24 /dev/input/event0 >/tmp/key) &
+echo marker-up
+n=0
+until [ -s /tmp/key ]; do
+	n=$((n + 1))
+	echo tick $n
+	sleep 0.5
+done
+echo 3 >/proc/sys/vm/drop_caches
+section block sh -c "head -c 65536 /dev/vda | cmp - /tmp/block"
+section ping-again ping -c 2 10.97.0.1
+section stat-2 perf stat -x, -e cycles spin 0.3
+"#;
+
+/// Sections before and after the snapshot.
+const BEFORE: [&str; 4] = ["ping", "address", "drives", "stat-1"];
+const AFTER: [&str; 3] = ["block", "ping-again", "stat-2"];
+
+#[test]
+fn rust_sdk_drives_a_linux_guest() {
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
+    if matches!(*place, TestHost::Direct(_)) {
+        println!("SKIP: the test makes a tap device, which it does in the lab only");
+        return;
+    }
+    let agent = &artefacts::binaries().unwrap().guest_agent;
+    let guest = LinuxGuest::new("orchestrators", "auto")
+        .file("bin/perfvisor-agent", 0o755, std::fs::read(agent).unwrap())
+        .script(SCRIPT);
+    let source = guest.boot_source(&place).unwrap();
+    let client = place.scratch("sdk-client");
+    let program = std::fs::read(artefacts::sdk_client().unwrap()).unwrap();
+    place.put(&client, 0o755, &program).unwrap();
+    let directory = place.scratch("orchestrator");
+    let at = |name: &str| format!("{directory}/{name}");
+    let perfvisor = place.perfvisor().unwrap();
+    run(
+        &place,
+        &Command::shell(format!(
+            "mkdir '{directory}' && ln -s '{perfvisor}' '{directory}/firecracker' && \
+             truncate -s 8M '{directory}/a' && truncate -s 4M '{directory}/b' && \
+             tunctl -t pvsdk >/dev/null && ip link set pvsdk up && ip addr add 10.97.0.1/24 dev pvsdk"
+        )),
+    );
+    let client = Command::new(&client)
+        .args([at("firecracker"), source.kernel, source.initrd, source.cmdline])
+        .args([at("a"), at("b"), "pvsdk".into(), directory.clone()]);
+    let output = place.run(&client, LIMIT).unwrap();
+    let text = output.stdout_text();
+    assert!(output.success(), "{}\n{text}", output.stderr_text());
+    let steps: Vec<&str> = text
+        .lines()
+        .take_while(|line| !line.starts_with("=="))
+        .filter(|line| !line.starts_with("start_vmm"))
+        .filter_map(|line| line.split(' ').next())
+        .collect();
+    let expected = [
+        "version",
+        "configured",
+        "started",
+        "paused",
+        "saved",
+        "loaded",
+        "stopped",
+    ];
+    assert_eq!(steps, expected, "{text}");
+
+    let (_, consoles) = text.split_once("== sdk-1\n").unwrap();
+    let (first, second) = consoles.split_once("== sdk-2\n").unwrap();
+    // The console of the restored guest begins at the snapshot.
+    let first = GuestConsoleLog::parse(first);
+    let second = GuestConsoleLog::parse(second);
+    let of = |log: &GuestConsoleLog, name: &str| {
+        let section = log
+            .sections
+            .get(name)
+            .unwrap_or_else(|| panic!("no {name}: {text}"));
+        assert_eq!(section.status, Some(0), "{name}: {text}");
+        section.text.clone()
+    };
+    for name in BEFORE {
+        of(&first, name);
+    }
+    for name in AFTER {
+        of(&second, name);
+    }
+    assert_eq!(of(&first, "address").trim(), "02:00:00:00:00:2a");
+    assert_eq!(
+        of(&first, "drives").split_whitespace().collect::<Vec<_>>(),
+        ["0", "1"]
+    );
+    for (log, name) in [(&first, "stat-1"), (&second, "stat-2")] {
+        let stat = parse_stat_csv(&of(log, name));
+        assert!(stat.value("cycles").is_ok_and(|cycles| cycles > 0.0), "{text}");
+    }
+}
