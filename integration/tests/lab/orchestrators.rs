@@ -12,8 +12,8 @@ use crate::common::{LIMIT, run};
 /// The guest prints ticks until its power button is pressed.
 const SCRIPT: &str = r#"
 drivers
-load evdev button
-perfvisor-agent &
+insmod /lib/modules/evdev.ko
+insmod /lib/modules/button.ko
 ip link set eth0 up && ip addr add 10.97.0.2/24 dev eth0
 until [ "$(cat /sys/class/net/eth0/carrier)" = 1 ]; do sleep 0.1; done
 section ping ping -c 2 10.97.0.1
