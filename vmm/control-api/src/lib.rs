@@ -32,6 +32,7 @@
 // Libraries do not print; messages go to the log or to the caller.
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
+pub mod balloon;
 pub mod budget;
 pub mod client;
 pub mod counts;

@@ -109,6 +109,7 @@ pub(crate) fn control_target(vm: &RunningVm) -> ControlledVm {
         symbols: vm.symbols().clone(),
         flat: true,
         memory_bytes: 32 << 20,
+        balloon: None,
         snapshots: vm.snapshots().clone(),
         options: BTreeMap::new(),
         looks: AtomicU64::new(0),

@@ -268,7 +268,10 @@ fn held_pmi_is_delivered_before_its_counter_stays_stopped() {
             let mut sampled = SampledGuest::new((model, registers), PmiShare::default(), 10, 1_000);
             sampled.sample();
             sampled.guest.run(10);
-            assert!(matches!(sampled.readiness(), PmiReadiness::NotBefore { .. }), "{model}");
+            assert!(
+                matches!(sampled.readiness(), PmiReadiness::NotBefore { .. }),
+                "{model}"
+            );
             sampled.guest.write(register, 0);
             assert_eq!(sampled.readiness(), PmiReadiness::Now, "{model}: {register:#x}");
             let now_ns = sampled.now_ns();
@@ -290,7 +293,10 @@ fn stop_in_handler_releases_no_held_pmi() {
     sampled.guest.write(registers.counter, WIDTH - 5);
     sampled.guest.run(5);
     sampled.guest.write(PERF_CNTR_GLOBAL_CTL, 0);
-    assert_eq!(sampled.readiness_if(true), PmiReadiness::NotBefore { time_ns: 20 });
+    assert_eq!(
+        sampled.readiness_if(true),
+        PmiReadiness::NotBefore { time_ns: 20 }
+    );
 }
 
 /// A counter that overflows while the handler of another still runs waits for the end of that

@@ -65,6 +65,14 @@ fn requests_match_version_1() {
         asks(request::Share { policy }, &line);
         assert_eq!(name.parse(), Ok(policy));
     }
+    asks(
+        request::Balloon { size_mib: 256 },
+        r#"{"id":7,"call":"balloon","size_mib":256}"#,
+    );
+    asks(
+        request::BalloonStatistics { interval_s: 5 },
+        r#"{"id":7,"call":"balloon_statistics","interval_s":5}"#,
+    );
     let toml = "mode = \"allow\"".to_owned();
     asks(
         request::Filter { toml },
