@@ -22,7 +22,9 @@ const STATE_BYTES: usize = 10;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BalloonRequestError {
     /// The balloon would be larger than the guest's memory.
-    #[error("a balloon of {size_mib} MiB is larger than the guest's memory of {memory_mib} MiB")]
+    #[error(
+        "a balloon of {size_mib} MiB is larger than the guest's memory of {memory_mib} MiB; use a smaller size"
+    )]
     Size {
         /// Requested size in MiB.
         size_mib: u32,
