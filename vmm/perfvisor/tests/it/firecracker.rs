@@ -220,7 +220,10 @@ fn snapshot_is_loaded_by_another_process() {
     let (status, fault) = source.request("PATCH", "/balloon", &json!({"amount_mib": 2}));
     assert_eq!(status, 204, "{fault}");
     let message = source.refused("PATCH", "/balloon", json!({"amount_mib": 1 << 20}));
-    assert!(message.contains("amount_mib: a balloon of 1048576 MiB is larger"), "{message}");
+    assert!(
+        message.contains("amount_mib: a balloon of 1048576 MiB is larger"),
+        "{message}"
+    );
     eventually("the guest spins", || {
         std::fs::read_to_string(source.path("serial"))
             .unwrap_or_default()
