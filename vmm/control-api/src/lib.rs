@@ -46,4 +46,5 @@ mod schema;
 pub mod snapshot;
 pub mod socket_dir;
 
+pub use reading::ReadingDelta;
 pub use schema::schema;

@@ -5,7 +5,6 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::balloon::BalloonInfo;
-pub use crate::reading::ReadingDelta;
 
 /// Version of the protocol, which the client's first request contains.
 pub const PROTOCOL: u32 = 1;

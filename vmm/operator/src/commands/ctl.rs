@@ -78,7 +78,7 @@ pub enum CtlAction {
     Balloon {
         /// Size of the balloon: MiB, or a number with M, G or T. The guest gives as much memory back to
         /// the host as it can.
-        #[arg(value_name = "SIZE", value_parser = parse_size_mib)]
+        #[arg(value_name = "SIZE", allow_negative_numbers = true, value_parser = parse_size_mib)]
         size_mib: Option<u32>,
         /// Print one JSON object.
         #[arg(long)]
