@@ -28,7 +28,6 @@ pub use error::RunError;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
 use sandbox::{PerfEventAccess, ProcessConfinement, SocketBroker, TerminationActions, ThreadKind};
-use virtio_devices::balloon::control::BalloonControl;
 use virtio_devices::device::VirtioDevice;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vpmu::BackingPolicy;
@@ -205,7 +204,10 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     confine(args)?;
     let mut running = vm.start()?;
     let pmu_name = config.pmu.model.generation().to_string();
-    let controlled = controlled(name, pmu_name, args, &consoles, balloon, &running);
+    let controlled = ControlledVm {
+        balloon,
+        ..controlled(name, pmu_name, args, &consoles, &running)
+    };
     let (mut servers, gdb) = ends.serve(controlled, &running)?;
     let restarter = running.take_restarter();
     let (control, bus) = (running.control().clone(), running.bus().clone());
@@ -435,7 +437,6 @@ fn controlled(
     pmu_name: String,
     args: &RunArgs,
     consoles: &Consoles,
-    balloon: Option<Arc<BalloonControl>>,
     running: &RunningVm,
 ) -> ControlledVm {
     let loaded = running.loaded();
@@ -462,7 +463,7 @@ fn controlled(
         symbols: running.symbols().clone(),
         flat: loaded.kind == KernelFormat::Multiboot,
         memory_bytes: args.memory,
-        balloon,
+        balloon: None,
         snapshots: running.snapshots().clone(),
         options: args.machine_options.clone(),
     }
