@@ -53,8 +53,9 @@ const LAB_MODULES: [&str; 7] = [
 const BUTTON_MODULES: [&str; 2] = ["evdev", "button"];
 
 /// Modules that guest scripts can load: virtio device drivers and a file system.
-const GUEST_MODULES: [&str; 9] = [
+const GUEST_MODULES: [&str; 10] = [
     "virtio_pci",
+    "virtio_balloon",
     "virtio_blk",
     "virtio_console",
     "virtio_net",

@@ -238,3 +238,97 @@ fn virtio_console_does_not_block_without_reader() {
     assert!((1000..100_000).contains(&said.len()), "{} bytes", said.len());
     assert!(said.contains("\n20000\nthe last line"), "{said}");
 }
+
+/// Size of the balloon and of the file that the guest writes and removes before, in MiB.
+const BALLOON_MIB: u64 = 96;
+
+/// Script that leaves free pages which the host has allocated.
+const BALLOON: &str = r#"
+drivers
+dd if=/dev/zero of=/tmp/fill bs=1M count=128 2>/dev/null
+rm /tmp/fill
+echo marker-filled
+read word </dev/ttyS0
+section inflated grep MemTotal /proc/meminfo
+echo marker-inflated
+read word </dev/ttyS0
+section deflated grep MemTotal /proc/meminfo
+section kernel sh -c "dmesg | grep -iE 'oom|out of memory|bug:|warning:' | wc -l"
+"#;
+
+/// Returns the balloon of VM `name` once its actual size is `mib`.
+fn balloon_of(place: &TestHost, name: &str, mib: u64) -> serde_json::Value {
+    let perfvisor = place.perfvisor().unwrap();
+    let mut balloon = serde_json::Value::Null;
+    for _ in 0..240 {
+        let text = shell(place, &format!("'{perfvisor}' ctl {name} balloon --json"));
+        balloon = serde_json::from_str(&text).unwrap();
+        if balloon["actual_bytes"] == mib << 20 {
+            return balloon;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(500));
+    }
+    panic!("the balloon has not reached {mib} MiB: {balloon}");
+}
+
+/// The VM's memory on the host shrinks by the size of the balloon. The guest reports statistics and
+/// uses the memory again afterwards.
+#[test]
+fn balloon_gives_memory_of_linux_back() {
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
+    let guest = LinuxGuest::new("devices-balloon", "off")
+        .memory_mib(256)
+        .script(BALLOON)
+        .limit(LIMIT)
+        .args(["--name", "balloon", "--balloon", "stats=1"]);
+    let mut running = place.start(&guest.command(&place).unwrap()).unwrap();
+    assert!(
+        running.wait_for("marker-filled", LIMIT),
+        "{}",
+        running.stdout_so_far()
+    );
+    let perfvisor = place.perfvisor().unwrap();
+    let resident_kib = || {
+        let status = "pid=$(pidof perfvisor | cut -d' ' -f1); grep RssAnon /proc/$pid/status";
+        let words = shell(&place, status);
+        let kib = words
+            .split_whitespace()
+            .nth(1)
+            .and_then(|kib| kib.parse::<u64>().ok());
+        kib.unwrap_or_else(|| panic!("{words}"))
+    };
+    let before = resident_kib();
+    shell(
+        &place,
+        &format!("'{perfvisor}' ctl balloon balloon {BALLOON_MIB}"),
+    );
+    let balloon = balloon_of(&place, "balloon", BALLOON_MIB);
+    let after = resident_kib();
+    eprintln!("resident: {before} KiB, with the balloon {after} KiB; {balloon}");
+    assert!(
+        before.saturating_sub(after) >= (BALLOON_MIB << 10) / 2,
+        "{before} {after}"
+    );
+    assert!(
+        balloon["released_bytes"].as_u64() >= Some(BALLOON_MIB << 20),
+        "{balloon}"
+    );
+    assert!(
+        balloon["statistics"]["total_memory"].as_u64() > Some(0),
+        "{balloon}"
+    );
+    running.write(b"on\n").unwrap();
+    assert!(
+        running.wait_for("marker-inflated", LIMIT),
+        "{}",
+        running.stdout_so_far()
+    );
+    shell(&place, &format!("'{perfvisor}' ctl balloon balloon 0"));
+    balloon_of(&place, "balloon", 0);
+    running.write(b"on\n").unwrap();
+    let run = guest.finish(&running.wait(guest.limits()).unwrap()).unwrap();
+    run.expect_success();
+    // Linux counts pages in the balloon as if they did not exist.
+    assert_ne!(run.section("inflated"), run.section("deflated"));
+    assert_eq!(run.section("kernel").trim(), "0");
+}

@@ -32,6 +32,7 @@
 // Libraries do not print; messages go to the log or to the caller.
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
+pub mod balloon;
 pub mod budget;
 pub mod client;
 pub mod counts;
@@ -45,4 +46,5 @@ mod schema;
 pub mod snapshot;
 pub mod socket_dir;
 
+pub use reading::ReadingDelta;
 pub use schema::schema;

@@ -4,6 +4,8 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::balloon::BalloonInfo;
+
 /// Version of the protocol, which the client's first request contains.
 pub const PROTOCOL: u32 = 1;
 /// Maximum length of a request including its newline, in bytes.
@@ -61,6 +63,18 @@ pub enum Call {
     /// Withdraws the request to eject vCPUs that the guest has not ejected yet. Reply:
     /// [`VcpuPlug`].
     VcpusWithdraw,
+    /// Sets the size of the balloon, which the guest's driver reaches as far and as fast as it can.
+    /// Reply: [`BalloonInfo`].
+    Balloon {
+        /// Size in MiB.
+        size_mib: u32,
+    },
+    /// Sets the interval of the guest's memory statistics; the first update follows immediately.
+    /// Statistics cannot be enabled or disabled. Reply: [`BalloonInfo`].
+    BalloonStatistics {
+        /// Interval in seconds.
+        interval_s: u16,
+    },
     /// Sets the policy that shares the host's counters: guest-first, operator-first or strict.
     Share {
         /// Name of the policy.
@@ -360,6 +374,9 @@ pub struct VmSettings {
     pub filter: String,
     /// Size of the guest's memory, in bytes.
     pub memory_bytes: u64,
+    /// The balloon; absent without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub balloon: Option<BalloonInfo>,
 }
 
 /// State of a VM.
@@ -519,17 +536,6 @@ pub struct VcpuPart {
     /// Same as [`EventReading::bound`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bound: Option<f64>,
-}
-
-/// The change of an event between two readings.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ReadingDelta {
-    /// Increase of the count, scaled to the enabled time.
-    pub count: u64,
-    /// Time enabled, in nanoseconds.
-    pub enabled_ns: u64,
-    /// Time running, in nanoseconds.
-    pub running_ns: u64,
 }
 
 /// A ring. The reply carries its memfd.

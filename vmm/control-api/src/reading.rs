@@ -1,6 +1,17 @@
 //! Computes intervals and single vCPUs of an [`EventReading`].
 
-use crate::protocol::{EventReading, ReadingDelta};
+use crate::protocol::EventReading;
+
+/// The change of an event between two readings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReadingDelta {
+    /// Increase of the count, scaled to the enabled time.
+    pub count: u64,
+    /// Time enabled, in nanoseconds.
+    pub enabled_ns: u64,
+    /// Time running, in nanoseconds.
+    pub running_ns: u64,
+}
 
 impl EventReading {
     /// Returns the change since `before`, or since the event was opened. Returns `None` if the

@@ -7,6 +7,7 @@ use perf_core::SharePolicy;
 use schemars::{Schema, SchemaGenerator};
 use serde::de::DeserializeOwned;
 
+use crate::balloon::BalloonInfo;
 use crate::counts::VcpuCounts;
 use crate::protocol::{
     self, Call, EventReading, GuestViews, HostRingInfo, KernelInfo, KernelSymbolsReply, OpenedEvent,
@@ -100,6 +101,17 @@ requests! {
     /// Withdraws the request to eject vCPUs that the guest has not ejected yet. Reply:
     /// [`protocol::VcpuPlug`].
     VcpusWithdraw => protocol::VcpuPlug;
+    /// Sets the size of the balloon, which the guest's driver reaches as far and as fast as it can.
+    /// Reply: [`BalloonInfo`].
+    Balloon {
+        /// Size in MiB.
+        size_mib: u32,
+    } => BalloonInfo;
+    /// Sets the interval of the guest's memory statistics. Reply: [`BalloonInfo`].
+    BalloonStatistics {
+        /// Interval in seconds.
+        interval_s: u16,
+    } => BalloonInfo;
     /// Replaces the filter of the events that the guest may count.
     Filter {
         /// Contents of the filter, as in a file for `--pmu-filter`.

@@ -254,7 +254,11 @@ mod tests {
         let Parsed::Complete(get, more) = parse(&bytes[taken..], 100) else {
             panic!("incomplete")
         };
-        assert_eq!((get.method, get.keep_alive), (Method::Get, true), "as Firecracker");
+        assert_eq!(
+            (get.method, get.keep_alive),
+            (Method::Get, true),
+            "as Firecracker"
+        );
         let Parsed::Complete(last, _) = parse(&bytes[taken + more..], 100) else {
             panic!("incomplete")
         };

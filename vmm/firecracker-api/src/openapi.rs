@@ -6,9 +6,10 @@ use serde_json::{Map, Value, json};
 use crate::API_VERSION;
 use crate::routes::{ROUTES, Route};
 use crate::types::{
-    Action, ApiVersion, BootSource, Drive, DriveUpdate, EntropyDevice, FaultBody, InstanceInfo, Logger,
-    MachineConfig, MachineConfigUpdate, Metrics, NetworkInterface, NetworkInterfaceUpdate, Pmu, SerialDevice,
-    SnapshotCreateParams, SnapshotLoadParams, VmConfig, VmUpdate, Vsock,
+    Action, ApiVersion, Balloon, BalloonStats, BalloonStatsUpdate, BalloonUpdate, BootSource, Drive,
+    DriveUpdate, EntropyDevice, FaultBody, InstanceInfo, Logger, MachineConfig, MachineConfigUpdate, Metrics,
+    NetworkInterface, NetworkInterfaceUpdate, Pmu, SerialDevice, SnapshotCreateParams, SnapshotLoadParams,
+    VmConfig, VmUpdate, Vsock,
 };
 
 /// Returns the description (OpenAPI 3.1).
@@ -48,6 +49,10 @@ fn add_types(generator: &mut SchemaGenerator) {
     generator.subschema_for::<NetworkInterfaceUpdate>();
     generator.subschema_for::<Vsock>();
     generator.subschema_for::<EntropyDevice>();
+    generator.subschema_for::<Balloon>();
+    generator.subschema_for::<BalloonUpdate>();
+    generator.subschema_for::<BalloonStats>();
+    generator.subschema_for::<BalloonStatsUpdate>();
     generator.subschema_for::<SerialDevice>();
     generator.subschema_for::<Logger>();
     generator.subschema_for::<Metrics>();

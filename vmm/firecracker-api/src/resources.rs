@@ -4,11 +4,11 @@
 //! is built in one way only.
 
 use crate::fault::Fault;
-use crate::routes::check_id;
+use crate::routes::{NO_HINTING, check_id};
 use crate::types::{
-    BootSource, Drive, EntropyDevice, HugePages, IoEngine, Logger, MachineConfig, MachineConfigUpdate,
-    Metrics, NetworkInterface, NetworkOverride, Pmu, RateLimiter, SerialDevice, SnapshotLoadParams, VmConfig,
-    Vsock,
+    Balloon, BootSource, Drive, EntropyDevice, HugePages, IoEngine, Logger, MachineConfig,
+    MachineConfigUpdate, Metrics, NetworkInterface, NetworkOverride, Pmu, RateLimiter, SerialDevice,
+    SnapshotLoadParams, VmConfig, Vsock,
 };
 
 /// Maximum number of vCPUs, as in the specification.
@@ -27,6 +27,7 @@ pub struct Resources {
     interfaces: Vec<NetworkInterface>,
     vsock: Option<Vsock>,
     entropy: Option<EntropyDevice>,
+    balloon: Option<Balloon>,
     serial: Option<SerialDevice>,
     logger: Option<Logger>,
     metrics: Option<Metrics>,
@@ -40,7 +41,6 @@ impl Resources {
     /// Returns a [`Fault`] if `config` is invalid or contains an unsupported device.
     pub fn from_config(config: VmConfig) -> Result<Self, Fault> {
         let unsupported = [
-            ("balloon", config.balloon.is_some()),
             ("cpu-config", config.cpu_config.is_some()),
             ("mmds-config", config.mmds_config.is_some()),
             ("memory-hotplug", config.memory_hotplug.is_some()),
@@ -68,6 +68,9 @@ impl Resources {
         if let Some(entropy) = config.entropy {
             all.set_entropy(entropy)?;
         }
+        if let Some(balloon) = config.balloon {
+            all.set_balloon(balloon)?;
+        }
         if let Some(serial) = config.serial {
             all.set_serial(serial)?;
         }
@@ -90,6 +93,7 @@ impl Resources {
             network_interfaces: self.interfaces.clone(),
             vsock: self.vsock.clone(),
             entropy: self.entropy.clone(),
+            balloon: self.balloon.clone(),
             serial: self.serial.clone(),
             logger: self.logger.clone(),
             metrics: self.metrics.clone(),
@@ -306,6 +310,28 @@ impl Resources {
         Ok(())
     }
 
+    /// Adds the balloon, or replaces it.
+    ///
+    /// # Errors
+    /// Returns a [`Fault`] if a field is unsupported.
+    pub fn set_balloon(&mut self, balloon: Balloon) -> Result<(), Fault> {
+        if balloon.free_page_hinting {
+            return Err(Fault::unsupported("free_page_hinting", NO_HINTING));
+        }
+        self.balloon = Some(balloon);
+        Ok(())
+    }
+
+    /// Replaces the balloon by one with values that the running VM has accepted.
+    pub fn replace_balloon(&mut self, balloon: Balloon) {
+        self.balloon = Some(balloon);
+    }
+
+    /// Returns the balloon.
+    pub fn balloon(&self) -> Option<&Balloon> {
+        self.balloon.as_ref()
+    }
+
     /// Sets the destination of the serial output.
     ///
     /// # Errors
@@ -415,6 +441,7 @@ impl Resources {
             format!("--rng={}", if self.entropy.is_some() { "on" } else { "off" }),
         ];
         options.extend(self.host_options());
+        options.extend(self.balloon.as_ref().map(balloon_option));
         let pmu = self.pmu();
         for (option, value) in [
             ("pmu", pmu.model),
@@ -572,6 +599,17 @@ fn without_pci_off(line: &str) -> String {
         .filter(|word| *word != PCI_OFF)
         .collect();
     words.join(" ")
+}
+
+fn balloon_option(balloon: &Balloon) -> String {
+    let switch = |on| if on { "on" } else { "off" };
+    format!(
+        "--balloon=size={},deflate-on-oom={},stats={},free-page-reporting={}",
+        balloon.amount_mib,
+        switch(balloon.deflate_on_oom),
+        balloon.stats_polling_interval_s,
+        switch(balloon.free_page_reporting)
+    )
 }
 
 fn drive_option(drive: &Drive) -> Option<String> {

@@ -9,9 +9,10 @@ use serde::de::DeserializeOwned;
 use crate::fault::Fault;
 use crate::http::{Method, Request};
 use crate::types::{
-    Action, ActionType, BootSource, Drive, DriveUpdate, EntropyDevice, Logger, MachineConfig,
-    MachineConfigUpdate, Metrics, NetworkInterface, NetworkInterfaceUpdate, Pmu, RequestedState,
-    SerialDevice, SnapshotCreateParams, SnapshotLoadParams, VmUpdate, Vsock,
+    Action, ActionType, Balloon, BalloonStatsUpdate, BalloonUpdate, BootSource, Drive, DriveUpdate,
+    EntropyDevice, Logger, MachineConfig, MachineConfigUpdate, Metrics, NetworkInterface,
+    NetworkInterfaceUpdate, Pmu, RequestedState, SerialDevice, SnapshotCreateParams, SnapshotLoadParams,
+    VmUpdate, Vsock,
 };
 
 /// Maximum length of an identifier, in bytes.
@@ -48,6 +49,16 @@ pub enum ApiCall {
     PutVsock(Vsock),
     /// `PUT /entropy`
     PutEntropy(EntropyDevice),
+    /// `GET /balloon`
+    GetBalloon,
+    /// `PUT /balloon`
+    PutBalloon(Balloon),
+    /// `PATCH /balloon`
+    PatchBalloon(BalloonUpdate),
+    /// `GET /balloon/statistics`
+    GetBalloonStats,
+    /// `PATCH /balloon/statistics`
+    PatchBalloonStats(BalloonStatsUpdate),
     /// `PUT /serial`
     PutSerial(SerialDevice),
     /// `PUT /logger`
@@ -160,6 +171,27 @@ pub const ROUTES: &[Route] = &[
         "Adds the entropy device, before the start",
         "EntropyDevice",
     ),
+    get(
+        "/balloon",
+        "Returns the configuration of the balloon, with its target size",
+        "Balloon",
+    ),
+    put("/balloon", "Adds the balloon, before the start", "Balloon"),
+    patch(
+        "/balloon",
+        "Changes the size of the balloon of a running VM",
+        "BalloonUpdate",
+    ),
+    get(
+        "/balloon/statistics",
+        "Returns sizes of the balloon and statistics of the guest's memory",
+        "BalloonStats",
+    ),
+    patch(
+        "/balloon/statistics",
+        "Changes the interval of the statistics of a running VM",
+        "BalloonStatsUpdate",
+    ),
     put(
         "/serial",
         "Sets the destination of the serial output, before the start",
@@ -198,13 +230,14 @@ pub const ROUTES: &[Route] = &[
     patch("/vm", "Pauses or resumes the VM", "VmUpdate"),
 ];
 
+/// Reason for refusing free page hinting.
+pub(crate) const NO_HINTING: &str = "the balloon has no free page hinting; use free_page_reporting";
+
 /// Paths of the specification that Perfvisor does not offer, with the reason.
 pub const UNSUPPORTED: &[(&str, &str)] = &[
-    ("/balloon", "this version has no balloon device"),
-    ("/balloon/statistics", "this version has no balloon device"),
-    ("/balloon/hinting/start", "this version has no balloon device"),
-    ("/balloon/hinting/status", "this version has no balloon device"),
-    ("/balloon/hinting/stop", "this version has no balloon device"),
+    ("/balloon/hinting/start", NO_HINTING),
+    ("/balloon/hinting/status", NO_HINTING),
+    ("/balloon/hinting/stop", NO_HINTING),
     ("/mmds", "this version has no metadata service"),
     ("/mmds/config", "this version has no metadata service"),
     ("/hotplug/memory", "this version has no hot-pluggable memory"),
@@ -246,6 +279,8 @@ fn route_get(request: &Request) -> Result<ApiCall, Fault> {
         "/machine-config" => ApiCall::GetMachineConfig,
         "/vm/config" => ApiCall::GetVmConfig,
         "/pmu" => ApiCall::GetPmu,
+        "/balloon" => ApiCall::GetBalloon,
+        "/balloon/statistics" => ApiCall::GetBalloonStats,
         _ => return Err(unknown(request)),
     };
     if !request.body.is_empty() {
@@ -260,6 +295,7 @@ fn route_put(request: &Request) -> Result<ApiCall, Fault> {
         "/boot-source" => ApiCall::PutBootSource(body(request)?),
         "/vsock" => ApiCall::PutVsock(body(request)?),
         "/entropy" => ApiCall::PutEntropy(body(request)?),
+        "/balloon" => ApiCall::PutBalloon(body(request)?),
         "/serial" => ApiCall::PutSerial(body(request)?),
         "/logger" => ApiCall::PutLogger(body(request)?),
         "/metrics" => ApiCall::PutMetrics(body(request)?),
@@ -286,6 +322,8 @@ fn route_put(request: &Request) -> Result<ApiCall, Fault> {
 fn route_patch(request: &Request) -> Result<ApiCall, Fault> {
     Ok(match request.path.as_str() {
         "/machine-config" => ApiCall::PatchMachineConfig(body(request)?),
+        "/balloon" => ApiCall::PatchBalloon(body(request)?),
+        "/balloon/statistics" => ApiCall::PatchBalloonStats(body(request)?),
         "/vm" => ApiCall::PatchVm(body::<VmUpdate>(request)?.state),
         path => {
             if let Some(id) = path.strip_prefix("/drives/") {

@@ -3,6 +3,7 @@
 //! Calls that configure the VM are valid before the start only; those that change its state, after
 //! it only. A call that fails changes nothing.
 
+mod balloon;
 mod snapshots;
 
 use crate::API_VERSION;
@@ -11,8 +12,8 @@ use crate::http::{Request, Response};
 use crate::resources::{Resources, check_limiter};
 use crate::routes::{self, ApiCall};
 use crate::types::{
-    ActionType, ApiVersion, InstanceInfo, InstanceState, Logger, Metrics, NetworkInterfaceUpdate,
-    RequestedState, VmConfig,
+    ActionType, ApiVersion, BalloonStats, InstanceInfo, InstanceState, Logger, Metrics,
+    NetworkInterfaceUpdate, RequestedState, VmConfig,
 };
 
 /// The operations of the program that a session needs. Errors are messages in one line.
@@ -76,6 +77,24 @@ pub trait VmBackend {
     /// # Errors
     /// Returns the reason why the file cannot be used.
     fn read_snapshot(&mut self, state: &str) -> Result<VmConfig, String>;
+
+    /// Sets the target size of the running VM's balloon, in MiB.
+    ///
+    /// # Errors
+    /// Returns the VM's refusal.
+    fn set_balloon_size(&mut self, amount_mib: u32) -> Result<(), String>;
+
+    /// Sets the interval of the running VM's memory statistics, in seconds.
+    ///
+    /// # Errors
+    /// Returns the VM's refusal.
+    fn set_balloon_interval(&mut self, seconds: u16) -> Result<(), String>;
+
+    /// Returns the sizes of the running VM's balloon, and the latest memory statistics.
+    ///
+    /// # Errors
+    /// Returns the reason why the VM has none.
+    fn balloon_stats(&mut self) -> Result<BalloonStats, String>;
 
     /// Writes the metrics to their destination.
     ///
@@ -159,6 +178,10 @@ impl<B: VmBackend> Session<B> {
             ApiCall::GetMachineConfig => Ok(Response::json(self.resources.machine())),
             ApiCall::GetVmConfig => Ok(Response::json(&self.resources.to_config())),
             ApiCall::GetPmu => Ok(Response::json(&self.resources.pmu())),
+            ApiCall::GetBalloon => self.get_balloon(),
+            ApiCall::GetBalloonStats => self.get_balloon_stats(),
+            ApiCall::PatchBalloon(update) => self.update_balloon(update),
+            ApiCall::PatchBalloonStats(update) => self.update_balloon_stats(update),
             ApiCall::Act(action) => self.act(action),
             ApiCall::CreateSnapshot(params) => self.create_snapshot(&params),
             ApiCall::LoadSnapshot(params) => self.load_snapshot(&params),
@@ -214,6 +237,7 @@ impl<B: VmBackend> Session<B> {
             ApiCall::PutNetworkInterface(interface) => changed.set_interface(interface)?,
             ApiCall::PutVsock(vsock) => changed.set_vsock(vsock)?,
             ApiCall::PutEntropy(entropy) => changed.set_entropy(entropy)?,
+            ApiCall::PutBalloon(balloon) => changed.set_balloon(balloon)?,
             ApiCall::PutSerial(serial) => changed.set_serial(serial)?,
             ApiCall::PutPmu(pmu) => changed.set_pmu(pmu)?,
             ApiCall::PutLogger(logger) => {

@@ -288,6 +288,103 @@ pub struct EntropyDevice {
     pub rate_limiter: Option<RateLimiter>,
 }
 
+/// The balloon: configuration before the start, and current values after it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Balloon {
+    /// Target size, in MiB.
+    pub amount_mib: u32,
+    /// `true` if the guest takes memory back before it kills a process for lack of memory.
+    pub deflate_on_oom: bool,
+    /// Interval of the statistics in seconds, 0 for none.
+    #[serde(default)]
+    pub stats_polling_interval_s: u16,
+    /// Free page hinting. Unsupported.
+    #[serde(default)]
+    pub free_page_hinting: bool,
+    /// `true` if free pages of the guest are given back to the host continuously.
+    #[serde(default)]
+    pub free_page_reporting: bool,
+}
+
+/// Body of `PATCH /balloon`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct BalloonUpdate {
+    /// Target size, in MiB.
+    pub amount_mib: u32,
+}
+
+/// Body of `PATCH /balloon/statistics`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct BalloonStatsUpdate {
+    /// Interval of the statistics in seconds.
+    pub stats_polling_interval_s: u16,
+}
+
+/// Body of `GET /balloon/statistics`. The guest's driver reports the actual size and all optional
+/// fields.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct BalloonStats {
+    /// Target size, in pages of 4 KiB.
+    pub target_pages: u32,
+    /// Actual size, in pages of 4 KiB.
+    pub actual_pages: u32,
+    /// Target size, in MiB.
+    pub target_mib: u32,
+    /// Actual size, in MiB.
+    pub actual_mib: u32,
+    /// Memory swapped in, in bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub swap_in: Option<u64>,
+    /// Memory swapped out, in bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub swap_out: Option<u64>,
+    /// Number of major page faults.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub major_faults: Option<u64>,
+    /// Number of minor page faults.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub minor_faults: Option<u64>,
+    /// Memory without any use, in bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub free_memory: Option<u64>,
+    /// All memory, in bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub total_memory: Option<u64>,
+    /// Estimate of the memory that is available without swapping, in bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub available_memory: Option<u64>,
+    /// Memory of caches that can be dropped without input or output, in bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub disk_caches: Option<u64>,
+    /// Number of successful huge page allocations.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hugetlb_allocations: Option<u64>,
+    /// Number of failed huge page allocations.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hugetlb_failures: Option<u64>,
+    /// Number of processes killed for lack of memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub oom_kill: Option<u64>,
+    /// Number of allocations that had to wait for memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub alloc_stall: Option<u64>,
+    /// Memory scanned in the background, in bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub async_scan: Option<u64>,
+    /// Memory scanned by allocations, in bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub direct_scan: Option<u64>,
+    /// Memory reclaimed in the background, in bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub async_reclaim: Option<u64>,
+    /// Memory reclaimed by allocations, in bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub direct_reclaim: Option<u64>,
+}
+
 /// The serial console.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -506,8 +603,8 @@ pub struct VmConfig {
     pub metrics: Option<Metrics>,
     /// The guest's PMU.
     pub pmu: Option<Pmu>,
-    /// Balloon. Unsupported.
-    pub balloon: Option<Value>,
+    /// The balloon.
+    pub balloon: Option<Balloon>,
     /// CPU configuration. Unsupported.
     pub cpu_config: Option<Value>,
     /// Metadata service. Unsupported.

@@ -4,7 +4,7 @@
 
 use firecracker_api::http::{Parsed, parse};
 use firecracker_api::session::{Session, VmBackend};
-use firecracker_api::types::{Logger, Metrics, VmConfig};
+use firecracker_api::types::{BalloonStats, Logger, Metrics, VmConfig};
 use libfuzzer_sys::fuzz_target;
 
 /// A backend that accepts everything.
@@ -51,6 +51,18 @@ impl VmBackend for Accepting {
 
     fn read_snapshot(&mut self, _: &str) -> Result<VmConfig, String> {
         Ok(VmConfig::default())
+    }
+
+    fn set_balloon_size(&mut self, _: u32) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn set_balloon_interval(&mut self, _: u16) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn balloon_stats(&mut self) -> Result<BalloonStats, String> {
+        Ok(BalloonStats::default())
     }
 
     fn flush_metrics(&mut self) -> Result<(), String> {

@@ -48,6 +48,7 @@ use operator::commands::report::{ReportArgs, ScriptArgs};
 use operator::commands::stat::StatArgs;
 use operator::commands::top::TopArgs;
 use perf_core::error_line;
+use virtio_devices::balloon::config::BalloonConfig;
 use virtio_devices::disk::config::DiskConfig;
 use virtio_devices::net::config::NetConfig;
 use virtio_devices::share::config::ShareConfig;
@@ -461,6 +462,19 @@ pub struct RunArgs {
     /// Provide entropy of the host (virtio-rng) to guests other than the built-in ones: on or off.
     #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off, help_heading = "Machine")]
     pub rng: bool,
+    /// Add a memory balloon (virtio-balloon), which gives guest memory back to the host. Options: size
+    /// of the balloon in MiB (0 by default; `perfvisor ctl NAME balloon SIZE` changes it),
+    /// deflate-on-oom=on (the guest takes memory back before it kills a process), stats=SECONDS
+    /// (interval of the guest's memory statistics), free-page-reporting=on (free pages are given back
+    /// continuously).
+    #[arg(
+        long,
+        value_name = "size=MIB[,deflate-on-oom=on][,stats=SECONDS][,free-page-reporting=on]",
+        num_args = 0..=1,
+        default_missing_value = "size=0",
+        help_heading = "Consoles and devices"
+    )]
+    pub balloon: Option<BalloonConfig>,
     /// Pin vCPUs to host CPUs: a list of VCPU=CPU [default: not pinned]
     #[arg(long, value_name = "LIST", help_heading = "Machine")]
     pub pin: Option<Pinning>,

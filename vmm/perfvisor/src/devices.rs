@@ -9,6 +9,9 @@ use std::sync::Arc;
 
 use control_api::socket_dir;
 use sandbox::SocketBroker;
+use virtio_devices::balloon::BalloonDevice;
+use virtio_devices::balloon::control::BalloonControl;
+use virtio_devices::balloon::release::RamOrigin;
 use virtio_devices::device::VirtioDevice;
 use virtio_devices::disk::BlockDevice;
 use virtio_devices::disk::image::DiskImageError;
@@ -22,6 +25,8 @@ use virtio_devices::share::backend::BackendError;
 use virtio_devices::share::config::{ShareConfig, ShareSource};
 use virtio_devices::share::keeper;
 use virtio_devices::vsock::{VsockConfig, VsockDevice, VsockError};
+
+use vmm::memory::HugePages;
 
 use crate::cli::RunArgs;
 use perf_core::error_line;
@@ -65,6 +70,26 @@ pub enum DeviceError {
     EntropyDevice(#[source] io::Error),
     #[error("--vsock")]
     Vsock(#[from] VsockError),
+    #[error(
+        "--balloon size={size_mib}: larger than the guest's memory of {memory_mib} MiB; use a smaller \
+        size, or a larger --memory"
+    )]
+    BalloonSize { size_mib: u32, memory_mib: u64 },
+    #[error(
+        "--balloon with --hugepages 2M: the balloon gives back pages of 4 KiB; use --hugepages \
+        transparent or off"
+    )]
+    BalloonHugePages,
+    #[error("--balloon")]
+    Balloon(#[source] io::Error),
+}
+
+/// Virtio devices of a VM.
+pub struct Devices {
+    /// All devices in the order in which the guest discovers them.
+    pub all: Vec<Box<dyn VirtioDevice>>,
+    /// The balloon, for operators.
+    pub balloon: Option<Arc<BalloonControl>>,
 }
 
 /// Creates the devices of VM `vm` in the order in which the guest discovers them.
@@ -79,7 +104,7 @@ pub fn create_devices(
     vm: &str,
     log: Option<&File>,
     broker: &Arc<SocketBroker>,
-) -> Result<Vec<Box<dyn VirtioDevice>>, DeviceError> {
+) -> Result<Devices, DeviceError> {
     check(args, vm)?;
     let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
     for (i, config) in args.disk.iter().enumerate() {
@@ -102,7 +127,24 @@ pub fn create_devices(
     if let Some(config) = &args.vsock {
         devices.push(Box::new(sockets(config, vm)?.with_broker(broker)?));
     }
-    Ok(devices)
+    let balloon = balloon(args)?;
+    let control = balloon.as_ref().map(|balloon| balloon.control().clone());
+    devices.extend(balloon.map(|balloon| Box::new(balloon) as Box<dyn VirtioDevice>));
+    Ok(Devices {
+        all: devices,
+        balloon: control,
+    })
+}
+
+/// Creates the balloon.
+fn balloon(args: &RunArgs) -> Result<Option<BalloonDevice>, DeviceError> {
+    let origin = match args.restore {
+        Some(_) => RamOrigin::Snapshot,
+        None => RamOrigin::Empty,
+    };
+    args.balloon
+        .map(|config| BalloonDevice::new(config, args.memory, origin).map_err(DeviceError::Balloon))
+        .transpose()
 }
 
 /// Rejects duplicate taps, MAC addresses, serial numbers and tags before any device is opened. A
@@ -119,6 +161,15 @@ fn check(args: &RunArgs, vm: &str) -> Result<(), DeviceError> {
     check_unique(taps).map_err(DeviceError::TapTwice)?;
     check_unique(macs).map_err(DeviceError::MacTwice)?;
     check_unique(tags).map_err(DeviceError::TagTwice)?;
+    if let Some(balloon) = &args.balloon {
+        let (size_mib, memory_mib) = (balloon.size_mib, args.memory >> 20);
+        if u64::from(size_mib) > memory_mib {
+            return Err(DeviceError::BalloonSize { size_mib, memory_mib });
+        }
+        if args.hugepages == HugePages::Reserved {
+            return Err(DeviceError::BalloonHugePages);
+        }
+    }
     // The built-in guests would ignore the disk, and their PMU test is not what the user asked for.
     if args.kernel.is_none() && args.restore.is_none() && !args.disk.is_empty() {
         return Err(DeviceError::NoKernel);
@@ -261,6 +312,11 @@ mod tests {
                 "tag=share0: given twice",
             ),
             ("--disk a", "--disk without --kernel"),
+            (
+                "--memory 64M --balloon size=65",
+                "size=65: larger than the guest's memory of 64 MiB",
+            ),
+            ("--hugepages 2M --balloon", "--hugepages transparent or off"),
         ] {
             let line = checked(words).unwrap_err();
             assert!(line.contains(said), "{words}: {line}");

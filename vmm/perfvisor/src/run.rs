@@ -168,7 +168,8 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     // Configuration errors end the start before any thread runs.
     config.pmu.core_config().check()?;
     let (name, ends) = ServerSockets::open(args)?;
-    let mut devices = devices::create_devices(args, &name, log, &broker)?;
+    let devices = devices::create_devices(args, &name, log, &broker)?;
+    let (mut devices, balloon) = (devices.all, devices.balloon);
     // All sockets of the host's network and files of other processes are open. A process to be
     // jailed has no other thread yet.
     let jail = jail::separate(args, &config)?;
@@ -206,7 +207,10 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     confine(args)?;
     let mut running = vm.start()?;
     let pmu_name = config.pmu.model.generation().to_string();
-    let controlled = controlled(name, pmu_name, args, &consoles, &running);
+    let controlled = ControlledVm {
+        balloon,
+        ..controlled(name, pmu_name, args, &consoles, &running)
+    };
     let (mut servers, gdb) = ends.serve(controlled, &running)?;
     let restarter = running.take_restarter();
     let (control, bus) = (running.control().clone(), running.bus().clone());
@@ -348,7 +352,10 @@ impl ServerSockets {
 fn install_panic_hook(will: TerminationActions) {
     std::panic::set_hook(Box::new(move |info| {
         let kind = sandbox::kind();
-        if matches!(kind, Some(ThreadKind::Device | ThreadKind::Socket)) {
+        if matches!(
+            kind,
+            Some(ThreadKind::Device | ThreadKind::Socket | ThreadKind::Balloon)
+        ) {
             // The device reports the panic.
             return;
         }
@@ -459,6 +466,7 @@ fn controlled(
         symbols: running.symbols().clone(),
         flat: loaded.kind == KernelFormat::Multiboot,
         memory_bytes: args.memory,
+        balloon: None,
         snapshots: running.snapshots().clone(),
         options: args.machine_options.clone(),
     }

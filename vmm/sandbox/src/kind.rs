@@ -13,6 +13,8 @@ pub enum ThreadKind {
     Device,
     /// Thread of a device that connects to Unix sockets: shared directories, vsock.
     Socket,
+    /// Thread of the balloon, which gives guest memory back to the host.
+    Balloon,
     /// Profiler, which extracts symbols from the guest's kernel memory.
     Profiler,
     /// gdb server.
@@ -38,11 +40,12 @@ pub enum PerfEventAccess {
 
 impl ThreadKind {
     /// All thread kinds.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Main,
         Self::Vcpu,
         Self::Device,
         Self::Socket,
+        Self::Balloon,
         Self::Profiler,
         Self::Debugger,
         Self::Console,
@@ -58,6 +61,7 @@ impl ThreadKind {
             Self::Vcpu => "vcpu",
             Self::Device => "device",
             Self::Socket => "socket",
+            Self::Balloon => "balloon",
             Self::Profiler => "profiler",
             Self::Debugger => "debugger",
             Self::Console => "console",

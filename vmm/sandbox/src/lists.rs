@@ -45,6 +45,7 @@ pub(crate) fn of(kind: ThreadKind, pid: u32, counting: PerfEventAccess) -> Vec<A
         ThreadKind::Vcpu => vcpu(),
         ThreadKind::Device => device(),
         ThreadKind::Socket => socket(),
+        ThreadKind::Balloon => balloon(),
         ThreadKind::Debugger => debugger(),
         ThreadKind::Profiler => profiler(),
         ThreadKind::Console => Vec::new(),
@@ -420,6 +421,24 @@ fn socket() -> Vec<AllowedSyscall> {
     let mut list = event_loop();
     list.extend(connections());
     list.extend(ioctls(KVMIO, KVM_VM));
+    list
+}
+
+/// Pages of guest memory that the balloon gives back: holes in a memory file, and anonymous memory in
+/// place of pages of a snapshot.
+fn balloon() -> Vec<AllowedSyscall> {
+    let mut list = event_loop();
+    let advice = [libc::MADV_REMOVE, libc::MADV_DONTDUMP];
+    list.extend(one_of(Sysno::madvise, 2, &advice.map(i32::unsigned_abs)));
+    let prot = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
+    list.extend(only(
+        Sysno::mmap,
+        &[
+            ArgumentCheck::Is(2, prot.unsigned_abs()),
+            ArgumentCheck::Is(3, flags.unsigned_abs()),
+        ],
+    ));
     list
 }
 

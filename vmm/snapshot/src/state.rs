@@ -287,6 +287,9 @@ pub struct SavedDevice {
     pub offered: u64,
     /// Device configuration.
     pub config: Bytes,
+    /// State of the device apart from its registers.
+    #[serde(default, skip_serializing_if = "Bytes::is_empty")]
+    pub state: Bytes,
     /// PCI configuration space.
     pub config_space: Bytes,
     /// Accepted feature bits.

@@ -174,16 +174,22 @@ pub trait VirtioDevice: Send {
     /// Returns an [`ActivateError`], in which case no part of the device is running.
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError>;
 
-    /// Resets the device at the driver's request, at machine shutdown, or for a snapshot. The
-    /// device's thread has ended when this returns, and the device can be activated again.
+    /// Resets the device at the driver's request or at machine shutdown. The device's thread has
+    /// ended when this returns, and the device can be activated again.
     fn reset(&mut self);
+
+    /// Stops the device's thread for a snapshot. The device is activated again afterwards.
+    fn quiesce(&mut self) {
+        self.reset();
+    }
 
     /// Returns the name of this device in the message that refuses a snapshot, or `None` if a
     /// snapshot may include it.
     ///
-    /// For a snapshot, the transport resets the device and activates it again with queues whose
+    /// For a snapshot, the transport quiesces the device and activates it again with queues whose
     /// positions are those of the used rings. A device may be included if it returns chains in the
-    /// order in which it takes them, and has no state but its queues that a driver depends on.
+    /// order in which it takes them, and has no state that a driver depends on but its queues and
+    /// [`VirtioDevice::save_state`].
     fn unsupported_in_snapshot(&self) -> Option<&'static str> {
         Some("a device of this kind")
     }
@@ -191,6 +197,17 @@ pub trait VirtioDevice: Send {
     /// Returns the properties of the device that must be equal where a snapshot is restored.
     fn identity(&self) -> Vec<u8> {
         Vec::new()
+    }
+
+    /// Returns the state of the device apart from its registers, for a snapshot.
+    fn save_state(&self) -> Vec<u8> {
+        Vec::new()
+    }
+
+    /// Restores a state that [`VirtioDevice::save_state`] has returned. Returns `false` if the device
+    /// cannot have it.
+    fn restore_state(&mut self, state: &[u8]) -> bool {
+        state.is_empty()
     }
 }
 

@@ -1,8 +1,10 @@
-//! Virtio devices (virtio 1.2): console, disk, network, vsock, entropy and shared directories.
+//! Virtio devices (virtio 1.2): console, disk, network, vsock, entropy, balloon and
+//! shared directories.
 //!
 //! | module | contents |
 //! |---|---|
 //! | [`device`] | the interface between a device and its transport |
+//! | [`balloon`] | balloon device: gives guest memory back to the host |
 //! | [`console`] | console device (hvc0 in a Linux guest) |
 //! | [`disk`] | block device backed by an image file or a host block device |
 //! | [`net`] | network device backed by a tap device |
@@ -34,6 +36,7 @@
 // A library must not print. Messages go to the log or to the caller.
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
+pub mod balloon;
 pub mod console;
 pub mod device;
 pub mod disk;

@@ -13,6 +13,7 @@ use vpmu::{BackingPolicy, PmuModel};
 
 use crate::boot::KernelSource;
 use crate::control::server::ControlledVm;
+use crate::devices::Bus;
 use crate::kvm::host;
 use crate::pmu::{GuestSamplingContext, PmuConfig, VmPmu};
 use crate::vcpu::kick;
@@ -61,6 +62,59 @@ pub(crate) fn vm_with_devices(
     change(&mut config);
     let vm = Vm::new(&kvm, &config, devices, &HostProbe::run(), Box::new(io::sink())).unwrap();
     Some(vm.start().unwrap())
+}
+
+/// Number of entries of a queue that [`start_device`] sets up.
+pub(crate) const QUEUE_SIZE: u16 = 16;
+
+/// Returns the addresses of the descriptor table, the available ring and the used ring of a queue that
+/// [`start_device`] sets up.
+pub(crate) fn queue_addresses(queue: u64) -> [u64; 3] {
+    [0, 0x1000, 0x2000].map(|offset| 0x20_0000 + queue * 0x4000 + offset)
+}
+
+/// Starts the first device with `queues` queues as a driver does that accepts no feature of the device.
+/// The interrupt of the queues is `vector` of vCPU 0. Returns the base address of the BAR.
+pub(crate) fn start_device(bus: &Bus, vector: u8, queues: u64) -> u64 {
+    let pci = bus.pci().unwrap();
+    let select = |register: u32| {
+        pci.write_port(0xCF8, &(1 << 31 | 1 << 11 | register).to_le_bytes());
+    };
+    let read = |register| {
+        select(register);
+        let mut value = [0; 4];
+        pci.read_port(0xCFC, &mut value);
+        u32::from_le_bytes(value)
+    };
+    let configure = |register, value: u32| {
+        select(register);
+        pci.write_port(0xCFC, &value.to_le_bytes());
+    };
+    let bar = u64::from(read(0x10));
+    let write = |offset: u64, value: u64, bytes: usize| {
+        assert!(pci.write_memory(bar + offset, &value.to_le_bytes()[..bytes]));
+    };
+    configure(4, 6);
+    // The first capability is MSI-X. Its entry 1 is that of the queues.
+    configure(read(0x34) & 0xFC, 1 << 31);
+    write(0x4010, 0xFEE0_0000, 8);
+    write(0x4018, vector.into(), 8);
+    // Status and VERSION_1.
+    write(20, 3, 1);
+    write(8, 1, 4);
+    write(12, 1, 4);
+    write(20, 11, 1);
+    for queue in 0..queues {
+        write(22, queue, 2);
+        write(24, QUEUE_SIZE.into(), 2);
+        write(26, 1, 2);
+        for (offset, address) in [32, 40, 48].into_iter().zip(queue_addresses(queue)) {
+            write(offset, address, 8);
+        }
+        write(28, 1, 2);
+    }
+    write(20, 15, 1);
+    bar
 }
 
 /// Takes a snapshot of `vm`, which goes on.
@@ -113,6 +167,7 @@ pub(crate) fn control_target(vm: &RunningVm) -> ControlledVm {
         symbols: vm.symbols().clone(),
         flat: true,
         memory_bytes: 32 << 20,
+        balloon: None,
         snapshots: vm.snapshots().clone(),
         options: BTreeMap::new(),
         looks: AtomicU64::new(0),

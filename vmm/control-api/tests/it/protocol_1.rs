@@ -46,6 +46,22 @@ fn version_is_1() {
 }
 
 #[test]
+fn balloon_matches_version_1() {
+    answers::<request::Balloon>(
+        r#"{"target_bytes":1048576,"actual_bytes":0,"released_bytes":4096,"deflate_on_oom":true,
+            "free_page_reporting":false,"statistics_interval_s":0}"#,
+    );
+    answers::<request::BalloonStatistics>(
+        r#"{"target_bytes":0,"actual_bytes":0,"released_bytes":0,"deflate_on_oom":false,
+            "free_page_reporting":true,"statistics_interval_s":5,
+            "statistics":{"swap_in":1,"swap_out":2,"major_faults":3,"minor_faults":4,"free_memory":5,
+            "total_memory":6,"available_memory":7,"disk_caches":8,"hugetlb_allocations":9,
+            "hugetlb_failures":10,"oom_kill":11,"alloc_stall":12,"async_scan":13,"direct_scan":14,
+            "async_reclaim":15,"direct_reclaim":16}}"#,
+    );
+}
+
+#[test]
 fn requests_match_version_1() {
     asks(
         request::Hello { protocol: 1 },
@@ -65,6 +81,14 @@ fn requests_match_version_1() {
         asks(request::Share { policy }, &line);
         assert_eq!(name.parse(), Ok(policy));
     }
+    asks(
+        request::Balloon { size_mib: 256 },
+        r#"{"id":7,"call":"balloon","size_mib":256}"#,
+    );
+    asks(
+        request::BalloonStatistics { interval_s: 5 },
+        r#"{"id":7,"call":"balloon_statistics","interval_s":5}"#,
+    );
     let toml = "mode = \"allow\"".to_owned();
     asks(
         request::Filter { toml },

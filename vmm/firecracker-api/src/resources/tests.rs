@@ -113,7 +113,7 @@ fn unsupported_fields_are_named() {
         let fault = all.set_machine(serde_json::from_str(body).unwrap()).unwrap_err();
         assert!(fault.message.starts_with(&format!("{field}: ")), "{fault:?}");
     }
-    for field in ["balloon", "cpu-config", "mmds-config", "memory-hotplug"] {
+    for field in ["cpu-config", "mmds-config", "memory-hotplug"] {
         let config = serde_json::from_str(&format!("{{\"{field}\":{{}}}}")).unwrap();
         let fault = Resources::from_config(config).unwrap_err();
         assert!(

@@ -72,6 +72,30 @@ impl VmBackend for TestBackend {
         Ok(self.saved.clone())
     }
 
+    fn set_balloon_size(&mut self, amount_mib: u32) -> Result<(), String> {
+        if amount_mib > 128 {
+            return Err("larger than the guest's memory".into());
+        }
+        self.calls.push("balloon");
+        Ok(())
+    }
+
+    fn set_balloon_interval(&mut self, _: u16) -> Result<(), String> {
+        self.calls.push("interval");
+        Ok(())
+    }
+
+    fn balloon_stats(&mut self) -> Result<BalloonStats, String> {
+        Ok(BalloonStats {
+            target_pages: 512,
+            actual_pages: 256,
+            target_mib: 2,
+            actual_mib: 1,
+            free_memory: Some(4096),
+            ..BalloonStats::default()
+        })
+    }
+
     fn flush_metrics(&mut self) -> Result<(), String> {
         self.calls.push("flush");
         Ok(())
@@ -146,6 +170,13 @@ fn calls_are_refused_in_the_wrong_state() {
         (Method::Put, "/actions", r#"{"action_type":"FlushMetrics"}"#),
         (Method::Put, "/actions", r#"{"action_type":"SendCtrlAltDel"}"#),
         (Method::Patch, "/drives/a", r#"{"drive_id":"a"}"#),
+        (Method::Patch, "/balloon", r#"{"amount_mib":1}"#),
+        (Method::Get, "/balloon/statistics", ""),
+        (
+            Method::Patch,
+            "/balloon/statistics",
+            r#"{"stats_polling_interval_s":1}"#,
+        ),
         (Method::Patch, "/network-interfaces/a", r#"{"iface_id":"a"}"#),
     ];
     for (method, path, body) in after {
@@ -168,6 +199,11 @@ fn calls_are_refused_in_the_wrong_state() {
         (Method::Patch, "/machine-config", r#"{"vcpu_count":1}"#),
         (Method::Put, "/pmu", "{}"),
         (Method::Put, "/entropy", "{}"),
+        (
+            Method::Put,
+            "/balloon",
+            r#"{"amount_mib":1,"deflate_on_oom":true}"#,
+        ),
         (Method::Put, "/logger", "{}"),
     ] {
         let (status, fault) = send(&mut session, method, path, body);
@@ -316,4 +352,113 @@ fn load_is_refused_with_other_devices_and_unsupported_fields() {
     assert!(refused(&mut session, "/snapshot/load", LOAD).contains("was configured"));
     assert_eq!(state(&mut session), "Not started");
     assert!(session.backend().calls.is_empty());
+}
+
+const BALLOON: &str = r#"{"amount_mib":2,"deflate_on_oom":true,"stats_polling_interval_s":5}"#;
+
+/// The balloon is configured before the start and changed after it. `GET` returns the current values.
+#[test]
+fn balloon_is_configured_and_changed() {
+    let mut session = session();
+    let (status, fault) = send(&mut session, Method::Get, "/balloon", "");
+    assert!(status == 400 && fault.contains("no balloon"), "{fault}");
+    let hinting = BALLOON.replace('}', r#","free_page_hinting":true}"#);
+    assert!(refused(&mut session, "/balloon", &hinting).contains("free_page_hinting: unsupported"));
+    assert!(refused(&mut session, "/balloon", r#"{"amount_mib":2}"#).contains("deflate_on_oom"));
+    assert!(refused(&mut session, "/balloon", &BALLOON.replace("2,", "-2,")).contains("invalid value"));
+    for (path, body) in [
+        ("/boot-source", KERNEL),
+        ("/balloon", BALLOON),
+        ("/actions", START),
+    ] {
+        assert_eq!(send(&mut session, Method::Put, path, body).0, 204, "{path}");
+    }
+    let option = "--balloon=size=2,deflate-on-oom=on,stats=5,free-page-reporting=off";
+    assert!(session.backend().options.contains(&option.to_owned()));
+    let patch = |session: &mut TestSession, path: &str, body: &str| send(session, Method::Patch, path, body);
+    assert_eq!(patch(&mut session, "/balloon", r#"{"amount_mib":64}"#).0, 204);
+    let (status, fault) = patch(&mut session, "/balloon", r#"{"amount_mib":129}"#);
+    assert!(
+        status == 400 && fault.contains("amount_mib: larger than"),
+        "{fault}"
+    );
+    let interval = r#"{"stats_polling_interval_s":1}"#;
+    assert_eq!(patch(&mut session, "/balloon/statistics", interval).0, 204);
+    let (status, fault) = patch(
+        &mut session,
+        "/balloon/statistics",
+        r#"{"stats_polling_interval_s":0}"#,
+    );
+    assert!(
+        status == 400 && fault.contains("cannot be enabled or disabled"),
+        "{fault}"
+    );
+    assert_eq!(session.backend().calls, ["start", "balloon", "interval"]);
+    let (status, body) = send(&mut session, Method::Get, "/balloon", "");
+    let expected = r#"{"amount_mib":64,"deflate_on_oom":true,"stats_polling_interval_s":1,"free_page_hinting":false,"free_page_reporting":false}"#;
+    assert_eq!((status, body.as_str()), (200, expected));
+    let (status, body) = send(&mut session, Method::Get, "/balloon/statistics", "");
+    let expected =
+        r#"{"target_pages":512,"actual_pages":256,"target_mib":2,"actual_mib":1,"free_memory":4096}"#;
+    assert_eq!((status, body.as_str()), (200, expected));
+    let (status, fault) = patch(&mut session, "/balloon/hinting/start", "{}");
+    assert!(status == 400 && fault.contains("unsupported"), "{fault}");
+}
+
+/// A VM whose statistics were disabled at the start never has any.
+#[test]
+fn statistics_of_the_balloon_must_be_enabled_before_the_start() {
+    let mut session = session();
+    let without = BALLOON.replace(r#","stats_polling_interval_s":5"#, "");
+    for (path, body) in [
+        ("/boot-source", KERNEL),
+        ("/balloon", without.as_str()),
+        ("/actions", START),
+    ] {
+        assert_eq!(send(&mut session, Method::Put, path, body).0, 204, "{path}");
+    }
+    let (status, fault) = send(&mut session, Method::Get, "/balloon/statistics", "");
+    assert!(status == 400 && fault.contains("were not enabled"), "{fault}");
+    let change = |seconds: u16| format!("{{\"stats_polling_interval_s\":{seconds}}}");
+    let (status, fault) = send(&mut session, Method::Patch, "/balloon/statistics", &change(1));
+    assert!(status == 400 && fault.contains("cannot be enabled"), "{fault}");
+    let path = "/balloon/statistics";
+    assert_eq!(send(&mut session, Method::Patch, path, &change(0)).0, 204);
+}
+
+/// A restored VM has the balloon of the snapshot, with the size it had then.
+#[test]
+fn balloon_survives_a_snapshot() {
+    let mut source = session();
+    for (path, body) in [
+        ("/boot-source", KERNEL),
+        ("/balloon", BALLOON),
+        ("/actions", START),
+    ] {
+        assert_eq!(send(&mut source, Method::Put, path, body).0, 204, "{path}");
+    }
+    for (path, body) in [
+        ("/balloon", r#"{"amount_mib":64}"#),
+        ("/vm", r#"{"state":"Paused"}"#),
+    ] {
+        assert_eq!(send(&mut source, Method::Patch, path, body).0, 204, "{path}");
+    }
+    assert_eq!(send(&mut source, Method::Put, "/snapshot/create", SAVE).0, 204);
+    let mut target = session();
+    target.backend().saved = source.backend().saved.clone();
+    assert_eq!(send(&mut target, Method::Put, "/snapshot/load", LOAD).0, 204);
+    // The state file has the option.
+    assert!(
+        !target
+            .backend()
+            .options
+            .iter()
+            .any(|option| option.contains("balloon"))
+    );
+    let (status, body) = send(&mut target, Method::Get, "/balloon", "");
+    assert!(status == 200 && body.contains(r#""amount_mib":64"#), "{body}");
+    assert_eq!(
+        send(&mut target, Method::Patch, "/balloon", r#"{"amount_mib":1}"#).0,
+        204
+    );
 }

@@ -13,11 +13,13 @@ use super::{DONE, OperatorCommandError, OutputError, connect, print};
 use crate::exit::ExitStatus;
 use crate::input;
 use crate::values::{integer_in_range, parse_seconds};
+use control_api::balloon::BalloonInfo;
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{Call, VcpuPlug, VmInfo, VmSettings, VmState};
 use control_api::request;
 use diagnostics::vcpu_names;
 use perf_core::{SharePolicy, UnknownSharePolicy};
+use virtio_devices::balloon::config::parse_size_mib;
 use vpmu::filter::FilterError;
 
 /// Time limit for vCPUs to leave the guest and for a VM to end.
@@ -71,6 +73,16 @@ pub enum CtlAction {
         /// Set the time to wait for the guest, in seconds.
         #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = parse_seconds)]
         wait: Duration,
+    },
+    /// Show the balloon, or change its size. Requires a VM started with --balloon.
+    Balloon {
+        /// Size of the balloon: MiB, or a number with M, G or T. The guest gives as much memory back to
+        /// the host as it can.
+        #[arg(value_name = "SIZE", allow_negative_numbers = true, value_parser = parse_size_mib)]
+        size_mib: Option<u32>,
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
     },
     /// Save the VM to a new directory, from which `perfvisor run --restore DIR` continues it. The VM is
     /// paused meanwhile and goes on afterwards.
@@ -131,6 +143,8 @@ pub enum CtlError {
     },
     #[error("{0} is still being removed")]
     Leaving(String),
+    #[error("the VM has no balloon; start it with --balloon")]
+    NoBalloon,
     #[error("the VM has not exited yet")]
     NotEnded,
     #[error(transparent)]
@@ -162,6 +176,7 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
         CtlAction::Powerdown => (Call::Powerdown, "power button pressed"),
         CtlAction::Status { .. } => (Call::Status, ""),
         CtlAction::Vcpus { count, .. } => (Call::Vcpus { count: *count }, ""),
+        CtlAction::Balloon { .. } => (Call::Status, ""),
         CtlAction::Snapshot { .. } => (Call::Snapshot, ""),
         CtlAction::Share { policy } => {
             let parsed: Result<SharePolicy, _> = policy.parse();
@@ -212,6 +227,10 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
             vcpus(&mut client, count, wait)?;
             let info: VmInfo = client.call(request::Status)?;
             return print_status(&info);
+        }
+        CtlAction::Balloon { size_mib, json } => {
+            balloon(&mut client, size_mib, json)?;
+            return Ok(DONE);
         }
         CtlAction::Snapshot { .. }
         | CtlAction::Resume
@@ -291,14 +310,57 @@ fn settings_text(info: &VmInfo) -> String {
             share,
             filter,
             memory_bytes,
+            balloon,
         } = settings;
         let _ = write!(
             text,
             ", backing {backing}, sharing {share}\nfilter {filter}\nmemory {} MiB",
             memory_bytes >> 20
         );
+        if let Some(balloon) = balloon {
+            let _ = write!(text, "\n{}", balloon_text(balloon));
+        }
     }
     text + "\n"
+}
+
+/// Returns one line about the balloon.
+fn balloon_text(balloon: &BalloonInfo) -> String {
+    let mut text = format!(
+        "balloon {} MiB, target {} MiB, {} MiB released so far",
+        balloon.actual_bytes >> 20,
+        balloon.target_bytes >> 20,
+        balloon.released_bytes >> 20
+    );
+    let statistics = balloon.statistics.unwrap_or_default();
+    if let (Some(available), Some(total)) = (statistics.available_memory, statistics.total_memory) {
+        let _ = write!(
+            text,
+            "; the guest reports {} of {} MiB available",
+            available >> 20,
+            total >> 20
+        );
+    }
+    text
+}
+
+/// Changes the size of the balloon if one is given, and prints its state.
+fn balloon(client: &mut Client, size_mib: Option<u32>, json: bool) -> Result<(), CtlError> {
+    let balloon: BalloonInfo = match size_mib {
+        Some(size_mib) => client.call(request::Balloon { size_mib })?,
+        None => {
+            let info: VmInfo = client.call(request::Status)?;
+            let balloon = info.settings.and_then(|settings| settings.balloon);
+            balloon.ok_or(CtlError::NoBalloon)?
+        }
+    };
+    if json {
+        let text = serde_json::to_string(&balloon).map_err(OutputError::from)?;
+        print(&(text + "\n"))?;
+    } else {
+        print(&format!("{}: {}\n", client.info().name, balloon_text(&balloon)))?;
+    }
+    Ok(())
 }
 
 /// Adds or removes vCPUs, and waits until the guest has responded.

@@ -274,6 +274,7 @@ fn vcpu_label(vcpu: impl fmt::Display) -> (&'static str, String) {
 impl Snapshot {
     fn add_to(&self, out: &mut MetricFamilies) {
         self.encode_vm(out);
+        self.encode_balloon(out);
         self.encode_loop(out);
         self.encode_guest_counters(out);
         self.encode_events(out);
@@ -306,6 +307,47 @@ impl Snapshot {
         out.gauges("vm_vcpus", "Number of vCPUs.", None, one(f64::from(vm.vcpus)));
         let help = "Maximum number of vCPUs.";
         out.gauges("vm_vcpus_max", help, None, one(f64::from(vm.max_vcpus)));
+    }
+
+    fn encode_balloon(&self, out: &mut MetricFamilies) {
+        let settings = self.vm.settings.as_ref();
+        let Some(balloon) = settings.and_then(|settings| settings.balloon.as_ref()) else {
+            return;
+        };
+        let gauge = |bytes: u64| vec![(MetricLabels::new(), bytes as f64)];
+        let help = "Requested size of the balloon.";
+        let unit = Some(Unit::Bytes);
+        out.gauges("vm_balloon_target", help, unit, gauge(balloon.target_bytes));
+        let help = "Size of the balloon, as the guest's driver reports it.";
+        let unit = Some(Unit::Bytes);
+        out.gauges("vm_balloon_actual", help, unit, gauge(balloon.actual_bytes));
+        out.counts(
+            "vm_balloon_released_bytes",
+            "Guest memory that the balloon has given back to the host.",
+            vec![(MetricLabels::new(), balloon.released_bytes)],
+        );
+        let statistics = balloon.statistics.unwrap_or_default();
+        let memory = [
+            ("total", statistics.total_memory),
+            ("free", statistics.free_memory),
+            ("available", statistics.available_memory),
+            ("caches", statistics.disk_caches),
+        ];
+        let memory = memory.into_iter().filter_map(|(kind, bytes)| {
+            let labels = vec![("kind", kind.to_owned())];
+            Some((labels, bytes? as f64))
+        });
+        let help = "Memory of the guest, as its driver reports it.";
+        out.gauges("guest_memory", help, Some(Unit::Bytes), memory.collect());
+        let faults = [
+            ("major", statistics.major_faults),
+            ("minor", statistics.minor_faults),
+        ];
+        let faults = faults
+            .into_iter()
+            .filter_map(|(kind, count)| Some((vec![("kind", kind.to_owned())], count?)));
+        let help = "Page faults in the guest, as its driver reports them.";
+        out.counts("guest_page_faults", help, faults.collect());
     }
 
     /// Returns one series per vCPU.
@@ -511,7 +553,8 @@ impl Snapshot {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use control_api::protocol::{ClientRole, GuestCounter};
+    use control_api::balloon::{BalloonInfo, BalloonStatistics};
+    use control_api::protocol::{ClientRole, GuestCounter, VmSettings};
 
     fn snapshot() -> Snapshot {
         let counter = |counter: &str, event: Option<&str>, backing: Option<&str>| GuestCounter {
@@ -612,6 +655,43 @@ mod tests {
         }
         assert!(!text.contains("cache-misses") && !text.contains(&0xffff_ffff_0000u64.to_string()));
         assert!(text.ends_with("# EOF\n"));
+    }
+
+    /// Statistics that the driver does not send have no series.
+    #[test]
+    fn balloon_and_guest_memory_are_exported() {
+        let mut with_balloon = snapshot();
+        let statistics = BalloonStatistics {
+            free_memory: Some(8192),
+            minor_faults: Some(3),
+            ..BalloonStatistics::default()
+        };
+        with_balloon.vm.settings = Some(VmSettings {
+            backing: "clock".into(),
+            share: "strict".into(),
+            filter: String::new(),
+            memory_bytes: 1 << 25,
+            balloon: Some(BalloonInfo {
+                target_bytes: 1 << 21,
+                actual_bytes: 1 << 20,
+                released_bytes: 4096,
+                statistics: Some(statistics),
+                ..BalloonInfo::default()
+            }),
+        });
+        let text = encode(&[with_balloon], MetricFamilies::default());
+        for line in [
+            "perfvisor_vm_balloon_target_bytes{vm=\"a\"} 2097152.0",
+            "perfvisor_vm_balloon_actual_bytes{vm=\"a\"} 1048576.0",
+            "perfvisor_vm_balloon_released_bytes_total{vm=\"a\"} 4096",
+            "perfvisor_guest_memory_bytes{vm=\"a\",kind=\"free\"} 8192.0",
+            "perfvisor_guest_page_faults_total{vm=\"a\",kind=\"minor\"} 3",
+        ] {
+            assert!(text.lines().any(|l| l == line), "{line} is not in\n{text}");
+        }
+        assert!(!text.contains("kind=\"total\"") && !text.contains("kind=\"major\""));
+        let without = encode(&[snapshot()], MetricFamilies::default());
+        assert!(!without.contains("balloon"));
     }
 
     /// OpenMetrics requires the series of a family to be contiguous.

@@ -512,8 +512,11 @@ fn sanitize(mut vm: Snapshot) -> Snapshot {
     for text in [&mut vm.vm.version, &mut vm.vm.pmu, &mut vm.vm.guest] {
         short(text);
     }
+    if let Some(settings) = &mut vm.vm.settings {
+        let texts = [&mut settings.backing, &mut settings.share, &mut settings.filter];
+        texts.into_iter().for_each(short);
+    }
     let mut seen = HashSet::new();
-    vm.vm.settings = None;
     vm.vcpus.truncate(MAX_VCPUS);
     vm.vcpus.retain(|vcpu| seen.insert(vcpu.vcpu));
     for vcpu in &mut vm.vcpus {

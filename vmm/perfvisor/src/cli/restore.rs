@@ -10,8 +10,9 @@ use vpmu::BackingPolicy;
 use super::{Cli, CliCommand, CliExit, RunArgs};
 
 /// Options that determine the machine, by the names of their fields. None is a path.
-const MACHINE_OPTIONS: [&str; 13] = [
+const MACHINE_OPTIONS: [&str; 14] = [
     "backing",
+    "balloon",
     "cpu_signature",
     "cpus",
     "hide_uncounted",
@@ -31,7 +32,8 @@ const BACKING: &str = "backing";
 
 /// Options that `--restore` excludes: the other [`MACHINE_OPTIONS`], those of a kernel to boot, and
 /// those of devices and settings that no snapshot has.
-pub(super) const CONFLICTS: [&str; 23] = [
+pub(super) const CONFLICTS: [&str; 24] = [
+    "balloon",
     "boot_protocol",
     "builtin",
     "cmdline",
@@ -132,6 +134,7 @@ impl RunArgs {
         };
         Ok(Self {
             backing,
+            balloon: parsed.balloon,
             cpu_signature: parsed.cpu_signature,
             cpus: parsed.cpus,
             hide_uncounted: parsed.hide_uncounted,
@@ -175,7 +178,7 @@ mod tests {
     #[test]
     fn machine_options_survive_a_snapshot() {
         let given = "--cpus 2,max=4 --memory 64M --pmu amd --pmu-counters 4 --rdpmc trap --rng off \
-            --pmi-limit 99 --pmi-share 20%";
+            --pmi-limit 99 --pmi-share 20% --balloon size=8,stats=2";
         let first = run(given).unwrap();
         assert_eq!(first.machine_options["memory"], "64M");
         let restored = run("--restore d --name x").unwrap();
@@ -186,6 +189,8 @@ mod tests {
         assert_eq!(restored.pmu_counters, first.pmu_counters);
         assert_eq!((restored.rdpmc, restored.rng), (first.rdpmc, false));
         assert_eq!(restored.pmi_limit, Some(99));
+        assert_eq!(restored.balloon, first.balloon);
+        assert!(first.balloon.is_some_and(|balloon| balloon.size_mib == 8));
         assert_eq!(restored.pmi_share, first.pmi_share);
         assert!(first.pmi_share.is_some());
         assert_eq!(restored.machine_options, first.machine_options);

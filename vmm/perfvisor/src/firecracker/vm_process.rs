@@ -11,13 +11,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Stdio};
 use std::time::{Duration, SystemTime};
 
+use control_api::balloon::BalloonInfo;
 use control_api::client::{Client, REPLY_TIMEOUT};
 use control_api::protocol::{VmInfo, VmState};
 use control_api::request;
 use control_api::socket_dir;
 use firecracker_api::resources::log_level;
 use firecracker_api::session::VmBackend;
-use firecracker_api::types::{Logger, Metrics, VmConfig};
+use firecracker_api::types::{BalloonStats, Logger, Metrics, VmConfig};
 use log::LevelFilter;
 use operator::exit::ExitStatus;
 use operator::input;
@@ -279,6 +280,27 @@ impl VmBackend for VmProcess {
         snapshots::read_config(Path::new(state)).map_err(|e| error_line(&e))
     }
 
+    fn set_balloon_size(&mut self, amount_mib: u32) -> Result<(), String> {
+        let size_mib = amount_mib;
+        let set = self.running()?.call(request::Balloon { size_mib });
+        set.map(|_| ()).map_err(|e| error_line(&e))
+    }
+
+    fn set_balloon_interval(&mut self, seconds: u16) -> Result<(), String> {
+        let interval_s = seconds;
+        let set = self.running()?.call(request::BalloonStatistics { interval_s });
+        set.map(|_| ()).map_err(|e| error_line(&e))
+    }
+
+    fn balloon_stats(&mut self) -> Result<BalloonStats, String> {
+        let info = self.running()?.call(request::Status);
+        let settings = info.map_err(|e| error_line(&e))?.settings;
+        let balloon = settings.and_then(|settings| settings.balloon);
+        balloon
+            .map(|balloon| stats_of(&balloon))
+            .ok_or("the VM has no balloon".into())
+    }
+
     fn flush_metrics(&mut self) -> Result<(), String> {
         let client = self.running()?;
         let info = client.call(request::Status).map_err(|e| error_line(&e))?;
@@ -292,6 +314,34 @@ impl VmBackend for VmProcess {
         };
         file.write_all(format!("{line}\n").as_bytes())
             .map_err(|e| error_line(&e))
+    }
+}
+
+/// Converts the state of the balloon.
+fn stats_of(balloon: &BalloonInfo) -> BalloonStats {
+    let in_units_of = |bytes: u64, shift: u32| u32::try_from(bytes >> shift).unwrap_or(u32::MAX);
+    let of = balloon.statistics.unwrap_or_default();
+    BalloonStats {
+        target_pages: in_units_of(balloon.target_bytes, 12),
+        actual_pages: in_units_of(balloon.actual_bytes, 12),
+        target_mib: in_units_of(balloon.target_bytes, 20),
+        actual_mib: in_units_of(balloon.actual_bytes, 20),
+        swap_in: of.swap_in,
+        swap_out: of.swap_out,
+        major_faults: of.major_faults,
+        minor_faults: of.minor_faults,
+        free_memory: of.free_memory,
+        total_memory: of.total_memory,
+        available_memory: of.available_memory,
+        disk_caches: of.disk_caches,
+        hugetlb_allocations: of.hugetlb_allocations,
+        hugetlb_failures: of.hugetlb_failures,
+        oom_kill: of.oom_kill,
+        alloc_stall: of.alloc_stall,
+        async_scan: of.async_scan,
+        direct_scan: of.direct_scan,
+        async_reclaim: of.async_reclaim,
+        direct_reclaim: of.direct_reclaim,
     }
 }
 

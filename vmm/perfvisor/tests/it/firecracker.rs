@@ -212,7 +212,18 @@ fn snapshot_is_loaded_by_another_process() {
         "/drives/data",
         json!({"drive_id": "data", "is_root_device": false, "path_on_host": disk, "is_read_only": true}),
     );
+    source.put(
+        "/balloon",
+        json!({"amount_mib": 1, "deflate_on_oom": true, "stats_polling_interval_s": 60}),
+    );
     source.start_vm();
+    let (status, fault) = source.request("PATCH", "/balloon", &json!({"amount_mib": 2}));
+    assert_eq!(status, 204, "{fault}");
+    let message = source.refused("PATCH", "/balloon", json!({"amount_mib": 1 << 20}));
+    assert!(
+        message.contains("amount_mib: a balloon of 1048576 MiB is larger"),
+        "{message}"
+    );
     eventually("the guest spins", || {
         std::fs::read_to_string(source.path("serial"))
             .unwrap_or_default()
@@ -256,6 +267,15 @@ fn snapshot_is_loaded_by_another_process() {
     assert_eq!(config["machine-config"]["vcpu_count"], 2);
     let status = stdout_of(&mut target.operator(&["ctl", "two", "status"]));
     assert!(status.contains("two: paused"), "{status}");
+    // The balloon has the size that it had at the snapshot.
+    assert!(status.contains("balloon 0 MiB, target 2 MiB"), "{status}");
+    assert_eq!(target.get("/balloon")["amount_mib"], 2);
+    let statistics = target.get("/balloon/statistics");
+    let expected = json!({"target_pages": 512, "actual_pages": 0, "target_mib": 2, "actual_mib": 0});
+    assert_eq!(statistics, expected);
+    let interval = json!({"stats_polling_interval_s": 1});
+    let (status, fault) = target.request("PATCH", "/balloon/statistics", &interval);
+    assert_eq!(status, 204, "{fault}");
     target.patch_vm("Resumed");
     let count = ["stat", "two", "-x,", "-e", "cycles", "-d", "0.5"];
     let count = stdout_of(&mut target.operator(&count));

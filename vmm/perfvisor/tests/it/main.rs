@@ -5,6 +5,7 @@
 
 mod all_vms;
 mod annotate;
+mod balloon;
 mod branch_stacks;
 mod broken_pipe;
 mod common;

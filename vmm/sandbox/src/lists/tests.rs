@@ -192,7 +192,7 @@ fn privilege_escalation_calls_are_denied() {
 /// starter may make the calls of the threads that it starts.
 #[test]
 fn argument_rules_apply_per_thread_kind() {
-    use ThreadKind::{Debugger, Device, Main, Socket, Starter, Vcpu};
+    use ThreadKind::{Balloon, Debugger, Device, Main, Socket, Starter, Vcpu};
     let all = &ThreadKind::ALL[..];
     let kvm = |nr: u64| vec![3, 0xae00 | nr];
     let tty = |nr: u64| vec![0, 0x5400 | nr];
@@ -244,6 +244,7 @@ fn argument_rules_apply_per_thread_kind() {
         ("memory of a stack", Sysno::mmap, vec![0, 4096, 0, 0x2_4022], all, TRAP),
         ("memory for code", Sysno::mmap, vec![0, 4096, 5, 0x22], &[], TRAP),
         ("memory at an address of its choice", Sysno::mmap, vec![0, 4096, 3, 0x32], &[], TRAP),
+        ("memory in place of a file's", Sysno::mmap, vec![0, 4096, 3, 0x4032], &[Balloon, Starter], TRAP),
         ("memory of a heap given back", Sysno::mmap, vec![0, 4096, 0, 0x32], all, TRAP),
         ("memory of a file", Sysno::mmap, vec![0, 4096, 1, 2], &[], TRAP),
         ("memory that is shared", Sysno::mmap, vec![0, 4096, 3, 1], &[Main, Vcpu, Starter], TRAP),
@@ -253,6 +254,8 @@ fn argument_rules_apply_per_thread_kind() {
         ("memory moved to an address", Sysno::mremap, vec![0, 1, 2, 3], &[], TRAP),
         ("memory given back", Sysno::madvise, vec![0, 1, 4], all, TRAP),
         ("memory taken from the host", Sysno::madvise, vec![0, 1, 23], &[Main, Starter], TRAP),
+        ("a hole in a memory file", Sysno::madvise, vec![0, 1, 9], &[Balloon, Starter], TRAP),
+        ("memory outside core dumps", Sysno::madvise, vec![0, 1, 16], &[Balloon, Starter], TRAP),
         ("memory in a core dump", Sysno::madvise, vec![0, 1, 17], &[], TRAP),
         ("a lock", Sysno::futex, vec![0, 0x189], all, TRAP),
         ("a lock with an owner", Sysno::futex, vec![0, 6], &[], TRAP),

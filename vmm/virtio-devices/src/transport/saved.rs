@@ -29,7 +29,7 @@ pub enum RestoreDeviceError {
     /// The device has other properties, such as another size.
     #[error("{0} is not the one of the snapshot: its size, serial number, address or access differs")]
     OtherIdentity(String),
-    /// A driver could not have written the registers.
+    /// A driver could not have written the registers, or the device cannot have the state.
     #[error("the saved registers of {0} are not ones that it can have")]
     Registers(String),
     /// The queues are unusable.
@@ -41,7 +41,7 @@ impl PciFunction {
     /// Stops the device's thread for a snapshot.
     pub(super) fn quiesce(&mut self) {
         if !self.quiesced && self.active.is_some() {
-            self.device.reset();
+            self.device.quiesce();
             self.quiesced = true;
         }
     }
@@ -67,6 +67,7 @@ impl PciFunction {
             id: self.device.id(),
             name: self.device.name().to_owned(),
             config: self.device.identity().into(),
+            state: self.device.save_state().into(),
             config_space: space.into(),
             active: self.active.is_some(),
             ..SavedDevice::default()
@@ -102,6 +103,7 @@ impl PciFunction {
         if saved.config_space.0.len() != SPACE_BYTES
             || !self.common.restore(saved)
             || active != self.common.is_active() && !self.common.needs_reset()
+            || !self.device.restore_state(&saved.state.0)
         {
             return Err(RestoreDeviceError::Registers(name));
         }

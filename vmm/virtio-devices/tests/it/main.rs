@@ -1,4 +1,5 @@
 //! Integration tests of virtio devices: one program, with a module for each subject.
 
+mod filtered_balloon;
 mod jailed_share;
 mod snapshots;

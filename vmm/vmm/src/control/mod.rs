@@ -3,6 +3,7 @@
 //!
 //! | module | contents |
 //! |---|---|
+//! | `balloon` | state of the balloon |
 //! | `counts` | statistics of a vCPU's run loop |
 //! | [`server`] | the server in the VM's main loop: connections and their limits |
 //! | `events` | translation of an operator's event to one of perf-core |
@@ -18,6 +19,7 @@
 //! connect. Each request is limited in size and rate, unsent replies are bounded, and all resources
 //! of a connection are closed with it.
 
+mod balloon;
 mod counts;
 mod events;
 mod exits;

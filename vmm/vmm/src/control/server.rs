@@ -26,6 +26,7 @@ use serde_json::Value;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EventFd};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
+use super::balloon;
 use super::counts;
 use super::exits::ExitWatch;
 use super::guest_view::vcpu_view;
@@ -47,6 +48,7 @@ use control_api::protocol::{
 use control_api::socket_dir::Socket;
 use kernel_images::packed::PackedSymbols;
 use refused::ConnectionRefusal;
+use virtio_devices::balloon::control::BalloonControl;
 
 /// Maximum number of open connections.
 const MAX_CONNECTIONS: usize = 32;
@@ -96,6 +98,8 @@ pub struct ControlledVm {
     pub flat: bool,
     /// Size of the guest's memory, in bytes.
     pub memory_bytes: u64,
+    /// The balloon, if the VM has one.
+    pub balloon: Option<Arc<BalloonControl>>,
     /// Parts of the VM that a snapshot reads.
     pub snapshots: Arc<SnapshotSource>,
     /// Options of the command line that determine the machine, for snapshots.
@@ -138,6 +142,7 @@ impl ControlledVm {
             share: self.pmu.core().share().to_string(),
             filter: self.pmu.filter_summary(),
             memory_bytes: self.memory_bytes,
+            balloon: self.balloon.as_deref().map(balloon::info),
         }
     }
 

@@ -365,9 +365,13 @@ pub fn event_filter(saved: &SavedFilter) -> Result<EventFilter, RestoreError> {
 #[cfg(test)]
 mod tests {
     use std::io;
+    use std::os::unix::fs::FileExt as _;
     use std::time::Duration;
 
     use perf_core::pmu::host::HostProbe;
+    use virtio_devices::balloon::BalloonDevice;
+    use virtio_devices::balloon::release::RamOrigin;
+    use virtio_devices::device::VirtioDevice;
     use vm_memory::{Bytes as _, GuestAddress};
 
     use super::RestoredMachine;
@@ -403,16 +407,149 @@ mod tests {
 
     /// Restores a VM with this code.
     fn restored(code: &[u8], saved: RestoredMachine) -> RunningVm {
+        restored_with(code, Vec::new(), saved)
+    }
+
+    /// Restores a VM with this code and these devices.
+    fn restored_with(code: &[u8], devices: Vec<Box<dyn VirtioDevice>>, saved: RestoredMachine) -> RunningVm {
         let kvm = host::open().unwrap();
         let parts = VmParts {
             begun: PendingKvmSetup::now(),
             kvm: &kvm,
             config: &testing::config(code),
-            devices: Vec::new(),
+            devices,
             probe: &HostProbe::run(),
             console: Box::new(io::sink()),
         };
         Vm::restore(parts, saved).and_then(Vm::start).unwrap()
+    }
+
+    /// Guest code that increments [`COUNTER`] forever.
+    const COUNT: [u8; 8] = [0xFF, 0x05, 0x00, 0x00, 0x88, 0x00, 0xEB, 0xF8];
+    const COUNTER: GuestAddress = GuestAddress(0x88_0000);
+    /// First page that is given to the balloon, and their number.
+    const INFLATED: u64 = 0x80_0000;
+    const PAGES: u32 = 64;
+
+    /// Driver of the balloon's inflate queue.
+    struct BalloonDriver<'a> {
+        vm: &'a RunningVm,
+        bar: u64,
+        sent: u16,
+    }
+
+    impl BalloonDriver<'_> {
+        /// Sends `pages` pages from `first` on, and waits for the device.
+        fn inflate(&mut self, first: GuestAddress, pages: u32) {
+            const PFNS: GuestAddress = GuestAddress(0x30_0000);
+            let memory = self.vm.ram().memory();
+            let start = u32::try_from(first.0 >> 12).unwrap();
+            let pfns = (start..start + pages).flat_map(u32::to_le_bytes);
+            memory.write_slice(&pfns.collect::<Vec<u8>>(), PFNS).unwrap();
+            let [table, avail, used] = testing::queue_addresses(0).map(GuestAddress);
+            memory.write_obj([PFNS.0, u64::from(pages) * 4], table).unwrap();
+            self.sent += 1;
+            memory.write_obj(self.sent, GuestAddress(avail.0 + 2)).unwrap();
+            let pci = self.vm.bus().pci().unwrap();
+            assert!(pci.write_memory(self.bar + 0x3000, &[0, 0]));
+            let done = || memory.read_obj::<u16>(GuestAddress(used.0 + 2)).unwrap() == self.sent;
+            assert!((0..5000).any(|_| {
+                std::thread::sleep(Duration::from_millis(1));
+                done()
+            }));
+        }
+
+        fn byte(&self, address: u64) -> u8 {
+            self.vm.ram().memory().read_obj(GuestAddress(address)).unwrap()
+        }
+
+        /// The page that the guest is using can be released as well: it goes on with a new one.
+        fn release_used_page(&mut self) {
+            const HIGH: u32 = 1 << 31;
+            let memory = self.vm.ram().memory();
+            let count = || memory.read_obj::<u32>(COUNTER).unwrap();
+            // The guest may overwrite the value.
+            while count() < HIGH {
+                memory.write_obj(HIGH, COUNTER).unwrap();
+            }
+            self.inflate(COUNTER, 1);
+            let first = count();
+            assert!(first < HIGH, "{first:#x}");
+            assert!((0..5000).any(|_| {
+                std::thread::sleep(Duration::from_millis(1));
+                count() > first
+            }));
+        }
+    }
+
+    /// Pages that a guest has given back are zeros in a snapshot. In the restored VM, pages of the
+    /// memory file do not come back when they are given back, and target and size are those of the
+    /// source.
+    #[test]
+    fn balloon_continues_in_restored_vm() {
+        let balloon = |origin| BalloonDevice::new("size=4".parse().unwrap(), 32 << 20, origin).unwrap();
+        let device = balloon(RamOrigin::Empty);
+        let control = device.control().clone();
+        let Some(source) = testing::vm_with_devices(&COUNT, vec![Box::new(device)], |_| ()) else {
+            return;
+        };
+        let filled = vec![7; 2 * PAGES as usize * 4096];
+        source
+            .ram()
+            .memory()
+            .write_slice(&filled, GuestAddress(INFLATED))
+            .unwrap();
+        let bar = testing::start_device(source.bus(), 0x61, 2);
+        let mut driver = BalloonDriver {
+            vm: &source,
+            bar,
+            sent: 0,
+        };
+        driver.inflate(GuestAddress(INFLATED), PAGES);
+        driver.release_used_page();
+        let next = INFLATED + u64::from(PAGES) * 4096;
+        assert_eq!([INFLATED, next - 1, next].map(|at| driver.byte(at)), [0, 0, 7]);
+        assert_eq!(control.state().released_bytes, u64::from(PAGES + 1) * 4096);
+        // The driver reports the actual size.
+        assert!(
+            source
+                .bus()
+                .pci()
+                .unwrap()
+                .write_memory(bar + 0x2004, &PAGES.to_le_bytes())
+        );
+        control.set_size_mib(5).unwrap();
+        let (saved, sent) = (testing::snapshot_of(&source), driver.sent);
+        let in_file = |file: &std::fs::File, at: u64| {
+            let mut byte = [1];
+            file.read_exact_at(&mut byte, at).unwrap();
+            byte[0]
+        };
+        assert_eq!(
+            [INFLATED, next - 1, next].map(|at| in_file(&saved.memory, at)),
+            [0, 0, 7]
+        );
+        assert_eq!(control.state().actual_pages, PAGES, "the source goes on");
+
+        let device = balloon(RamOrigin::Snapshot);
+        let control = device.control().clone();
+        let file = saved.memory.try_clone().unwrap();
+        let target = restored_with(&COUNT, vec![Box::new(device)], saved);
+        let state = control.state();
+        assert_eq!((state.target_pages, state.actual_pages), (5 * 256, PAGES));
+        let mut driver = BalloonDriver {
+            vm: &target,
+            bar,
+            sent,
+        };
+        assert_eq!([INFLATED, next].map(|at| driver.byte(at)), [0, 7]);
+        driver.inflate(GuestAddress(next), PAGES);
+        let last = next + u64::from(PAGES) * 4096 - 1;
+        assert_eq!([next, last].map(|at| driver.byte(at)), [0, 0]);
+        driver.release_used_page();
+        assert_eq!(in_file(&file, next), 7, "the file is unchanged");
+        let again = testing::snapshot_of(&target);
+        assert_eq!([next, last].map(|at| in_file(&again.memory, at)), [0, 0]);
     }
 
     fn generation_of(vm: &RunningVm) -> [u8; 16] {

@@ -434,44 +434,6 @@ mod tests {
         }
     }
 
-    /// Starts the device as a driver does. The interrupt of its queue is `vector` of vCPU 0.
-    fn start_device(bus: &Bus, vector: u8) {
-        let pci = bus.pci().unwrap();
-        let select = |register: u32| {
-            pci.write_port(0xCF8, &(1 << 31 | 1 << 11 | register).to_le_bytes());
-        };
-        let read = |register| {
-            select(register);
-            let mut value = [0; 4];
-            pci.read_port(0xCFC, &mut value);
-            u32::from_le_bytes(value)
-        };
-        let configure = |register, value: u32| {
-            select(register);
-            pci.write_port(0xCFC, &value.to_le_bytes());
-        };
-        let bar = u64::from(read(0x10));
-        let write = |offset: u64, value: u64, bytes: usize| {
-            assert!(pci.write_memory(bar + offset, &value.to_le_bytes()[..bytes]));
-        };
-        configure(4, 6);
-        // The first capability is MSI-X. Its entry 1 is the queue's.
-        configure(read(0x34) & 0xFC, 1 << 31);
-        write(0x4010, 0xFEE0_0000, 8);
-        write(0x4018, vector.into(), 8);
-        // Status, VERSION_1, and the queue.
-        write(20, 3, 1);
-        write(8, 1, 4);
-        write(12, 1, 4);
-        write(20, 11, 1);
-        write(26, 1, 2);
-        for (offset, address) in [(32, 0x20_0000), (40, 0x20_1000), (48, 0x20_2000)] {
-            write(offset, address, 8);
-        }
-        write(28, 1, 2);
-        write(20, 15, 1);
-    }
-
     /// The interrupt that a device raises while it is stopped is in the saved local APIC, whose vCPU
     /// has its interrupts disabled.
     #[test]
@@ -490,7 +452,7 @@ mod tests {
         while vm.registry().slots()[0].stats().io_out.get() == 0 {
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
-        start_device(vm.bus(), VECTOR);
+        testing::start_device(vm.bus(), VECTOR, 1);
         let saved = testing::snapshot_of(&vm).state;
         let lapic = &saved.vcpus[0].lapic.0;
         let is_requested = |vector: u8| {

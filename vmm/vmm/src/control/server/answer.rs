@@ -9,6 +9,7 @@ use serde_json::Value;
 use vpmu::EventFilter;
 
 use super::{Connection, ControlServer, FdSource, RequestOutcome, SocketAccess};
+use crate::control::balloon;
 use crate::control::exits::{ExitCountSnapshot, ExitWatch};
 use crate::control::rings::RingLayout;
 use crate::control::session::{EventSession, EventTargets, fail, role};
@@ -102,6 +103,12 @@ impl ControlServer {
                 vm.registry.withdraw_eject_requests();
                 value(vm.vcpu_plug())
             }
+            Call::Balloon { size_mib } => value(balloon::change(vm.balloon.as_ref(), |it| {
+                it.set_size_mib(size_mib)
+            })?),
+            Call::BalloonStatistics { interval_s } => value(balloon::change(vm.balloon.as_ref(), |it| {
+                it.set_statistics_interval(interval_s)
+            })?),
             Call::Share { policy } => {
                 let policy = share_policy(&policy)?;
                 vm.pmu.core().set_share(policy);
@@ -390,6 +397,8 @@ fn may_observe(call: &Call) -> Result<(), Failure> {
         | Call::Powerdown
         | Call::Vcpus { .. }
         | Call::VcpusWithdraw
+        | Call::Balloon { .. }
+        | Call::BalloonStatistics { .. }
         | Call::Share { .. }
         | Call::Filter { .. } => "an observer changes nothing of a VM: use its control socket",
     };

@@ -1,0 +1,169 @@
+//! Gives pages of guest memory back to the host.
+//!
+//! | memory | call |
+//! |---|---|
+//! | private anonymous | `madvise(MADV_DONTNEED)` |
+//! | shared with vhost-user back ends (memfd) | `madvise(MADV_REMOVE)`, which punches a hole in the file |
+//! | private mapping of a snapshot's memory file | anonymous memory replaces the pages |
+//!
+//! In a private mapping of a file, `MADV_DONTNEED` would bring the file's contents back: the next
+//! snapshot would contain them, and a later access would read them from disk.
+//!
+//! A released page reads as zeros and is allocated again when it is accessed. The guest can release
+//! any page of its RAM, including those with its virtqueues. The effect is the same as if the guest
+//! had written zeros, so the VMM needs no list of pages to protect.
+#![expect(unsafe_code, reason = "madvise(2), mmap(2)")]
+
+use std::collections::BTreeMap;
+use std::io;
+
+use vm_memory::{Address, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap};
+
+use super::pages::PageRange;
+
+/// Maximum number of mappings that replacements in a snapshot's memory add to the process. The kernel
+/// allows 65,530 mappings per process by default (`vm.max_map_count`).
+const MAX_MAPPINGS: usize = 16 << 10;
+
+/// Origin of the guest's RAM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RamOrigin {
+    /// New memory.
+    Empty,
+    /// Private mapping of the memory file of a snapshot.
+    Snapshot,
+}
+
+/// Gives pages of guest memory back to the host.
+#[derive(Debug)]
+pub struct PageReleaser {
+    origin: RamOrigin,
+    replaced: ReplacedRanges,
+}
+
+impl PageReleaser {
+    /// Creates a releaser for RAM of this origin.
+    pub fn new(origin: RamOrigin) -> Self {
+        Self {
+            origin,
+            replaced: ReplacedRanges::default(),
+        }
+    }
+
+    /// Releases the pages of a range that are RAM. Returns their number of bytes.
+    ///
+    /// # Errors
+    /// Returns the error of the host's kernel. Part of the range may be released.
+    pub fn release(&mut self, memory: &GuestMemoryMmap, range: PageRange) -> io::Result<u64> {
+        let end = range.start.0.saturating_add(range.bytes);
+        let mut released = 0;
+        for region in memory.iter() {
+            let first = region.start_addr().raw_value();
+            let (start, end) = (range.start.0.max(first), end.min(first + region.len()));
+            if start < end {
+                self.release_in(region, start, end)?;
+                released += end - start;
+            }
+        }
+        Ok(released)
+    }
+
+    /// Releases the guest-physical addresses from `start` to `end`, which are in `region`.
+    fn release_in(&mut self, region: &GuestRegionMmap, start: u64, end: u64) -> io::Result<()> {
+        if region.flags() & libc::MAP_SHARED != 0 {
+            return advise(region, start, end, libc::MADV_REMOVE);
+        }
+        if self.origin == RamOrigin::Snapshot
+            && !self.replaced.contains(start, end)
+            && self.replaced.has_room(start, end)
+            && replace(region, start, end).is_ok()
+        {
+            self.replaced.insert(start, end);
+            return Ok(());
+        }
+        // Without room for more mappings, the file's contents come back. The page is free all the same.
+        advise(region, start, end, libc::MADV_DONTNEED)
+    }
+}
+
+/// Returns the host address of a guest-physical address in `region`, and the length up to `end`.
+#[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
+fn host_range(region: &GuestRegionMmap, start: u64, end: u64) -> (*mut libc::c_void, usize) {
+    let first = region.start_addr().raw_value();
+    debug_assert!(start >= first && end <= first + region.len() && start < end);
+    let address = region.as_ptr().wrapping_add((start - first) as usize);
+    (address.cast(), (end - start) as usize)
+}
+
+fn advise(region: &GuestRegionMmap, start: u64, end: u64, advice: libc::c_int) -> io::Result<()> {
+    let (address, len) = host_range(region, start, end);
+    // SAFETY: the range is part of a mapping of guest memory, without Rust references. The advice
+    // values used here unmap nothing; the pages read as zeros, or as the contents of the file.
+    match unsafe { libc::madvise(address, len, advice) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Replaces a range of a private file mapping by anonymous memory.
+fn replace(region: &GuestRegionMmap, start: u64, end: u64) -> io::Result<()> {
+    let (address, len) = host_range(region, start, end);
+    let prot = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
+    // SAFETY: the range is part of a mapping of guest memory, without Rust references, and the new
+    // mapping replaces it atomically. The owner unmaps the whole range as before.
+    if unsafe { libc::mmap(address, len, prot, flags, -1, 0) } == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    // As for all guest memory. Without it the mapping would not merge with its neighbours either.
+    let _ = advise(region, start, end, libc::MADV_DONTDUMP);
+    Ok(())
+}
+
+/// Ranges of a file mapping that anonymous memory has replaced.
+///
+/// Each isolated range adds two mappings to the process. A hostile guest could otherwise release every
+/// second page until the process has no mappings left for its own memory.
+#[derive(Debug, Default)]
+struct ReplacedRanges {
+    /// Ends by start. The ranges do not touch.
+    ranges: BTreeMap<u64, u64>,
+    /// Upper bound of the mappings added. The kernel merges a new anonymous mapping with at least one
+    /// anonymous neighbour, but not two neighbours with each other if both have been written.
+    mappings: usize,
+}
+
+impl ReplacedRanges {
+    fn contains(&self, start: u64, end: u64) -> bool {
+        let before = self.ranges.range(..=start).next_back();
+        before.is_some_and(|(_, last)| *last >= end)
+    }
+
+    /// Returns the starts of the ranges that overlap or touch this one.
+    fn touching(&self, start: u64, end: u64) -> impl Iterator<Item = u64> {
+        let below = self.ranges.range(..=end).rev();
+        below
+            .take_while(move |(_, last)| **last >= start)
+            .map(|(first, _)| *first)
+    }
+
+    fn has_room(&self, start: u64, end: u64) -> bool {
+        self.mappings < MAX_MAPPINGS || self.touching(start, end).next().is_some()
+    }
+
+    fn insert(&mut self, start: u64, end: u64) {
+        let touching: Vec<u64> = self.touching(start, end).collect();
+        if touching.is_empty() {
+            self.mappings += 2;
+        }
+        let (mut first, mut last) = (start, end);
+        for start in touching {
+            first = first.min(start);
+            last = last.max(self.ranges.remove(&start).unwrap_or(last));
+        }
+        self.ranges.insert(first, last);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,64 @@
+//! Converts the state of the balloon for control clients.
+
+use std::sync::Arc;
+
+use control_api::balloon::{BalloonInfo, BalloonStatistics};
+use control_api::protocol::{Failure, FailureKind};
+use virtio_devices::balloon::control::{BalloonControl, BalloonRequestError};
+use virtio_devices::balloon::pages::PAGE_BYTES;
+use virtio_devices::balloon::statistics::{GuestMemoryStatistics, StatisticTag};
+
+use super::session::fail;
+
+/// Changes the balloon, and returns its state.
+pub(super) fn change(
+    balloon: Option<&Arc<BalloonControl>>,
+    change: impl FnOnce(&BalloonControl) -> Result<(), BalloonRequestError>,
+) -> Result<BalloonInfo, Failure> {
+    let Some(balloon) = balloon else {
+        return fail(
+            FailureKind::Unsupported,
+            "the VM has no balloon; start it with --balloon",
+        );
+    };
+    match change(balloon) {
+        Ok(()) => Ok(info(balloon)),
+        Err(e) => fail(FailureKind::Invalid, e.to_string()),
+    }
+}
+
+/// Returns the state of the balloon.
+pub(super) fn info(balloon: &BalloonControl) -> BalloonInfo {
+    let state = balloon.state();
+    let config = state.config;
+    BalloonInfo {
+        target_bytes: u64::from(state.target_pages) * PAGE_BYTES,
+        actual_bytes: u64::from(state.actual_pages) * PAGE_BYTES,
+        released_bytes: state.released_bytes,
+        deflate_on_oom: config.deflate_on_oom,
+        free_page_reporting: config.free_page_reporting,
+        statistics_interval_s: config.statistics_interval_s,
+        statistics: state.statistics.as_ref().map(statistics),
+    }
+}
+
+fn statistics(of: &GuestMemoryStatistics) -> BalloonStatistics {
+    BalloonStatistics {
+        swap_in: of.get(StatisticTag::SwapIn),
+        swap_out: of.get(StatisticTag::SwapOut),
+        major_faults: of.get(StatisticTag::MajorFaults),
+        minor_faults: of.get(StatisticTag::MinorFaults),
+        free_memory: of.get(StatisticTag::FreeMemory),
+        total_memory: of.get(StatisticTag::TotalMemory),
+        available_memory: of.get(StatisticTag::AvailableMemory),
+        disk_caches: of.get(StatisticTag::DiskCaches),
+        hugetlb_allocations: of.get(StatisticTag::HugetlbAllocations),
+        hugetlb_failures: of.get(StatisticTag::HugetlbFailures),
+        oom_kill: of.get(StatisticTag::OomKills),
+        alloc_stall: of.get(StatisticTag::AllocationStalls),
+        async_scan: of.get(StatisticTag::AsyncScan),
+        direct_scan: of.get(StatisticTag::DirectScan),
+        async_reclaim: of.get(StatisticTag::AsyncReclaim),
+        direct_reclaim: of.get(StatisticTag::DirectReclaim),
+    }
+}
