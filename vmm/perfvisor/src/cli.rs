@@ -439,7 +439,8 @@ pub struct RunArgs {
     /// Add a disk: an image or a block device. Options: ro (read-only), serial=TEXT,
     /// format=raw|qcow2 (raw by default, never detected), backing=FILE with
     /// backing-format=raw|qcow2 (once for each backing image of a qcow2 image),
-    /// block-size=512|4096. May be repeated.
+    /// block-size=512|4096, rate limits bandwidth=BYTES/MS[+BURST] and ops=N/MS[+BURST]. May be
+    /// repeated.
     #[arg(
         long,
         value_name = "FILE[,ro][,format=qcow2][,...]",
@@ -474,10 +475,11 @@ pub struct RunArgs {
     #[arg(long, value_name = "SIGNATURE", help_heading = "Machine")]
     pub cpu_signature: Option<CpuSignature>,
     /// Add a network device on an existing tap device. The MAC address is derived from the VM's
-    /// name unless given. May be repeated.
+    /// name unless given. Rate limits: rx-bandwidth=BYTES/MS[+BURST] and rx-ops=N/MS[+BURST], also
+    /// with tx-. May be repeated.
     #[arg(
         long,
-        value_name = "tap=NAME[,mac=XX:XX:XX:XX:XX:XX]",
+        value_name = "tap=NAME[,mac=XX:XX:XX:XX:XX:XX][,...]",
         help_heading = "Consoles and devices"
     )]
     pub net: Vec<NetConfig>,
