@@ -105,6 +105,17 @@ requests! {
         /// Contents of the filter, as in a file for `--pmu-filter`.
         toml: String,
     } => ();
+    /// Requests the rate limiters of the devices. Reply: a list of [`protocol::RateLimiterInfo`].
+    RateLimiters => Vec<protocol::RateLimiterInfo>;
+    /// Changes the limits of a rate limiter.
+    RateLimit {
+        /// Name of the limiter.
+        name: String,
+        /// New limit of the bytes; unchanged if `None`.
+        bandwidth: Option<protocol::TokenBucketLimit>,
+        /// New limit of the operations; unchanged if `None`.
+        ops: Option<protocol::TokenBucketLimit>,
+    } => ();
     /// Opens events in disabled state. Reply: a list of [`OpenedEvent`].
     Open {
         /// Event list in perf's syntax.

@@ -50,6 +50,7 @@ use operator::commands::top::TopArgs;
 use perf_core::error_line;
 use virtio_devices::disk::config::DiskConfig;
 use virtio_devices::net::config::NetConfig;
+use virtio_devices::rate_limiter::limits::RateLimits;
 use virtio_devices::share::config::ShareConfig;
 use virtio_devices::vsock::VsockConfig;
 use vmm::boot::BootProtocol;
@@ -459,6 +460,10 @@ pub struct RunArgs {
     /// Provide entropy of the host (virtio-rng) to guests other than the built-in ones: on or off.
     #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off, help_heading = "Machine")]
     pub rng: bool,
+    /// Limit the rate of the entropy: bandwidth=BYTES/MS[+BURST] and ops=N/MS[+BURST] [default:
+    /// unlimited]
+    #[arg(long, value_name = "bandwidth=...,ops=...", help_heading = "Machine")]
+    pub rng_limits: Option<RateLimits>,
     /// Pin vCPUs to host CPUs: a list of VCPU=CPU [default: not pinned]
     #[arg(long, value_name = "LIST", help_heading = "Machine")]
     pub pin: Option<Pinning>,

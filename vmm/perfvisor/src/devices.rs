@@ -99,8 +99,9 @@ pub fn create_devices(
     }
     // The built-in guests do not use an entropy device.
     if args.rng && (args.kernel.is_some() || args.restore.is_some()) {
+        let rng = EntropyDevice::new().map_err(DeviceError::EntropyDevice)?;
         devices.push(Box::new(
-            EntropyDevice::new().map_err(DeviceError::EntropyDevice)?,
+            rng.with_limiter(limiter(args.rng_limits.unwrap_or_default())?),
         ));
     }
     if let Some(config) = &args.vsock {

@@ -516,8 +516,7 @@ mod tests {
         memory: &GuestMemoryMmap,
         [receive, transmit]: [ActiveQueue; 2],
     ) -> (DeviceWorker, DirectionLimiters, UnixDatagram) {
-        let mut limits = RateLimits::default();
-        limits.set_bandwidth("bandwidth", "500/20").unwrap();
+        let limits: RateLimits = "bandwidth=500/20".parse().unwrap();
         let limiter = || Some(Arc::new(RateLimiter::new(limits).unwrap()));
         let limiters = DirectionLimiters {
             rx: limiter(),

@@ -1,6 +1,7 @@
 //! Configuration of a rate limiter, as options of a device.
 
 use std::num::NonZeroU64;
+use std::str::FromStr;
 
 /// Nanoseconds of a millisecond.
 const NS_PER_MS: u64 = 1_000_000;
@@ -74,6 +75,9 @@ pub enum LimitsError {
     /// The option is repeated.
     #[error("'{0}' is given twice")]
     Twice(&'static str),
+    /// An option is unknown.
+    #[error("unknown option '{0}'; must be bandwidth=BYTES/MILLISECONDS[+BURST], ops=N/MILLISECONDS[+BURST]")]
+    Unknown(String),
 }
 
 impl RateLimits {
@@ -96,6 +100,23 @@ impl RateLimits {
     /// Returns a [`LimitsError`] if the value is invalid or the limit is set already.
     pub fn set_ops(&mut self, name: &'static str, value: &str) -> Result<(), LimitsError> {
         set(&mut self.ops, name, value)
+    }
+}
+
+/// Parses `bandwidth=` and `ops=`, separated by commas.
+impl FromStr for RateLimits {
+    type Err = LimitsError;
+
+    fn from_str(text: &str) -> Result<Self, LimitsError> {
+        let mut limits = Self::default();
+        for word in text.split(',') {
+            match word.split_once('=') {
+                Some(("bandwidth", value)) => limits.set_bandwidth("bandwidth", value)?,
+                Some(("ops", value)) => limits.set_ops("ops", value)?,
+                _ => return Err(LimitsError::Unknown(word.to_owned())),
+            }
+        }
+        Ok(limits)
     }
 }
 
@@ -143,10 +164,11 @@ mod tests {
 
     #[test]
     fn repeated_limit_is_rejected() {
-        let mut limits = RateLimits::default();
-        assert!(limits.is_unlimited());
-        limits.set_bandwidth("bandwidth", "1/1").unwrap();
-        limits.set_ops("ops", "1/1").unwrap();
-        assert_eq!(limits.set_ops("ops", "2/1"), Err(LimitsError::Twice("ops")));
+        assert!(RateLimits::default().is_unlimited());
+        let limits: RateLimits = "ops=1/1,bandwidth=2/1".parse().unwrap();
+        assert_eq!(limits.ops.unwrap().size.get(), 1);
+        let error = |text: &str| text.parse::<RateLimits>().unwrap_err();
+        assert_eq!(error("ops=1/1,ops=2/1"), LimitsError::Twice("ops"));
+        assert_eq!(error("ops=1/1,"), LimitsError::Unknown(String::new()));
     }
 }

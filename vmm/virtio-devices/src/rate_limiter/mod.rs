@@ -202,15 +202,8 @@ mod tests {
 
     use super::*;
 
-    fn limiter(bandwidth: Option<&str>, ops: Option<&str>) -> RateLimiter {
-        let mut limits = RateLimits::default();
-        if let Some(bandwidth) = bandwidth {
-            limits.set_bandwidth("bandwidth", bandwidth).unwrap();
-        }
-        if let Some(ops) = ops {
-            limits.set_ops("ops", ops).unwrap();
-        }
-        RateLimiter::new(limits).unwrap()
+    fn limiter(limits: &str) -> RateLimiter {
+        RateLimiter::new(limits.parse().unwrap()).unwrap()
     }
 
     /// Waits for the timer as the device's thread does, and returns whether it fires in time.
@@ -225,7 +218,7 @@ mod tests {
 
     #[test]
     fn exhausted_bucket_arms_the_timer_once() {
-        let limiter = limiter(None, Some("2/100"));
+        let limiter = limiter("ops=2/100");
         for _ in 0..2 {
             assert!(limiter.admit());
             limiter.charge(u64::MAX);
@@ -250,7 +243,7 @@ mod tests {
     /// A kick may be handled between the expiration and its event, and pause the queue again.
     #[test]
     fn stale_timer_event_does_not_disarm() {
-        let limiter = limiter(Some("1000000/1000"), None);
+        let limiter = limiter("bandwidth=1000000/1000");
         limiter.charge(1_001_000);
         assert!(!limiter.admit());
         assert!(fires(&limiter, Duration::from_secs(10)));
@@ -263,7 +256,7 @@ mod tests {
 
     #[test]
     fn changed_limit_wakes_a_paused_device() {
-        let limiter = limiter(Some("1/86400000"), Some("5/1000"));
+        let limiter = limiter("bandwidth=1/86400000,ops=5/1000");
         limiter.charge(1_000_000);
         assert!(!limiter.admit());
         let limits = BucketLimits {
@@ -285,7 +278,7 @@ mod tests {
 
     #[test]
     fn unlimited_device_is_never_paused() {
-        let limiter = limiter(None, None);
+        let limiter = RateLimiter::new(RateLimits::default()).unwrap();
         for _ in 0..1000 {
             limiter.charge(u64::MAX);
             assert!(limiter.admit());

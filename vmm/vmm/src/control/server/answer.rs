@@ -10,6 +10,7 @@ use vpmu::EventFilter;
 
 use super::{Connection, ControlServer, FdSource, RequestOutcome, SocketAccess};
 use crate::control::exits::{ExitCountSnapshot, ExitWatch};
+use crate::control::limits;
 use crate::control::rings::RingLayout;
 use crate::control::session::{EventSession, EventTargets, fail, role};
 use crate::pmu::{KernelSearchProgress, VmPmu};
@@ -108,6 +109,10 @@ impl ControlServer {
                 value(Value::Null)
             }
             Call::Filter { toml } => self.filter(&toml),
+            Call::RateLimiters => value(limits::describe(&vm.limiters)),
+            Call::RateLimit { name, bandwidth, ops } => {
+                value(limits::change(&vm.limiters, &name, bandwidth, ops)?)
+            }
             Call::Open {
                 events,
                 vcpus,
@@ -366,6 +371,7 @@ fn may_observe(call: &Call) -> Result<(), Failure> {
         | Call::Close
         | Call::Exits
         | Call::Counts
+        | Call::RateLimiters
         | Call::GuestView
         | Call::GuestViewResult { .. } => return Ok(()),
         Call::Open { .. }
@@ -391,6 +397,7 @@ fn may_observe(call: &Call) -> Result<(), Failure> {
         | Call::Vcpus { .. }
         | Call::VcpusWithdraw
         | Call::Share { .. }
+        | Call::RateLimit { .. }
         | Call::Filter { .. } => "an observer changes nothing of a VM: use its control socket",
     };
     fail(FailureKind::Denied, why)
