@@ -71,7 +71,7 @@ pub enum Call {
         /// Contents of the filter, as in a file for `--pmu-filter`.
         toml: String,
     },
-    /// Requests the rate limiters of the devices. Reply: a list of [`RateLimiterInfo`].
+    /// Requests the rate limiters. Reply: a list of [`crate::rate_limit::RateLimiterInfo`].
     RateLimiters,
     /// Changes the limits of a rate limiter.
     RateLimit {
@@ -79,10 +79,10 @@ pub enum Call {
         name: String,
         /// New limit of the bytes; unchanged if omitted.
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        bandwidth: Option<TokenBucketLimit>,
+        bandwidth: Option<crate::rate_limit::TokenBucketLimit>,
         /// New limit of the operations; unchanged if omitted.
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        ops: Option<TokenBucketLimit>,
+        ops: Option<crate::rate_limit::TokenBucketLimit>,
     },
     /// Opens events in disabled state. Reply: a list of [`OpenedEvent`].
     Open {
@@ -205,34 +205,6 @@ pub enum Call {
     },
 }
 
-/// A limit of a rate limiter, as a token bucket.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct TokenBucketLimit {
-    /// Capacity, in bytes or operations. 0: no limit.
-    pub size: u64,
-    /// Additional tokens at the start, which are never refilled.
-    #[serde(default, skip_serializing_if = "is_zero_u64")]
-    pub one_time_burst: u64,
-    /// Time in which an empty bucket is filled, in milliseconds. 0: no limit.
-    pub refill_ms: u64,
-}
-
-/// A rate limiter of a device.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct RateLimiterInfo {
-    /// Name: that of the device, followed by a direction for network devices, such as `disk0` and
-    /// `net0-rx`.
-    pub name: String,
-    /// Limit of the bytes.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub bandwidth: Option<TokenBucketLimit>,
-    /// Limit of the operations.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub ops: Option<TokenBucketLimit>,
-    /// Number of times that the limits have paused the device.
-    pub throttled: u64,
-}
-
 /// Sampling parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SamplingParams {
@@ -273,10 +245,6 @@ fn one() -> u32 {
 }
 
 fn is_zero(n: &u32) -> bool {
-    *n == 0
-}
-
-fn is_zero_u64(n: &u64) -> bool {
     *n == 0
 }
 

@@ -3,7 +3,8 @@
 //! Other programs send and expect these lines. Changing one changes the protocol and requires a new
 //! version, unless the change only adds optional fields.
 
-use control_api::protocol::{Call, Failure, FailureKind, PROTOCOL, ReplyLine, RequestLine, TokenBucketLimit};
+use control_api::protocol::{Call, Failure, FailureKind, PROTOCOL, ReplyLine, RequestLine};
+use control_api::rate_limit::TokenBucketLimit;
 use control_api::request::{self, Request};
 use perf_core::SharePolicy;
 use serde::Serialize;

@@ -12,7 +12,8 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 use std::time::{Duration, SystemTime};
 
 use control_api::client::{Client, REPLY_TIMEOUT};
-use control_api::protocol::{TokenBucketLimit, VmInfo, VmState};
+use control_api::protocol::{VmInfo, VmState};
+use control_api::rate_limit::TokenBucketLimit;
 use control_api::request;
 use control_api::socket_dir;
 use firecracker_api::resources::{LimiterChange, log_level};

@@ -11,8 +11,8 @@
 //! | [`view`] | read-only access to an image that a VM may be using |
 //! | [`request`] | request parsing and execution |
 //!
-//! The disk's thread processes requests sequentially, at the pace of its rate limiter. Data of a raw disk is not copied by the VMM:
-//! the kernel transfers it directly from and to guest memory.
+//! The disk's thread processes requests sequentially, at the pace of its rate limiter. Data of a raw
+//! disk is not copied by the VMM: the kernel transfers it directly from and to guest memory.
 
 pub mod config;
 pub mod image;

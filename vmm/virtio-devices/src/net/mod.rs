@@ -511,7 +511,8 @@ mod tests {
     const FRAMES: u16 = 8;
     const FRAME_BYTES: u32 = 512;
 
-    /// Starts the thread of a device whose two limiters admit one frame each 20 ms. Returns the far end of the tap device too.
+    /// Starts the thread of a device whose two limiters admit one frame each 20 ms. Returns the far
+    /// end of the tap device too.
     fn limited_device(
         memory: &GuestMemoryMmap,
         [receive, transmit]: [ActiveQueue; 2],

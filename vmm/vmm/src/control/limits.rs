@@ -3,7 +3,8 @@
 use std::num::NonZeroU64;
 use std::sync::Arc;
 
-use control_api::protocol::{Failure, FailureKind, RateLimiterInfo, TokenBucketLimit};
+use control_api::protocol::{Failure, FailureKind};
+use control_api::rate_limit::{RateLimiterInfo, TokenBucketLimit};
 use virtio_devices::rate_limiter::limits::BucketLimits;
 use virtio_devices::rate_limiter::{LimitChange, RateLimiter};
 
