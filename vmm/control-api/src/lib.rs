@@ -6,6 +6,7 @@
 //! | [`protocol`] | the messages: JSON lines, version 1 |
 //! | [`request`] | typed requests, each with its reply type |
 //! | `schema` | the JSON Schema of the messages, for clients in other languages |
+//! | [`rate_limit`] | rate limiters of devices |
 //! | [`snapshot`] | replies of the requests that take a snapshot |
 //! | [`client`] | the client |
 //! | [`counts`] | counters of a VM's run loops, for metrics |
@@ -40,6 +41,7 @@ pub mod events;
 pub mod nearest;
 pub mod peer;
 pub mod protocol;
+pub mod rate_limit;
 mod reading;
 pub mod request;
 mod schema;

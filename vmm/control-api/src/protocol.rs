@@ -85,6 +85,19 @@ pub enum Call {
         /// Contents of the filter, as in a file for `--pmu-filter`.
         toml: String,
     },
+    /// Requests the rate limiters. Reply: a list of [`crate::rate_limit::RateLimiterInfo`].
+    RateLimiters,
+    /// Changes the limits of a rate limiter.
+    RateLimit {
+        /// Name of the limiter.
+        name: String,
+        /// New limit of the bytes; unchanged if omitted.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        bandwidth: Option<crate::rate_limit::TokenBucketLimit>,
+        /// New limit of the operations; unchanged if omitted.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        ops: Option<crate::rate_limit::TokenBucketLimit>,
+    },
     /// Opens events in disabled state. Reply: a list of [`OpenedEvent`].
     Open {
         /// Event list in perf's syntax.

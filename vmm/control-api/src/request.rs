@@ -13,6 +13,7 @@ use crate::protocol::{
     self, Call, EventReading, GuestViews, HostRingInfo, KernelInfo, KernelSymbolsReply, OpenedEvent,
     RingInfo, RingLoss, SamplingParams, SnapshotId, VmInfo,
 };
+use crate::rate_limit::{RateLimiterInfo, TokenBucketLimit};
 use crate::snapshot::{self, SnapshotPiece, SnapshotProgress};
 
 /// A request with its reply type.
@@ -116,6 +117,17 @@ requests! {
     Filter {
         /// Contents of the filter, as in a file for `--pmu-filter`.
         toml: String,
+    } => ();
+    /// Requests the rate limiters of the devices. Reply: a list of [`RateLimiterInfo`].
+    RateLimiters => Vec<RateLimiterInfo>;
+    /// Changes the limits of a rate limiter.
+    RateLimit {
+        /// Name of the limiter.
+        name: String,
+        /// New limit of the bytes; unchanged if `None`.
+        bandwidth: Option<TokenBucketLimit>,
+        /// New limit of the operations; unchanged if `None`.
+        ops: Option<TokenBucketLimit>,
     } => ();
     /// Opens events in disabled state. Reply: a list of [`OpenedEvent`].
     Open {

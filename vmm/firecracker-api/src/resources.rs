@@ -6,9 +6,9 @@
 use crate::fault::Fault;
 use crate::routes::{NO_HINTING, check_id};
 use crate::types::{
-    Balloon, BootSource, Drive, EntropyDevice, HugePages, IoEngine, Logger, MachineConfig,
-    MachineConfigUpdate, Metrics, NetworkInterface, NetworkOverride, Pmu, RateLimiter, SerialDevice,
-    SnapshotLoadParams, VmConfig, Vsock,
+    Balloon, BootSource, Drive, DriveUpdate, EntropyDevice, HugePages, IoEngine, Logger, MachineConfig,
+    MachineConfigUpdate, Metrics, NetworkInterface, NetworkInterfaceUpdate, NetworkOverride, Pmu,
+    RateLimiter, SerialDevice, SnapshotLoadParams, VmConfig, Vsock,
 };
 
 /// Maximum number of vCPUs, as in the specification.
@@ -32,6 +32,31 @@ pub struct Resources {
     logger: Option<Logger>,
     metrics: Option<Metrics>,
     pmu: Option<Pmu>,
+}
+
+/// A change of a rate limiter of the running VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LimiterChange {
+    /// Name of the limiter in the VM.
+    pub name: String,
+    /// The new limits. An absent one stays, and one that limits nothing is removed.
+    pub limiter: RateLimiter,
+}
+
+impl LimiterChange {
+    /// Applies an update to the configured limiter. Returns `None` if there is no update.
+    fn apply(name: String, update: Option<RateLimiter>, limiter: &mut Option<RateLimiter>) -> Option<Self> {
+        let update = update?;
+        let old = limiter.unwrap_or_default();
+        *limiter = Some(RateLimiter {
+            bandwidth: update.bandwidth.or(old.bandwidth),
+            ops: update.ops.or(old.ops),
+        });
+        Some(Self {
+            name,
+            limiter: update,
+        })
+    }
 }
 
 impl Resources {
@@ -66,7 +91,7 @@ impl Resources {
             all.set_vsock(vsock)?;
         }
         if let Some(entropy) = config.entropy {
-            all.set_entropy(entropy)?;
+            all.set_entropy(entropy);
         }
         if let Some(balloon) = config.balloon {
             all.set_balloon(balloon)?;
@@ -198,7 +223,6 @@ impl Resources {
         if drive.socket.is_some() {
             return Err(Fault::unsupported("socket", "disks have no vhost-user back end"));
         }
-        check_limiter("rate_limiter", drive.rate_limiter.as_ref())?;
         if drive.io_engine == Some(IoEngine::Async) {
             return Err(Fault::unsupported("io_engine", "must be Sync"));
         }
@@ -242,8 +266,6 @@ impl Resources {
     /// Returns a [`Fault`] if a field is invalid or unsupported, or another device has the MAC
     /// address or the tap device.
     pub fn set_interface(&mut self, interface: NetworkInterface) -> Result<(), Fault> {
-        check_limiter("rx_rate_limiter", interface.rx_rate_limiter.as_ref())?;
-        check_limiter("tx_rate_limiter", interface.tx_rate_limiter.as_ref())?;
         if interface.mtu.is_some() {
             return Err(Fault::unsupported("mtu", "the device offers no MTU"));
         }
@@ -301,13 +323,53 @@ impl Resources {
     }
 
     /// Adds the entropy device.
+    pub fn set_entropy(&mut self, entropy: EntropyDevice) {
+        self.entropy = Some(entropy);
+    }
+
+    /// Changes the rate limiter of a drive. Returns the change under the name that the running VM
+    /// has for the limiter.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if a field is unsupported.
-    pub fn set_entropy(&mut self, entropy: EntropyDevice) -> Result<(), Fault> {
-        check_limiter("rate_limiter", entropy.rate_limiter.as_ref())?;
-        self.entropy = Some(entropy);
-        Ok(())
+    /// Returns a [`Fault`] if there is no such drive or the update has a new path.
+    pub fn update_drive(&mut self, update: DriveUpdate) -> Result<Option<LimiterChange>, Fault> {
+        let id = update.drive_id;
+        let index = self.drives_in_order().position(|drive| drive.drive_id == id);
+        let drive = self.drives.iter_mut().find(|drive| drive.drive_id == id);
+        let (Some(index), Some(drive)) = (index, drive) else {
+            return Err(Fault::bad(format!("drive_id: no drive '{id}'")));
+        };
+        if update.path_on_host.is_some() {
+            return Err(Fault::unsupported(
+                "path_on_host",
+                "the image of a drive cannot be replaced",
+            ));
+        }
+        let name = format!("disk{index}");
+        Ok(LimiterChange::apply(
+            name,
+            update.rate_limiter,
+            &mut drive.rate_limiter,
+        ))
+    }
+
+    /// Changes the rate limiters of a network device. Returns the changes under the names that the
+    /// running VM has for the limiters.
+    ///
+    /// # Errors
+    /// Returns a [`Fault`] if there is no such device.
+    pub fn update_interface(&mut self, update: NetworkInterfaceUpdate) -> Result<Vec<LimiterChange>, Fault> {
+        let id = update.iface_id;
+        let mut interfaces = self.interfaces.iter_mut().enumerate();
+        let Some((index, interface)) = interfaces.find(|(_, interface)| interface.iface_id == id) else {
+            return Err(Fault::bad(format!("iface_id: no interface '{id}'")));
+        };
+        let (rx, tx) = (&mut interface.rx_rate_limiter, &mut interface.tx_rate_limiter);
+        let changes = [
+            LimiterChange::apply(format!("net{index}-rx"), update.rx_rate_limiter, rx),
+            LimiterChange::apply(format!("net{index}-tx"), update.tx_rate_limiter, tx),
+        ];
+        Ok(changes.into_iter().flatten().collect())
     }
 
     /// Adds the balloon, or replaces it.
@@ -338,7 +400,7 @@ impl Resources {
     /// Returns a [`Fault`] if a field is invalid or unsupported.
     pub fn set_serial(&mut self, serial: SerialDevice) -> Result<(), Fault> {
         if serial.rate_limiter.is_some_and(|limiter| !limiter.is_unlimited()) {
-            return Err(no_limiter("rate_limiter"));
+            return Err(Fault::unsupported("rate_limiter", "the serial port has none"));
         }
         check_text("serial_out_path", serial.serial_out_path.as_deref())?;
         self.serial = Some(serial);
@@ -469,7 +531,20 @@ impl Resources {
             let mac = interface.guest_mac.as_ref().map(|mac| format!(",mac={mac}"));
             let mac = mac.unwrap_or_default();
             // A VM with vhost-net has no snapshots.
-            options.push(format!("--net=tap={}{mac},vhost=off", interface.host_dev_name));
+            let mut option = format!("--net=tap={}{mac},vhost=off", interface.host_dev_name);
+            push_limits(&mut option, "rx-", interface.rx_rate_limiter.as_ref());
+            push_limits(&mut option, "tx-", interface.tx_rate_limiter.as_ref());
+            options.push(option);
+        }
+        let mut limits = String::new();
+        let entropy = self.entropy.as_ref();
+        push_limits(
+            &mut limits,
+            "",
+            entropy.and_then(|entropy| entropy.rate_limiter.as_ref()),
+        );
+        if let Some(limits) = limits.strip_prefix(',') {
+            options.push(format!("--rng-limits={limits}"));
         }
         let serial = self
             .serial
@@ -619,7 +694,23 @@ fn drive_option(drive: &Drive) -> Option<String> {
     } else {
         ""
     };
-    Some(format!("--disk={path}{mode}"))
+    let mut option = format!("--disk={path}{mode}");
+    push_limits(&mut option, "", drive.rate_limiter.as_ref());
+    Some(option)
+}
+
+/// Appends the limits of a rate limiter to an option of `perfvisor run`.
+fn push_limits(option: &mut String, prefix: &str, limiter: Option<&RateLimiter>) {
+    let Some(RateLimiter { bandwidth, ops }) = limiter else {
+        return;
+    };
+    for (name, bucket) in [("bandwidth", bandwidth), ("ops", ops)] {
+        if let Some(bucket) = bucket.filter(|bucket| !bucket.is_unlimited()) {
+            let burst = bucket.one_time_burst.unwrap_or(0);
+            let limit = format!("{}/{}+{burst}", bucket.size, bucket.refill_time);
+            option.push_str(&format!(",{prefix}{name}={limit}"));
+        }
+    }
 }
 
 /// Returns the level of log messages as in the syntax of the crate `log`.
@@ -640,21 +731,6 @@ pub fn log_level(level: &str) -> Result<log::LevelFilter, Fault> {
             ));
         }
     })
-}
-
-fn no_limiter(field: &str) -> Fault {
-    Fault::unsupported(field, "devices have no rate limiters")
-}
-
-/// Rejects a rate limiter that limits something.
-///
-/// # Errors
-/// Returns a [`Fault`] with the name of the field.
-pub fn check_limiter(field: &str, limiter: Option<&RateLimiter>) -> Result<(), Fault> {
-    match limiter {
-        Some(limiter) if !limiter.is_unlimited() => Err(no_limiter(field)),
-        _ => Ok(()),
-    }
 }
 
 /// Rejects a text that cannot be an argument of a program.

@@ -152,7 +152,7 @@ pub const ROUTES: &[Route] = &[
     ),
     patch(
         "/drives/{drive_id}",
-        "Changes a block device of a running VM (always refused)",
+        "Changes the rate limiter of a block device",
         "DriveUpdate",
     ),
     put(
@@ -162,7 +162,7 @@ pub const ROUTES: &[Route] = &[
     ),
     patch(
         "/network-interfaces/{iface_id}",
-        "Changes the rate limiters of a running VM (refused with limits)",
+        "Changes the rate limiters of a network device",
         "NetworkInterfaceUpdate",
     ),
     put("/vsock", "Sets the vsock device, before the start", "Vsock"),

@@ -9,11 +9,11 @@ mod snapshots;
 use crate::API_VERSION;
 use crate::fault::Fault;
 use crate::http::{Request, Response};
-use crate::resources::{Resources, check_limiter};
+use crate::resources::{LimiterChange, Resources};
 use crate::routes::{self, ApiCall};
 use crate::types::{
-    ActionType, ApiVersion, BalloonStats, InstanceInfo, InstanceState, Logger, Metrics,
-    NetworkInterfaceUpdate, RequestedState, VmConfig,
+    ActionType, ApiVersion, BalloonStats, InstanceInfo, InstanceState, Logger, Metrics, RequestedState,
+    VmConfig,
 };
 
 /// The operations of the program that a session needs. Errors are messages in one line.
@@ -65,6 +65,12 @@ pub trait VmBackend {
     /// # Errors
     /// Returns the VM's refusal.
     fn press_power_button(&mut self) -> Result<(), String>;
+
+    /// Changes a rate limiter.
+    ///
+    /// # Errors
+    /// Returns the VM's refusal.
+    fn change_limiter(&mut self, change: &LimiterChange) -> Result<(), String>;
 
     /// Saves the paused VM to the files `state` and `memory`. The state contains `config`.
     ///
@@ -186,14 +192,18 @@ impl<B: VmBackend> Session<B> {
             ApiCall::CreateSnapshot(params) => self.create_snapshot(&params),
             ApiCall::LoadSnapshot(params) => self.load_snapshot(&params),
             ApiCall::PatchVm(state) => self.change_state(state),
-            ApiCall::PatchDrive(_) => {
+            ApiCall::PatchDrive(update) => {
                 self.require_start("PATCH /drives")?;
-                Err(Fault::unsupported(
-                    "PATCH /drives",
-                    "the image of a running VM cannot be replaced, and disks have no rate limiters",
-                ))
+                let mut changed = self.resources.clone();
+                let change = changed.update_drive(update)?;
+                self.change_limiters(changed, change.into_iter().collect())
             }
-            ApiCall::PatchNetworkInterface(update) => self.update_interface(&update),
+            ApiCall::PatchNetworkInterface(update) => {
+                self.require_start("PATCH /network-interfaces")?;
+                let mut changed = self.resources.clone();
+                let changes = changed.update_interface(update)?;
+                self.change_limiters(changed, changes)
+            }
             configuring => self.set(configuring),
         }
     }
@@ -236,7 +246,7 @@ impl<B: VmBackend> Session<B> {
             ApiCall::PutDrive(drive) => changed.set_drive(drive)?,
             ApiCall::PutNetworkInterface(interface) => changed.set_interface(interface)?,
             ApiCall::PutVsock(vsock) => changed.set_vsock(vsock)?,
-            ApiCall::PutEntropy(entropy) => changed.set_entropy(entropy)?,
+            ApiCall::PutEntropy(entropy) => changed.set_entropy(entropy),
             ApiCall::PutBalloon(balloon) => changed.set_balloon(balloon)?,
             ApiCall::PutSerial(serial) => changed.set_serial(serial)?,
             ApiCall::PutPmu(pmu) => changed.set_pmu(pmu)?,
@@ -306,18 +316,18 @@ impl<B: VmBackend> Session<B> {
         Ok(Response::no_content())
     }
 
-    fn update_interface(&mut self, update: &NetworkInterfaceUpdate) -> Result<Response, Fault> {
-        self.require_start("PATCH /network-interfaces")?;
-        let config = self.resources.to_config();
-        let known = |id: &str| config.network_interfaces.iter().any(|other| other.iface_id == id);
-        if !known(&update.iface_id) {
-            return Err(Fault::bad(format!(
-                "iface_id: no interface '{}'",
-                update.iface_id
-            )));
+    /// Applies the changes to the VM, and makes `changed` its configuration.
+    fn change_limiters(
+        &mut self,
+        changed: Resources,
+        changes: Vec<LimiterChange>,
+    ) -> Result<Response, Fault> {
+        for change in changes {
+            self.backend
+                .change_limiter(&change)
+                .map_err(|e| Fault::bad(format!("rate_limiter: {e}")))?;
         }
-        check_limiter("rx_rate_limiter", update.rx_rate_limiter.as_ref())?;
-        check_limiter("tx_rate_limiter", update.tx_rate_limiter.as_ref())?;
+        self.resources = changed;
         Ok(Response::no_content())
     }
 

@@ -146,7 +146,7 @@ pub struct Drive {
     /// Path of the image or of a block device.
     #[serde(default)]
     pub path_on_host: Option<String>,
-    /// Rate limiter. Unsupported.
+    /// Rate limiter of the requests and their data.
     #[serde(default)]
     pub rate_limiter: Option<RateLimiter>,
     /// I/O engine. Only `Sync` is supported.
@@ -176,7 +176,7 @@ pub enum IoEngine {
     Async,
 }
 
-/// Update of a block device while the VM runs.
+/// Update of a block device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DriveUpdate {
@@ -185,7 +185,7 @@ pub struct DriveUpdate {
     /// Path of the new image. Unsupported.
     #[serde(default)]
     pub path_on_host: Option<String>,
-    /// Rate limiter. Unsupported.
+    /// Rate limiter of the requests and their data.
     #[serde(default)]
     pub rate_limiter: Option<RateLimiter>,
 }
@@ -204,48 +204,41 @@ pub struct NetworkInterface {
     /// MTU offered to the guest. Unsupported.
     #[serde(default)]
     pub mtu: Option<u32>,
-    /// Rate limiter of received frames. Unsupported.
+    /// Rate limiter of the frames that the guest receives.
     #[serde(default)]
     pub rx_rate_limiter: Option<RateLimiter>,
-    /// Rate limiter of sent frames. Unsupported.
+    /// Rate limiter of the frames that the guest sends.
     #[serde(default)]
     pub tx_rate_limiter: Option<RateLimiter>,
 }
 
-/// Update of a network device while the VM runs.
+/// Update of a network device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct NetworkInterfaceUpdate {
     /// Identifier, equal to the one in the path.
     pub iface_id: String,
-    /// Rate limiter of received frames. Unsupported.
+    /// Rate limiter of the frames that the guest receives.
     #[serde(default)]
     pub rx_rate_limiter: Option<RateLimiter>,
-    /// Rate limiter of sent frames. Unsupported.
+    /// Rate limiter of the frames that the guest sends.
     #[serde(default)]
     pub tx_rate_limiter: Option<RateLimiter>,
 }
 
 /// A rate limiter.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RateLimiter {
-    /// Limit of the bytes.
+    /// Limit of the bytes. In an update, an absent limit stays.
     #[serde(default)]
     pub bandwidth: Option<TokenBucket>,
-    /// Limit of the operations.
+    /// Limit of the operations. In an update, an absent limit stays.
     #[serde(default)]
     pub ops: Option<TokenBucket>,
 }
 
-impl RateLimiter {
-    /// Returns whether this limiter limits nothing.
-    pub fn is_unlimited(&self) -> bool {
-        self.bandwidth.is_none_or(TokenBucket::is_unlimited) && self.ops.is_none_or(TokenBucket::is_unlimited)
-    }
-}
-
-/// A token bucket.
+/// A token bucket. Without a size or a refill time it limits nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct TokenBucket {
@@ -283,7 +276,7 @@ pub struct Vsock {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct EntropyDevice {
-    /// Rate limiter. Unsupported.
+    /// Rate limiter of the requests and their data.
     #[serde(default)]
     pub rate_limiter: Option<RateLimiter>,
 }

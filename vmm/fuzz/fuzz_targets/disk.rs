@@ -51,7 +51,7 @@ fuzz_target!(|data: &[u8]| {
     let mut served = 0;
     let _ = serve_queue(&mut active, &memory, |chain| {
         served += 1;
-        disk.serve(&memory, chain).0
+        disk.serve(&memory, chain).written
     });
     assert!(served <= 256, "one round has at most the queue's size");
 });

@@ -3,6 +3,7 @@
 #![no_main]
 
 use firecracker_api::http::{Parsed, parse};
+use firecracker_api::resources::LimiterChange;
 use firecracker_api::session::{Session, VmBackend};
 use firecracker_api::types::{BalloonStats, Logger, Metrics, VmConfig};
 use libfuzzer_sys::fuzz_target;
@@ -42,6 +43,10 @@ impl VmBackend for Accepting {
     }
 
     fn press_power_button(&mut self) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn change_limiter(&mut self, _: &LimiterChange) -> Result<(), String> {
         Ok(())
     }
 

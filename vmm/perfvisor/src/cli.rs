@@ -51,6 +51,7 @@ use perf_core::error_line;
 use virtio_devices::balloon::config::BalloonConfig;
 use virtio_devices::disk::config::DiskConfig;
 use virtio_devices::net::config::NetConfig;
+use virtio_devices::rate_limiter::limits::RateLimits;
 use virtio_devices::share::config::ShareConfig;
 use virtio_devices::vsock::VsockConfig;
 use vmm::boot::BootProtocol;
@@ -443,7 +444,8 @@ pub struct RunArgs {
     /// Add a disk: an image or a block device. Options: ro (read-only), serial=TEXT,
     /// format=raw|qcow2 (raw by default, never detected), backing=FILE with
     /// backing-format=raw|qcow2 (once for each backing image of a qcow2 image),
-    /// block-size=512|4096. May be repeated.
+    /// block-size=512|4096, rate limits bandwidth=BYTES/MS[+BURST] and ops=N/MS[+BURST]. May be
+    /// repeated.
     #[arg(
         long,
         value_name = "FILE[,ro][,format=qcow2][,...]",
@@ -475,6 +477,10 @@ pub struct RunArgs {
         help_heading = "Consoles and devices"
     )]
     pub balloon: Option<BalloonConfig>,
+    /// Limit the rate of the entropy: bandwidth=BYTES/MS[+BURST] and ops=N/MS[+BURST] [default:
+    /// unlimited]
+    #[arg(long, value_name = "bandwidth=...,ops=...", help_heading = "Machine")]
+    pub rng_limits: Option<RateLimits>,
     /// Pin vCPUs to host CPUs: a list of VCPU=CPU [default: not pinned]
     #[arg(long, value_name = "LIST", help_heading = "Machine")]
     pub pin: Option<Pinning>,
@@ -491,10 +497,11 @@ pub struct RunArgs {
     #[arg(long, value_name = "SIGNATURE", help_heading = "Machine")]
     pub cpu_signature: Option<CpuSignature>,
     /// Add a network device on an existing tap device. The MAC address is derived from the VM's
-    /// name unless given. May be repeated.
+    /// name unless given. Rate limits: rx-bandwidth=BYTES/MS[+BURST] and rx-ops=N/MS[+BURST], also
+    /// with tx-. May be repeated.
     #[arg(
         long,
-        value_name = "tap=NAME[,mac=XX:XX:XX:XX:XX:XX]",
+        value_name = "tap=NAME[,mac=XX:XX:XX:XX:XX:XX][,...]",
         help_heading = "Consoles and devices"
     )]
     pub net: Vec<NetConfig>,

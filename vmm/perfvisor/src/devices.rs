@@ -19,6 +19,8 @@ use virtio_devices::net::NetDevice;
 use virtio_devices::net::config::{MacAddress, NetConfig, VhostMode};
 use virtio_devices::net::tap::{Tap, TapError, mtu};
 use virtio_devices::net::vhost::{VhostError, VhostNetBackend};
+use virtio_devices::rate_limiter::RateLimiter;
+use virtio_devices::rate_limiter::limits::RateLimits;
 use virtio_devices::rng::EntropyDevice;
 use virtio_devices::share::FsDevice;
 use virtio_devices::share::backend::BackendError;
@@ -68,6 +70,8 @@ pub enum DeviceError {
     Log(#[source] io::Error),
     #[error("cannot open /dev/urandom for the guest's entropy; make it readable, or use --rng off")]
     EntropyDevice(#[source] io::Error),
+    #[error("cannot create the timer of a rate limiter")]
+    RateLimiter(#[source] io::Error),
     #[error("--vsock")]
     Vsock(#[from] VsockError),
     #[error(
@@ -109,7 +113,7 @@ pub fn create_devices(
     let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
     for (i, config) in args.disk.iter().enumerate() {
         let disk = BlockDevice::open(disk_name(i), config).map_err(DeviceError::Disk)?;
-        devices.push(Box::new(disk));
+        devices.push(Box::new(disk.with_limiter(limiter(config.limits)?)));
     }
     for (i, config) in args.net.iter().enumerate() {
         devices.push(Box::new(network(config, i, vm)?));
@@ -120,8 +124,9 @@ pub fn create_devices(
     }
     // The built-in guests do not use an entropy device.
     if args.rng && (args.kernel.is_some() || args.restore.is_some()) {
+        let rng = EntropyDevice::new().map_err(DeviceError::EntropyDevice)?;
         devices.push(Box::new(
-            EntropyDevice::new().map_err(DeviceError::EntropyDevice)?,
+            rng.with_limiter(limiter(args.rng_limits.unwrap_or_default())?),
         ));
     }
     if let Some(config) = &args.vsock {
@@ -265,9 +270,12 @@ fn network(config: &NetConfig, index: usize, vm: &str) -> Result<NetDevice, Devi
     let tap = Tap::open(&config.tap).map_err(DeviceError::Tap)?;
     let mtu = mtu(&config.tap).map_err(|e| DeviceError::Mtu(config.tap.clone(), e))?;
     let mac = mac(config, vm);
-    let opened = (config.vhost != VhostMode::Off).then(VhostNetBackend::open);
+    // vhost-net would ignore the limits.
+    let kernel = config.vhost != VhostMode::Off && !config.is_limited();
+    let opened = kernel.then(VhostNetBackend::open);
     let (kernel, who) = match (config.vhost, opened) {
-        (_, None) => (None, "a thread of Perfvisor's, as asked".to_owned()),
+        (VhostMode::Off, None) => (None, "a thread of Perfvisor's, as asked".to_owned()),
+        (_, None) => (None, "a thread of Perfvisor's, which has rate limits".to_owned()),
         (_, Some(Ok(kernel))) => (Some(kernel), "vhost-net".to_owned()),
         (VhostMode::On, Some(Err(e))) => return Err(DeviceError::VhostMode(config.tap.clone(), e)),
         (_, Some(Err(e))) => (None, format!("a thread of Perfvisor's: {}", error_line(&e))),
@@ -276,7 +284,12 @@ fn network(config: &NetConfig, index: usize, vm: &str) -> Result<NetDevice, Devi
         "net{index}: tap {}, address {mac}, MTU {mtu}; back end: {who}",
         config.tap
     );
-    Ok(NetDevice::new(format!("net{index}"), tap, mac, mtu, kernel))
+    let device = NetDevice::new(format!("net{index}"), tap, mac, mtu, kernel);
+    Ok(device.with_limiters(limiter(config.rx)?, limiter(config.tx)?))
+}
+
+fn limiter(limits: RateLimits) -> Result<RateLimiter, DeviceError> {
+    RateLimiter::new(limits).map_err(DeviceError::RateLimiter)
 }
 
 #[cfg(test)]

@@ -176,6 +176,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     let begun = begun.unwrap_or_else(PendingKvmSetup::now);
     let stop_signals = stop_signals.wait().map_err(RunError::start(STOP_SIGNALS))?;
     let (consoles, virtio_console) = Consoles::open(args)?;
+    let limiters = devices.iter().flat_map(|device| device.rate_limiters()).collect();
     // Appended last, so that the other devices keep their addresses.
     devices.extend(virtio_console.map(|device| Box::new(device) as Box<dyn VirtioDevice>));
     let (console, panic) = PanicDetector::new(consoles.serial().writer());
@@ -209,6 +210,7 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     let pmu_name = config.pmu.model.generation().to_string();
     let controlled = ControlledVm {
         balloon,
+        limiters,
         ..controlled(name, pmu_name, args, &consoles, &running)
     };
     let (mut servers, gdb) = ends.serve(controlled, &running)?;
@@ -463,6 +465,7 @@ fn controlled(
         registry: running.registry().clone(),
         looks: AtomicU64::new(0),
         bus: running.bus().clone(),
+        limiters: Vec::new(),
         symbols: running.symbols().clone(),
         flat: loaded.kind == KernelFormat::Multiboot,
         memory_bytes: args.memory,

@@ -10,6 +10,8 @@ use virtio_queue::Queue;
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::rate_limiter::RateLimiter;
+
 /// The reason why a device could not be activated. The transport logs the error and sets
 /// DEVICE_NEEDS_RESET.
 #[derive(Debug, Error)]
@@ -192,6 +194,12 @@ pub trait VirtioDevice: Send {
     /// [`VirtioDevice::save_state`].
     fn unsupported_in_snapshot(&self) -> Option<&'static str> {
         Some("a device of this kind")
+    }
+
+    /// Returns the device's rate limiters with their names: that of the device, followed by a
+    /// direction if it has one limiter for each.
+    fn rate_limiters(&self) -> Vec<(String, Arc<RateLimiter>)> {
+        Vec::new()
     }
 
     /// Returns the properties of the device that must be equal where a snapshot is restored.

@@ -12,6 +12,7 @@
 //! | [`transport`] | virtio over PCI: discovery, configuration and interrupts |
 //! | [`serve`] | processing of a queue's descriptor chains, with interrupt coalescing |
 //! | [`rng`] | entropy device |
+//! | [`rate_limiter`] | rate limiters of disks, network devices and the entropy device |
 //! | [`share`] | host directory shared through virtiofsd |
 //! | [`worker`] | the thread that serves a device's queues |
 //!
@@ -41,6 +42,7 @@ pub mod console;
 pub mod device;
 pub mod disk;
 pub mod net;
+pub mod rate_limiter;
 pub mod rng;
 pub mod serve;
 pub mod share;

@@ -2,6 +2,8 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
 
 use diagnostics::{error_line, guest_log};
 use event_manager::{EventOps, Events, MutEventSubscriber};
@@ -11,7 +13,8 @@ use vm_memory::{Bytes, GuestMemoryMmap};
 use vmm_sys_util::epoll::EventSet;
 
 use crate::device::{ActivateError, Activation, ActiveQueue, ConfigChangeNotifier, VirtioDevice};
-use crate::serve::{GuestDescriptorChain, log_driver_error, serve_queue};
+use crate::rate_limiter::RateLimiter;
+use crate::serve::{GuestDescriptorChain, log_driver_error, serve_queue_while};
 use crate::worker::DeviceWorker;
 
 /// Source of the random bytes. Reads never block once the host has booted.
@@ -25,6 +28,7 @@ pub const MAX_CHAIN_BYTES: usize = 4096;
 #[derive(Debug)]
 pub struct EntropyDevice {
     source: File,
+    limiter: Option<Arc<RateLimiter>>,
     worker: Option<DeviceWorker>,
 }
 
@@ -36,8 +40,16 @@ impl EntropyDevice {
     pub fn new() -> io::Result<Self> {
         Ok(Self {
             source: File::open(SOURCE)?,
+            limiter: None,
             worker: None,
         })
+    }
+
+    /// Limits the requests and the bytes.
+    #[must_use]
+    pub fn with_limiter(mut self, limiter: RateLimiter) -> Self {
+        self.limiter = Some(Arc::new(limiter));
+        self
     }
 }
 
@@ -66,6 +78,13 @@ impl VirtioDevice for EntropyDevice {
         None
     }
 
+    fn rate_limiters(&self) -> Vec<(String, Arc<RateLimiter>)> {
+        let limiter = self.limiter.iter();
+        limiter
+            .map(|limiter| (self.name().to_owned(), limiter.clone()))
+            .collect()
+    }
+
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let [Some(queue)] = <[_; 1]>::try_from(activation.queues)
             .map_err(|_| ActivateError::Driver("another number of queues"))?
@@ -78,6 +97,7 @@ impl VirtioDevice for EntropyDevice {
             queue,
             memory: activation.memory,
             config_change: activation.config_change,
+            limiter: self.limiter.clone(),
             broken: false,
         };
         let worker = DeviceWorker::spawn(
@@ -100,13 +120,21 @@ struct EntropyHandler {
     queue: ActiveQueue,
     memory: GuestMemoryMmap,
     config_change: ConfigChangeNotifier,
+    limiter: Option<Arc<RateLimiter>>,
     broken: bool,
 }
 
 impl EntropyHandler {
     fn serve(&mut self) {
-        let (memory, source) = (&self.memory, &mut self.source);
-        let served = serve_queue(&mut self.queue, memory, |chain| fill(source, memory, chain));
+        let (memory, source, limiter) = (&self.memory, &mut self.source, self.limiter.as_deref());
+        let admits = || limiter.is_none_or(RateLimiter::admit);
+        let served = serve_queue_while(&mut self.queue, memory, admits, |chain| {
+            let written = fill(source, memory, chain);
+            if let Some(limiter) = limiter {
+                limiter.charge(written.into());
+            }
+            written
+        });
         if let Err(error) = served {
             log_driver_error("rng0", "it stops until it is reset", &error);
             self.broken = true;
@@ -138,15 +166,23 @@ pub fn fill(source: &mut File, memory: &GuestMemoryMmap, chain: GuestDescriptorC
 }
 
 impl MutEventSubscriber for EntropyHandler {
-    fn process(&mut self, _: Events, _: &mut EventOps) {
-        let _ = self.queue.kick.read();
+    fn process(&mut self, events: Events, _: &mut EventOps) {
+        match &self.limiter {
+            Some(limiter) if events.fd() == limiter.as_raw_fd() => limiter.handle_timer(),
+            _ => drop(self.queue.kick.read()),
+        }
         if !self.broken {
             self.serve();
         }
     }
 
     fn init(&mut self, ops: &mut EventOps) {
-        if let Err(error) = ops.add(Events::new(&*self.queue.kick, EventSet::IN)) {
+        let kick = ops.add(Events::new(&*self.queue.kick, EventSet::IN));
+        let timer = self
+            .limiter
+            .iter()
+            .try_for_each(|limiter| ops.add(Events::new(&**limiter, EventSet::IN)));
+        if let Err(error) = kick.and(timer) {
             guest_log!(Error, "rng0 cannot receive notifications: {}", error_line(&error));
         }
     }
@@ -158,8 +194,8 @@ mod tests {
     use vm_memory::GuestAddress;
 
     use super::*;
-    use crate::serve::continue_at_used_ring;
     use crate::serve::testing::{BUFFERS, Driver, HOSTILE, activation, memory};
+    use crate::serve::{continue_at_used_ring, serve_queue};
 
     #[test]
     fn broken_ring_requests_reset() {
@@ -215,6 +251,28 @@ mod tests {
         rng.reset();
         let heads = driver.used().into_iter().map(|(head, _)| head);
         assert!(heads.eq(0..u32::from(offered)), "each chain once and in order");
+    }
+
+    #[test]
+    fn limited_entropy_is_provided_by_the_timer() {
+        let memory = memory();
+        let mut driver = Driver::new(&memory, 64);
+        let limiter = RateLimiter::new("bandwidth=64/20".parse().unwrap()).unwrap();
+        let mut rng = EntropyDevice::new().unwrap().with_limiter(limiter);
+        let (activation, _seen) = activation(&memory, vec![Some(driver.active())]);
+        rng.activate(activation).unwrap();
+        let start = std::time::Instant::now();
+        for head in 0..8 {
+            driver.write(head, &[Descriptor::new(BUFFERS, 64, 2, 0)]);
+            driver.offer(head);
+        }
+        driver.active.kick.write(1).unwrap();
+        while driver.used().len() < 8 {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        assert!(start.elapsed() >= std::time::Duration::from_millis(120));
+        assert!(rng.rate_limiters()[0].1.throttled() >= 6);
+        rng.reset();
     }
 
     fn serve(memory: &GuestMemoryMmap, chain: &[Descriptor]) -> u32 {

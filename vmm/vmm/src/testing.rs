@@ -163,6 +163,7 @@ pub(crate) fn control_target(vm: &RunningVm) -> ControlledVm {
         control: vm.control().clone(),
         pmu: vm.pmu().clone(),
         registry: vm.registry().clone(),
+        limiters: Vec::new(),
         bus: vm.bus().clone(),
         symbols: vm.symbols().clone(),
         flat: true,

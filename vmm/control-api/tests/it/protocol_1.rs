@@ -4,6 +4,7 @@
 //! version, unless the change only adds optional fields.
 
 use control_api::protocol::{Call, Failure, FailureKind, PROTOCOL, ReplyLine, RequestLine};
+use control_api::rate_limit::TokenBucketLimit;
 use control_api::request::{self, Request};
 use perf_core::SharePolicy;
 use serde::Serialize;
@@ -93,6 +94,28 @@ fn requests_match_version_1() {
     asks(
         request::Filter { toml },
         r#"{"id":7,"call":"filter","toml":"mode = \"allow\""}"#,
+    );
+    asks(request::RateLimiters, r#"{"id":7,"call":"rate_limiters"}"#);
+    let limit = |one_time_burst| TokenBucketLimit {
+        size: 10,
+        one_time_burst,
+        refill_ms: 1000,
+    };
+    asks(
+        request::RateLimit {
+            name: "disk0".into(),
+            bandwidth: None,
+            ops: Some(limit(0)),
+        },
+        r#"{"id":7,"call":"rate_limit","name":"disk0","ops":{"size":10,"refill_ms":1000}}"#,
+    );
+    asks(
+        request::RateLimit {
+            name: "net0-rx".into(),
+            bandwidth: Some(limit(5)),
+            ops: None,
+        },
+        r#"{"id":7,"call":"rate_limit","name":"net0-rx","bandwidth":{"size":10,"one_time_burst":5,"refill_ms":1000}}"#,
     );
     asks(request::Enable, r#"{"id":7,"call":"enable"}"#);
     asks(request::Disable, r#"{"id":7,"call":"disable"}"#);

@@ -70,14 +70,9 @@ fn root_partition_is_named_by_its_uuid() {
 /// Every field that is not offered is rejected by its name.
 #[test]
 fn unsupported_fields_are_named() {
-    let limiter = r#""rate_limiter":{"ops":{"size":1,"refill_time":1}}"#;
     let base = r#""drive_id":"a","is_root_device":false"#;
     let mut all = Resources::default();
     for (field, body) in [
-        (
-            "rate_limiter",
-            format!("{{{base},\"path_on_host\":\"/a\",{limiter}}}"),
-        ),
         (
             "io_engine",
             format!("{{{base},\"path_on_host\":\"/a\",\"io_engine\":\"Async\"}}"),
@@ -124,12 +119,68 @@ fn unsupported_fields_are_named() {
     assert_eq!(all, Resources::default());
 }
 
-/// A limiter without a limit, which some clients always send, is accepted.
+/// A limiter without a limit, which some clients always send, adds no option.
 #[test]
-fn unlimited_rate_limiter_is_accepted() {
-    let body = r#"{"drive_id":"a","is_root_device":false,"path_on_host":"/a",
-        "rate_limiter":{"bandwidth":{"size":0,"refill_time":0},"ops":null}}"#;
-    Resources::default().set_drive(drive(body)).unwrap();
+fn rate_limiters_become_options() {
+    let mut all = with_kernel(None);
+    let body = r#"{"drive_id":"a","is_root_device":false,"path_on_host":"/a","is_read_only":true,
+        "rate_limiter":{"bandwidth":{"size":1000,"refill_time":100,"one_time_burst":50},"ops":null}}"#;
+    all.set_drive(drive(body)).unwrap();
+    let unlimited = r#"{"drive_id":"b","is_root_device":false,"path_on_host":"/b",
+        "rate_limiter":{"bandwidth":{"size":0,"refill_time":100},"ops":{"size":10,"refill_time":0}}}"#;
+    all.set_drive(drive(unlimited)).unwrap();
+    let interface = r#"{"iface_id":"e","host_dev_name":"tap0",
+        "rx_rate_limiter":{"bandwidth":{"size":1,"refill_time":2},"ops":{"size":3,"refill_time":4}},
+        "tx_rate_limiter":{"ops":{"size":18446744073709551615,"refill_time":1}}}"#;
+    all.set_interface(serde_json::from_str(interface).unwrap())
+        .unwrap();
+    let entropy = r#"{"rate_limiter":{"bandwidth":{"size":7,"refill_time":8}}}"#;
+    all.set_entropy(serde_json::from_str(entropy).unwrap());
+    let options = all.run_options().unwrap();
+    assert!(options.contains(&"--disk=/a,ro,bandwidth=1000/100+50".into()));
+    assert!(options.contains(&"--disk=/b".into()));
+    assert_eq!(
+        option(&options, "net"),
+        Some("tap=tap0,vhost=off,rx-bandwidth=1/2+0,rx-ops=3/4+0,tx-ops=18446744073709551615/1+0")
+    );
+    assert_eq!(option(&options, "rng-limits"), Some("bandwidth=7/8+0"));
+    let restored = Resources::from_config(all.to_saved_config())
+        .unwrap()
+        .restore_options();
+    assert!(restored.contains(&"--disk=/a,ro,bandwidth=1000/100+50".into()));
+}
+
+/// An update keeps the limit that it omits, and the root device is the first disk of the VM.
+#[test]
+fn limiter_updates_are_merged() {
+    let mut all = Resources::default();
+    for (id, root) in [("a", false), ("b", true)] {
+        let body = format!(
+            r#"{{"drive_id":"{id}","is_root_device":{root},"path_on_host":"/{id}",
+            "rate_limiter":{{"ops":{{"size":1,"refill_time":1}}}}}}"#
+        );
+        all.set_drive(drive(&body)).unwrap();
+    }
+    let update = |text: &str| serde_json::from_str::<DriveUpdate>(text).unwrap();
+    let body = r#"{"drive_id":"a","rate_limiter":{"bandwidth":{"size":2,"refill_time":2}}}"#;
+    let change = all.update_drive(update(body)).unwrap().unwrap();
+    assert_eq!((change.name.as_str(), change.limiter.ops), ("disk1", None));
+    let limiter = all.to_config().drives[0].rate_limiter.unwrap();
+    assert_eq!(
+        (limiter.bandwidth.unwrap().size, limiter.ops.unwrap().size),
+        (2, 1)
+    );
+    assert_eq!(all.update_drive(update(r#"{"drive_id":"b"}"#)), Ok(None));
+    for (body, field) in [
+        (r#"{"drive_id":"c"}"#, "drive_id: no drive 'c'"),
+        (
+            r#"{"drive_id":"a","path_on_host":"/x"}"#,
+            "path_on_host: unsupported",
+        ),
+    ] {
+        let fault = all.update_drive(update(body)).unwrap_err();
+        assert!(fault.message.starts_with(field), "{fault:?}");
+    }
 }
 
 #[test]

@@ -6,6 +6,7 @@ use crate::http::Method;
 struct TestBackend {
     calls: Vec<&'static str>,
     options: Vec<String>,
+    limited: Vec<LimiterChange>,
     refuses_start: bool,
     saved: VmConfig,
 }
@@ -53,6 +54,15 @@ impl VmBackend for TestBackend {
 
     fn press_power_button(&mut self) -> Result<(), String> {
         Err("the guest handles no power button".into())
+    }
+
+    fn change_limiter(&mut self, change: &LimiterChange) -> Result<(), String> {
+        if change.name == "disk1" {
+            return Err("the VM does not respond".into());
+        }
+        self.calls.push("limit");
+        self.limited.push(change.clone());
+        Ok(())
     }
 
     fn save(&mut self, state: &str, memory: &str, config: &VmConfig) -> Result<(), String> {
@@ -247,6 +257,55 @@ fn failed_calls_change_nothing() {
     assert_eq!(state(&mut session), "Not started");
     session.backend().refuses_start = false;
     assert_eq!(send(&mut session, Method::Put, "/actions", START).0, 204);
+}
+
+/// The limits of a running VM change together with the configuration, or not at all.
+#[test]
+fn limiters_of_a_running_vm_are_changed() {
+    let mut session = session();
+    for (path, body) in [
+        ("/boot-source", KERNEL),
+        (
+            "/drives/a",
+            r#"{"drive_id":"a","is_root_device":false,"path_on_host":"/a"}"#,
+        ),
+        (
+            "/drives/b",
+            r#"{"drive_id":"b","is_root_device":false,"path_on_host":"/b"}"#,
+        ),
+        (
+            "/network-interfaces/e",
+            r#"{"iface_id":"e","host_dev_name":"tap0"}"#,
+        ),
+        ("/actions", START),
+    ] {
+        assert_eq!(send(&mut session, Method::Put, path, body).0, 204, "{path}");
+    }
+    let limiter = r#"{"ops":{"size":5,"refill_time":100}}"#;
+    let drive = |id: &str| format!(r#"{{"drive_id":"{id}","rate_limiter":{limiter}}}"#);
+    let interface = format!(r#"{{"iface_id":"e","tx_rate_limiter":{limiter},"rx_rate_limiter":{limiter}}}"#);
+    assert_eq!(send(&mut session, Method::Patch, "/drives/a", &drive("a")).0, 204);
+    let path = "/network-interfaces/e";
+    assert_eq!(send(&mut session, Method::Patch, path, &interface).0, 204);
+    let names = session.backend().limited.iter().map(|change| change.name.clone());
+    assert_eq!(names.collect::<Vec<_>>(), ["disk0", "net0-rx", "net0-tx"]);
+    let (status, fault) = send(&mut session, Method::Patch, "/drives/b", &drive("b"));
+    assert!(
+        status == 400 && fault.contains("rate_limiter: the VM does not respond"),
+        "{fault}"
+    );
+    let config: VmConfig =
+        serde_json::from_str(&send(&mut session, Method::Get, "/vm/config", "").1).unwrap();
+    let limits = config
+        .drives
+        .iter()
+        .map(|drive| drive.rate_limiter.and_then(|of| of.ops));
+    assert_eq!(
+        limits.map(|of| of.map_or(0, |of| of.size)).collect::<Vec<_>>(),
+        [5, 0]
+    );
+    let tx = config.network_interfaces[0].tx_rate_limiter.unwrap();
+    assert_eq!(tx.ops.unwrap().refill_time, 100);
 }
 
 const SAVE: &str = r#"{"snapshot_path":"/s","mem_file_path":"/m","snapshot_type":"Full"}"#;

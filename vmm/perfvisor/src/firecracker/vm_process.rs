@@ -14,11 +14,12 @@ use std::time::{Duration, SystemTime};
 use control_api::balloon::BalloonInfo;
 use control_api::client::{Client, REPLY_TIMEOUT};
 use control_api::protocol::{VmInfo, VmState};
+use control_api::rate_limit::TokenBucketLimit;
 use control_api::request;
 use control_api::socket_dir;
-use firecracker_api::resources::log_level;
+use firecracker_api::resources::{LimiterChange, log_level};
 use firecracker_api::session::VmBackend;
-use firecracker_api::types::{BalloonStats, Logger, Metrics, VmConfig};
+use firecracker_api::types::{BalloonStats, Logger, Metrics, TokenBucket, VmConfig};
 use log::LevelFilter;
 use operator::exit::ExitStatus;
 use operator::input;
@@ -270,6 +271,20 @@ impl VmBackend for VmProcess {
         pressed.map(|_| ()).map_err(|e| error_line(&e))
     }
 
+    fn change_limiter(&mut self, change: &LimiterChange) -> Result<(), String> {
+        let limit = |bucket: TokenBucket| TokenBucketLimit {
+            size: bucket.size,
+            one_time_burst: bucket.one_time_burst.unwrap_or(0),
+            refill_ms: bucket.refill_time,
+        };
+        let changed = self.running()?.call(request::RateLimit {
+            name: change.name.clone(),
+            bandwidth: change.limiter.bandwidth.map(limit),
+            ops: change.limiter.ops.map(limit),
+        });
+        changed.map_err(|e| error_line(&e))
+    }
+
     fn save(&mut self, state: &str, memory: &str, config: &VmConfig) -> Result<(), String> {
         let writer = self.child.as_mut().and_then(|vm| vm.snapshots.as_mut());
         let writer = writer.ok_or("the process that writes snapshots did not start")?;
@@ -305,9 +320,10 @@ impl VmBackend for VmProcess {
         let client = self.running()?;
         let info = client.call(request::Status).map_err(|e| error_line(&e))?;
         let vcpus = client.call(request::Counts).map_err(|e| error_line(&e))?;
+        let limiters = client.call(request::RateLimiters).map_err(|e| error_line(&e))?;
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         let now = now.map_or(0, |now| now.as_millis());
-        let mut line = serde_json::json!({ "vm": info, "vcpus": vcpus });
+        let mut line = serde_json::json!({ "vm": info, "vcpus": vcpus, "rate_limiters": limiters });
         line["utc_timestamp_ms"] = u64::try_from(now).unwrap_or(u64::MAX).into();
         let Some(file) = &mut self.metrics else {
             return Err("no destination is set".into());

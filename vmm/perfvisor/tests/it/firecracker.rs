@@ -310,6 +310,51 @@ pub fn terminate(pid: u32) {
     assert!(sent.unwrap().success());
 }
 
+/// The limits reach the devices of the VM, and a running VM accepts new ones.
+#[test]
+fn rate_limits_are_set_and_changed() {
+    let Some(api) = ApiProcess::start(&["--id", "limited"]) else {
+        return;
+    };
+    api.configure();
+    std::fs::write(api.path("disk"), [0; 4096]).unwrap();
+    let bucket = |size: u64| json!({"size": size, "one_time_burst": 7, "refill_time": 100});
+    api.put(
+        "/drives/data",
+        json!({"drive_id": "data", "is_root_device": false, "path_on_host": api.path("disk"),
+            "rate_limiter": {"bandwidth": bucket(1000)}}),
+    );
+    api.put("/entropy", json!({"rate_limiter": {"ops": bucket(5)}}));
+    api.start_vm();
+    let flushed = || -> Value {
+        api.put("/actions", json!({"action_type": "FlushMetrics"}));
+        let text = std::fs::read_to_string(api.path("metrics")).unwrap();
+        let last: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+        last["rate_limiters"].clone()
+    };
+    let limit = |size: u64| json!({"size": size, "one_time_burst": 7, "refill_ms": 100});
+    assert_eq!(
+        flushed(),
+        json!([
+            {"name": "disk0", "bandwidth": limit(1000), "throttled": 0},
+            {"name": "rng0", "ops": limit(5), "throttled": 0},
+        ])
+    );
+    let update = json!({"drive_id": "data", "rate_limiter": {"bandwidth": {"size": 0, "refill_time": 0},
+        "ops": bucket(3)}});
+    let (status, fault) = api.request("PATCH", "/drives/data", &update);
+    assert_eq!(status, 204, "{fault}");
+    assert_eq!(
+        flushed()[0],
+        json!({"name": "disk0", "ops": limit(3), "throttled": 0})
+    );
+    let config = api.get("/vm/config");
+    assert_eq!(config["drives"][0]["rate_limiter"]["ops"], bucket(3));
+    let moved = json!({"drive_id": "data", "path_on_host": "other"});
+    let message = api.refused("PATCH", "/drives/data", moved);
+    assert!(message.starts_with("path_on_host: unsupported"), "{message}");
+}
+
 /// The VM ends with the process that serves the API, even if that is killed.
 #[test]
 fn vm_ends_with_its_api_process() {

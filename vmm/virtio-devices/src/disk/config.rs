@@ -5,13 +5,15 @@ use std::str::FromStr;
 
 use virtio_bindings::virtio_blk::VIRTIO_BLK_ID_BYTES;
 
+use crate::rate_limiter::limits::{LimitsError, RateLimits};
+
 /// Maximum length of a serial number, in bytes (virtio 1.2, 5.2.6).
 pub const MAX_SERIAL: usize = VIRTIO_BLK_ID_BYTES as usize;
 /// Maximum number of backing files of a qcow2 image.
 pub const MAX_BACKING: usize = 8;
 /// Options that may follow a disk's file name.
-const WORDS: &str =
-    "[,ro][,serial=TEXT][,format=raw|qcow2][,backing=FILE[,backing-format=raw|qcow2]][,block-size=512|4096]";
+const WORDS: &str = "[,ro][,serial=TEXT][,format=raw|qcow2][,backing=FILE[,backing-format=raw|qcow2]]\
+    [,block-size=512|4096][,bandwidth=BYTES/MILLISECONDS[+BURST]][,ops=N/MILLISECONDS[+BURST]]";
 
 /// The format of a disk image. The format is never probed, because a guest can write the header of
 /// another format, which may name files of the host, to its raw disk.
@@ -60,6 +62,8 @@ pub struct DiskConfig {
     pub serial: Option<String>,
     /// Logical block size in bytes, or `None` for that of the underlying device.
     pub block_bytes: Option<u32>,
+    /// Limits of the requests and of their data.
+    pub limits: RateLimits,
 }
 
 /// The reason why a disk configuration is invalid.
@@ -98,6 +102,9 @@ pub enum DiskConfigError {
     /// An option is repeated.
     #[error("'{0}' is given twice")]
     Twice(&'static str),
+    /// A rate limit is invalid.
+    #[error(transparent)]
+    Limits(#[from] LimitsError),
 }
 
 impl DiskConfig {
@@ -110,6 +117,7 @@ impl DiskConfig {
             read_only: false,
             serial: None,
             block_bytes: None,
+            limits: RateLimits::default(),
         }
     }
 
@@ -188,6 +196,8 @@ impl FromStr for DiskConfig {
                         return Err(DiskConfigError::Twice("backing-format"));
                     }
                 }
+                Some(("bandwidth", value)) => config.limits.set_bandwidth("bandwidth", value)?,
+                Some(("ops", value)) => config.limits.set_ops("ops", value)?,
                 _ => return Err(DiskConfigError::Unknown(word.to_owned())),
             }
         }
@@ -222,6 +232,20 @@ mod tests {
         assert!(error("a,serial=1,serial=2").contains("twice"));
         assert!(error("a,format=vmdk").contains("unknown format 'vmdk'"));
         assert!(error("a,format=raw,format=qcow2").contains("'format' is given twice"));
+    }
+
+    #[test]
+    fn rate_limits_are_parsed() {
+        let disk: DiskConfig = "a,ops=100/1000,ro,bandwidth=10M/1000+1M".parse().unwrap();
+        let bandwidth = disk.limits.bandwidth.unwrap();
+        assert_eq!(
+            (bandwidth.size.get(), bandwidth.one_time_burst),
+            (10 << 20, 1 << 20)
+        );
+        assert_eq!(disk.limits.ops.unwrap().refill_ms.get(), 1000);
+        let error = |text: &str| text.parse::<DiskConfig>().unwrap_err().to_string();
+        assert!(error("a,bandwidth=10M").starts_with("bandwidth=10M: must be SIZE/MILLISECONDS"));
+        assert!(error("a,ops=1/1,ops=1/1").contains("'ops' is given twice"));
     }
 
     #[test]

@@ -11,8 +11,8 @@
 //! | [`view`] | read-only access to an image that a VM may be using |
 //! | [`request`] | request parsing and execution |
 //!
-//! The disk's thread processes requests sequentially. Data of a raw disk is not copied by the VMM:
-//! the kernel transfers it directly from and to guest memory.
+//! The disk's thread processes requests sequentially, at the pace of its rate limiter. Data of a raw
+//! disk is not copied by the VMM: the kernel transfers it directly from and to guest memory.
 
 pub mod config;
 pub mod image;
@@ -26,6 +26,7 @@ pub mod view;
 mod tests;
 
 use std::io;
+use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -49,7 +50,8 @@ use self::request::{
 use crate::device::{
     ActivateError, Activation, ActiveQueue, ConfigChangeNotifier, VirtioDevice, read_config_bytes,
 };
-use crate::serve::{log_driver_error, serve_queue};
+use crate::rate_limiter::RateLimiter;
+use crate::serve::{log_driver_error, serve_queue_while};
 use crate::worker::DeviceWorker;
 
 /// Queue size, in entries. One request with the maximum number of segments fits without indirect
@@ -67,6 +69,7 @@ pub struct BlockDevice {
     image: Arc<DiskImage>,
     serial: [u8; MAX_SERIAL],
     config: [u8; CONFIG_BYTES],
+    limiter: Option<Arc<RateLimiter>>,
     worker: Option<DeviceWorker>,
     said: LastFailureMessage,
 }
@@ -90,9 +93,17 @@ impl BlockDevice {
             config: configuration(&image),
             image: Arc::new(image),
             serial,
+            limiter: None,
             worker: None,
             said: LastFailureMessage::default(),
         })
+    }
+
+    /// Limits the requests and their data.
+    #[must_use]
+    pub fn with_limiter(mut self, limiter: RateLimiter) -> Self {
+        self.limiter = Some(Arc::new(limiter));
+        self
     }
 }
 
@@ -164,6 +175,13 @@ impl VirtioDevice for BlockDevice {
         [&self.config[..], &self.serial].concat()
     }
 
+    fn rate_limiters(&self) -> Vec<(String, Arc<RateLimiter>)> {
+        let limiter = self.limiter.iter();
+        limiter
+            .map(|limiter| (self.name.clone(), limiter.clone()))
+            .collect()
+    }
+
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let [Some(queue)] = <[_; 1]>::try_from(activation.queues)
             .map_err(|_| ActivateError::Driver("another number of queues"))?
@@ -180,6 +198,7 @@ impl VirtioDevice for BlockDevice {
             queue,
             memory: activation.memory,
             config_change: activation.config_change,
+            limiter: self.limiter.clone(),
             broken: false,
             said: self.said.clone(),
         };
@@ -218,6 +237,7 @@ struct BlockHandler {
     queue: ActiveQueue,
     memory: GuestMemoryMmap,
     config_change: ConfigChangeNotifier,
+    limiter: Option<Arc<RateLimiter>>,
     broken: bool,
     said: LastFailureMessage,
 }
@@ -225,13 +245,17 @@ struct BlockHandler {
 impl BlockHandler {
     fn serve(&mut self) {
         let mut failed: Option<io::Error> = None;
-        let (disk, memory) = (&self.disk, &self.memory);
-        let served = serve_queue(&mut self.queue, memory, |chain| {
-            let (written, outcome) = disk.serve(memory, chain);
-            if let Err(RequestFailure::Host(error)) = outcome {
+        let (disk, memory, limiter) = (&self.disk, &self.memory, self.limiter.as_deref());
+        let admits = || limiter.is_none_or(RateLimiter::admit);
+        let served = serve_queue_while(&mut self.queue, memory, admits, |chain| {
+            let request = disk.serve(memory, chain);
+            if let Some(limiter) = limiter {
+                limiter.charge(request.transferred);
+            }
+            if let Err(RequestFailure::Host(error)) = request.outcome {
                 failed.get_or_insert(error);
             }
-            written
+            request.written
         });
         if let Some(error) = failed
             && is_due(&self.said)
@@ -258,15 +282,23 @@ fn is_due(said: &Mutex<Option<Instant>>) -> bool {
 }
 
 impl MutEventSubscriber for BlockHandler {
-    fn process(&mut self, _: Events, _: &mut EventOps) {
-        let _ = self.queue.kick.read();
+    fn process(&mut self, events: Events, _: &mut EventOps) {
+        match &self.limiter {
+            Some(limiter) if events.fd() == limiter.as_raw_fd() => limiter.handle_timer(),
+            _ => drop(self.queue.kick.read()),
+        }
         if !self.broken {
             self.serve();
         }
     }
 
     fn init(&mut self, ops: &mut EventOps) {
-        if let Err(error) = ops.add(Events::new(&*self.queue.kick, EventSet::IN)) {
+        let kick = ops.add(Events::new(&*self.queue.kick, EventSet::IN));
+        let timer = self
+            .limiter
+            .iter()
+            .try_for_each(|limiter| ops.add(Events::new(&**limiter, EventSet::IN)));
+        if let Err(error) = kick.and(timer) {
             guest_log!(
                 Error,
                 "{} cannot receive notifications: {}",

@@ -70,17 +70,27 @@ pub struct DiskBackend {
     pub write_through: bool,
 }
 
+/// A completed request.
+#[derive(Debug)]
+pub struct ServedRequest {
+    /// Number of bytes written to guest memory.
+    pub written: u32,
+    /// Number of bytes that were read, written or zeroed. If the image failed, that of the request.
+    pub transferred: u64,
+    /// The result.
+    pub outcome: Result<(), RequestFailure>,
+}
+
 impl DiskBackend {
-    /// Executes the request in `chain`. Returns the number of bytes written to guest memory, and
-    /// the result.
-    pub fn serve(
-        &self,
-        memory: &GuestMemoryMmap,
-        chain: GuestDescriptorChain<'_>,
-    ) -> (u32, Result<(), RequestFailure>) {
+    /// Executes the request in `chain`.
+    pub fn serve(&self, memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) -> ServedRequest {
         let Some(mut request) = DiskRequest::parse(memory, chain) else {
             // The request has no status byte.
-            return (0, Err(RequestFailure::Guest));
+            return ServedRequest {
+                written: 0,
+                transferred: 0,
+                outcome: Err(RequestFailure::Guest),
+            };
         };
         let done = self.execute(memory, &mut request);
         let (status, data) = match &done {
@@ -89,10 +99,15 @@ impl DiskBackend {
             Err(_) => (VIRTIO_BLK_S_IOERR, 0),
         };
         let status = u8::try_from(status).unwrap_or(u8::MAX);
-        match memory.write_obj(status, request.status.0) {
+        let (written, outcome) = match memory.write_obj(status, request.status.0) {
             // The chain is shorter than 4 GiB, including the status.
             Ok(()) => (data.saturating_add(1), done.map(|_| ())),
             Err(_) => (0, Err(RequestFailure::Guest)),
+        };
+        ServedRequest {
+            written,
+            transferred: request.transferred,
+            outcome,
         }
     }
 
@@ -109,11 +124,14 @@ impl DiskBackend {
             VIRTIO_BLK_T_IN => {
                 let bytes = bounded(&request.to_guest)?;
                 let at = self.place(request.sector, bytes)?;
+                request.transferred = bytes;
                 self.image.read(memory, &request.to_guest, at)?;
                 return u32::try_from(bytes).map_err(|_| RequestFailure::Guest);
             }
             VIRTIO_BLK_T_OUT => {
-                let at = self.place(request.sector, bounded(&request.from_guest)?)?;
+                let bytes = bounded(&request.from_guest)?;
+                let at = self.place(request.sector, bytes)?;
+                request.transferred = bytes;
                 self.image.write(memory, &request.from_guest, at)?;
                 if self.write_through {
                     self.image.flush()?;
@@ -181,6 +199,8 @@ impl DiskBackend {
                 continue;
             }
             if zeros {
+                // The host may have to write the zeros.
+                request.transferred += bytes;
                 self.image.write_zeros(at, bytes, flags != 0)?;
             } else {
                 self.image.discard(at, bytes)?;
@@ -201,6 +221,8 @@ struct DiskRequest {
     from_guest: RequestSegments,
     to_guest: RequestSegments,
     status: GuestSegment,
+    /// Number of bytes that the image was asked to read, write or zero.
+    transferred: u64,
 }
 
 impl DiskRequest {
@@ -234,6 +256,7 @@ impl DiskRequest {
             from_guest,
             to_guest,
             status: (status, 1),
+            transferred: 0,
         })
     }
 }

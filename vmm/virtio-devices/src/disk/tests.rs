@@ -14,6 +14,9 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use super::image::DiskImage;
 use super::request::{DiskBackend, MAX_REQUEST_BYTES, RequestFailure};
 use super::*;
+use crate::rate_limiter::LimitChange;
+use crate::serve::continue_at_used_ring;
+use crate::serve::serve_queue;
 use crate::serve::testing::{BUFFERS, Driver, MEMORY_BYTES, activation, memory};
 
 const NEXT: u16 = 1;
@@ -54,9 +57,9 @@ impl DiskTest {
         driver.offer(0);
         let mut outcome = None;
         serve_queue(&mut driver.active, &self.memory, |chain| {
-            let (written, what) = self.disk.serve(&self.memory, chain);
-            assert!(outcome.replace(what).is_none());
-            written
+            let request = self.disk.serve(&self.memory, chain);
+            assert!(outcome.replace(request.outcome).is_none());
+            request.written
         })
         .unwrap();
         let status = self.memory.read_obj(GuestAddress(STATUS)).unwrap();
@@ -471,5 +474,159 @@ fn continuous_kicks_do_not_block_stop() {
         end.store(true, Ordering::Relaxed);
         assert!(kicks.join().unwrap() > 0);
         assert_eq!(driver.used().len(), 1);
+    }
+}
+
+/// Offers `count` reads of one sector each, and waits until they are used.
+fn read_sectors(driver: &mut Driver<'_>, memory: &GuestMemoryMmap, count: usize) -> Duration {
+    let start = Instant::now();
+    let first = driver.used().len();
+    memory.write_obj(VIRTIO_BLK_T_IN, GuestAddress(HEADER)).unwrap();
+    memory.write_obj(0_u64, GuestAddress(HEADER + 8)).unwrap();
+    for _ in 0..count {
+        driver.write(
+            0,
+            &[
+                Descriptor::new(HEADER, 16, NEXT, 1),
+                Descriptor::new(DATA, 512, NEXT | WRITE, 2),
+                Descriptor::new(STATUS, 1, WRITE, 0),
+            ],
+        );
+        driver.offer(0);
+    }
+    driver.active.kick.write(1).unwrap();
+    while driver.used().len() < first + count {
+        assert!(
+            start.elapsed() < Duration::from_secs(30),
+            "the timer does not wake the disk"
+        );
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    start.elapsed()
+}
+
+fn limited(limits: &str) -> (BlockDevice, tempfile::NamedTempFile) {
+    let (block, file) = device();
+    let config: DiskConfig = format!("x,{limits}").parse().unwrap();
+    (block.with_limiter(RateLimiter::new(config.limits).unwrap()), file)
+}
+
+/// One kick suffices for all requests, of bytes as of operations, and the disk's thread sleeps
+/// between them.
+#[test]
+fn throttled_requests_are_served_by_the_timer() {
+    let memory = memory();
+    for limits in ["ops=10/100", "bandwidth=5120/100"] {
+        let (mut block, _file) = limited(limits);
+        let mut driver = Driver::new(&memory, 256);
+        let (activation, _seen) = activation(&memory, vec![Some(driver.active())]);
+        block.activate(activation).unwrap();
+        // The bucket has 10 tokens of a request, and gets 100 in a second.
+        let took = read_sectors(&mut driver, &memory, 40);
+        assert!(took >= Duration::from_millis(290), "{limits}: {took:?}");
+        let throttled = block.rate_limiters()[0].1.throttled();
+        assert!(
+            (1..=40).contains(&throttled),
+            "{limits}: paused {throttled} times"
+        );
+        block.reset();
+    }
+}
+
+/// A reset is no way to a new burst, and a stopped disk goes on where the limiter left it.
+#[test]
+fn limit_outlives_a_reset() {
+    let memory = memory();
+    let (mut block, _file) = limited("ops=1/200+9");
+    let mut driver = Driver::new(&memory, 256);
+    for count in [10, 1, 1] {
+        let mut active = driver.active();
+        continue_at_used_ring(&mut active.queue, &memory).unwrap();
+        let (activation, _seen) = activation(&memory, vec![Some(active)]);
+        block.activate(activation).unwrap();
+        let took = read_sectors(&mut driver, &memory, count);
+        assert!(count > 1 || took >= Duration::from_millis(100), "{took:?}");
+        block.reset();
+    }
+}
+
+#[test]
+fn removed_limit_releases_waiting_requests() {
+    let memory = memory();
+    let (mut block, _file) = limited("ops=1/86400000");
+    let mut driver = Driver::new(&memory, 256);
+    let (activation, _seen) = activation(&memory, vec![Some(driver.active())]);
+    block.activate(activation).unwrap();
+    read_sectors(&mut driver, &memory, 1);
+    let limiter = block.rate_limiters()[0].1.clone();
+    let change = std::thread::spawn(move || {
+        while limiter.throttled() == 0 {
+            std::thread::yield_now();
+        }
+        limiter.change(LimitChange::Keep, LimitChange::Remove);
+    });
+    read_sectors(&mut driver, &memory, 20);
+    change.join().unwrap();
+    block.reset();
+}
+
+/// The limiter's timer of a queue that the driver has broken does not keep the thread busy.
+#[test]
+fn broken_queue_ignores_the_timer() {
+    let memory = memory();
+    let (mut block, _file) = limited("ops=1/50");
+    let mut driver = Driver::new(&memory, 16);
+    driver.write(0, &[Descriptor::new(STATUS, 1, WRITE, 0)]);
+    driver.offer(0);
+    driver.offer(16);
+    let (activation, seen) = activation(&memory, vec![Some(driver.active())]);
+    block.activate(activation).unwrap();
+    driver.active.kick.write(1).unwrap();
+    seen.changed.read().unwrap();
+    assert_eq!(
+        driver.used().len(),
+        1,
+        "the first request, then the invalid one after a pause"
+    );
+    block.reset();
+}
+
+/// Only data counts as bytes, and zeros that the host may have to write.
+#[test]
+fn transferred_bytes_are_those_of_the_request() {
+    let rig = DiskTest::new(128, false);
+    let transferred = |chain: &[Descriptor]| {
+        let mut driver = Driver::new(&rig.memory, 256);
+        driver.write(0, chain);
+        driver.offer(0);
+        let mut bytes = 0;
+        serve_queue(&mut driver.active, &rig.memory, |chain| {
+            let request = rig.disk.serve(&rig.memory, chain);
+            bytes = request.transferred;
+            request.written
+        })
+        .unwrap();
+        bytes
+    };
+    let status = Descriptor::new(STATUS, 1, WRITE, 0);
+    for (kind, flags, sector, bytes, expected) in [
+        (VIRTIO_BLK_T_IN, WRITE, 0, 1024, 1024),
+        (VIRTIO_BLK_T_OUT, 0, 0, 4096, 4096),
+        (VIRTIO_BLK_T_FLUSH, 0, 0, 0, 0),
+        (VIRTIO_BLK_T_GET_ID, WRITE, 0, 20, 0),
+        // Beyond the end of the disk, and longer than a request may be.
+        (VIRTIO_BLK_T_OUT, 0, 128, 512, 0),
+        (VIRTIO_BLK_T_OUT, 0, 0, u32::MAX, 0),
+    ] {
+        let data = Descriptor::new(DATA, bytes, NEXT | flags, 2);
+        let chain = [rig.header(kind, sector), data, status];
+        assert_eq!(transferred(&chain), expected, "{kind} {sector} {bytes}");
+    }
+    let range = Descriptor::new(DATA, 16, NEXT, 2);
+    for (kind, expected) in [(VIRTIO_BLK_T_WRITE_ZEROES, 2048), (VIRTIO_BLK_T_DISCARD, 0)] {
+        rig.memory.write_obj(0_u64, GuestAddress(DATA)).unwrap();
+        rig.memory.write_obj([4_u32, 0], GuestAddress(DATA + 8)).unwrap();
+        let chain = [rig.header(kind, 0), range, status];
+        assert_eq!(transferred(&chain), expected, "{kind}");
     }
 }

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use crate::rate_limiter::limits::{LimitsError, RateLimits};
+
 /// Maximum length of a network device name, in bytes (`IFNAMSIZ` without the terminating NUL).
 const MAX_NAME: usize = 15;
 
@@ -68,6 +70,17 @@ pub struct NetConfig {
     pub mac: Option<MacAddress>,
     /// Use of vhost-net.
     pub vhost: VhostMode,
+    /// Limits of the frames that the guest receives.
+    pub rx: RateLimits,
+    /// Limits of the frames that the guest sends.
+    pub tx: RateLimits,
+}
+
+impl NetConfig {
+    /// Returns whether there is a limit, which excludes vhost-net.
+    pub fn is_limited(&self) -> bool {
+        !(self.rx.is_unlimited() && self.tx.is_unlimited())
+    }
 }
 
 /// Use of the host kernel's vhost-net for the transfer of frames.
@@ -86,10 +99,16 @@ pub enum VhostMode {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NetConfigError {
     /// The tap device is missing.
-    #[error("must be tap=NAME, optionally followed by ,mac=XX:XX:XX:XX:XX:XX and ,vhost=on|off|auto")]
+    #[error(
+        "must be tap=NAME, optionally followed by ,mac=XX:XX:XX:XX:XX:XX and ,vhost=on|off|auto, and by \
+         rate limits"
+    )]
     Shape,
     /// An option is unknown.
-    #[error("{0}: must be tap=NAME, mac=XX:XX:XX:XX:XX:XX or vhost=on, off or auto")]
+    #[error(
+        "{0}: must be tap=NAME, mac=XX:XX:XX:XX:XX:XX, vhost=on, off or auto, rx-bandwidth=, rx-ops=, \
+         tx-bandwidth= or tx-ops="
+    )]
     Word(String),
     /// An option is repeated.
     #[error("{0}= must be given once")]
@@ -109,6 +128,12 @@ pub enum NetConfigError {
     /// The MAC address is a group or all-zero address.
     #[error("mac must not be zero or a multicast address: the first byte must be even")]
     Group,
+    /// A rate limit is invalid.
+    #[error(transparent)]
+    Limits(#[from] LimitsError),
+    /// A rate limit is given together with vhost-net.
+    #[error("vhost=on: vhost-net has no rate limits; use vhost=off")]
+    LimitedVhost,
 }
 
 impl FromStr for NetConfig {
@@ -116,6 +141,7 @@ impl FromStr for NetConfig {
 
     fn from_str(text: &str) -> Result<Self, NetConfigError> {
         let (mut tap, mut mac, mut vhost) = (None, None, None);
+        let (mut rx, mut tx) = (RateLimits::default(), RateLimits::default());
         for part in text.split(',') {
             match part.split_once('=') {
                 Some(("tap", _)) if tap.is_some() => return Err(NetConfigError::Twice("tap")),
@@ -127,13 +153,27 @@ impl FromStr for NetConfig {
                 Some(("vhost", "on")) => vhost = Some(VhostMode::On),
                 Some(("vhost", "off")) => vhost = Some(VhostMode::Off),
                 Some(("vhost", _)) => return Err(NetConfigError::VhostMode),
+                Some(("rx-bandwidth", value)) => rx.set_bandwidth("rx-bandwidth", value)?,
+                Some(("rx-ops", value)) => rx.set_ops("rx-ops", value)?,
+                Some(("tx-bandwidth", value)) => tx.set_bandwidth("tx-bandwidth", value)?,
+                Some(("tx-ops", value)) => tx.set_ops("tx-ops", value)?,
                 _ if text.contains('=') => return Err(NetConfigError::Word(part.to_owned())),
                 _ => return Err(NetConfigError::Shape),
             }
         }
         let tap = tap.ok_or(NetConfigError::Shape)?;
         let vhost = vhost.unwrap_or_default();
-        Ok(Self { tap, mac, vhost })
+        let config = Self {
+            tap,
+            mac,
+            vhost,
+            rx,
+            tx,
+        };
+        if config.is_limited() && vhost == VhostMode::On {
+            return Err(NetConfigError::LimitedVhost);
+        }
+        Ok(config)
     }
 }
 
@@ -167,6 +207,17 @@ mod tests {
     }
 
     #[test]
+    fn rate_limits_are_parsed_for_each_direction() {
+        let text = "tap=x,rx-bandwidth=1M/100,tx-ops=50/1000+5,vhost=auto";
+        let config: NetConfig = text.parse().unwrap();
+        assert!(config.is_limited());
+        assert_eq!(config.rx.bandwidth.unwrap().size.get(), 1 << 20);
+        assert_eq!(config.tx.ops.unwrap().one_time_burst, 5);
+        assert_eq!((config.rx.ops, config.tx.bandwidth), (None, None));
+        assert!(!"tap=x,vhost=on".parse::<NetConfig>().unwrap().is_limited());
+    }
+
+    #[test]
     fn mistakes_are_named() {
         use NetConfigError as E;
         for (text, error) in [
@@ -178,6 +229,15 @@ mod tests {
             ("tap=a,", E::Word(String::new())),
             ("tap=a,vhost=yes", E::VhostMode),
             ("tap=a,vhost=on,vhost=on", E::Twice("vhost")),
+            ("tap=a,vhost=on,tx-ops=1/1", E::LimitedVhost),
+            (
+                "tap=a,rx-ops=1/1,rx-ops=1/1",
+                E::Limits(LimitsError::Twice("rx-ops")),
+            ),
+            (
+                "tap=a,tx-bandwidth=1",
+                E::Limits(LimitsError::Value("tx-bandwidth", "1".into())),
+            ),
             ("tap=", E::Name),
             ("tap=a/b", E::Name),
             ("tap=tap%d", E::Name),

@@ -3,6 +3,7 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use diagnostics::guest_log;
@@ -13,6 +14,7 @@ use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::tap::{HEADER_BYTES, IoVecList, MAX_FRAME_BYTES, Tap};
+use crate::rate_limiter::RateLimiter;
 
 /// Maximum number of segments in a chain. Linux uses at most 19.
 const MAX_PIECES: usize = 64;
@@ -49,6 +51,8 @@ pub enum BatchEnd {
     Idle,
     /// The driver has no buffer for the next frame.
     NoBuffer,
+    /// The rate limiter admits no frame until its timer fires.
+    Throttled,
     /// The tap device was removed.
     Gone(io::Error),
 }
@@ -110,15 +114,35 @@ fn wants_interrupt(queue: &Queue, memory: &GuestMemoryMmap, before: u16) -> Resu
     Ok(now.wrapping_sub(event).wrapping_sub(1) < now.wrapping_sub(before))
 }
 
+/// Returns whether the next frame may be transferred.
+fn admits(limiter: Option<&Arc<RateLimiter>>) -> bool {
+    limiter.is_none_or(|limiter| limiter.admit())
+}
+
+/// Charges a frame of `bytes` bytes including its header, which does not count.
+fn charge(limiter: Option<&Arc<RateLimiter>>, bytes: usize) {
+    if let Some(limiter) = limiter {
+        limiter.charge(bytes.saturating_sub(HEADER_BYTES) as u64);
+    }
+}
+
 /// Transmit direction: moves frames from the guest to the tap device.
 pub struct FrameSender {
     queue: Queue,
+    limiter: Option<Arc<RateLimiter>>,
 }
 
 impl FrameSender {
     /// Creates a sender for the guest's transmit queue.
     pub fn new(queue: Queue) -> Self {
-        Self { queue }
+        Self { queue, limiter: None }
+    }
+
+    /// Limits the frames.
+    #[must_use]
+    pub fn with_limiter(mut self, limiter: Option<Arc<RateLimiter>>) -> Self {
+        self.limiter = limiter;
+        self
     }
 
     /// Sends the available frames and returns whether the driver wants an interrupt. A frame is
@@ -134,6 +158,10 @@ impl FrameSender {
         let before = self.queue.next_used();
         let mut pause = BatchEnd::More;
         for _ in 0..MAX_BATCH {
+            if !admits(self.limiter.as_ref()) {
+                pause = BatchEnd::Throttled;
+                break;
+            }
             let Some(chain) = next_chain(&mut self.queue, memory, false)? else {
                 if self.queue.enable_notification(memory)? {
                     continue;
@@ -146,13 +174,14 @@ impl FrameSender {
                 .pieces
                 .iter()
                 .all(|(address, length)| scatter.push(*address, *length));
-            if sound
-                && (HEADER_BYTES..=MAX_FRAME_BYTES).contains(&scatter.bytes())
+            let is_frame = sound && (HEADER_BYTES..=MAX_FRAME_BYTES).contains(&scatter.bytes());
+            if is_frame
                 && let Some(tap) = tap
                 && let Err(e) = tap.write(&scatter)
             {
                 guest_log!(Debug, "a frame is lost: {e}");
             }
+            charge(self.limiter.as_ref(), if is_frame { scatter.bytes() } else { 0 });
             self.queue.add_used(memory, chain.head, 0)?;
         }
         Ok((pause, wants_interrupt(&self.queue, memory, before)?))
@@ -169,6 +198,7 @@ pub struct FrameReceiver {
     waiting_bytes: usize,
     /// Frame that was read before enough buffers were available for it. Empty if there is none.
     held: Vec<u8>,
+    limiter: Option<Arc<RateLimiter>>,
 }
 
 impl FrameReceiver {
@@ -181,7 +211,15 @@ impl FrameReceiver {
             waiting: VecDeque::new(),
             waiting_bytes: 0,
             held: Vec::new(),
+            limiter: None,
         }
+    }
+
+    /// Limits the frames.
+    #[must_use]
+    pub fn with_limiter(mut self, limiter: Option<Arc<RateLimiter>>) -> Self {
+        self.limiter = limiter;
+        self
     }
 
     /// Collects buffers until the longest frame fits, or one buffer without mergeable buffers.
@@ -223,6 +261,10 @@ impl FrameReceiver {
         let before = self.queue.next_used();
         let mut pause = BatchEnd::More;
         for _ in 0..MAX_BATCH {
+            if !admits(self.limiter.as_ref()) {
+                pause = BatchEnd::Throttled;
+                break;
+            }
             let enough = self.fill(memory)?;
             if self.waiting.is_empty() || !self.held.is_empty() && self.waiting_bytes < self.held.len() {
                 if self.waiting.len() < usize::from(self.queue.size()) {
@@ -294,6 +336,7 @@ impl FrameReceiver {
     /// Returns the first buffers, which contain a frame of `count` bytes, to the driver. The used
     /// index is updated once, because the driver must see all buffers of a frame at the same time.
     fn return_frame(&mut self, memory: &GuestMemoryMmap, count: usize) -> Result<(), FrameQueueError> {
+        charge(self.limiter.as_ref(), count);
         let mut used: SmallVec<[(u16, u32); 8]> = SmallVec::new();
         let mut left = count;
         let first = self.waiting.front().map(|chain| chain.pieces.clone());

@@ -40,6 +40,7 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::device::{
     ActivateError, Activation, ActiveQueue, DeviceInterrupt, VirtioDevice, read_config_bytes,
 };
+use crate::rate_limiter::RateLimiter;
 use crate::worker::DeviceWorker;
 use config::MacAddress;
 use frames::{BatchEnd, FrameQueueError, FrameReceiver, FrameSender};
@@ -85,7 +86,15 @@ pub struct NetDevice {
     status: Arc<AtomicU16>,
     /// The vhost-net instance that transfers the frames, if any.
     kernel: Option<VhostNetBackend>,
+    limiters: DirectionLimiters,
     worker: Option<DeviceWorker>,
+}
+
+/// Rate limiters of the frames that a guest receives and sends.
+#[derive(Clone, Debug, Default)]
+struct DirectionLimiters {
+    rx: Option<Arc<RateLimiter>>,
+    tx: Option<Arc<RateLimiter>>,
 }
 
 impl NetDevice {
@@ -101,8 +110,20 @@ impl NetDevice {
             offered,
             status: Arc::new(AtomicU16::new(LINK_UP)),
             kernel,
+            limiters: DirectionLimiters::default(),
             worker: None,
         }
+    }
+
+    /// Limits the frames that the guest receives (`rx`) and sends (`tx`). vhost-net ignores the
+    /// limits.
+    #[must_use]
+    pub fn with_limiters(mut self, rx: RateLimiter, tx: RateLimiter) -> Self {
+        self.limiters = DirectionLimiters {
+            rx: Some(Arc::new(rx)),
+            tx: Some(Arc::new(tx)),
+        };
+        self
     }
 }
 
@@ -172,6 +193,15 @@ impl VirtioDevice for NetDevice {
         self.kernel.as_ref().map(|_| by_kernel)
     }
 
+    fn rate_limiters(&self) -> Vec<(String, Arc<RateLimiter>)> {
+        let DirectionLimiters { rx, tx } = &self.limiters;
+        let limiters = [("rx", rx), ("tx", tx)].into_iter();
+        limiters
+            .filter(|_| self.kernel.is_none())
+            .filter_map(|(direction, limiter)| Some((format!("{}-{direction}", self.name), limiter.clone()?)))
+            .collect()
+    }
+
     fn identity(&self) -> Vec<u8> {
         [&self.mac.bytes()[..], &self.mtu.to_le_bytes()].concat()
     }
@@ -224,6 +254,7 @@ impl VirtioDevice for NetDevice {
         } else {
             let merges = features & (1 << VIRTIO_NET_F_MRG_RXBUF) != 0;
             let tap = link.is_up().then(|| self.tap.clone());
+            let DirectionLimiters { rx, tx } = self.limiters.clone();
             DeviceWorker::spawn(
                 ThreadKind::Device,
                 &self.name,
@@ -231,8 +262,11 @@ impl VirtioDevice for NetDevice {
                     memory,
                     tap,
                     link,
-                    receiver: Direction::new(receive, |queue| FrameReceiver::new(queue, merges)),
-                    sender: Direction::new(transmit, FrameSender::new),
+                    receiver: Direction::new(receive, |queue| {
+                        FrameReceiver::new(queue, merges).with_limiter(rx)
+                    }),
+                    sender: Direction::new(transmit, |queue| FrameSender::new(queue).with_limiter(tx)),
+                    limiters: self.limiters.clone(),
                     watching: false,
                 },
                 fatal_error_callback,
@@ -269,6 +303,7 @@ struct FrameHandler {
     link: NetLink,
     receiver: Direction<FrameReceiver>,
     sender: Direction<FrameSender>,
+    limiters: DirectionLimiters,
     /// `true` while the tap device is in the epoll set. Removed while the driver has no buffers.
     watching: bool,
 }
@@ -335,8 +370,8 @@ impl FrameHandler {
         match self.receiver.end_batch(&self.link, result) {
             // Monitor the tap device while it may have frames.
             BatchEnd::More | BatchEnd::Idle => self.watch(&tap, true, ops),
-            // Stop monitoring until the driver adds buffers.
-            BatchEnd::NoBuffer => self.watch(&tap, false, ops),
+            // Stop monitoring until the driver adds buffers, or the limiter's timer fires.
+            BatchEnd::NoBuffer | BatchEnd::Throttled => self.watch(&tap, false, ops),
             BatchEnd::Gone(e) => self.lose(&tap, &e, ops),
         }
     }
@@ -372,7 +407,15 @@ impl FrameHandler {
 impl MutEventSubscriber for FrameHandler {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         let fd = events.fd();
-        if fd == self.sender.kick.as_raw_fd() {
+        let timer = |limiter: &Option<Arc<RateLimiter>>| {
+            let limiter = limiter.as_ref().filter(|limiter| limiter.as_raw_fd() == fd);
+            limiter.map(|limiter| limiter.handle_timer()).is_some()
+        };
+        if timer(&self.limiters.tx) {
+            self.send();
+        } else if timer(&self.limiters.rx) {
+            self.receive(ops);
+        } else if fd == self.sender.kick.as_raw_fd() {
             let _ = self.sender.kick.read();
             self.send();
         } else {
@@ -384,8 +427,11 @@ impl MutEventSubscriber for FrameHandler {
     }
 
     fn init(&mut self, ops: &mut EventOps) {
-        for kick in [&self.receiver.kick, &self.sender.kick] {
-            if let Err(e) = ops.add(Events::new(&**kick, EventSet::IN)) {
+        let kicks = [&self.receiver.kick, &self.sender.kick];
+        let kicks = kicks.into_iter().map(|kick| kick.as_raw_fd());
+        let timers = [&self.limiters.rx, &self.limiters.tx].into_iter().flatten();
+        for fd in kicks.chain(timers.map(|limiter| limiter.as_raw_fd())) {
+            if let Err(e) = ops.add(Events::new_raw(fd, EventSet::IN)) {
                 guest_log!(
                     Error,
                     "{}: a queue is not processed: {}",
@@ -401,10 +447,15 @@ impl MutEventSubscriber for FrameHandler {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixDatagram;
+    use std::time::{Duration, Instant};
+
     use virtio_queue::QueueT;
+    use virtio_queue::desc::split::Descriptor;
 
     use super::*;
-    use crate::serve::testing::{Driver, activation, memory};
+    use crate::rate_limiter::limits::RateLimits;
+    use crate::serve::testing::{BUFFERS, Driver, activation, memory};
 
     /// Models `set_offload` in drivers/net/tun.c, which rejects a set with unknown or unsupported
     /// bits.
@@ -456,5 +507,88 @@ mod tests {
         assert!(matches!(pause, BatchEnd::NoBuffer) && lane.queue.is_none());
         assert!(seen.needs_reset.load(Ordering::Acquire));
         assert_eq!(seen.changed.read().unwrap(), 1);
+    }
+    /// Number of frames of a test. The socket pair holds as many.
+    const FRAMES: u16 = 8;
+    const FRAME_BYTES: u32 = 512;
+
+    /// Starts the thread of a device whose two limiters admit one frame each 20 ms. Returns the far
+    /// end of the tap device too.
+    fn limited_device(
+        memory: &GuestMemoryMmap,
+        [receive, transmit]: [ActiveQueue; 2],
+    ) -> (DeviceWorker, DirectionLimiters, UnixDatagram) {
+        let limits: RateLimits = "bandwidth=500/20".parse().unwrap();
+        let limiter = || Some(Arc::new(RateLimiter::new(limits).unwrap()));
+        let limiters = DirectionLimiters {
+            rx: limiter(),
+            tx: limiter(),
+        };
+        let (near, far) = UnixDatagram::pair().unwrap();
+        near.set_nonblocking(true).unwrap();
+        far.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        let (activation, _seen) = activation(memory, vec![]);
+        let DirectionLimiters { rx, tx } = limiters.clone();
+        let handler = FrameHandler {
+            memory: memory.clone(),
+            tap: Some(Arc::new(Tap::on(near.into()))),
+            link: NetLink {
+                name: "net7".into(),
+                status: Arc::new(AtomicU16::new(LINK_UP)),
+                config_change: activation.config_change,
+            },
+            receiver: Direction::new(receive, |queue| FrameReceiver::new(queue, false).with_limiter(rx)),
+            sender: Direction::new(transmit, |queue| FrameSender::new(queue).with_limiter(tx)),
+            limiters: limiters.clone(),
+            watching: false,
+        };
+        let callback = activation.fatal_error_callback;
+        let worker = DeviceWorker::spawn(ThreadKind::Device, "net7", handler, callback).unwrap();
+        (worker, limiters, far)
+    }
+
+    /// Frames wait without a further kick or event of the tap device, and none is lost.
+    #[test]
+    fn throttled_frames_are_transferred_by_the_timer() {
+        let memory = memory();
+        let mut receive = Driver::at(&memory, 32, 0x1000);
+        let mut transmit = Driver::at(&memory, 32, 0x10_000);
+        let (mut worker, limiters, far) = limited_device(&memory, [receive.active(), transmit.active()]);
+        let start = Instant::now();
+        for head in 0..FRAMES {
+            let at = BUFFERS + 0x1000 * u64::from(head);
+            transmit.write(head, &[Descriptor::new(at, FRAME_BYTES, 0, 0)]);
+            transmit.offer(head);
+            receive.write(head, &[Descriptor::new(at + 0x800, 2048, 2, 0)]);
+            receive.offer(head);
+            far.send(&[0; FRAME_BYTES as usize]).unwrap();
+        }
+        transmit.active.kick.write(1).unwrap();
+        receive.active.kick.write(1).unwrap();
+        for _ in 0..FRAMES {
+            assert_eq!(far.recv(&mut [0; 2048]).unwrap(), FRAME_BYTES as usize);
+        }
+        while receive.used().len() < usize::from(FRAMES) {
+            assert!(
+                start.elapsed() < Duration::from_secs(30),
+                "the timer wakes no direction"
+            );
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // 500 bytes of each frame count. The second frame waits for one token, the others for all.
+        let took = start.elapsed();
+        assert!(
+            took >= Duration::from_millis(20) * u32::from(FRAMES - 2),
+            "{took:?}"
+        );
+        for limiter in [limiters.rx, limiters.tx] {
+            let throttled = limiter.unwrap().throttled();
+            let all = u64::from(FRAMES);
+            assert!(
+                (all - 2..=all + 1).contains(&throttled),
+                "paused {throttled} times"
+            );
+        }
+        worker.stop();
     }
 }

@@ -9,6 +9,7 @@
 //! | `events` | translation of an operator's event to one of perf-core |
 //! | `exits` | exit statistics of one connection |
 //! | `guest_view` | the guest's PMU, as the guest programmed it |
+//! | [`limits`] | rate limiters of the devices |
 //! | `sampling` | sampling parameters of an operator's events |
 //! | [`session`] | events of one connection |
 //! | [`processes`] | processes of the guest: their code and memory, for unwinding and symbolization |
@@ -24,6 +25,7 @@ mod counts;
 mod events;
 mod exits;
 mod guest_view;
+pub mod limits;
 pub mod processes;
 mod rings;
 mod sampling;

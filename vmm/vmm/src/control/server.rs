@@ -30,6 +30,7 @@ use super::balloon;
 use super::counts;
 use super::exits::ExitWatch;
 use super::guest_view::vcpu_view;
+use super::limits::NamedLimiters;
 use super::processes::GuestProcesses;
 use super::session::{EventSession, fail, role};
 use crate::devices::Bus;
@@ -92,6 +93,8 @@ pub struct ControlledVm {
     pub registry: Arc<VcpuRegistry>,
     /// Devices of the VM.
     pub bus: Arc<Bus>,
+    /// Rate limiters of the devices.
+    pub limiters: NamedLimiters,
     /// Text symbols of the guest kernel that was loaded last.
     pub symbols: Arc<ArcSwap<PackedSymbols>>,
     /// `true` if the guest has a single address space and no user processes.

@@ -11,6 +11,7 @@ use vpmu::EventFilter;
 use super::{Connection, ControlServer, FdSource, RequestOutcome, SocketAccess};
 use crate::control::balloon;
 use crate::control::exits::{ExitCountSnapshot, ExitWatch};
+use crate::control::limits;
 use crate::control::rings::RingLayout;
 use crate::control::session::{EventSession, EventTargets, fail, role};
 use crate::pmu::{KernelSearchProgress, VmPmu};
@@ -115,6 +116,10 @@ impl ControlServer {
                 value(Value::Null)
             }
             Call::Filter { toml } => self.filter(&toml),
+            Call::RateLimiters => value(limits::describe(&vm.limiters)),
+            Call::RateLimit { name, bandwidth, ops } => {
+                value(limits::change(&vm.limiters, &name, bandwidth, ops)?)
+            }
             Call::Open {
                 events,
                 vcpus,
@@ -373,6 +378,7 @@ fn may_observe(call: &Call) -> Result<(), Failure> {
         | Call::Close
         | Call::Exits
         | Call::Counts
+        | Call::RateLimiters
         | Call::GuestView
         | Call::GuestViewResult { .. } => return Ok(()),
         Call::Open { .. }
@@ -400,6 +406,7 @@ fn may_observe(call: &Call) -> Result<(), Failure> {
         | Call::Balloon { .. }
         | Call::BalloonStatistics { .. }
         | Call::Share { .. }
+        | Call::RateLimit { .. }
         | Call::Filter { .. } => "an observer changes nothing of a VM: use its control socket",
     };
     fail(FailureKind::Denied, why)

@@ -1,0 +1,229 @@
+//! A token bucket whose clock is that of its caller.
+
+use std::time::{Duration, Instant};
+
+use super::limits::BucketLimits;
+
+/// A token bucket. A request is admitted while the bucket contains a token, and its cost is charged
+/// afterwards. The part of the cost that exceeds the tokens becomes a debt, which later tokens repay,
+/// so that a request larger than the bucket is admitted too.
+///
+/// In any interval, the requests other than the last one cost at most the size of the bucket, the
+/// one-time burst, and the tokens that are added in the interval.
+#[derive(Clone, Debug)]
+pub struct TokenBucket {
+    limits: BucketLimits,
+    /// Rest of the one-time burst. Spent before `tokens` and never refilled.
+    burst: u64,
+    tokens: u64,
+    /// Tokens that are owed. 0 unless `burst` and `tokens` are 0.
+    debt: u64,
+    /// Fraction of the next token, in units of 1/`refill_ns` token.
+    fraction: u64,
+    /// Time up to which tokens have been added.
+    updated: Instant,
+}
+
+impl TokenBucket {
+    /// Creates a full bucket.
+    pub fn new(limits: BucketLimits, now: Instant) -> Self {
+        Self {
+            limits,
+            burst: limits.one_time_burst,
+            tokens: limits.size.get(),
+            debt: 0,
+            fraction: 0,
+            updated: now,
+        }
+    }
+
+    /// Returns the limits of the bucket.
+    pub fn limits(&self) -> BucketLimits {
+        self.limits
+    }
+
+    /// Adds the tokens of the time since the last call. A clock that stands still or goes back adds
+    /// none.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "a remainder is below its u64 divisor"
+    )]
+    fn refill(&mut self, now: Instant) {
+        let elapsed = now.saturating_duration_since(self.updated);
+        self.updated = self.updated.max(now);
+        // Both factors are below 2^64, so the sum is below 2^128.
+        let units = u128::from(saturated(elapsed.as_nanos())) * u128::from(self.limits.size.get())
+            + u128::from(self.fraction);
+        let refill_ns = u128::from(self.limits.refill_ns());
+        let added = saturated(units / refill_ns);
+        self.fraction = (units % refill_ns) as u64;
+        let repaid = added.min(self.debt);
+        self.debt -= repaid;
+        self.tokens = self.tokens.saturating_add(added - repaid);
+        if self.tokens >= self.limits.size.get() {
+            self.tokens = self.limits.size.get();
+            self.fraction = 0;
+        }
+    }
+
+    /// Returns the time until the next request is admitted, zero if it is admitted now.
+    pub fn wait(&mut self, now: Instant) -> Duration {
+        self.refill(now);
+        if self.burst > 0 || self.tokens > 0 {
+            return Duration::ZERO;
+        }
+        // Below 2^64 * 2^64, and above the fraction, which is less than one token.
+        let units = (u128::from(self.debt) + 1) * u128::from(self.limits.refill_ns());
+        let units = units - u128::from(self.fraction);
+        Duration::from_nanos(saturated(units.div_ceil(u128::from(self.limits.size.get()))))
+    }
+
+    /// Charges the cost of an admitted request.
+    pub fn charge(&mut self, cost: u64, now: Instant) {
+        self.refill(now);
+        let from_burst = cost.min(self.burst);
+        self.burst -= from_burst;
+        let cost = cost - from_burst;
+        let from_tokens = cost.min(self.tokens);
+        self.tokens -= from_tokens;
+        self.debt = self.debt.saturating_add(cost - from_tokens);
+    }
+}
+
+fn saturated(value: u128) -> u64 {
+    u64::try_from(value).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroU64;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn bucket(size: u64, burst: u64, refill_ms: u64) -> (TokenBucket, Instant) {
+        let now = Instant::now();
+        let limits = BucketLimits {
+            size: NonZeroU64::new(size).unwrap(),
+            one_time_burst: burst,
+            refill_ms: NonZeroU64::new(refill_ms).unwrap(),
+        };
+        (TokenBucket::new(limits, now), now)
+    }
+
+    #[test]
+    fn burst_is_spent_once_and_before_the_tokens() {
+        let (mut bucket, start) = bucket(10, 5, 1000);
+        bucket.charge(15, start);
+        assert_eq!(bucket.wait(start), Duration::from_millis(100));
+        let later = start + Duration::from_secs(3600);
+        bucket.charge(10, later);
+        assert_eq!(bucket.wait(later), Duration::from_millis(100));
+    }
+
+    /// A request of ten times the size is admitted, and the next one waits until it is paid.
+    #[test]
+    fn request_larger_than_the_bucket_delays_the_next_one() {
+        let (mut bucket, start) = bucket(100, 0, 1000);
+        assert_eq!(bucket.wait(start), Duration::ZERO);
+        bucket.charge(1000, start);
+        assert_eq!(bucket.wait(start), Duration::from_millis(9010));
+    }
+
+    #[test]
+    fn clock_that_stands_still_adds_no_tokens() {
+        let (mut bucket, start) = bucket(3, 0, 1);
+        bucket.charge(3, start);
+        let earlier = start.checked_sub(Duration::from_nanos(1)).unwrap();
+        for now in [start, earlier, start] {
+            assert_ne!(bucket.wait(now), Duration::ZERO);
+        }
+    }
+
+    /// The sustained rate is the configured one, whatever the interval of the refills.
+    #[test]
+    fn fractions_of_tokens_are_kept() {
+        let (mut bucket, start) = bucket(7, 0, 1000);
+        bucket.charge(7, start);
+        let mut admitted = 0;
+        for tick in 1..=1_000_000_u64 {
+            let now = start + Duration::from_micros(10 * tick);
+            if bucket.wait(now).is_zero() {
+                bucket.charge(1, now);
+                admitted += 1;
+            }
+        }
+        assert_eq!(admitted, 70, "7 per second for 10 s");
+    }
+
+    #[test]
+    fn extreme_values_do_not_overflow() {
+        let (mut bucket, start) = bucket(u64::MAX, u64::MAX, u64::MAX);
+        for _ in 0..5 {
+            bucket.charge(u64::MAX, start);
+        }
+        assert!(bucket.wait(start) > Duration::from_secs(1 << 33));
+        let mut now = start;
+        for _ in 0..2 {
+            now += Duration::from_secs(1 << 40);
+            bucket.wait(now);
+        }
+        assert!(bucket.wait(now).is_zero(), "the debt is at most u64::MAX");
+    }
+
+    fn any_size() -> impl Strategy<Value = u64> {
+        prop_oneof![1..10_u64, 1..1_000_000_u64, 1..=u64::MAX, Just(u64::MAX)]
+    }
+
+    fn any_cost() -> impl Strategy<Value = u64> {
+        prop_oneof![0..10_u64, 0..1_000_000_u64, any::<u64>(), Just(u64::MAX)]
+    }
+
+    /// Intervals of at most four years, so that the products of the test fit into 128 bits.
+    fn any_pause_ns() -> impl Strategy<Value = u64> {
+        prop_oneof![Just(0), 0..1_000_u64, 0..10_000_000_000_u64, 0..u64::MAX / 128]
+    }
+
+    proptest! {
+        /// Between any two admitted requests, the requests except the last one cost at most the
+        /// size, the burst and the tokens of the time between them.
+        #[test]
+        fn no_interval_exceeds_the_limit(
+            size in any_size(),
+            burst in any_cost(),
+            refill_ms in any_size(),
+            requests in proptest::collection::vec((any_pause_ns(), any_cost(), any::<bool>()), 1..40),
+        ) {
+            let (mut bucket, start) = bucket(size, burst, refill_ms);
+            let mut now = start;
+            let mut admitted: Vec<(Instant, u64)> = Vec::new();
+            for (pause, cost, patient) in requests {
+                now += Duration::from_nanos(pause);
+                let wait = bucket.wait(now);
+                if !wait.is_zero() && patient && wait < Duration::from_secs(1 << 28) {
+                    let early = now + wait - Duration::from_nanos(1);
+                    prop_assert!(!bucket.clone().wait(early).is_zero(), "the wait is the shortest");
+                    now += wait;
+                    prop_assert!(bucket.wait(now).is_zero(), "the wait is enough");
+                } else if !wait.is_zero() {
+                    continue;
+                }
+                bucket.charge(cost, now);
+                admitted.push((now, cost));
+            }
+            let refill_ns = u128::from(refill_ms.saturating_mul(1_000_000));
+            for (first, (begin, _)) in admitted.iter().enumerate() {
+                let mut before = 0_u128;
+                for (end, cost) in &admitted[first..] {
+                    let elapsed = end.duration_since(*begin).as_nanos();
+                    let refilled = elapsed.saturating_mul(size.into()) / refill_ns;
+                    // One token may be complete that was begun before the interval.
+                    let limit = u128::from(size) + u128::from(burst) + refilled.saturating_add(1);
+                    prop_assert!(before <= limit, "{before} in {elapsed} ns, limit {limit}");
+                    before += u128::from(*cost);
+                }
+            }
+        }
+    }
+}
