@@ -83,6 +83,7 @@ fn as_a_child() {
         memory: memory.clone(),
         features: balloon.features(),
         queues: queues.map(Some).into(),
+        resumed: false,
         config_change: ConfigChangeNotifier::default(),
         fatal_error_callback: FatalErrorCallback::default(),
     };
