@@ -401,8 +401,8 @@ fn refused_requests_leave_the_vm_unaffected() {
             .contains("--net")
     );
     assert!(
-        api.refused("PUT", "/balloon", json!({}))
-            .contains("/balloon: unsupported")
+        api.refused("PATCH", "/balloon/hinting/start", json!({}))
+            .contains("/balloon/hinting/start: unsupported")
     );
     assert_eq!(
         api.request("PUT", "/pmu", &json!({"model": "x".repeat(2000)})).0,
