@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, Subcommand};
 
+use super::limits::limits_text;
 use super::ps::vcpu_count_text;
 use super::snapshot::{self, SnapshotCommandError};
 use super::{DONE, OperatorCommandError, OutputError, connect, print};
@@ -60,6 +61,12 @@ pub enum CtlAction {
     /// Show the state, the number of vCPUs, the PMU with its backing and filter, and the memory.
     Status {
         /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Show the rate limits of the devices, and how often each has paused its device.
+    Limits {
+        /// Print a JSON array.
         #[arg(long)]
         json: bool,
     },
@@ -161,6 +168,7 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
         CtlAction::Stop => (Call::Stop, "stopped"),
         CtlAction::Powerdown => (Call::Powerdown, "power button pressed"),
         CtlAction::Status { .. } => (Call::Status, ""),
+        CtlAction::Limits { .. } => (Call::RateLimiters, ""),
         CtlAction::Vcpus { count, .. } => (Call::Vcpus { count: *count }, ""),
         CtlAction::Snapshot { .. } => (Call::Snapshot, ""),
         CtlAction::Share { policy } => {
@@ -200,12 +208,18 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
         CtlAction::Status { json } => {
             let info: VmInfo = client.call(request::Status)?;
             if json {
-                let text = serde_json::to_string(&info).map_err(OutputError::from)?;
-                print(&(text + "\n"))?;
-                return Ok(DONE);
+                return print_json(&info);
             }
             print_status(&info)?;
             print(&settings_text(&info))?;
+            return Ok(DONE);
+        }
+        CtlAction::Limits { json } => {
+            let limiters = client.call(request::RateLimiters)?;
+            if json {
+                return print_json(&limiters);
+            }
+            print(&limits_text(&limiters))?;
             return Ok(DONE);
         }
         CtlAction::Vcpus { count, wait } => {
@@ -222,6 +236,12 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
         }
     }
     print(&format!("{}: {done}\n", client.info().name))?;
+    Ok(DONE)
+}
+
+fn print_json(value: &impl serde::Serialize) -> Result<ExitStatus, CtlError> {
+    let text = serde_json::to_string(value).map_err(OutputError::from)?;
+    print(&(text + "\n"))?;
     Ok(DONE)
 }
 
