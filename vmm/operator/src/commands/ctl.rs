@@ -171,18 +171,7 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
         CtlAction::Limits { .. } => (Call::RateLimiters, ""),
         CtlAction::Vcpus { count, .. } => (Call::Vcpus { count: *count }, ""),
         CtlAction::Snapshot { .. } => (Call::Snapshot, ""),
-        CtlAction::Share { policy } => {
-            let parsed: Result<SharePolicy, _> = policy.parse();
-            let value = policy.clone();
-            let parsed = parsed.map_err(|source| CtlError::Share { value, source })?;
-            let policy = policy.clone();
-            let done = match parsed {
-                SharePolicy::GuestFirst => "sharing policy is guest-first now",
-                SharePolicy::OperatorFirst => "sharing policy is operator-first now",
-                SharePolicy::Strict => "sharing policy is strict now",
-            };
-            (Call::Share { policy }, done)
-        }
+        CtlAction::Share { policy } => share_call(policy)?,
         CtlAction::Filter { file } => {
             let toml = filter_text(file)?;
             (Call::Filter { toml }, "event filter changed")
@@ -237,6 +226,23 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
     }
     print(&format!("{}: {done}\n", client.info().name))?;
     Ok(DONE)
+}
+
+/// Returns the request that sets a sharing policy, and the message of its success.
+fn share_call(policy: &str) -> Result<(Call, &'static str), CtlError> {
+    let policy = policy.to_owned();
+    let done = match policy.parse() {
+        Ok(SharePolicy::GuestFirst) => "sharing policy is guest-first now",
+        Ok(SharePolicy::OperatorFirst) => "sharing policy is operator-first now",
+        Ok(SharePolicy::Strict) => "sharing policy is strict now",
+        Err(source) => {
+            return Err(CtlError::Share {
+                value: policy,
+                source,
+            });
+        }
+    };
+    Ok((Call::Share { policy }, done))
 }
 
 fn print_json(value: &impl serde::Serialize) -> Result<ExitStatus, CtlError> {
