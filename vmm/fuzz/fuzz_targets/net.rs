@@ -7,10 +7,12 @@
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixDatagram;
+use std::sync::Arc;
 
 use libfuzzer_sys::fuzz_target;
 use virtio_devices::net::frames::{FrameReceiver, FrameSender};
 use virtio_devices::net::tap::Tap;
+use virtio_devices::rate_limiter::RateLimiter;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
@@ -40,8 +42,13 @@ fuzz_target!(|data: &[u8]| {
     }
     let tap = Tap::on(OwnedFd::from(ours));
     let event_idx = choices & 1 != 0;
-    let mut receiver = FrameReceiver::new(queue(0x1000, event_idx), choices & 2 != 0);
-    let mut sender = FrameSender::new(queue(0x2000, event_idx));
+    let limiter = (choices & 4 != 0).then(|| {
+        let limits = "bandwidth=10000/1,ops=2/1".parse().expect("limits");
+        Arc::new(RateLimiter::new(limits).expect("a timer"))
+    });
+    let mut receiver =
+        FrameReceiver::new(queue(0x1000, event_idx), choices & 2 != 0).with_limiter(limiter.clone());
+    let mut sender = FrameSender::new(queue(0x2000, event_idx)).with_limiter(limiter);
     let (mut receives, mut sends) = (true, true);
     let mut frame = vec![0; 70_000];
     for piece in data.chunks(0x2000) {

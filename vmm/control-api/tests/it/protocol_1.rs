@@ -246,6 +246,10 @@ fn open_request_omits_defaults() {
 
 #[test]
 fn replies_match_version_1() {
+    answers::<request::RateLimiters>(
+        r#"[{"name":"net0-tx","bandwidth":{"size":1,"one_time_burst":2,"refill_ms":3},"throttled":4},
+            {"name":"disk0","ops":{"size":1,"refill_ms":3},"throttled":0}]"#,
+    );
     answers::<request::Status>(
         r#"{"protocol":1,"version":"0.1.0","name":"one","pid":42,"vcpus":2,"pmu":"intel-v2","guest":"(built-in guest)",
             "state":"paused","parked":2,"uptime_ms":1500,"role":"operator"}"#,

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, Subcommand};
 
+use super::limits::limits_text;
 use super::ps::vcpu_count_text;
 use super::snapshot::{self, SnapshotCommandError};
 use super::{DONE, OperatorCommandError, OutputError, connect, print};
@@ -62,6 +63,12 @@ pub enum CtlAction {
     /// Show the state, the number of vCPUs, the PMU with its backing and filter, and the memory.
     Status {
         /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Show the rate limits of the devices, and how often each has paused its device.
+    Limits {
+        /// Print a JSON array.
         #[arg(long)]
         json: bool,
     },
@@ -175,21 +182,11 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
         CtlAction::Stop => (Call::Stop, "stopped"),
         CtlAction::Powerdown => (Call::Powerdown, "power button pressed"),
         CtlAction::Status { .. } => (Call::Status, ""),
+        CtlAction::Limits { .. } => (Call::RateLimiters, ""),
         CtlAction::Vcpus { count, .. } => (Call::Vcpus { count: *count }, ""),
         CtlAction::Balloon { .. } => (Call::Status, ""),
         CtlAction::Snapshot { .. } => (Call::Snapshot, ""),
-        CtlAction::Share { policy } => {
-            let parsed: Result<SharePolicy, _> = policy.parse();
-            let value = policy.clone();
-            let parsed = parsed.map_err(|source| CtlError::Share { value, source })?;
-            let policy = policy.clone();
-            let done = match parsed {
-                SharePolicy::GuestFirst => "sharing policy is guest-first now",
-                SharePolicy::OperatorFirst => "sharing policy is operator-first now",
-                SharePolicy::Strict => "sharing policy is strict now",
-            };
-            (Call::Share { policy }, done)
-        }
+        CtlAction::Share { policy } => share_call(policy)?,
         CtlAction::Filter { file } => {
             let toml = filter_text(file)?;
             (Call::Filter { toml }, "event filter changed")
@@ -215,12 +212,18 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
         CtlAction::Status { json } => {
             let info: VmInfo = client.call(request::Status)?;
             if json {
-                let text = serde_json::to_string(&info).map_err(OutputError::from)?;
-                print(&(text + "\n"))?;
-                return Ok(DONE);
+                return print_json(&info);
             }
             print_status(&info)?;
             print(&settings_text(&info))?;
+            return Ok(DONE);
+        }
+        CtlAction::Limits { json } => {
+            let limiters = client.call(request::RateLimiters)?;
+            if json {
+                return print_json(&limiters);
+            }
+            print(&limits_text(&limiters))?;
             return Ok(DONE);
         }
         CtlAction::Vcpus { count, wait } => {
@@ -241,6 +244,29 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
         }
     }
     print(&format!("{}: {done}\n", client.info().name))?;
+    Ok(DONE)
+}
+
+/// Returns the request that sets a sharing policy, and the message of its success.
+fn share_call(policy: &str) -> Result<(Call, &'static str), CtlError> {
+    let policy = policy.to_owned();
+    let done = match policy.parse() {
+        Ok(SharePolicy::GuestFirst) => "sharing policy is guest-first now",
+        Ok(SharePolicy::OperatorFirst) => "sharing policy is operator-first now",
+        Ok(SharePolicy::Strict) => "sharing policy is strict now",
+        Err(source) => {
+            return Err(CtlError::Share {
+                value: policy,
+                source,
+            });
+        }
+    };
+    Ok((Call::Share { policy }, done))
+}
+
+fn print_json(value: &impl serde::Serialize) -> Result<ExitStatus, CtlError> {
+    let text = serde_json::to_string(value).map_err(OutputError::from)?;
+    print(&(text + "\n"))?;
     Ok(DONE)
 }
 

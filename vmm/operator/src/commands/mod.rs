@@ -14,6 +14,7 @@ pub mod exec;
 pub mod exits;
 pub mod files;
 mod guest;
+mod limits;
 pub mod list;
 mod output;
 pub mod ps;

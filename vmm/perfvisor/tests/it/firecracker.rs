@@ -348,6 +348,8 @@ fn rate_limits_are_set_and_changed() {
         flushed()[0],
         json!({"name": "disk0", "ops": limit(3), "throttled": 0})
     );
+    let table = stdout_of(&mut api.operator(&["ctl", "limited", "limits"]));
+    assert!(table.contains("3/100+7"), "{table}");
     let config = api.get("/vm/config");
     assert_eq!(config["drives"][0]["rate_limiter"]["ops"], bucket(3));
     let moved = json!({"drive_id": "data", "path_on_host": "other"});

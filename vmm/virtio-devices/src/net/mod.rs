@@ -254,23 +254,8 @@ impl VirtioDevice for NetDevice {
         } else {
             let merges = features & (1 << VIRTIO_NET_F_MRG_RXBUF) != 0;
             let tap = link.is_up().then(|| self.tap.clone());
-            let DirectionLimiters { rx, tx } = self.limiters.clone();
-            DeviceWorker::spawn(
-                ThreadKind::Device,
-                &self.name,
-                FrameHandler {
-                    memory,
-                    tap,
-                    link,
-                    receiver: Direction::new(receive, |queue| {
-                        FrameReceiver::new(queue, merges).with_limiter(rx)
-                    }),
-                    sender: Direction::new(transmit, |queue| FrameSender::new(queue).with_limiter(tx)),
-                    limiters: self.limiters.clone(),
-                    watching: false,
-                },
-                fatal_error_callback,
-            )
+            let handler = FrameHandler::new(memory, tap, link, [receive, transmit], merges, &self.limiters);
+            DeviceWorker::spawn(ThreadKind::Device, &self.name, handler, fatal_error_callback)
         };
         match spawned {
             Ok(worker) => {
@@ -350,6 +335,30 @@ impl<Q> Direction<Q> {
 }
 
 impl FrameHandler {
+    /// Creates a handler of the receive and transmit queues. `merges` is `true` if the driver accepts
+    /// frames that span several buffers.
+    fn new(
+        memory: GuestMemoryMmap,
+        tap: Option<Arc<Tap>>,
+        link: NetLink,
+        [receive, transmit]: [ActiveQueue; 2],
+        merges: bool,
+        limiters: &DirectionLimiters,
+    ) -> Self {
+        let (rx, tx) = (limiters.rx.clone(), limiters.tx.clone());
+        Self {
+            memory,
+            tap,
+            link,
+            receiver: Direction::new(receive, |queue| {
+                FrameReceiver::new(queue, merges).with_limiter(rx)
+            }),
+            sender: Direction::new(transmit, |queue| FrameSender::new(queue).with_limiter(tx)),
+            limiters: limiters.clone(),
+            watching: false,
+        }
+    }
+
     fn send(&mut self) {
         let Some(sender) = &mut self.sender.queue else {
             return;
@@ -516,7 +525,7 @@ mod tests {
     /// end of the tap device too.
     fn limited_device(
         memory: &GuestMemoryMmap,
-        [receive, transmit]: [ActiveQueue; 2],
+        queues: [ActiveQueue; 2],
     ) -> (DeviceWorker, DirectionLimiters, UnixDatagram) {
         let limits: RateLimits = "bandwidth=500/20".parse().unwrap();
         let limiter = || Some(Arc::new(RateLimiter::new(limits).unwrap()));
@@ -528,20 +537,13 @@ mod tests {
         near.set_nonblocking(true).unwrap();
         far.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         let (activation, _seen) = activation(memory, vec![]);
-        let DirectionLimiters { rx, tx } = limiters.clone();
-        let handler = FrameHandler {
-            memory: memory.clone(),
-            tap: Some(Arc::new(Tap::on(near.into()))),
-            link: NetLink {
-                name: "net7".into(),
-                status: Arc::new(AtomicU16::new(LINK_UP)),
-                config_change: activation.config_change,
-            },
-            receiver: Direction::new(receive, |queue| FrameReceiver::new(queue, false).with_limiter(rx)),
-            sender: Direction::new(transmit, |queue| FrameSender::new(queue).with_limiter(tx)),
-            limiters: limiters.clone(),
-            watching: false,
+        let tap = Some(Arc::new(Tap::on(near.into())));
+        let link = NetLink {
+            name: "net7".into(),
+            status: Arc::new(AtomicU16::new(LINK_UP)),
+            config_change: activation.config_change,
         };
+        let handler = FrameHandler::new(memory.clone(), tap, link, queues, false, &limiters);
         let callback = activation.fatal_error_callback;
         let worker = DeviceWorker::spawn(ThreadKind::Device, "net7", handler, callback).unwrap();
         (worker, limiters, far)

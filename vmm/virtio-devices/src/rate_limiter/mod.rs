@@ -25,8 +25,8 @@ use self::bucket::TokenBucket;
 use self::limits::{BucketLimits, RateLimits};
 
 /// Minimum time for which a device pauses. A limit of many small requests would otherwise wake the
-/// device's thread for each of them. No rate is lost, because a bucket holds the tokens of at least
-/// this time.
+/// device's thread for each of them. A bucket holds the tokens of at least this time. One that is
+/// refilled each millisecond loses those of the timer's delay.
 const MIN_PAUSE: Duration = Duration::from_millis(1);
 
 /// Change of one limit of a running device.

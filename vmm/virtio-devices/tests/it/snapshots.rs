@@ -11,6 +11,8 @@ use snapshot::state::SavedDevice;
 use virtio_devices::device::{FatalErrorCallback, VirtioDevice};
 use virtio_devices::disk::BlockDevice;
 use virtio_devices::disk::config::DiskConfig;
+use virtio_devices::rate_limiter::RateLimiter;
+use virtio_devices::rate_limiter::limits::RateLimits;
 use virtio_devices::transport::bus::PciBus;
 use virtio_devices::transport::machine::{MsiMessage, PciBackend};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
@@ -71,8 +73,13 @@ struct TestGuest {
 
 impl TestGuest {
     fn new(image: &Path) -> Self {
+        Self::limited(image, RateLimits::default())
+    }
+
+    fn limited(image: &Path, limits: RateLimits) -> Self {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).unwrap();
         let disk = BlockDevice::open("disk0".into(), &DiskConfig::raw(image)).unwrap();
+        let disk = disk.with_limiter(RateLimiter::new(limits).unwrap());
         let machine: Arc<dyn PciBackend> = Arc::new(Machine);
         let window = 0xE000_0000..0xF000_0000;
         let devices: Vec<Box<dyn VirtioDevice>> = vec![Box::new(disk)];
@@ -209,6 +216,43 @@ fn a_snapshot_and_its_disk_are_of_one_moment() {
         }
         drop(restored);
         assert_written(&image, REQUESTS);
+    }
+}
+
+/// Requests that wait for a limiter are saved as such. They are executed after the VM goes on, and in
+/// a restored VM with another limiter or with none.
+#[test]
+fn throttled_requests_are_executed_after_a_pause_and_a_restore() {
+    const BEFORE: u16 = REQUESTS;
+    let dir = tempfile::tempdir().unwrap();
+    let image = image(dir.path());
+    // 32 KiB each 10 ms.
+    let guest = TestGuest::limited(&image, "bandwidth=327680/100,ops=10/1".parse().unwrap());
+    guest.start_device();
+    for number in 0..BEFORE {
+        guest.request(number);
+    }
+    while guest.completed() < 11 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    guest.bus.quiesce();
+    let paused_at = guest.completed();
+    assert!(paused_at < BEFORE, "the limiter lets all requests pass");
+    // Longer than the limiter's timer.
+    std::thread::sleep(Duration::from_millis(30));
+    assert_eq!(guest.completed(), paused_at);
+    let (memory, devices) = (guest.memory_bytes(), guest.bus.save());
+    guest.bus.resume();
+    while guest.completed() < BEFORE {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    drop(guest);
+    assert_written(&image, BEFORE);
+
+    fs::write(&image, []).unwrap();
+    let restored = TestGuest::restored(&self::image(dir.path()), &memory, &devices);
+    while restored.completed() < BEFORE {
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
