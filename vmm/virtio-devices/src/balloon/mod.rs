@@ -255,13 +255,13 @@ impl BalloonHandler {
         let mut releaser = self.releaser.lock().unwrap_or_else(PoisonError::into_inner);
         serve_queue(&mut self.inflate, memory, |chain: GuestDescriptorChain<'_>| {
             let ranges = self.inflated.read(memory, chain);
-            release(&mut releaser, memory, ranges, &self.control);
+            release_ranges(&mut releaser, memory, ranges, &self.control);
             0
         })?;
         serve_queue(&mut self.deflate, memory, |_| 0)?;
         if let Some(reporting) = &mut self.reporting {
             serve_queue(reporting, memory, |chain| {
-                release(&mut releaser, memory, reported_ranges(chain), &self.control);
+                release_ranges(&mut releaser, memory, reported_ranges(chain), &self.control);
                 0
             })?;
         }
@@ -300,7 +300,7 @@ impl BalloonHandler {
 }
 
 /// Releases the pages of a chain to the host.
-fn release(
+fn release_ranges(
     releaser: &mut PageReleaser,
     memory: &GuestMemoryMmap,
     ranges: impl Iterator<Item = PageRange>,
