@@ -640,12 +640,6 @@ impl Vpmu {
         }
     }
 
-    /// Returns whether the guest has enabled the counter in its own control and globally.
-    fn is_enabled(&self, counter: CounterIndex) -> bool {
-        self.vendor.globally_enabled(&self.registers) & counter.mask() != 0
-            && self.vendor.is_selected(&self.registers, counter)
-    }
-
     /// Returns the event that the counter must count now. Decodes the counter's control only after
     /// the control or the filter has changed.
     fn target_event(&self, counter: CounterIndex) -> TargetEvent {

@@ -38,6 +38,7 @@ pub mod budget;
 pub mod client;
 pub mod counts;
 pub mod events;
+mod exits;
 pub mod nearest;
 pub mod peer;
 pub mod protocol;

@@ -19,7 +19,7 @@ use control_api::nearest::did_you_mean;
 
 use cpu::CpuName;
 pub use parse::{EventSelector, VendorEvent};
-pub use perf::{PerfError, events_of};
+pub use perf::{PerfError, ProcessorEvents, events_of};
 
 /// Errors of resolving vendor event names.
 #[derive(Debug, thiserror::Error)]
@@ -55,7 +55,11 @@ pub enum EventNameError {
 pub fn resolve_vendor_events(events: &str) -> Result<String, EventNameError> {
     with_tables(events, || {
         let cpu = CpuName::host();
-        events_of(&cpu).map(|events| (events, cpu))
+        let ProcessorEvents { events, note } = events_of(&cpu)?;
+        if let Some(note) = note {
+            log::warn!("{note}");
+        }
+        Ok((events, cpu))
     })
 }
 

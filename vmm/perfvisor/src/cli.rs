@@ -4,6 +4,7 @@
 //! values, and exit status 2. A new option needs a field with a doc comment (its help text), and a
 //! value parser with a test in `values`.
 
+mod ctl_order;
 mod perf_options;
 pub mod restore;
 
@@ -620,7 +621,7 @@ fn parse_any(args: Vec<OsString>) -> Result<Cli, CliExit> {
         args.remove(1);
         args.push("--help".into());
     }
-    let explain_ctl_order = explain_ctl_order(&command, &args);
+    let explain_ctl_order = ctl_order::explain(&command, &args);
     let (named, path) = named_command(&command, &args);
     let words = args.clone();
     let ExpandedArgs { args, from_file } = config::expand(&command, args).map_err(wrong)?;
@@ -643,35 +644,6 @@ fn parse_any(args: Vec<OsString>) -> Result<Cli, CliExit> {
         return Err(CliExit::Text(config::dump(&command, given).map_err(wrong)?));
     }
     Ok(cli)
-}
-
-/// Returns the error message for `ctl status one`, where the action precedes the VM's name; `None`
-/// for any other error.
-fn explain_ctl_order(command: &clap::Command, args: &[OsString]) -> Option<String> {
-    let ctl = command.find_subcommand("ctl")?;
-    let is_action = |word: &str| ctl.find_subcommand(word).is_some();
-    let words = args.iter().skip(1).filter_map(|arg| arg.to_str());
-    let mut words = words.filter(|word| !word.starts_with('-'));
-    let action = words
-        .next()
-        .filter(|first| *first == "ctl")
-        .and_then(|_| words.next())?;
-    if !is_action(action) {
-        return None;
-    }
-    match words.next() {
-        None => Some(format!(
-            "the VM's name is missing, which comes first: perfvisor ctl NAME {action}; perfvisor ps lists the names"
-        )),
-        // A VM may have the name of an action.
-        Some(name) if is_action(name) => None,
-        Some(name) => {
-            let rest: String = words.map(|word| format!(" {word}")).collect();
-            Some(one_line(&format!(
-                "the VM's name comes first: perfvisor ctl {name} {action}{rest}"
-            )))
-        }
-    }
 }
 
 /// Returns whether the error is about one of these options or about a conflict with one.

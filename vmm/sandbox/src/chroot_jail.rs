@@ -21,7 +21,8 @@ use rustix::thread::{
     move_into_link_name_space, set_capabilities,
 };
 
-use crate::jail::{become_user, unshare};
+use crate::jail::become_user;
+use crate::namespaces::unshare;
 
 /// Character devices: path, major and minor number.
 const DEVICES: [(&str, u32, u32); 4] = [

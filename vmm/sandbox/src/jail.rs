@@ -23,6 +23,7 @@ use std::os::unix::fs::{DirBuilderExt, chroot, symlink};
 use std::path::{Path, PathBuf};
 use std::ptr;
 
+use crate::namespaces::{UserNamespaceError, own_users, unshare};
 use crate::pid_namespace::has_user_namespace;
 use rustix::process::{parent_process_death_signal, set_parent_process_death_signal};
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities, set_keep_capabilities};
@@ -71,6 +72,17 @@ pub enum JailError {
         #[source]
         source: io::Error,
     },
+}
+
+impl From<UserNamespaceError> for JailError {
+    fn from(e: UserNamespaceError) -> Self {
+        match e {
+            UserNamespaceError::Denied(source) => Self::NoUserNamespace(source),
+            UserNamespaceError::Map(path, source) => {
+                step("cannot say who is in the user namespace:", path)(source)
+            }
+        }
+    }
 }
 
 fn step(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> JailError {
@@ -126,8 +138,8 @@ pub struct Jail {
 }
 
 /// Moves the process into new mount, network, IPC and UTS namespaces, and into a new user namespace
-/// if it lacks the privileges to create the others and has none from [`crate::Supervisor`]. Open sockets and devices are unaffected. The
-/// process must be single-threaded.
+/// if it lacks the privileges to create the others and has none from [`crate::Supervisor`]. Open
+/// sockets and devices are unaffected. The process must be single-threaded.
 ///
 /// # Errors
 /// Returns a [`JailError`], in which case some of the namespaces may have been created.
@@ -157,27 +169,6 @@ pub fn separate() -> Result<Jail, JailError> {
         _ => step("cannot keep mounts to itself at", "/")(e),
     })?;
     Ok(Jail { of_a_user })
-}
-
-pub(crate) fn unshare(what: libc::c_int) -> io::Result<()> {
-    // SAFETY: the call takes a number.
-    checked(unsafe { libc::unshare(what) }.into())
-}
-
-/// Creates a user namespace that maps the process's own user and group to themselves.
-pub(crate) fn own_users(wanted: libc::c_int) -> Result<(), JailError> {
-    // SAFETY: these calls take no arguments and cannot fail.
-    let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
-    unshare(wanted | libc::CLONE_NEWUSER).map_err(JailError::NoUserNamespace)?;
-    // A process with file capabilities does not own its files in /proc unless it is dumpable.
-    // SAFETY: the call takes numbers.
-    unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0) };
-    let write = |path: &str, text: String| {
-        fs::write(path, text).map_err(step("cannot say who is in the user namespace:", path))
-    };
-    write("/proc/self/uid_map", format!("{uid} {uid} 1"))?;
-    write("/proc/self/setgroups", "deny".into())?;
-    write("/proc/self/gid_map", format!("{gid} {gid} 1"))
 }
 
 impl Jail {

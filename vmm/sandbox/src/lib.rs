@@ -14,6 +14,7 @@
 //! | `cgroup` | joining a control group |
 //! | `chroot_jail` | a process in a directory with its own devices, as Firecracker's jailer builds it |
 //! | `jail` | a process without network, whose file system contains named paths only |
+//! | `namespaces` | creation of namespaces |
 //! | `pid_namespace` | a process that sees no other, and its supervisor outside |
 //! | `start` | application of filters, and the starter thread |
 //! | `service` | service processes that end with the VM |
@@ -38,6 +39,7 @@ mod front_end;
 mod jail;
 mod kind;
 mod lists;
+mod namespaces;
 pub mod paths;
 mod perf_broker;
 mod pid_namespace;

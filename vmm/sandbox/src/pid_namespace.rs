@@ -30,7 +30,7 @@ use rustix::io::{Errno, read, write};
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
 use seccompiler::{BpfProgram, apply_filter};
 
-use crate::jail::{JailError, own_users, unshare};
+use crate::namespaces::{UserNamespaceError, own_users, unshare};
 use crate::service::{UNFIT, keep_only_descriptors, leave, trim_heap};
 use crate::start::SandboxError;
 use crate::{ProcessConfinement, ThreadKind, files, filter, lists};
@@ -62,7 +62,7 @@ pub enum PidNamespaceError {
     Sandbox(#[from] SandboxError),
     /// The user namespace could not be set up.
     #[error(transparent)]
-    UserNamespace(#[from] JailError),
+    UserNamespace(#[from] UserNamespaceError),
     /// The supervisor could not drop its rights.
     #[error("the supervisor outside the jail cannot be confined")]
     Unconfined,
@@ -310,7 +310,7 @@ fn enter_namespaces() -> Result<Option<bool>, PidNamespaceError> {
     }
     match own_users(libc::CLONE_NEWPID) {
         Ok(()) => keep(CapabilitySet::SYS_ADMIN).map(|()| Some(true)),
-        Err(JailError::NoUserNamespace(_)) => Ok(None),
+        Err(UserNamespaceError::Denied(_)) => Ok(None),
         Err(e) => Err(e.into()),
     }
 }

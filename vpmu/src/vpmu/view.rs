@@ -74,6 +74,13 @@ impl Vpmu {
             .collect()
     }
 
+    /// Returns whether the guest has enabled the counter in its own control and globally.
+    #[inline]
+    pub(super) fn is_enabled(&self, counter: CounterIndex) -> bool {
+        self.vendor.globally_enabled(&self.registers) & counter.mask() != 0
+            && self.vendor.is_selected(&self.registers, counter)
+    }
+
     /// Returns the event request that the counter's control encodes.
     #[inline]
     pub(super) fn request(&self, counter: CounterIndex) -> Option<EventRequest> {

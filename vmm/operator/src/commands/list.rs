@@ -10,7 +10,7 @@ use super::countable::CountableEvents;
 use super::{DONE, OperatorCommandError, connect, print};
 use crate::exit::ExitStatus;
 use crate::vendor::cpu::CpuName;
-use crate::vendor::{self, EventSelector, PerfError, VendorEvent};
+use crate::vendor::{self, EventSelector, PerfError, ProcessorEvents, VendorEvent};
 use control_api::events::names;
 use control_api::nearest::did_you_mean;
 use control_api::protocol::OpenedEvent;
@@ -88,6 +88,7 @@ pub fn list<E: Error>(
     let shows = |kind: &str| kinds.is_empty() || kinds.contains(&kind);
     let wanted = |event: &str| words.is_empty() || words.iter().any(|word| matches(word, event));
     let (mut out, mut names, mut unknown) = (String::new(), Vec::new(), None);
+    let mut vendor_note = None;
     let countable = CountableEvents::of_host();
     for (kind, what) in KINDS.into_iter().filter(|(kind, _)| shows(kind)) {
         let events = match kind {
@@ -96,7 +97,8 @@ pub fn list<E: Error>(
                 Vec::new()
             }),
             VENDOR => match vendor::events_of(&args.cpuid.clone().unwrap_or_else(CpuName::host)) {
-                Ok(events) => {
+                Ok(ProcessorEvents { events, note }) => {
+                    vendor_note = note;
                     names.extend(events.iter().map(|event| event.name.clone()));
                     let events: Vec<_> = events.into_iter().filter(|event| wanted(&event.name)).collect();
                     let of_host = args.vm.is_none() && args.cpuid.is_none();
@@ -134,6 +136,9 @@ pub fn list<E: Error>(
             Some(error) if meant.is_empty() => ListError::VendorUnknown(words, error),
             _ => ListError::Nothing(words, meant),
         });
+    }
+    if let Some(note) = vendor_note {
+        log::warn!("{note}");
     }
     if let Some(error) = unknown.filter(|_| words.is_empty()) {
         log::warn!("the vendor's events are unavailable: {}", error_line(&error));

@@ -49,12 +49,21 @@ pub enum PerfError {
     Directory(#[source] io::Error),
 }
 
-/// Returns the events of a processor, sorted by name. If perf has no table of it, returns the events
-/// of an older processor with mostly the same events, and logs this.
+/// Events of a processor.
+#[derive(Debug)]
+pub struct ProcessorEvents {
+    /// The events, sorted by name.
+    pub events: Vec<VendorEvent>,
+    /// States that perf has no table of the processor, and that the events are those of an older one.
+    pub note: Option<String>,
+}
+
+/// Returns the events of a processor. If perf has no table of it, returns the events of an older
+/// processor with mostly the same events.
 ///
 /// # Errors
 /// Returns [`PerfError`] if perf is missing, fails, or has no events of the processor.
-pub fn events_of(cpu: &CpuName) -> Result<Vec<VendorEvent>, PerfError> {
+pub fn events_of(cpu: &CpuName) -> Result<ProcessorEvents, PerfError> {
     of_nearest(cpu, table_of)
 }
 
@@ -62,20 +71,23 @@ pub fn events_of(cpu: &CpuName) -> Result<Vec<VendorEvent>, PerfError> {
 fn of_nearest(
     cpu: &CpuName,
     table_of: impl Fn(&CpuName) -> Result<Vec<VendorEvent>, PerfError>,
-) -> Result<Vec<VendorEvent>, PerfError> {
+) -> Result<ProcessorEvents, PerfError> {
     let missing = match table_of(cpu) {
         Err(error @ PerfError::NoTable(_)) => error,
-        result => return result,
+        result => return result.map(|events| ProcessorEvents { events, note: None }),
     };
     for relative in cpu.relatives() {
         match table_of(&relative) {
             Err(PerfError::NoTable(_)) => {}
             Ok(events) => {
-                log::warn!(
+                let note = format!(
                     "this perf has no events of {cpu} by name; those of the older {relative} are taken, \
                      and some may count something else"
                 );
-                return Ok(events);
+                return Ok(ProcessorEvents {
+                    events,
+                    note: Some(note),
+                });
             }
             Err(error) => return Err(error),
         }
@@ -356,10 +368,13 @@ mod tests {
                 false => Err(PerfError::NoTable(cpu.clone())),
             }
         };
+        let found = of_nearest(&emerald_rapids, table("GenuineIntel-6-6A-0")).unwrap();
+        assert!(!found.events.is_empty());
         assert!(
-            !of_nearest(&emerald_rapids, table("GenuineIntel-6-6A-0"))
+            found
+                .note
                 .unwrap()
-                .is_empty()
+                .contains("those of the older GenuineIntel-6-6A-0")
         );
         let none = of_nearest(&emerald_rapids, table("GenuineIntel-6-8E-9")).unwrap_err();
         assert!(error_line(&none).contains("GenuineIntel-6-CF-2"), "{none}");
@@ -378,7 +393,7 @@ mod tests {
     #[test]
     #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
     fn installed_perf_lists_events_of_known_processor() {
-        let events = match events_of(&cpu()) {
+        let events = match events_of(&cpu()).map(|found| found.events) {
             Ok(events) => events,
             Err(error) => return eprintln!("SKIP: {}", error_line(&error)),
         };
