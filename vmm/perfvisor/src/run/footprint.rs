@@ -64,11 +64,24 @@ mod tests {
         resident
     }
 
+    /// Environment variable of the process in which the test runs alone.
+    const ALONE: &str = "PERFVISOR_TEST_ALONE";
+
     /// Drops all resident pages of the program; only the pages used afterwards become resident
-    /// again.
+    /// again. Runs in a process of its own, because other tests use pages meanwhile.
     #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
     #[test]
     fn startup_pages_are_dropped() {
+        if std::env::var_os(ALONE).is_none() {
+            let alone = std::process::Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "run::footprint::tests::startup_pages_are_dropped"])
+                .env(ALONE, "1")
+                .output()
+                .unwrap();
+            let said = String::from_utf8_lossy(&alone.stdout);
+            assert!(alone.status.success() && said.contains("1 passed"), "{said}");
+            return;
+        }
         let (start, bytes) = text();
         // SAFETY: the range belongs to the program and is only read.
         let read = unsafe { libc::madvise(start.cast_mut().cast(), bytes, libc::MADV_POPULATE_READ) };
