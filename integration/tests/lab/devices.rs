@@ -280,7 +280,7 @@ fn balloon_gives_memory_of_linux_back() {
         .memory_mib(256)
         .script(BALLOON)
         .limit(LIMIT)
-        .args(["--name", "balloon", "--balloon", "stats=1"]);
+        .args(["--name", "ballooned", "--balloon", "stats=1"]);
     let mut running = place.start(&guest.command(&place).unwrap()).unwrap();
     assert!(
         running.wait_for("marker-filled", LIMIT),
@@ -300,9 +300,9 @@ fn balloon_gives_memory_of_linux_back() {
     let before = resident_kib();
     shell(
         &place,
-        &format!("'{perfvisor}' ctl balloon balloon {BALLOON_MIB}"),
+        &format!("'{perfvisor}' ctl ballooned balloon {BALLOON_MIB}"),
     );
-    let balloon = balloon_of(&place, "balloon", BALLOON_MIB);
+    let balloon = balloon_of(&place, "ballooned", BALLOON_MIB);
     let after = resident_kib();
     eprintln!("resident: {before} KiB, with the balloon {after} KiB; {balloon}");
     assert!(
@@ -323,8 +323,8 @@ fn balloon_gives_memory_of_linux_back() {
         "{}",
         running.stdout_so_far()
     );
-    shell(&place, &format!("'{perfvisor}' ctl balloon balloon 0"));
-    balloon_of(&place, "balloon", 0);
+    shell(&place, &format!("'{perfvisor}' ctl ballooned balloon 0"));
+    balloon_of(&place, "ballooned", 0);
     running.write(b"on\n").unwrap();
     let run = guest.finish(&running.wait(guest.limits()).unwrap()).unwrap();
     run.expect_success();

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use crate::common::unprivileged::UnprivilegedUser;
-use crate::common::vm::{SpinningVm, eventually};
+use crate::common::vm::{SpinningVm, eventually, vm_pid};
 use sandbox::{CallOutcome, PerfEventAccess, ThreadKind};
 use test_support::skip::skipped;
 
@@ -436,7 +436,7 @@ fn unprivileged_vm_calls_match_filter_table() {
             tasks.map(name).any(|name| name.starts_with("vcpu"))
         };
         eventually("it runs, or cannot", || {
-            has_vcpu(vm.id()) || vm.try_wait().unwrap().is_some()
+            has_vcpu(vm_pid(vm.id())) || vm.try_wait().unwrap().is_some()
         });
         if let Some(status) = vm.try_wait().unwrap() {
             let said = std::io::read_to_string(vm.stderr.take().unwrap()).unwrap();
@@ -446,8 +446,9 @@ fn unprivileged_vm_calls_match_filter_table() {
             );
             continue;
         }
+        let pid = vm_pid(vm.id());
         eventually("its threads are confined", || {
-            let status = fs::read_to_string(format!("/proc/{}/status", vm.id())).unwrap();
+            let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
             status.contains("Seccomp:\t2")
         });
         let counting = if rights[0] == "--inh-caps" || needs_capability {
@@ -455,7 +456,7 @@ fn unprivileged_vm_calls_match_filter_table() {
         } else {
             PerfEventAccess::OwnThread
         };
-        assert_calls_match_table(vm.id(), counting, &EACH);
+        assert_calls_match_table(pid, counting, &EACH);
         vm.kill().unwrap();
         vm.wait().unwrap();
     }
