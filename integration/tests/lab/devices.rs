@@ -289,7 +289,8 @@ fn balloon_gives_memory_of_linux_back() {
     );
     let perfvisor = place.perfvisor().unwrap();
     let resident_kib = || {
-        let status = "pid=$(pidof perfvisor | cut -d' ' -f1); grep RssAnon /proc/$pid/status";
+        // The VM's brokers have its name, too, and far less memory.
+        let status = "for pid in $(pidof perfvisor); do grep RssAnon /proc/$pid/status; done | sort -n -k 2 | tail -n 1";
         let words = shell(&place, status);
         let kib = words
             .split_whitespace()
