@@ -253,7 +253,7 @@ section inflated grep MemTotal /proc/meminfo
 echo marker-inflated
 read word </dev/ttyS0
 section deflated grep MemTotal /proc/meminfo
-section kernel sh -c "dmesg | grep -iE 'oom|out of memory|bug:|warning:' | wc -l"
+section kernel sh -c "dmesg | grep -iE 'oom|out of memory|bug:|warning:'; true"
 "#;
 
 /// Returns the balloon of VM `name` once its actual size is `mib`.
@@ -331,5 +331,5 @@ fn balloon_gives_memory_of_linux_back() {
     run.expect_success();
     // Linux counts pages in the balloon as if they did not exist.
     assert_ne!(run.section("inflated"), run.section("deflated"));
-    assert_eq!(run.section("kernel").trim(), "0");
+    assert_eq!(run.section("kernel").trim(), "");
 }
