@@ -253,7 +253,7 @@ section inflated grep MemTotal /proc/meminfo
 echo marker-inflated
 read word </dev/ttyS0
 section deflated grep MemTotal /proc/meminfo
-section kernel sh -c "dmesg | grep -iE 'oom|out of memory|bug:|warning:'; true"
+section kernel sh -c "dmesg | grep -iE 'oom|out of memory'; true"
 "#;
 
 /// Returns the balloon of VM `name` once its actual size is `mib`.
