@@ -64,7 +64,7 @@ struct GuestFile {
     data: Vec<u8>,
 }
 
-/// What a guest boots: paths on the test host, and the kernel's command line.
+/// Boot source of a guest: paths on the test host, and the kernel's command line.
 #[derive(Debug, Clone)]
 pub struct GuestBootSource {
     /// Path of the kernel.
@@ -181,8 +181,8 @@ impl LinuxGuest {
         self
     }
 
-    /// Returns what this guest boots. Files, and a script too long for the command line, are stored
-    /// in an additional initrd on the host.
+    /// Returns the boot source of this guest. Files, and a script too long for the command line, are
+    /// stored in an additional initrd on the host.
     ///
     /// # Errors
     /// Returns an error if the guest's files cannot be built or copied.
