@@ -2,9 +2,11 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use kvm_bindings::KVM_MAX_CPUID_ENTRIES;
 use kvm_ioctls::{Kvm, VcpuExit};
 use perf_core::error_line;
 
+use super::cpuid;
 use super::host::{HostError, LEAVE};
 use super::stepping::{self, Stepping};
 use super::tiny::TinyGuest;
@@ -14,6 +16,9 @@ use super::tiny::TinyGuest;
 pub struct KvmExecution {
     /// `true` if KVM interprets the code of guest kernels.
     pub interprets_kernels: bool,
+    /// `true` if guests see Intel TSX in CPUID although their table hides it. A KVM whose user code
+    /// executes CPUID natively restores the processor's bits.
+    pub shows_hidden_transactions: bool,
     /// Single-stepping features.
     pub stepping: Stepping,
 }
@@ -30,6 +35,7 @@ pub fn probe(kvm: &Kvm) -> Result<KvmExecution, HostError> {
         return Ok(execution);
     }
     let mut guest = TinyGuest::empty(kvm)?;
+    let table = guest.vcpu.get_cpuid2(KVM_MAX_CPUID_ENTRIES)?;
     let interprets_kernels = interprets_x87(&mut guest)?;
     let stepping = probe_stepping(kvm, &mut guest).unwrap_or_else(|e| {
         log::debug!("this KVM does not step guests: {}", error_line(&e));
@@ -37,6 +43,7 @@ pub fn probe(kvm: &Kvm) -> Result<KvmExecution, HostError> {
     });
     let execution = KvmExecution {
         interprets_kernels,
+        shows_hidden_transactions: cpuid::has_transactions(&table),
         stepping,
     };
     *found = Some(execution);

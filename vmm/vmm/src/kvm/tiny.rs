@@ -38,7 +38,7 @@ impl TinyGuest {
         Ok(guest)
     }
 
-    /// Creates a guest without code.
+    /// Creates a guest without code. Its CPUID table hides Intel TSX.
     pub(crate) fn empty(kvm: &Kvm) -> Result<Self, HostError> {
         let memory =
             GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), SIZE)]).map_err(|_| HostError::Memory)?;
@@ -52,7 +52,8 @@ impl TinyGuest {
         let _ = vm.raw().set_tss_address(0xfffb_d000);
         let slots = MemorySlots::new(vm.clone(), memory.clone())?;
         let vcpu = vm.create_vcpu(0)?;
-        let supported = super::cpuid::supported(kvm).map_err(|_| HostError::Memory)?;
+        let mut supported = super::cpuid::supported(kvm).map_err(|_| HostError::Memory)?;
+        super::cpuid::hide_transactions(&mut supported);
         vcpu.set_cpuid2(&supported)?;
         Ok(Self {
             vcpu,

@@ -220,7 +220,9 @@ impl<'a> VmPlan<'a> {
     /// the processor.
     pub(super) fn processor(&self, kvm: &Kvm) -> Result<(CpuId, PmuModel), VmError> {
         let mut supported = cpuid::supported(kvm)?;
-        if execution::probe(kvm)?.interprets_kernels {
+        let execution = execution::probe(kvm)?;
+        // The PMU must have the selector bits that the guest's CPUID announces.
+        if execution.interprets_kernels && !execution.shows_hidden_transactions {
             cpuid::hide_transactions(&mut supported);
         }
         let mut model = self.config.pmu.model;
