@@ -257,6 +257,11 @@ impl Client {
         Some(std::mem::replace(held, none))
     }
 
+    /// Returns the connection, for another process.
+    pub fn into_stream(self) -> UnixStream {
+        self.line.stream
+    }
+
     /// Returns the VM's description from the handshake.
     pub fn info(&self) -> &VmInfo {
         &self.info

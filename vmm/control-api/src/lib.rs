@@ -39,6 +39,7 @@ pub mod client;
 pub mod counts;
 pub mod events;
 mod exits;
+pub mod migration;
 pub mod nearest;
 pub mod peer;
 pub mod protocol;

@@ -201,6 +201,9 @@ pub enum Call {
     /// The state of the VM, after its memory. Reply: [`crate::snapshot::SnapshotState`], and a memfd
     /// with it.
     SnapshotState,
+    /// Lets the process that continues the VM open the images of its disks. The VM keeps them locked
+    /// against all others, and takes its own locks again if it goes on. Reply: null.
+    SnapshotShareDisks,
     /// Ends a snapshot: the VM goes on, or ends.
     SnapshotEnd {
         /// Ends the VM.

@@ -225,6 +225,8 @@ requests! {
     /// Returns the state of the VM, after its memory. Reply: [`snapshot::SnapshotState`] and a memfd
     /// with it.
     SnapshotState => snapshot::SnapshotState;
+    /// Lets the process that continues the VM open the images of its disks, which stay locked.
+    SnapshotShareDisks => ();
     /// Ends a snapshot: the VM goes on, or ends.
     SnapshotEnd {
         /// Ends the VM.

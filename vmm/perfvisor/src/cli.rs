@@ -18,6 +18,7 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::config::{self, ExpandedArgs};
 use crate::jail::JailConfig;
+use control_api::migration::MigrationAddress;
 use control_api::nearest::did_you_mean;
 use guest_patching::rdpmc::RdpmcMode;
 use operator::commands::one_line;
@@ -291,10 +292,22 @@ pub struct RunArgs {
     #[arg(
         long,
         value_name = "DIR",
+        group = "saved",
         conflicts_with_all = restore::CONFLICTS,
         help_heading = "Kernel"
     )]
     pub restore: Option<PathBuf>,
+    /// Wait at this address, unix:PATH, for the VM that `perfvisor ctl NAME migrate unix:PATH` moves
+    /// to this process. It determines the machine; give the disks, other tap devices and consoles
+    /// again.
+    #[arg(
+        long,
+        value_name = "ADDRESS",
+        group = "saved",
+        conflicts_with_all = restore::CONFLICTS,
+        help_heading = "Kernel"
+    )]
+    pub incoming: Option<MigrationAddress>,
     /// Read the whole memory of the snapshot first and compare its checksums.
     #[arg(long, requires = "restore", help_heading = "Kernel")]
     pub restore_verify: bool,
@@ -306,7 +319,7 @@ pub struct RunArgs {
     #[arg(long, requires = "restore", help_heading = "Kernel")]
     pub clone: bool,
     /// Restore although --backing or this host does not count an event that the guest counts.
-    #[arg(long, requires = "restore", help_heading = "Kernel")]
+    #[arg(long, requires = "saved", help_heading = "Kernel")]
     pub restore_loses: bool,
     /// Leave the restored VM paused; `perfvisor ctl NAME resume` continues it.
     #[arg(long, requires = "restore", help_heading = "Kernel")]

@@ -123,7 +123,7 @@ pub fn create_devices(
         devices.push(Box::new(share.with_broker(broker)?));
     }
     // The built-in guests do not use an entropy device.
-    if args.rng && (args.kernel.is_some() || args.restore.is_some()) {
+    if args.rng && (args.kernel.is_some() || args.takes_saved_machine()) {
         let rng = EntropyDevice::new().map_err(DeviceError::EntropyDevice)?;
         devices.push(Box::new(
             rng.with_limiter(limiter(args.rng_limits.unwrap_or_default())?),
@@ -176,7 +176,7 @@ fn check(args: &RunArgs, vm: &str) -> Result<(), DeviceError> {
         }
     }
     // The built-in guests would ignore the disk, and their PMU test is not what the user asked for.
-    if args.kernel.is_none() && args.restore.is_none() && !args.disk.is_empty() {
+    if args.kernel.is_none() && !args.takes_saved_machine() && !args.disk.is_empty() {
         return Err(DeviceError::NoKernel);
     }
     Ok(())

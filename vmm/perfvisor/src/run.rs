@@ -8,6 +8,7 @@ mod ending;
 mod error;
 mod files;
 mod footprint;
+mod incoming;
 mod jail;
 pub(crate) mod machine;
 mod restore;
@@ -26,6 +27,7 @@ use consoles::{Consoles, Subscriber};
 use ending::PanicDetector;
 pub use error::RunError;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
+use incoming::{Incoming, Requester};
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
 use sandbox::{PerfEventAccess, ProcessConfinement, SocketBroker, TerminationActions, ThreadKind};
 use virtio_devices::device::VirtioDevice;
@@ -114,6 +116,21 @@ impl StartTime {
 /// # Errors
 /// Returns [`RunError`] if the VM cannot start or fails; the exit status is that of bad input.
 pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<ExitStatus, RunError> {
+    let requester = Requester::default();
+    let ended = run_for(args, start, log_file, &requester);
+    if let Err(e) = &ended {
+        requester.report_failure(&error_line(e));
+    }
+    ended
+}
+
+/// Runs a guest. `requester` receives the result of a migration.
+fn run_for(
+    args: &RunArgs,
+    start: StartTime,
+    log_file: Option<&File>,
+    requester: &Requester,
+) -> Result<ExitStatus, RunError> {
     let starting = args
         .daemonize
         .then(background::daemonize)
@@ -128,8 +145,8 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     jail::become_user(args)?;
     background::survive_job_control();
     // Files of the snapshot are opened with the rights of the VM's user.
-    let (restored_args, saved) = restore::open(args)?.unzip();
-    let args = restored_args.as_ref().unwrap_or(args);
+    let snapshot = restore::open(args)?;
+    let incoming = Incoming::wait(args, requester)?;
     footprint::configure_malloc();
     // Started outside the jail's PID namespace, because it outlives the VM.
     let broker =
@@ -155,6 +172,16 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     // it would find more.
     let probe = privileges::with_perfmon_capability(HostProbe::run);
     opener.install();
+    // The helpers do not share the memory that is received, and the VM is paused for a short time.
+    let (saved, arrival) = match incoming {
+        Some(incoming) => {
+            let (args, machine, arrival) = incoming.receive(args)?;
+            (Some((args, machine)), Some(arrival))
+        }
+        None => (snapshot, None),
+    };
+    let (restored_args, saved) = saved.unzip();
+    let args = restored_args.as_ref().unwrap_or(args);
     let mut config = machine::build_config(args, &kvm, &probe)?;
     config.kernel_reader = Some(kernel_reader);
     if let Some(saved) = &saved {
@@ -192,7 +219,9 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
         None => Vm::boot(parts)?,
         Some(saved) => Vm::restore(parts, restore::with_own_addresses(saved, args, &name))?,
     };
-    if args.restore_paused {
+    if arrival.is_some() {
+        vm.start_held();
+    } else if args.restore_paused {
         vm.start_paused();
     }
     report_loaded(&vm, &config);
@@ -211,7 +240,14 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     let controlled = ControlledVm {
         balloon,
         limiters,
-        ..controlled(name, pmu_name, args, &consoles, &running)
+        ..controlled(name.clone(), pmu_name, args, &consoles, &running)
+    };
+    let controlled = match &arrival {
+        Some(arrival) => ControlledVm {
+            guest: arrival.description(),
+            ..controlled
+        },
+        None => controlled,
     };
     let (mut servers, gdb) = ends.serve(controlled, &running)?;
     let restarter = running.take_restarter();
@@ -223,6 +259,9 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     servers.push(Arc::new(Mutex::new(ChildReaper::new(child_ended))));
     let stopping = StopHandler::new(stop_signals, args.stop_timeout, control, bus, manager.clone())
         .map_err(RunError::start("timerfd_create failed"))?;
+    if let Some(arrival) = arrival {
+        arrival.take_over(&running, &name, requester)?;
+    }
     if let Some(starting) = starting {
         starting.runs().map_err(RunError::Daemon)?;
     }

@@ -185,6 +185,33 @@ pub trait VirtioDevice: Send {
         self.reset();
     }
 
+    /// Lets the process to which the VM moves open the host's resources of this device, which is
+    /// stopped.
+    ///
+    /// # Errors
+    /// Returns the error of the host.
+    fn share(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
+    /// Excludes other processes from the host's resources of this device again, before it starts.
+    /// Returns `false` if another process uses them.
+    ///
+    /// # Errors
+    /// Returns the error of the host.
+    fn claim(&mut self) -> io::Result<bool> {
+        Ok(true)
+    }
+
+    /// Gives up the host's resources of this device, which is stopped and never starts again in this
+    /// process.
+    ///
+    /// # Errors
+    /// Returns the error of the host.
+    fn release(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
     /// Returns the name of this device in the message that refuses a snapshot, or `None` if a
     /// snapshot may include it.
     ///

@@ -17,7 +17,7 @@ use vmm::boot::KernelSource;
 use vmm::kvm::host;
 use vmm::pmu::PmuConfig;
 use vmm::vcpu::kick;
-use vmm::vm::restore::RestoredMachine;
+use vmm::vm::restore::{RestoredMachine, RestoredMemory};
 use vmm::vm::save::Snapshot;
 use vmm::vm::{PendingKvmSetup, Vm, VmConfig, VmParts};
 use vpmu::{BackingPolicy, PmuModel};
@@ -93,7 +93,7 @@ fn restore(
     let read = began.elapsed();
     let saved = RestoredMachine {
         state,
-        memory,
+        memory: RestoredMemory::Snapshot(memory),
         accepts_losses: false,
     };
     let vm = Vm::restore(parts(kvm, config, probe), saved)?;

@@ -6,12 +6,14 @@
 
 pub mod available;
 pub mod backing;
+pub mod touched;
 
 use std::fs::File;
+use std::io::{self, Seek as _};
 use std::sync::Arc;
 
 use thiserror::Error;
-use vm_memory::{GuestAddress, GuestMemoryMmap};
+use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};
 
 use available::HostMemoryLimit;
 use backing::MemoryBackingError;
@@ -260,6 +262,29 @@ impl GuestRam {
     /// Returns the first address after the RAM below the hole.
     pub fn low_end(&self) -> u64 {
         self.size_bytes.min(MMIO_HOLE_START)
+    }
+
+    /// Returns the guest-physical address of an offset in RAM.
+    pub fn address_of(&self, offset: u64) -> GuestAddress {
+        let low_end = self.low_end();
+        GuestAddress(if offset < low_end {
+            offset
+        } else {
+            MMIO_HOLE_END + (offset - low_end)
+        })
+    }
+
+    /// Reads the first `bytes` bytes of `file` into RAM at `offset`. The range must not contain the
+    /// hole below 4 GiB.
+    ///
+    /// # Errors
+    /// Returns the error of the file, or an error if it is too short or the range is not RAM.
+    pub fn read_from(&self, offset: u64, mut file: &File, bytes: u64) -> io::Result<()> {
+        file.rewind()?;
+        let bytes = usize::try_from(bytes).map_err(io::Error::other)?;
+        let address = self.address_of(offset);
+        let read = self.mem.read_exact_volatile_from(address, &mut file, bytes);
+        read.map_err(io::Error::other)
     }
 
     /// Returns the size of the RAM above 4 GiB in bytes.

@@ -1,6 +1,7 @@
 //! Real VMs with a few bytes of guest code, for tests of the servers.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::AtomicU64;
@@ -17,7 +18,7 @@ use crate::devices::Bus;
 use crate::kvm::host;
 use crate::pmu::{GuestSamplingContext, PmuConfig, VmPmu};
 use crate::vcpu::kick;
-use crate::vm::restore::RestoredMachine;
+use crate::vm::restore::{RestoredMachine, RestoredMemory};
 use crate::vm::save::Snapshot;
 use crate::vm::{RunningVm, Vm, VmConfig};
 
@@ -134,8 +135,16 @@ pub(crate) fn snapshot_of(vm: &RunningVm) -> RestoredMachine {
     let state = Box::new(snapshot::decode(&snapshot.state().unwrap()).unwrap());
     RestoredMachine {
         state,
-        memory,
+        memory: RestoredMemory::Snapshot(memory),
         accepts_losses: false,
+    }
+}
+
+/// Returns the memory file of a snapshot.
+pub(crate) fn memory_file(memory: &RestoredMemory) -> &File {
+    match memory {
+        RestoredMemory::Snapshot(file) => file,
+        RestoredMemory::Moved(_) => panic!("no file"),
     }
 }
 

@@ -45,7 +45,7 @@ use save::SnapshotSource;
 pub struct Vm {
     registry: Arc<VcpuRegistry>,
     on_first_entry: Option<Box<dyn FnOnce() + Send>>,
-    starts_paused: bool,
+    start: StartState,
     cpus: VcpuNumbers,
     bus: Arc<Bus>,
     pmu: Arc<VmPmu>,
@@ -108,7 +108,7 @@ impl Vm {
         Self::build(parts, None)
     }
 
-    /// Builds the machine and restores the guest from a snapshot. The guest's kernel and the reset
+    /// Builds the machine and restores the guest from a snapshot or from another process. The guest's kernel and the reset
     /// policy of the configuration are not used, and a reset by the guest ends the VM.
     ///
     /// # Errors
@@ -128,11 +128,14 @@ impl Vm {
         } = parts;
         let plan = VmPlan::new(kvm, config)?;
         config.pins.check(config.cpus.max())?;
-        let mut ram = GuestRam::with_backing(config.memory_bytes, config.memory_kind)?;
         let uncounted = Arc::new(plan.uncounted(probe));
-        let loaded = match &saved {
-            Some(saved) => saved.load(&mut ram)?,
-            None => boot::load(&ram, &plan.boot_request(!devices.is_empty()))?,
+        let (ram, loaded) = match &saved {
+            Some(saved) => saved.load(config)?,
+            None => {
+                let ram = GuestRam::with_backing(config.memory_bytes, config.memory_kind)?;
+                let loaded = boot::load(&ram, &plan.boot_request(!devices.is_empty()))?;
+                (ram, loaded)
+            }
         };
         let breakpoints = plan.breakpoints(&loaded)?;
         plan.check_kernel(kvm, &loaded)?;
@@ -147,7 +150,9 @@ impl Vm {
         let (supported, model) = plan.processor(kvm)?;
         let pmu = plan.make_pmu(kvm, model, probe, &fd, &ram)?;
         let bus = plan.make_bus(console, &fd)?;
-        boot::write_generation_id(&ram, bus.generation().id())?;
+        if saved.as_ref().is_none_or(|saved| !saved.is_moved()) {
+            boot::write_generation_id(&ram, bus.generation().id())?;
+        }
         let control = Arc::new(plan.make_control(kvm).map_err(|e| VmError::Os("eventfd", e))?);
         let bus = Arc::new(VmPlan::add_pci(bus, devices, loaded.pci, &fd, &ram, &control)?);
         let gate = plan.has_gate(kvm, &loaded, breakpoints.len())?;
@@ -214,7 +219,7 @@ impl Vm {
         Ok(Self {
             registry,
             on_first_entry: None,
-            starts_paused: false,
+            start: StartState::Running,
             cpus: config.cpus,
             bus,
             pmu,
@@ -255,7 +260,13 @@ impl Vm {
 
     /// Leaves a restored VM paused when it starts.
     pub fn start_paused(&mut self) {
-        self.starts_paused = true;
+        self.start = StartState::Paused;
+    }
+
+    /// Makes [`Vm::start`] leave a restored VM paused and its devices stopped until
+    /// [`RunningVm::take_over`].
+    pub fn start_held(&mut self) {
+        self.start = StartState::Held;
     }
 
     /// Starts the threads of the vCPUs that are present at the start.
@@ -290,17 +301,29 @@ impl Vm {
         match self.restored {
             None => running.registry.start(self.cpus.present(), self.on_first_entry)?,
             Some((present, saved)) => {
-                if let Some(pci) = running.bus.pci() {
+                if self.start != StartState::Held
+                    && let Some(pci) = running.bus.pci()
+                {
                     pci.resume();
                 }
                 // No vCPU runs before all have their states.
                 running.control.set_paused(true);
                 running.registry.start_set(present, saved, self.on_first_entry)?;
-                running.control.set_paused(self.starts_paused);
+                running.control.set_paused(self.start != StartState::Running);
             }
         }
         Ok(running)
     }
+}
+
+/// State of a restored VM after [`Vm::start`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum StartState {
+    Running,
+    /// The vCPUs are paused.
+    Paused,
+    /// The vCPUs are paused and the devices are stopped, because another process has the VM.
+    Held,
 }
 
 /// A VM whose vCPU threads run. Dropping it stops them.
@@ -319,6 +342,17 @@ pub struct RunningVm {
 }
 
 impl RunningVm {
+    /// Starts the devices and the vCPUs of a VM that was started by [`Vm::start_held`], and that no
+    /// other process runs any more. With `paused`, the vCPUs stay paused.
+    pub fn take_over(&self, paused: bool) {
+        if let Some(pci) = self.bus.pci() {
+            save::report_claims(pci.claim());
+            pci.resume();
+        }
+        self.control.set_paused(paused);
+        self.registry.kicker().kick();
+    }
+
     /// Returns the run state and end of the VM.
     pub fn control(&self) -> &Arc<RunControl> {
         &self.control

@@ -168,6 +168,10 @@ fn requests_match_version_1() {
     );
     asks(request::SnapshotState, r#"{"id":7,"call":"snapshot_state"}"#);
     asks(
+        request::SnapshotShareDisks,
+        r#"{"id":7,"call":"snapshot_share_disks"}"#,
+    );
+    asks(
         request::SnapshotEnd { stop: true },
         r#"{"id":7,"call":"snapshot_end","stop":true}"#,
     );

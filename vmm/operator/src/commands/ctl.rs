@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, Subcommand};
 
 use super::limits::limits_text;
+use super::migrate::{self, MigrateError};
 use super::ps::vcpu_count_text;
 use super::snapshot::{self, SnapshotCommandError};
 use super::{DONE, OperatorCommandError, OutputError, connect, print};
@@ -16,6 +17,7 @@ use crate::input;
 use crate::values::{integer_in_range, parse_seconds};
 use control_api::balloon::BalloonInfo;
 use control_api::client::{Client, ClientError};
+use control_api::migration::MigrationAddress;
 use control_api::protocol::{Call, VcpuPlug, VmInfo, VmSettings, VmState};
 use control_api::request;
 use diagnostics::vcpu_names;
@@ -101,6 +103,13 @@ pub enum CtlAction {
         #[arg(long)]
         stop: bool,
     },
+    /// Move the VM to another process of this host, which `perfvisor run --incoming unix:PATH` has
+    /// started. If that fails, the VM goes on here.
+    Migrate {
+        /// Address of the waiting process: unix:PATH.
+        #[arg(value_name = "ADDRESS")]
+        address: MigrationAddress,
+    },
     /// Select who gets the host's counters if there are too few.
     Share {
         /// Policy: guest-first, operator-first or strict.
@@ -156,6 +165,8 @@ pub enum CtlError {
     NotEnded,
     #[error(transparent)]
     Snapshot(#[from] SnapshotCommandError),
+    #[error(transparent)]
+    Migrate(#[from] MigrateError),
 }
 
 impl From<ClientError> for CtlError {
@@ -185,7 +196,7 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
         CtlAction::Limits { .. } => (Call::RateLimiters, ""),
         CtlAction::Vcpus { count, .. } => (Call::Vcpus { count: *count }, ""),
         CtlAction::Balloon { .. } => (Call::Status, ""),
-        CtlAction::Snapshot { .. } => (Call::Snapshot, ""),
+        CtlAction::Snapshot { .. } | CtlAction::Migrate { .. } => (Call::Snapshot, ""),
         CtlAction::Share { policy } => share_call(policy)?,
         CtlAction::Filter { file } => {
             let toml = filter_text(file)?;
@@ -204,6 +215,10 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
             dir.display(),
             saved >> 20
         ))?;
+        return Ok(DONE);
+    }
+    if let CtlAction::Migrate { address } = &args.action {
+        print(&migrate::migrate(client, address)?)?;
         return Ok(DONE);
     }
     match args.action {
@@ -236,6 +251,7 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
             return Ok(DONE);
         }
         CtlAction::Snapshot { .. }
+        | CtlAction::Migrate { .. }
         | CtlAction::Resume
         | CtlAction::Powerdown
         | CtlAction::Share { .. }

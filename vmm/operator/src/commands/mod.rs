@@ -16,6 +16,7 @@ pub mod files;
 mod guest;
 mod limits;
 pub mod list;
+mod migrate;
 mod output;
 pub mod ps;
 pub mod record;

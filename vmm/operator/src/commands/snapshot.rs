@@ -136,7 +136,7 @@ pub(super) fn take(client: &mut Client, dir: &Path, stop: bool) -> Result<u64, S
     let partial = PartialDirectory::beside(dir)?;
     let memory_bytes = pause(client)?;
     let memory = partial.create(MEMORY_FILE).map_err(&failed)?;
-    let buffer = copy(client, &memory, memory_bytes, &failed)?;
+    let buffer = copy_to_file(client, &memory, memory_bytes, &failed)?;
     if !stop {
         // The VM need not wait for the disk.
         client.call(request::SnapshotEnd { stop: false })?;
@@ -171,7 +171,7 @@ pub fn save(
     let mut state_file = file_beside(state).map_err(&of_state)?;
     let memory_file = file_beside(memory).map_err(&of_memory)?;
     let memory_bytes = pause(client)?;
-    let saved = copy(client, memory_file.as_file(), memory_bytes, &of_memory)?;
+    let saved = copy_to_file(client, memory_file.as_file(), memory_bytes, &of_memory)?;
     client.call(request::SnapshotEnd { stop: false })?;
     let written = state_file.write_all(&change(saved)?);
     written.map_err(&of_state)?;
@@ -201,37 +201,64 @@ fn file_beside(path: &Path) -> io::Result<NamedTempFile> {
 }
 
 /// Copies the memory of a VM to the new file `memory`, and returns the state of the VM.
-fn copy(
+fn copy_to_file(
     client: &mut Client,
     memory: &File,
     memory_bytes: u64,
     failed: impl Fn(io::Error) -> SnapshotCommandError,
 ) -> Result<Vec<u8>, SnapshotCommandError> {
     memory.set_len(memory_bytes).map_err(&failed)?;
-    let mut offset = 0;
     let mut buffer = Vec::new();
-    while offset < memory_bytes {
-        let piece: (SnapshotPiece, File) = client.call_with_file(request::SnapshotMemory { offset })?;
-        let (piece, data) = check_piece(piece, offset, memory_bytes)?;
+    copy_memory(client, memory_bytes, |piece, data| {
         buffer.resize(usize::try_from(piece.bytes).unwrap_or(usize::MAX), 0);
         data.read_exact_at(&mut buffer, 0).map_err(&failed)?;
-        write_sparse(memory, &buffer, offset).map_err(&failed)?;
+        write_sparse(memory, &buffer, piece.offset).map_err(&failed)
+    })?;
+    Ok(read_state(client)?)
+}
+
+/// Reads the memory of a paused VM of `memory_bytes`. `take` receives each piece that is not zero,
+/// with a file that contains its bytes.
+///
+/// # Errors
+/// Returns a [`SnapshotCommandError`] if the VM sends anything else, and the errors of `take`.
+pub fn copy_memory<E: From<SnapshotCommandError>>(
+    client: &mut Client,
+    memory_bytes: u64,
+    mut take: impl FnMut(SnapshotPiece, &File) -> Result<(), E>,
+) -> Result<(), E> {
+    let mut offset = 0;
+    while offset < memory_bytes {
+        let piece: (SnapshotPiece, File) = client
+            .call_with_file(request::SnapshotMemory { offset })
+            .map_err(SnapshotCommandError::from)?;
+        let (piece, data) = check_piece(piece, offset, memory_bytes)?;
+        if piece.bytes > 0 {
+            take(piece, &data)?;
+        }
         offset = piece.next;
     }
+    Ok(())
+}
+
+/// Returns the state file of a paused VM, whose memory has been read.
+///
+/// # Errors
+/// Returns a [`ClientError`] if the VM does not send it.
+pub fn read_state(client: &mut Client) -> Result<Vec<u8>, ClientError> {
     let (info, data): (SnapshotState, File) = client.call_with_file(request::SnapshotState)?;
-    buffer.clear();
-    buffer.resize(
-        usize::try_from(info.bytes)
-            .unwrap_or(usize::MAX)
-            .min(MAX_STATE_BYTES),
-        0,
-    );
-    data.read_exact_at(&mut buffer, 0).map_err(&failed)?;
-    Ok(buffer)
+    let bytes = usize::try_from(info.bytes).unwrap_or(usize::MAX);
+    let mut state = vec![0; bytes.min(MAX_STATE_BYTES)];
+    data.read_exact_at(&mut state, 0)?;
+    Ok(state)
 }
 
 /// Pauses the VM, waits until its state is known, and returns the size of guest memory in bytes.
-fn pause(client: &mut Client) -> Result<u64, SnapshotCommandError> {
+///
+/// # Errors
+/// Returns [`SnapshotCommandError::NotPaused`] if a vCPU does not leave the guest, and a
+/// [`ClientError`] if the VM refuses.
+pub fn pause(client: &mut Client) -> Result<u64, SnapshotCommandError> {
     let until = Instant::now() + TIMEOUT;
     loop {
         let progress: SnapshotProgress = client.call(request::Snapshot)?;

@@ -84,7 +84,7 @@ pub(super) fn keep_machine_options(cli: &mut Cli, matches: &ArgMatches) {
             run.machine_options.insert(long_name(id), value.to_owned());
         }
     }
-    if run.restore.is_some() && given.value_source(BACKING) == Some(ValueSource::DefaultValue) {
+    if run.takes_saved_machine() && given.value_source(BACKING) == Some(ValueSource::DefaultValue) {
         run.machine_options.remove(BACKING);
     }
 }
@@ -95,6 +95,11 @@ fn long_name(id: &str) -> String {
 }
 
 impl RunArgs {
+    /// Returns whether the machine is that of a snapshot or of a VM that moves to this process.
+    pub fn takes_saved_machine(&self) -> bool {
+        self.restore.is_some() || self.incoming.is_some()
+    }
+
     /// Returns these arguments with the machine's options of a snapshot, except for a backing of their
     /// own.
     ///

@@ -9,6 +9,7 @@ use vpmu::ModelError;
 use vpmu::filter::FilterError;
 
 use super::consoles::ConsolesError;
+use super::incoming::IncomingError;
 use super::restore::RestoreFileError;
 use crate::background::DaemonError;
 use crate::devices::DeviceError;
@@ -81,6 +82,8 @@ pub enum RunError {
     Sandbox(sandbox::SeccompMode, #[source] SandboxError),
     #[error(transparent)]
     Restore(#[from] RestoreFileError),
+    #[error(transparent)]
+    Incoming(#[from] IncomingError),
     #[error("--restore")]
     RestoredFilter(#[source] RestoreError),
     #[error("cannot start the process that reads the guest's kernel")]

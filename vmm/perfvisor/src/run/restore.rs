@@ -5,8 +5,10 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use snapshot::memory::{self, MemoryFileError};
+use snapshot::state::SavedMachine;
 use snapshot::{FormatError, MEMORY_FILE, STATE_FILE};
-use vmm::vm::restore::RestoredMachine;
+use virtio_devices::net::config::MacAddress;
+use vmm::vm::restore::{RestoredMachine, RestoredMemory};
 
 use crate::cli::RunArgs;
 use crate::cli::restore::MachineOptionsError;
@@ -76,21 +78,35 @@ pub(super) fn open(args: &RunArgs) -> Result<Option<(RunArgs, RestoredMachine)>,
         memory::check_size(&file, &state.memory)
     };
     checked.map_err(|source| RestoreFileError::Memory { path, source })?;
-    let mut restored =
-        args.with_machine_options(&state.options)
-            .map_err(|source| RestoreFileError::Options {
-                path: dir.clone(),
-                source,
-            })?;
-    // A built-in guest has no entropy device.
-    restored.rng &= state.devices.iter().any(|device| device.name == ENTROPY_DEVICE);
+    let restored = machine_args(args, &state).map_err(|source| RestoreFileError::Options {
+        path: dir.clone(),
+        source,
+    })?;
     log::info!("restoring a snapshot by Perfvisor {:?}", state.saved_by);
     let machine = RestoredMachine {
         state: Box::new(state),
-        memory: file,
+        memory: RestoredMemory::Snapshot(file),
         accepts_losses: args.restore_loses,
     };
     Ok(Some((restored, machine)))
+}
+
+/// Returns `args` with the options of the saved machine.
+///
+/// # Errors
+/// Returns the errors of [`RunArgs::with_machine_options`].
+pub(super) fn machine_args(args: &RunArgs, state: &SavedMachine) -> Result<RunArgs, MachineOptionsError> {
+    let mut restored = args.with_machine_options(&state.options)?;
+    // A built-in guest has no entropy device.
+    restored.rng &= state.devices.iter().any(|device| device.name == ENTROPY_DEVICE);
+    Ok(restored)
+}
+
+/// Returns the MAC address of each saved network device.
+pub(super) fn saved_addresses(state: &SavedMachine) -> impl Iterator<Item = MacAddress> {
+    let devices = state.devices.iter().filter(|device| device.id == VIRTIO_NET);
+    // The identity of a network device begins with its address.
+    devices.filter_map(|device| device.config.0.first_chunk().copied().map(MacAddress::from))
 }
 
 /// Gives the network devices of a clone the MAC addresses of VM `vm`. Other VMs keep those of the
@@ -138,7 +154,7 @@ mod tests {
         };
         let mut machine = RestoredMachine {
             state: Box::default(),
-            memory: tempfile::tempfile().unwrap(),
+            memory: RestoredMemory::Snapshot(tempfile::tempfile().unwrap()),
             accepts_losses: false,
         };
         machine.state.devices = [2, 1, 1]

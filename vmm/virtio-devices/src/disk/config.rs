@@ -64,6 +64,11 @@ pub struct DiskConfig {
     pub block_bytes: Option<u32>,
     /// Limits of the requests and of their data.
     pub limits: RateLimits,
+    /// Locks a writable image as if it were only read, until [`VirtioDevice::claim`]: another process
+    /// still has it for the same VM.
+    ///
+    /// [`VirtioDevice::claim`]: crate::device::VirtioDevice::claim
+    pub shared_lock: bool,
 }
 
 /// The reason why a disk configuration is invalid.
@@ -118,6 +123,7 @@ impl DiskConfig {
             serial: None,
             block_bytes: None,
             limits: RateLimits::default(),
+            shared_lock: false,
         }
     }
 

@@ -8,7 +8,7 @@ use thiserror::Error;
 use vm_memory::GuestMemoryMmap;
 
 use super::config::{DiskConfig, DiskFormat};
-use super::open::{DiskOpenError, FileLock, LockedFile, SECTOR_BYTES, block_bytes, open};
+use super::open::{DiskOpenError, FileLock, LockedFile, SECTOR_BYTES, block_bytes, open_with_lock};
 use super::qcow2::{Qcow2, Qcow2Error, claims};
 use super::raw::{GuestSegment, RawImage};
 
@@ -63,7 +63,7 @@ pub struct DiskImage {
     block_bytes: u32,
     read_only: bool,
     /// Declared after the store so that it is dropped after it.
-    _lock: FileLock,
+    lock: FileLock,
     /// Number of flushes.
     #[cfg(test)]
     pub(super) flushes: std::sync::atomic::AtomicU32,
@@ -84,7 +84,8 @@ impl DiskImage {
     /// Returns a [`DiskImageError`], in which case the file is unchanged.
     pub fn open(config: &DiskConfig) -> Result<Self, DiskImageError> {
         let path = &config.path;
-        let LockedFile { file, bytes, lock } = open(path, config.read_only)?;
+        let shared = config.read_only || config.shared_lock;
+        let LockedFile { file, bytes, lock } = open_with_lock(path, config.read_only, shared)?;
         let below = block_bytes(&file).map_err(|error| DiskImageError::BlockDevice(path.clone(), error))?;
         let (store, bytes) = match config.format {
             DiskFormat::Raw => {
@@ -118,10 +119,15 @@ impl DiskImage {
             sectors: bytes / SECTOR_BYTES,
             block_bytes: block,
             read_only: config.read_only,
-            _lock: lock,
+            lock,
             #[cfg(test)]
             flushes: Default::default(),
         })
+    }
+
+    /// Returns the lock of a writable image.
+    pub fn writer_lock(&self) -> Option<&FileLock> {
+        (!self.read_only).then_some(&self.lock)
     }
 
     /// Returns the size in sectors of [`SECTOR_BYTES`].

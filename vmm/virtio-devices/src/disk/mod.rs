@@ -43,7 +43,7 @@ use vmm_sys_util::epoll::EventSet;
 
 use self::config::{DiskConfig, MAX_SERIAL};
 use self::image::{DiskImage, DiskImageError};
-use self::open::SECTOR_BYTES;
+use self::open::{FileLock, SECTOR_BYTES};
 use self::request::{
     DiskBackend, MAX_RANGE_SECTORS, MAX_RANGES, MAX_SEGMENT_BYTES, MAX_SEGMENTS, RequestFailure,
 };
@@ -214,6 +214,18 @@ impl VirtioDevice for BlockDevice {
         })?;
         self.worker = Some(worker);
         Ok(())
+    }
+
+    fn share(&mut self) -> io::Result<()> {
+        self.image.writer_lock().map_or(Ok(()), FileLock::share)
+    }
+
+    fn claim(&mut self) -> io::Result<bool> {
+        self.image.writer_lock().map_or(Ok(true), FileLock::claim)
+    }
+
+    fn release(&mut self) -> io::Result<()> {
+        self.image.writer_lock().map_or(Ok(()), FileLock::release)
     }
 
     fn reset(&mut self) {

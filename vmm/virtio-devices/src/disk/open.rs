@@ -128,13 +128,21 @@ pub struct LockedFile {
 /// # Errors
 /// Returns a [`DiskOpenError`], in which case the file is unchanged.
 pub fn open(path: &Path, read_only: bool) -> Result<LockedFile, DiskOpenError> {
+    open_with_lock(path, read_only, read_only)
+}
+
+/// Opens the file at `path`, and locks it shared or exclusively.
+///
+/// # Errors
+/// Returns a [`DiskOpenError`], in which case the file is unchanged.
+pub fn open_with_lock(path: &Path, read_only: bool, shared: bool) -> Result<LockedFile, DiskOpenError> {
     let file = unlocked(path, read_only)?;
     let locking = |source| DiskOpenError::Call {
         path: path.into(),
         what: "locking",
         source,
     };
-    let Some(lock) = FileLock::take(&file, read_only).map_err(locking)? else {
+    let Some(lock) = FileLock::take(&file, shared).map_err(locking)? else {
         let by = users(path);
         return Err(DiskOpenError::Locked {
             path: path.into(),
@@ -220,14 +228,44 @@ pub struct FileLock {
 
 impl FileLock {
     /// Locks the file, or returns `None` if there is a conflicting lock.
-    fn take(file: &File, read_only: bool) -> io::Result<Option<Self>> {
+    fn take(file: &File, shared: bool) -> io::Result<Option<Self>> {
         let lock = Self {
             file: file.try_clone()?,
         };
-        let kind = if read_only { libc::F_RDLCK } else { libc::F_WRLCK };
-        match set(&lock.file, kind) {
-            Ok(()) => Ok(Some(lock)),
-            Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => Ok(None),
+        let kind = if shared { libc::F_RDLCK } else { libc::F_WRLCK };
+        Ok(lock.try_set(kind)?.then_some(lock))
+    }
+
+    /// Makes the lock shared, for the process that continues the VM.
+    ///
+    /// # Errors
+    /// Returns the error of fcntl(2).
+    pub fn share(&self) -> io::Result<()> {
+        set(&self.file, libc::F_RDLCK)
+    }
+
+    /// Makes the lock exclusive. Returns `false` if another process has a lock, in which case the
+    /// lock stays shared.
+    ///
+    /// # Errors
+    /// Returns the error of fcntl(2).
+    pub fn claim(&self) -> io::Result<bool> {
+        self.try_set(libc::F_WRLCK)
+    }
+
+    /// Releases the lock before the file is closed. The file must not be used any more.
+    ///
+    /// # Errors
+    /// Returns the error of fcntl(2).
+    pub fn release(&self) -> io::Result<()> {
+        set(&self.file, libc::F_UNLCK)
+    }
+
+    /// Sets the lock, or returns `false` if there is a conflicting lock.
+    fn try_set(&self, kind: libc::c_int) -> io::Result<bool> {
+        match set(&self.file, kind) {
+            Ok(()) => Ok(true),
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => Ok(false),
             Err(error) => Err(error),
         }
     }
@@ -270,5 +308,29 @@ mod tests {
         drop(first);
         open(file.path(), false).unwrap();
         drop(copy);
+    }
+
+    /// A third process cannot write to the image at any time.
+    #[test]
+    fn image_of_a_moving_vm_is_always_locked() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let third_is_refused = || matches!(open(file.path(), false), Err(DiskOpenError::Locked { .. }));
+        let source = open(file.path(), false).unwrap();
+        assert!(
+            open_with_lock(file.path(), false, true).is_err(),
+            "it is not shared yet"
+        );
+        source.lock.share().unwrap();
+        let target = open_with_lock(file.path(), false, true).unwrap();
+        assert!(third_is_refused());
+        assert!(!target.lock.claim().unwrap(), "the source has it, too");
+        assert!(!source.lock.claim().unwrap());
+        source.lock.release().unwrap();
+        assert!(third_is_refused());
+        assert!(target.lock.claim().unwrap());
+        assert!(third_is_refused());
+        // The source's process ends later.
+        drop(source);
+        assert!(third_is_refused());
     }
 }

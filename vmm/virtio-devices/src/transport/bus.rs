@@ -220,6 +220,40 @@ impl PciBus {
         }
     }
 
+    /// Lets the process to which the VM moves open the host's resources of the stopped devices.
+    ///
+    /// # Errors
+    /// Returns the error of the host.
+    pub fn share(&self) -> io::Result<()> {
+        let mut places = self.places.iter();
+        places.try_for_each(|place| place.lock().device.share())
+    }
+
+    /// Excludes other processes from the host's resources of the devices. Returns the names of the
+    /// devices whose resources another process uses.
+    ///
+    /// # Errors
+    /// Returns the error of the host.
+    pub fn claim(&self) -> io::Result<Vec<String>> {
+        let mut used = Vec::new();
+        for place in &self.places {
+            let mut function = place.lock();
+            if !function.device.claim()? {
+                used.push(function.device.name().to_owned());
+            }
+        }
+        Ok(used)
+    }
+
+    /// Gives up the host's resources of the stopped devices, which never start again in this process.
+    ///
+    /// # Errors
+    /// Returns the error of the host.
+    pub fn release(&self) -> io::Result<()> {
+        let mut places = self.places.iter();
+        places.try_for_each(|place| place.lock().device.release())
+    }
+
     /// Returns the state of the stopped devices.
     pub fn save(&self) -> Vec<SavedDevice> {
         self.places.iter().map(|place| place.lock().save()).collect()

@@ -1,4 +1,4 @@
-//! Restores a VM from a snapshot: checks that this machine is like the saved one, and writes its
+//! Restores a VM from a snapshot or from another process: checks that this machine is like the saved one, and writes its
 //! state before any thread of it runs.
 
 use std::fs::File;
@@ -14,6 +14,7 @@ use vpmu::events::GuestEvent;
 use vpmu::filter::{FilterAction, FilterEntrySpec, FilterError, FilterSpec};
 use vpmu::{Backing, BackingChange, CountableEvents, CpuidRegs, EventFilter, StateError};
 
+use super::config::VmConfig;
 use super::error::VmError;
 use crate::boot::{EntryState, KernelFormat, LoadedGuest};
 use crate::devices::Bus;
@@ -34,13 +35,23 @@ const MSR_KVM_STEAL_TIME: u32 = 0x4b56_4d03;
 /// Maximum difference of the TSC frequency, in parts per million, as between two boots of a host.
 const MAX_TSC_DIFFERENCE_PPM: u64 = 250;
 
-/// A snapshot from which a VM is restored. Its memory file is mapped and never written.
+/// Guest memory of a machine that is restored.
+#[derive(Debug)]
+pub enum RestoredMemory {
+    /// The memory file of a snapshot. It is mapped and never written. The VM is one of possibly many
+    /// with this memory, so it gets a generation ID of its own.
+    Snapshot(File),
+    /// The memory of a VM that has moved to this process and does not run elsewhere.
+    Moved(GuestRam),
+}
+
+/// A machine that is restored from a snapshot or from the VM of another process.
 #[derive(Debug)]
 pub struct RestoredMachine {
     /// The saved state.
     pub state: Box<SavedMachine>,
-    /// The memory file.
-    pub memory: File,
+    /// Guest memory.
+    pub memory: RestoredMemory,
     /// Restore even if an enabled counter does not count anymore.
     pub accepts_losses: bool,
 }
@@ -112,15 +123,31 @@ impl RestoredMachine {
         (eax != 0).then(|| CountableEvents::of_leaf_a(CpuidRegs { eax, ebx, ecx, edx }))
     }
 
-    /// Maps the memory file as guest RAM, and returns the kernel that is in it.
-    pub(super) fn load(&self, ram: &mut GuestRam) -> Result<LoadedGuest, VmError> {
+    /// Returns `true` if the VM is the one that was saved, and not one of several with its memory.
+    pub(super) fn is_moved(&self) -> bool {
+        matches!(self.memory, RestoredMemory::Moved(_))
+    }
+
+    /// Returns the guest RAM for `config` with the saved contents, and the kernel that is in it.
+    pub(super) fn load(&self, config: &VmConfig) -> Result<(GuestRam, LoadedGuest), VmError> {
         let saved = &self.state.memory;
-        memory::check_size(&self.memory, saved).map_err(RestoreError::from)?;
-        if saved.bytes != ram.size_bytes() {
+        if saved.bytes != config.memory_bytes {
             return Err(RestoreError::Impossible("two sizes of memory").into());
         }
-        ram.map_snapshot(&self.memory)?;
-        Ok(loaded_guest(&self.state.kernel, !self.state.devices.is_empty())?)
+        let ram = match &self.memory {
+            RestoredMemory::Moved(ram) if ram.size_bytes() == saved.bytes => ram.clone(),
+            RestoredMemory::Moved(_) => {
+                return Err(RestoreError::Impossible("two sizes of memory").into());
+            }
+            RestoredMemory::Snapshot(file) => {
+                memory::check_size(file, saved).map_err(RestoreError::from)?;
+                let mut ram = GuestRam::with_backing(config.memory_bytes, config.memory_kind)?;
+                ram.map_snapshot(file)?;
+                ram
+            }
+        };
+        let loaded = loaded_guest(&self.state.kernel, !self.state.devices.is_empty())?;
+        Ok((ram, loaded))
     }
 
     /// Returns the present vCPUs with the parts of their states that the VMM keeps.
@@ -171,7 +198,9 @@ impl NewMachine<'_> {
             .restore(self.fd)?;
         self.fd.set_clock_ns(saved.vm.clock_ns)?;
         self.bus.restore(&saved.board, &saved.devices)?;
-        self.bus.generation().announce();
+        if !machine.is_moved() {
+            self.bus.generation().announce();
+        }
         for vcpu in &saved.vcpus {
             match self.vcpus[usize::from(vcpu.id)].fd().kvmclock_ctrl() {
                 // EINVAL means that the guest does not use the clock of this vCPU.
@@ -374,7 +403,7 @@ mod tests {
     use virtio_devices::device::VirtioDevice;
     use vm_memory::{Bytes as _, GuestAddress};
 
-    use super::RestoredMachine;
+    use super::{RestoredMachine, RestoredMemory};
     use crate::boot::layout;
     use crate::kvm::{call, host};
     use crate::testing;
@@ -520,7 +549,8 @@ mod tests {
         );
         control.set_size_mib(5).unwrap();
         let (saved, sent) = (testing::snapshot_of(&source), driver.sent);
-        let in_file = |file: &std::fs::File, at: u64| {
+        let in_file = |memory: &RestoredMemory, at: u64| {
+            let file = testing::memory_file(memory);
             let mut byte = [1];
             file.read_exact_at(&mut byte, at).unwrap();
             byte[0]
@@ -533,7 +563,7 @@ mod tests {
 
         let device = balloon(RamOrigin::Snapshot);
         let control = device.control().clone();
-        let file = saved.memory.try_clone().unwrap();
+        let file = RestoredMemory::Snapshot(testing::memory_file(&saved.memory).try_clone().unwrap());
         let target = restored_with(&COUNT, vec![Box::new(device)], saved);
         let state = control.state();
         assert_eq!((state.target_pages, state.actual_pages), (5 * 256, PAGES));
@@ -584,7 +614,7 @@ mod tests {
         let saved = testing::snapshot_of(&source);
         let again = RestoredMachine {
             state: saved.state.clone(),
-            memory: saved.memory.try_clone().unwrap(),
+            memory: RestoredMemory::Snapshot(testing::memory_file(&saved.memory).try_clone().unwrap()),
             accepts_losses: false,
         };
         let clones = [restored(&code, saved), restored(&code, again)];

@@ -13,13 +13,14 @@
 //! running VM.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
 use snapshot::memory::{CHUNK_BYTES, checksum};
 use snapshot::state::{MachineShape, SavedFilter, SavedKernel, SavedMachine, SavedMemory};
 use snapshot::{FormatError, encode};
-use vm_memory::{Bytes as _, GuestAddress, GuestMemoryError};
+use vm_memory::{Bytes as _, GuestMemoryError};
 use vpmu::EventFilter;
 use vpmu::filter::FilterAction;
 
@@ -28,7 +29,8 @@ use crate::kvm::call::KvmIoctlError;
 use crate::kvm::chips::IrqchipState;
 use crate::kvm::saved_vcpu::VcpuStateLayout;
 use crate::kvm::vm_fd::VmFd;
-use crate::memory::{GuestRam, MMIO_HOLE_END};
+use crate::memory::GuestRam;
+use crate::memory::touched::TouchedPages;
 use crate::pmu::VmPmu;
 use crate::vcpu::control::{RunControl, RunState};
 use crate::vcpu::registry::VcpuRegistry;
@@ -37,6 +39,8 @@ use crate::vcpu::saved::SaveVcpuError;
 /// Maximum number of bytes that one [`Snapshot::read_memory`] examines. Each call delays the main
 /// loop.
 const MAX_SCANNED_BYTES: u64 = 16 << 20;
+/// Number of bytes of untouched memory that take as long as one byte that is read, at least.
+const UNTOUCHED_FACTOR: u64 = 16;
 /// A page of zeros, which the memory file does not contain.
 static ZERO_PAGE: [u8; 4096] = [0; 4096];
 
@@ -67,6 +71,9 @@ pub enum SnapshotError {
     /// An RDPMC trap in the guest's #GP handler cannot be removed.
     #[error("a snapshot cannot include the trap in the guest's handler of #GP, which the guest has changed")]
     Trap,
+    /// The locks of disk images cannot be changed.
+    #[error("the locks of the disk images cannot be changed")]
+    Devices(#[source] io::Error),
     /// The state cannot be encoded.
     #[error(transparent)]
     Format(#[from] FormatError),
@@ -121,8 +128,11 @@ pub struct MemoryPiece {
 pub struct Snapshot {
     source: Arc<SnapshotSource>,
     was_paused: bool,
+    /// The devices' host resources are shared with the process to which the VM moves.
+    shares_devices: bool,
     phase: Phase,
     machine: Box<SavedMachine>,
+    touched: TouchedPages,
     /// Offset of the next memory piece in bytes.
     next: u64,
     /// Checksum of a whole chunk of zeros, which is computed once.
@@ -179,8 +189,10 @@ impl Snapshot {
         Ok(Self {
             source: source.clone(),
             was_paused,
+            shares_devices: false,
             phase: Phase::Settling,
             machine: Box::new(machine),
+            touched: TouchedPages::of(&source.ram),
             next: 0,
             zeros_crc: None,
         })
@@ -254,34 +266,31 @@ impl Snapshot {
             return Err(SnapshotError::Order);
         }
         let mut data = Vec::new();
-        let mut at = offset;
-        while at < bytes && at - offset < MAX_SCANNED_BYTES {
-            let count = usize::try_from(CHUNK_BYTES.min(bytes - at)).unwrap_or(usize::MAX);
-            data.resize(count, 0);
-            let memory = self.source.ram.memory();
-            memory.read_slice(&mut data, self.source.address_of(at))?;
-            let is_zero = data
-                .chunks(ZERO_PAGE.len())
-                .all(|page| *page == ZERO_PAGE[..page.len()]);
-            if !is_zero && at > offset {
-                // The next request returns this chunk.
-                break;
-            }
-            let crc = if is_zero && count as u64 == CHUNK_BYTES {
-                *self.zeros_crc.get_or_insert_with(|| checksum(&data))
+        let (mut at, mut scanned) = (offset, 0);
+        while at < bytes && scanned < MAX_SCANNED_BYTES {
+            let count = CHUNK_BYTES.min(bytes - at);
+            let ram = &self.source.ram;
+            if self.touched.is_untouched(ram, at, count) {
+                scanned += count / UNTOUCHED_FACTOR;
             } else {
-                checksum(&data)
-            };
-            self.machine.memory.crcs.push(crc);
-            at += count as u64;
-            if !is_zero {
-                self.next = at;
-                return Ok(MemoryPiece {
-                    offset,
-                    data,
-                    next: at,
-                });
+                scanned += count;
+                data.resize(usize::try_from(count).unwrap_or(usize::MAX), 0);
+                ram.memory().read_slice(&mut data, ram.address_of(at))?;
+                let mut pages = data.chunks(ZERO_PAGE.len());
+                if pages.any(|page| *page != ZERO_PAGE[..page.len()]) {
+                    if at > offset {
+                        // The next request returns this chunk.
+                        break;
+                    }
+                    self.machine.memory.crcs.push(checksum(&data));
+                    let next = at + count;
+                    self.next = next;
+                    return Ok(MemoryPiece { offset, data, next });
+                }
             }
+            let crc = self.crc_of_zeros(count);
+            self.machine.memory.crcs.push(crc);
+            at += count;
         }
         self.next = at;
         Ok(MemoryPiece {
@@ -289,6 +298,41 @@ impl Snapshot {
             data: Vec::new(),
             next: at,
         })
+    }
+
+    /// Returns the checksum of `count` zeros.
+    fn crc_of_zeros(&mut self, count: u64) -> u32 {
+        let crc = || checksum(&vec![0; usize::try_from(count).unwrap_or(usize::MAX)]);
+        if count == CHUNK_BYTES {
+            *self.zeros_crc.get_or_insert_with(crc)
+        } else {
+            crc()
+        }
+    }
+
+    /// Lets the process to which the VM moves open the devices' host resources. They stay locked
+    /// against all others.
+    ///
+    /// # Errors
+    /// Returns [`SnapshotError::Order`] before the devices are stopped, and [`SnapshotError::Devices`]
+    /// if the host refuses.
+    pub fn share_devices(&mut self) -> Result<(), SnapshotError> {
+        if self.phase != Phase::Ready {
+            return Err(SnapshotError::Order);
+        }
+        self.shares_devices = true;
+        let pci = self.source.bus.pci();
+        pci.map_or(Ok(()), |pci| pci.share().map_err(SnapshotError::Devices))
+    }
+
+    /// Gives up the devices' host resources for the process to which the VM has moved. The VM has
+    /// ended.
+    pub fn release_devices(&self) {
+        let released = self.source.bus.pci().map_or(Ok(()), |pci| pci.release());
+        if let Err(error) = released {
+            // The process ends soon, and its locks with it.
+            log::warn!("a disk image stays locked until this process ends: {error}");
+        }
     }
 
     /// Returns the state file.
@@ -311,6 +355,9 @@ impl Drop for Snapshot {
             return;
         }
         if let Some(pci) = source.bus.pci() {
+            if self.shares_devices {
+                report_claims(pci.claim());
+            }
             pci.resume();
         }
         if !self.was_paused {
@@ -356,16 +403,17 @@ impl SnapshotSource {
         }
         kernel
     }
+}
 
-    /// Returns the guest-physical address of an offset in RAM. A chunk never contains the hole below
-    /// 4 GiB, whose start is a multiple of the chunk size.
-    fn address_of(&self, offset: u64) -> GuestAddress {
-        let low_end = self.ram.low_end();
-        GuestAddress(if offset < low_end {
-            offset
-        } else {
-            MMIO_HOLE_END + (offset - low_end)
-        })
+/// Logs which devices' host resources another process uses as well.
+pub(super) fn report_claims(claimed: io::Result<Vec<String>>) {
+    match claimed {
+        Ok(used) if used.is_empty() => {}
+        Ok(used) => log::warn!(
+            "{}: another process reads the image, which is locked against writers only",
+            used.join(", ")
+        ),
+        Err(error) => log::warn!("a disk image is locked against writers only: {error}"),
     }
 }
 

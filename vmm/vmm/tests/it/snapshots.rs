@@ -20,7 +20,7 @@ use vmm::kvm::host;
 use vmm::pmu::PmuConfig;
 use vmm::vcpu::control::{ResetPolicy, StopReason};
 use vmm::vcpu::kick;
-use vmm::vm::restore::RestoredMachine;
+use vmm::vm::restore::{RestoredMachine, RestoredMemory};
 use vmm::vm::save::{Snapshot, SnapshotError};
 use vmm::vm::{PendingKvmSetup, RunningVm, Vm, VmConfig, VmParts};
 use vpmu::{BackingPolicy, PmuModel};
@@ -182,8 +182,15 @@ fn contents(file: &File) -> Vec<u8> {
 fn machine(state: &[u8], memory: File) -> RestoredMachine {
     RestoredMachine {
         state: Box::new(snapshot::decode(state).unwrap()),
-        memory,
+        memory: RestoredMemory::Snapshot(memory),
         accepts_losses: false,
+    }
+}
+
+fn memory_file(machine: &RestoredMachine) -> &File {
+    match &machine.memory {
+        RestoredMemory::Snapshot(file) => file,
+        RestoredMemory::Moved(_) => panic!("no file"),
     }
 }
 
@@ -301,7 +308,7 @@ fn restored_vm_can_be_saved_again() {
     drop(source);
     let again = RestoredMachine {
         state: first.state.clone(),
-        memory: first.memory.try_clone().unwrap(),
+        memory: RestoredMemory::Snapshot(memory_file(&first).try_clone().unwrap()),
         accepts_losses: false,
     };
     let restored = TestVm::start(&config, Some(first)).unwrap();
@@ -419,7 +426,7 @@ fn a_reset_after_restore_ends_the_vm_and_leaves_the_file() {
         let Some((saved, _)) = cut_after_start(&config) else {
             return;
         };
-        let file = saved.memory.try_clone().unwrap();
+        let file = memory_file(&saved).try_clone().unwrap();
         let before = contents(&file);
         let mut restored = TestVm::start(&config, Some(saved)).unwrap();
         let mut restarter = restored.vm.take_restarter();
@@ -475,7 +482,7 @@ fn assert_refused(
     change(&mut state);
     let machine = RestoredMachine {
         state,
-        memory: saved.memory.try_clone().unwrap(),
+        memory: RestoredMemory::Snapshot(memory_file(saved).try_clone().unwrap()),
         accepts_losses: saved.accepts_losses,
     };
     let line = match TestVm::build(config, Some(machine)).unwrap() {
@@ -499,7 +506,7 @@ fn a_slower_tsc_without_scaling_is_refused() {
 #[test]
 fn a_file_cut_short_is_refused() {
     let Some((config, saved)) = saved() else { return };
-    saved.memory.set_len((32 << 20) - 1).unwrap();
+    memory_file(&saved).set_len((32 << 20) - 1).unwrap();
     let line = TestVm::build(&config, Some(saved)).unwrap().err().unwrap();
     assert!(line.contains("33554431 bytes, expected 33554432"), "{line}");
 }

@@ -163,6 +163,7 @@ impl ControlServer {
             Call::Snapshot => self.snapshot(connection),
             Call::SnapshotMemory { offset } => connection.snapshot_memory(offset),
             Call::SnapshotState => connection.snapshot_state(),
+            Call::SnapshotShareDisks => connection.share_disks(),
             Call::SnapshotEnd { stop } => self.end_snapshot(connection, stop),
             Call::Exits => value(self.exits(connection)),
             Call::Code { cr3, address, length } => self.code(cr3, address, length),
@@ -392,6 +393,7 @@ fn may_observe(call: &Call) -> Result<(), Failure> {
         | Call::Snapshot
         | Call::SnapshotMemory { .. }
         | Call::SnapshotState
+        | Call::SnapshotShareDisks
         | Call::SnapshotEnd { .. }
         | Call::ProcessCode { .. }
         | Call::ProcessMemory { .. } => {

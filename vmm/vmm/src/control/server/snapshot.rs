@@ -56,6 +56,7 @@ impl ControlServer {
         if stop {
             self.vm.control.stop(StopReason::Operator);
             self.vm.registry.kicker().kick();
+            snapshot.release_devices();
         }
         drop(snapshot);
         value(Value::Null)
@@ -74,6 +75,14 @@ impl Connection {
             next: piece.next,
         };
         with_file(to_value(info)?, "memory", &piece.data)
+    }
+
+    /// Lets the process that continues the VM open its disks.
+    pub(super) fn share_disks(&mut self) -> Result<RequestOutcome, Failure> {
+        let snapshot = self.snapshot.as_mut();
+        let shared = snapshot.map_or(Err(SnapshotError::Order), Snapshot::share_devices);
+        shared.or_else(refused)?;
+        value(Value::Null)
     }
 
     /// Returns the state of the VM.
@@ -100,7 +109,8 @@ fn refused<T>(error: SnapshotError) -> Result<T, Failure> {
     let kind = match &error {
         SnapshotError::Unsupported(_) | SnapshotError::Trap => FailureKind::Unsupported,
         SnapshotError::Busy(_) | SnapshotError::Ended | SnapshotError::Order => FailureKind::Invalid,
-        SnapshotError::Vcpu(_)
+        SnapshotError::Devices(_)
+        | SnapshotError::Vcpu(_)
         | SnapshotError::Kvm(_)
         | SnapshotError::Memory(_)
         | SnapshotError::Format(_) => FailureKind::Internal,

@@ -1,0 +1,207 @@
+//! Hand-over of a VM to another process of this host.
+//!
+//! `perfvisor ctl NAME migrate unix:PATH` connects to the VM and to the socket PATH, at which
+//! `perfvisor run --incoming unix:PATH` waits, and sends the connection to the VM over it. The waiting
+//! process then is the VM's client: it takes a snapshot over that connection, and ends the VM when it
+//! has built its own. If either process dies before, the VM's connection closes, and the VM goes on.
+//! The answer is one line with a [`MigrationResult`].
+
+use std::io::{self, Read as _, Write as _};
+use std::os::fd::AsRawFd as _;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
+
+use crate::peer;
+
+/// Prefix of the address of a Unix socket.
+const UNIX: &str = "unix:";
+/// The byte that precedes the connection to the VM: version of this protocol.
+const VERSION: u8 = 1;
+/// Time limit for the byte with the connection.
+const OFFER_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum length of an answer in bytes.
+const MAX_ANSWER: u64 = 64 << 10;
+
+/// Address of a process that waits for a VM: `unix:PATH`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MigrationAddress(PathBuf);
+
+/// The reason why an address is invalid.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("must be unix:PATH with the path of a Unix socket; other hosts are unsupported")]
+pub struct MigrationAddressError;
+
+impl std::str::FromStr for MigrationAddress {
+    type Err = MigrationAddressError;
+
+    fn from_str(text: &str) -> Result<Self, MigrationAddressError> {
+        match text.strip_prefix(UNIX) {
+            Some(path) if !path.is_empty() => Ok(Self(path.into())),
+            _ => Err(MigrationAddressError),
+        }
+    }
+}
+
+impl MigrationAddress {
+    /// Returns the path of the socket.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+/// Answer of the process to which a VM was to move.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MigrationResult {
+    /// The VM runs in the answering process.
+    Moved(MovedVm),
+    /// The reason why the VM has not moved.
+    Failed(String),
+}
+
+/// A VM that has moved.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MovedVm {
+    /// Name of the VM.
+    pub name: String,
+    /// ID of its process.
+    pub pid: u32,
+    /// Time during which it was paused, in nanoseconds.
+    pub downtime_ns: u64,
+}
+
+/// Offers the VM at the other end of `vm` to the process at the other end of `stream`, and waits for
+/// the answer. Returns `None` if that process ends without an answer.
+///
+/// # Errors
+/// Returns the error of the socket, and [`io::ErrorKind::InvalidData`] for an invalid answer.
+pub fn offer(mut stream: &UnixStream, vm: UnixStream) -> io::Result<Option<MigrationResult>> {
+    stream
+        .send_with_fd(&[VERSION][..], vm.as_raw_fd())
+        .map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
+    // If the receiver dies, its end of the connection is the last one.
+    drop(vm);
+    let mut answer = String::new();
+    let read = io::Read::by_ref(&mut stream)
+        .take(MAX_ANSWER)
+        .read_to_string(&mut answer);
+    match read {
+        Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
+        other => other?,
+    };
+    match answer.strip_suffix('\n') {
+        None => Ok(None),
+        Some(line) => Ok(Some(serde_json::from_str(line)?)),
+    }
+}
+
+/// Receives the connection to the VM that `stream` offers. Only this user and root may offer one.
+///
+/// # Errors
+/// Returns the error of the socket, [`io::ErrorKind::PermissionDenied`] if it is another user's, and
+/// [`io::ErrorKind::InvalidData`] if something else is sent.
+pub fn receive_offer(stream: &UnixStream) -> io::Result<UnixStream> {
+    let uid = peer::peer_uid(stream)?;
+    if uid != 0 && uid != peer::own_uid() {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    stream.set_read_timeout(Some(OFFER_TIMEOUT))?;
+    let mut version = [0];
+    let received = stream.recv_with_fd(&mut version);
+    let (count, file) = received.map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
+    let file = file.filter(|_| count == 1 && version == [VERSION]);
+    let vm: std::os::fd::OwnedFd = file.ok_or(io::ErrorKind::InvalidData)?.into();
+    let vm = UnixStream::from(vm);
+    // Fails unless the descriptor is a Unix socket.
+    vm.peer_addr()?;
+    Ok(vm)
+}
+
+/// Answers an offer. An error means that nobody waits for the answer any more.
+///
+/// # Errors
+/// Returns the error of the socket.
+pub fn answer(mut stream: &UnixStream, result: &MigrationResult) -> io::Result<()> {
+    let mut line = serde_json::to_vec(result)?;
+    line.push(b'\n');
+    stream.write_all(&line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_name_a_unix_socket() {
+        let address: MigrationAddress = "unix:/run/a".parse().unwrap();
+        assert_eq!(address.path(), Path::new("/run/a"));
+        for text in ["", "unix:", "/run/a", "tcp:1.2.3.4:5", "fd:3"] {
+            assert_eq!(
+                text.parse::<MigrationAddress>(),
+                Err(MigrationAddressError),
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn connection_and_answer_pass_over_the_socket() {
+        let (client, server) = UnixStream::pair().unwrap();
+        let (vm, other_end) = UnixStream::pair().unwrap();
+        let moved = MigrationResult::Moved(MovedVm {
+            name: "b".to_owned(),
+            pid: 7,
+            downtime_ns: 1_000_000,
+        });
+        let expected = moved.clone();
+        let receiver = std::thread::spawn(move || {
+            let mut received = receive_offer(&server).unwrap();
+            received.write_all(b"x").unwrap();
+            answer(&server, &moved).unwrap();
+        });
+        assert_eq!(offer(&client, vm).unwrap(), Some(expected));
+        receiver.join().unwrap();
+        let mut byte = [0];
+        (&other_end).read_exact(&mut byte).unwrap();
+        assert_eq!(&byte, b"x");
+    }
+
+    #[test]
+    fn other_offers_are_refused() {
+        let refusal = |send: &dyn Fn(&UnixStream)| {
+            let (client, server) = UnixStream::pair().unwrap();
+            send(&client);
+            drop(client);
+            receive_offer(&server).unwrap_err().kind()
+        };
+        let file = tempfile::tempfile().unwrap();
+        let (vm, _) = UnixStream::pair().unwrap();
+        let send = |byte: u8, fd: i32| {
+            move |stream: &UnixStream| {
+                stream.send_with_fd(&[byte][..], fd).unwrap();
+            }
+        };
+        assert_eq!(refusal(&|_| ()), io::ErrorKind::InvalidData);
+        assert_eq!(
+            refusal(&|mut s| s.write_all(&[VERSION]).unwrap()),
+            io::ErrorKind::InvalidData
+        );
+        assert_eq!(refusal(&send(2, vm.as_raw_fd())), io::ErrorKind::InvalidData);
+        // ENOTSOCK has no kind of its own.
+        refusal(&send(VERSION, file.as_raw_fd()));
+    }
+
+    #[test]
+    fn receiver_that_ends_gives_no_answer() {
+        let (client, server) = UnixStream::pair().unwrap();
+        let (vm, _) = UnixStream::pair().unwrap();
+        let receiver = std::thread::spawn(move || drop(receive_offer(&server)));
+        assert_eq!(offer(&client, vm).unwrap(), None);
+        receiver.join().unwrap();
+    }
+}

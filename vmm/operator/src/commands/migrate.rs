@@ -1,0 +1,72 @@
+//! Moves a VM to another process of this host: `perfvisor ctl NAME migrate unix:PATH`.
+
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use control_api::client::Client;
+use control_api::migration::{self, MigrationAddress, MigrationResult};
+use control_api::peer;
+
+use super::one_line;
+
+/// Time limit for a waiting process to accept the connection.
+const ACCEPT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Error of moving a VM.
+#[derive(Debug, thiserror::Error)]
+pub enum MigrateError {
+    #[error(
+        "unix:{}: no process waits for a VM; start one with `perfvisor run --incoming unix:{}`",
+        .0.display(), .0.display()
+    )]
+    NobodyWaits(PathBuf),
+    #[error("unix:{}", path.display())]
+    Socket {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("{name} has not moved and goes on: {why}")]
+    Failed { name: String, why: String },
+    #[error(
+        "the process that received {0} has ended without an answer; `perfvisor ps` shows where the VM runs"
+    )]
+    NoAnswer(String),
+}
+
+/// Moves the VM of `client` to the process at `address`. Returns a message of success.
+///
+/// # Errors
+/// Returns a [`MigrateError`]; the VM goes on, except after [`MigrateError::NoAnswer`], where that is
+/// unknown.
+pub(super) fn migrate(client: Client, address: &MigrationAddress) -> Result<String, MigrateError> {
+    let path = address.path();
+    let failed = |source: io::Error| match source.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
+            MigrateError::NobodyWaits(path.to_owned())
+        }
+        _ => MigrateError::Socket {
+            path: path.to_owned(),
+            source,
+        },
+    };
+    let receiver = peer::connect_within(path, ACCEPT_TIMEOUT).map_err(failed)?;
+    let name = client.info().name.clone();
+    let vm = client.into_stream();
+    let result = migration::offer(&receiver, vm).map_err(failed)?;
+    match result {
+        None => Err(MigrateError::NoAnswer(name)),
+        // The text comes from another process.
+        Some(MigrationResult::Failed(why)) => Err(MigrateError::Failed {
+            name,
+            why: one_line(&why),
+        }),
+        Some(MigrationResult::Moved(moved)) => Ok(format!(
+            "{name}: runs as {} in process {}; it was paused for {:.1} ms\n",
+            one_line(&moved.name),
+            moved.pid,
+            Duration::from_nanos(moved.downtime_ns).as_secs_f64() * 1e3
+        )),
+    }
+}

@@ -1,0 +1,95 @@
+//! Finds guest memory that nobody has touched, without touching it.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+
+use vm_memory::GuestMemoryBackend as _;
+
+use super::GuestRam;
+
+/// Pages of this process (proc_pid_pagemap(5)).
+const PAGEMAP: &str = "/proc/self/pagemap";
+/// Size of a page in bytes.
+const PAGE_BYTES: u64 = 4096;
+/// Size of an entry of the pagemap in bytes.
+const ENTRY_BYTES: usize = 8;
+/// Entry bits: the page is in RAM (63) or swapped out (62).
+const EXISTS: u64 = 3 << 62;
+
+/// The page table of the mappings of guest RAM.
+#[derive(Debug)]
+pub struct TouchedPages {
+    /// `None` if pages may have contents although they are not in the page table.
+    pagemap: Option<File>,
+    entries: Vec<u8>,
+}
+
+impl TouchedPages {
+    /// Opens the page table of `ram`. Without access to it, all memory counts as touched.
+    #[must_use]
+    pub fn of(ram: &GuestRam) -> Self {
+        // A page of a file has the contents of the file before it is touched.
+        let is_anonymous = !ram.restored && !ram.kind.shared;
+        let pagemap = is_anonymous.then(|| File::open(PAGEMAP).ok()).flatten();
+        Self {
+            pagemap,
+            entries: Vec::new(),
+        }
+    }
+
+    /// Returns whether all of the `bytes` bytes of `ram` at `offset` are known to be zeros because
+    /// nobody has touched them. The range must begin at a page and must not contain the hole below
+    /// 4 GiB.
+    pub fn is_untouched(&mut self, ram: &GuestRam, offset: u64, bytes: u64) -> bool {
+        let Some(pagemap) = &self.pagemap else {
+            return false;
+        };
+        let Ok(address) = ram.memory().get_host_address(ram.address_of(offset)) else {
+            return false;
+        };
+        let pages = usize::try_from(bytes.div_ceil(PAGE_BYTES)).unwrap_or(0);
+        self.entries.resize(pages * ENTRY_BYTES, 0);
+        let at = address as u64 / PAGE_BYTES * ENTRY_BYTES as u64;
+        if pages == 0 || pagemap.read_exact_at(&mut self.entries, at).is_err() {
+            return false;
+        }
+        let (entries, _) = self.entries.as_chunks();
+        entries
+            .iter()
+            .all(|entry| u64::from_le_bytes(*entry) & EXISTS == 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::{Bytes as _, GuestAddress};
+
+    use super::*;
+
+    #[test]
+    fn only_untouched_memory_is_skipped() {
+        const CHUNK: u64 = 2 << 20;
+        let ram = GuestRam::new(16 << 20).unwrap();
+        let mut touched = TouchedPages::of(&ram);
+        assert!((0..8).all(|i| touched.is_untouched(&ram, i * CHUNK, CHUNK)));
+        // The last byte of a chunk, and a page that is only read.
+        ram.memory().write_obj(7u8, GuestAddress(3 * CHUNK - 1)).unwrap();
+        let _: u8 = ram.memory().read_obj(GuestAddress(5 * CHUNK)).unwrap();
+        let found: Vec<bool> = (0..8)
+            .map(|i| touched.is_untouched(&ram, i * CHUNK, CHUNK))
+            .collect();
+        assert_eq!(found, [true, true, false, true, true, false, true, true]);
+        // The range must be RAM.
+        assert!(!touched.is_untouched(&ram, 16 << 20, CHUNK));
+    }
+
+    /// A page of the file that nobody has read is not in the page table.
+    #[test]
+    fn memory_of_a_snapshot_is_never_skipped() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(16 << 20).unwrap();
+        let mut ram = GuestRam::new(16 << 20).unwrap();
+        ram.map_snapshot(&file).unwrap();
+        assert!(!TouchedPages::of(&ram).is_untouched(&ram, 0, 2 << 20));
+    }
+}
