@@ -253,3 +253,29 @@ impl Arrival {
 fn nanoseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read as _;
+
+    use super::*;
+
+    /// Ctrl-C in `ctl migrate` must cancel the migration.
+    #[test]
+    fn end_of_the_requester_is_noticed() {
+        let (mut end, stream) = UnixStream::pair().unwrap();
+        let requester = Requester(Cell::new(Some(stream)));
+        assert!(!requester.has_ended());
+        requester.report_failure("no");
+        let mut answer = String::new();
+        end.read_to_string(&mut answer).unwrap();
+        assert_eq!(answer, "{\"failed\":\"no\"}\n");
+
+        let (end, stream) = UnixStream::pair().unwrap();
+        let requester = Requester(Cell::new(Some(stream)));
+        drop(end);
+        assert!(requester.has_ended());
+        requester.report_failure("nobody hears it");
+        assert!(!Requester::default().has_ended());
+    }
+}

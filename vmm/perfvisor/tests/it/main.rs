@@ -28,6 +28,7 @@ mod jail;
 mod jailer;
 mod memory_overhead;
 mod metrics;
+mod migration;
 mod net;
 mod observers;
 mod panics;

@@ -1,0 +1,226 @@
+//! `ctl migrate` and `run --incoming`: a VM moves to another process, and exactly one process runs it
+//! whatever fails.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::net::UnixListener;
+use std::process::{Command, Stdio};
+
+use control_api::client::Client;
+use control_api::snapshot::SnapshotPiece;
+use control_api::{migration, request};
+
+use crate::common::vm::{PROGRAM, SpinningVm, VmProcess, eventually, said, stdout_of};
+
+/// A VM named `one`, the path of the socket of its receiver, and a disk image.
+struct Source {
+    vm: SpinningVm,
+    files: tempfile::TempDir,
+}
+
+impl Source {
+    /// Starts a VM with a disk, a spinning guest and these options.
+    fn start(options: &[&str]) -> Option<Self> {
+        let files = tempfile::tempdir().unwrap();
+        guest_images::bare_metal::write_all(files.path()).unwrap();
+        let kernel = files.path().join("selftest.elf");
+        let disk = files.path().join("disk");
+        fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
+        let args = [
+            "--kernel",
+            kernel.to_str().unwrap(),
+            "--disk",
+            disk.to_str().unwrap(),
+        ];
+        let vm = SpinningVm::start("one", &[&args, options].concat())?;
+        Some(Self { vm, files })
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.files.path().join(name).to_str().unwrap().to_owned()
+    }
+
+    fn address(&self) -> String {
+        format!("unix:{}", self.path("in"))
+    }
+
+    /// Starts the VM `two` that waits for a VM.
+    fn receiver(&self, options: &[&str]) -> VmProcess {
+        let address = self.address();
+        let args = [&["--incoming", &address], options].concat();
+        let vm = VmProcess::spawn(Command::new(PROGRAM), "two", &args, Stdio::null()).unwrap();
+        eventually("it waits", || vm.said_count("waiting for a VM") > 0);
+        vm
+    }
+
+    /// Moves the VM to `receiver`, and returns the message of `ctl`.
+    fn migrate(&self) -> (Option<i32>, String) {
+        said(&mut self.vm.operator(&["ctl", "one", "migrate", &self.address()]))
+    }
+
+    /// Checks that the guest of the source runs and that its disk is locked.
+    fn assert_goes_on(&self) {
+        assert!(state_of(&self.vm, "one").starts_with("one: running"));
+        self.vm.assert_counted_and_sampled("one", "cycles,task-clock");
+        self.assert_disk_is_locked();
+    }
+
+    fn assert_disk_is_locked(&self) {
+        let (kernel, disk) = (self.path("selftest.elf"), self.path("disk"));
+        let mut third = self
+            .vm
+            .command(&["run", "--name", "three", "--kernel", &kernel, "--disk", &disk]);
+        let (status, text) = said(&mut third);
+        assert!(status == Some(2) && text.contains("disk: in use by "), "{text}");
+    }
+}
+
+fn state_of(vm: &VmProcess, name: &str) -> String {
+    said(&mut vm.command(&["ctl", name, "status"])).1
+}
+
+/// The guest runs and can be counted where it has moved, with its disk, and the source has ended. It can
+/// move again.
+#[test]
+fn guest_moves_with_its_disk() {
+    let Some(mut source) = Source::start(&["--cpus", "2"]) else {
+        return;
+    };
+    let disk = source.path("disk");
+    let mut receiver = source.receiver(&["--disk", &disk]);
+    let mode = fs::metadata(source.path("in")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    let (status, text) = source.migrate();
+    let expected = format!(
+        "one: runs as two in process {}; it was paused for ",
+        receiver.pid()
+    );
+    assert!(status == Some(0) && text.starts_with(&expected), "{text}");
+    assert_eq!(source.vm.wait(), Some(0));
+    assert!(fs::metadata(source.path("in")).is_err(), "the socket is removed");
+    let text = state_of(&receiver, "two");
+    assert!(text.starts_with("two: running, 2 vCPUs\n"), "{text}");
+    source.assert_disk_is_locked();
+
+    let again = source.receiver(&["--disk", &disk]);
+    let address = source.address();
+    stdout_of(&mut receiver.command(&["ctl", "two", "migrate", &address]));
+    assert_eq!(receiver.wait(), Some(0));
+    let args = ["stat", "two", "-x,", "-e", "cycles", "-d", "0.5"];
+    let text = stdout_of(&mut again.command(&args));
+    let count = text.split(',').next().and_then(|count| count.parse::<f64>().ok());
+    assert!(count.is_some_and(|count| count > 0.0), "{text}");
+}
+
+#[test]
+fn paused_vm_stays_paused() {
+    let Some(source) = Source::start(&[]) else { return };
+    stdout_of(&mut source.vm.operator(&["ctl", "one", "pause"]));
+    let receiver = source.receiver(&["--disk", &source.path("disk")]);
+    assert_eq!(source.migrate().0, Some(0));
+    assert!(state_of(&receiver, "two").starts_with("two: paused, 1 vCPU\n"));
+    stdout_of(&mut receiver.command(&["ctl", "two", "resume"]));
+    assert!(state_of(&receiver, "two").starts_with("two: running, 1 vCPU\n"));
+}
+
+/// Both processes say in one line why a VM cannot move, and it goes on where it was.
+#[test]
+fn vm_that_cannot_move_goes_on() {
+    let Some(source) = Source::start(&[]) else { return };
+    let (status, text) = source.migrate();
+    assert!(
+        status == Some(2) && text.contains("no process waits for a VM; start one"),
+        "{text}"
+    );
+
+    // The receiver has no disk.
+    let mut receiver = source.receiver(&[]);
+    let (status, text) = source.migrate();
+    assert_eq!(status, Some(2), "{text}");
+    assert!(
+        text.starts_with("perfvisor: error: one has not moved and goes on: "),
+        "{text}"
+    );
+    assert!(text.contains("2 virtio devices, this machine has 1"), "{text}");
+    assert_eq!(text.lines().count(), 1);
+    assert_eq!(receiver.wait(), Some(2));
+    assert!(receiver.said_count("2 virtio devices, this machine has 1") > 0);
+    source.assert_goes_on();
+
+    let mut receiver = source.receiver(&["--net", "tap=none0", "--disk", &source.path("disk")]);
+    let (_, text) = source.migrate();
+    assert!(
+        text.contains("1 network devices are given, the VM has 0"),
+        "{text}"
+    );
+    assert_eq!(receiver.wait(), Some(2));
+    source.assert_goes_on();
+}
+
+/// A receiver that disappears when it has everything but the VM's end leaves a running VM with its disk
+/// locked.
+#[test]
+fn receiver_that_disappears_leaves_a_running_vm() {
+    let Some(source) = Source::start(&[]) else { return };
+    let listener = UnixListener::bind(source.path("in")).unwrap();
+    let mut command = source.vm.operator(&["ctl", "one", "migrate", &source.address()]);
+    let ctl = command
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let (stream, _) = listener.accept().unwrap();
+    let mut client = Client::over(migration::receive_offer(&stream).unwrap()).unwrap();
+    eventually("it is ready", || client.call(request::Snapshot).unwrap().ready);
+    client.call(request::SnapshotEnd { stop: false }).unwrap();
+    let refused = client.call(request::SnapshotShareDisks).unwrap_err().to_string();
+    assert!(refused.contains("not ready for this step"), "{refused}");
+    eventually("it is ready", || client.call(request::Snapshot).unwrap().ready);
+    let mut offset = 0;
+    while offset < 32 << 20 {
+        let (piece, _): (SnapshotPiece, _) =
+            client.call_with_file(request::SnapshotMemory { offset }).unwrap();
+        offset = piece.next;
+    }
+    client.call_with_file(request::SnapshotState).unwrap();
+    client.call(request::SnapshotShareDisks).unwrap();
+    source.assert_disk_is_locked();
+    assert!(state_of(&source.vm, "one").starts_with("one: paused"));
+    drop((client, stream));
+    let out = ctl.wait_with_output().unwrap();
+    let text = String::from_utf8(out.stderr).unwrap();
+    assert!(
+        text.contains("the process that received one has ended without an answer"),
+        "{text}"
+    );
+    eventually("it runs", || {
+        state_of(&source.vm, "one").starts_with("one: running")
+    });
+    source.assert_goes_on();
+}
+
+#[test]
+fn other_addresses_and_machine_options_are_refused() {
+    let line = |args: &[&str]| {
+        let (status, text) = said(Command::new(PROGRAM).args(args));
+        assert_eq!((status, text.lines().count()), (Some(2), 1), "{text}");
+        text
+    };
+    let text = line(&["run", "--incoming", "tcp:1.2.3.4:5"]);
+    assert!(text.contains("must be unix:PATH"), "{text}");
+    let text = line(&["run", "--incoming", "unix:/a", "--memory", "1G"]);
+    assert!(text.contains("cannot be used with"), "{text}");
+    let text = line(&["run", "--incoming", "unix:/a", "--restore", "b"]);
+    assert!(text.contains("cannot be used with"), "{text}");
+    let text = line(&[
+        "run",
+        "--incoming",
+        "unix:/no/directory/x",
+        "--name",
+        "incoming-nowhere",
+    ]);
+    assert!(
+        text.contains("--incoming: cannot listen at /no/directory/x"),
+        "{text}"
+    );
+}
