@@ -175,6 +175,29 @@ fn cut_in_two(place: &TestHost, guest: &LinuxGuest, options: &[&str], twice: boo
     run_of_guest.unwrap_or_else(|error| panic!("{error}"))
 }
 
+/// Moves the guest to another process.
+fn moved(place: &TestHost, guest: &LinuxGuest, options: &[&str]) -> GuestRun {
+    let source = place.start(&guest.command(place).unwrap()).unwrap();
+    let has_marker = source.wait_for("marker-cut", LIMIT);
+    assert!(has_marker, "{}", source.stdout_so_far());
+    let address = format!("unix:{}", place.scratch("incoming"));
+    let receive = ["run", "--name", "moved", "--incoming", &address];
+    let receive = receive.iter().chain(options).copied();
+    let receiver = Command::new(place.perfvisor().unwrap()).args(receive);
+    let receiver = place.start(&receiver).unwrap();
+    let socket = address.trim_start_matches("unix:");
+    let waits = format!("until [ -S '{socket}' ]; do sleep 0.1; done");
+    run(place, &Command::shell(waits));
+    let (said, _) = perfvisor(place)(&["ctl", "saved", "migrate", &address]);
+    assert!(said.starts_with("saved: runs as moved in process "), "{said}");
+    eprint!("{said}");
+    let before = source.wait(LIMIT).unwrap();
+    assert!(before.success(), "{:?}: {}", before.ended, before.stderr_text());
+    let after = receiver.wait_or_diagnose(LIMIT, || place.diagnose_hang());
+    let run_of_guest = guest.finish(&joined(before, after.unwrap()));
+    run_of_guest.unwrap_or_else(|error| panic!("{error}"))
+}
+
 fn median(values: impl Iterator<Item = f64>) -> f64 {
     let mut values: Vec<f64> = values.collect();
     values.sort_by(f64::total_cmp);
@@ -259,16 +282,34 @@ fn sampling_continues(run: &GuestRun) {
 fn perf_in_linux_continues_after_restore() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     let disk = empty_disk(&place, "snapshot-perf-disk", "1M");
-    let guest = LinuxGuest::new("snapshot", "intel")
+    let guest = perf_guest("snapshot", &disk);
+    perf_continues(&cut_in_two(&place, &guest, &["--disk", &disk], false));
+}
+
+/// As after a restore, with the disk that the other process had open.
+#[test]
+fn perf_in_linux_continues_in_another_process() {
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
+    let disk = empty_disk(&place, "migration-disk", "1M");
+    let guest = perf_guest("migration", &disk);
+    perf_continues(&moved(&place, &guest, &["--disk", &disk]));
+}
+
+/// Returns the guest of [`SCRIPT`].
+fn perf_guest(name: &str, disk: &str) -> LinuxGuest {
+    LinuxGuest::new(name, "intel")
         .memory_mib(256)
         .script(SCRIPT)
         .limit(LIMIT)
-        .args(["--name", "saved", "--stats", "--disk", &disk]);
-    let run = cut_in_two(&place, &guest, &["--disk", &disk], false);
+        .args(["--name", "saved", "--stats", "--disk", disk])
+}
+
+/// Checks the results of [`SCRIPT`].
+fn perf_continues(run: &GuestRun) {
     eprintln!("console: {}", run.log().display());
     run.expect_success();
-    counts_continue(&run);
-    sampling_continues(&run);
+    counts_continue(run);
+    sampling_continues(run);
     assert_eq!(run.section("blocks").trim(), "same", "{run}");
     let messages = run.section("messages").to_lowercase();
     for complaint in COMPLAINTS {

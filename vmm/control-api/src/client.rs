@@ -504,6 +504,7 @@ mod tests {
             uptime_ms: 0,
             role: ClientRole::Operator,
             settings: None,
+            moved_from: None,
         }
     }
 

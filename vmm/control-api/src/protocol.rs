@@ -378,6 +378,18 @@ pub struct VmInfo {
     /// Settings of the VM; absent from a VM that does not report them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub settings: Option<VmSettings>,
+    /// The process that the VM was in before it moved to this one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moved_from: Option<VmOrigin>,
+}
+
+/// The process that a VM has left.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct VmOrigin {
+    /// Name of the VM there.
+    pub name: String,
+    /// ID of that process.
+    pub pid: u32,
 }
 
 /// Settings of a VM that decide what its guest can count.

@@ -245,6 +245,7 @@ fn run_for(
     let controlled = match &arrival {
         Some(arrival) => ControlledVm {
             guest: arrival.description(),
+            moved_from: Some(arrival.origin()),
             ..controlled
         },
         None => controlled,
@@ -492,6 +493,7 @@ fn controlled(
             (None, Some(dir)) => format!("restored from {}", dir.display()),
             (None, None) => "built-in guest".into(),
         },
+        moved_from: None,
         // A daemon's standard streams are /dev/null.
         console: match consoles.serial().place() {
             "tty" if args.daemonize => "none".to_owned(),

@@ -163,6 +163,7 @@ pub(crate) fn config(code: &[u8]) -> VmConfig {
 /// Returns the control interface of `vm` after all of its vCPUs have attached to perf-core.
 pub(crate) fn control_target(vm: &RunningVm) -> ControlledVm {
     let control_target = ControlledVm {
+        moved_from: None,
         name: "vm".into(),
         pmu_name: "intel".into(),
         guest: "halted".into(),

@@ -7,11 +7,15 @@ use std::time::Duration;
 use control_api::client::Client;
 use control_api::migration::{self, MigrationAddress, MigrationResult};
 use control_api::peer;
+use control_api::protocol::VmInfo;
 
-use super::one_line;
+use super::{one_line, ps};
 
 /// Time limit for a waiting process to accept the connection.
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Time limit for the answer of a VM that may be the one that has moved.
+const SEARCH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Error of moving a VM.
 #[derive(Debug, thiserror::Error)]
@@ -33,6 +37,17 @@ pub enum MigrateError {
         "the process that received {0} has ended without an answer; `perfvisor ps` shows where the VM runs"
     )]
     NoAnswer(String),
+}
+
+/// Returns a connection to the VM that `left` describes in the process to which it has moved, or
+/// `None` if this user's directories have no such VM.
+pub(super) fn find_moved(left: &VmInfo) -> Option<Client> {
+    let is_moved = |client: &Client| {
+        let from = client.info().moved_from.as_ref();
+        from.is_some_and(|from| from.pid == left.pid && from.name == left.name)
+    };
+    let connect = |vm: ps::VmSocket| Client::connect_at(&vm.path, vm.owner, SEARCH_TIMEOUT).ok();
+    ps::everywhere().into_iter().filter_map(connect).find(is_moved)
 }
 
 /// Moves the VM of `client` to the process at `address`. Returns a message of success.

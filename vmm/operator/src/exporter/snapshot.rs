@@ -618,6 +618,7 @@ mod tests {
                 uptime_ms: 1500,
                 role: ClientRole::Admin,
                 settings: None,
+                moved_from: None,
             },
             vcpus: vec![counts],
             views: vec![view],

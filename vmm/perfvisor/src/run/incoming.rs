@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use control_api::client::{Client, ClientError};
 use control_api::migration::{self, MigrationResult, MovedVm};
-use control_api::protocol::VmState;
+use control_api::protocol::{VmInfo, VmOrigin, VmState};
 use control_api::request;
 use control_api::socket_dir::{Socket, SocketError};
 use operator::commands::snapshot::{self as source, SnapshotCommandError};
@@ -205,6 +205,12 @@ impl Arrival {
     /// Returns a description of the guest.
     pub(super) fn description(&self) -> String {
         format!("moved from {}", self.client.info().name)
+    }
+
+    /// Returns the other process.
+    pub(super) fn origin(&self) -> VmOrigin {
+        let VmInfo { name, pid, .. } = self.client.info().clone();
+        VmOrigin { name, pid }
     }
 
     /// Ends the VM in the other process, and starts it here as VM `name`.

@@ -2,9 +2,10 @@
 //! whatever fails.
 
 use std::fs;
+use std::io::{BufRead as _, BufReader, Read};
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixListener;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
 use control_api::client::Client;
 use control_api::snapshot::SnapshotPiece;
@@ -75,6 +76,16 @@ impl Source {
     }
 }
 
+/// A process that is killed on drop.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 fn state_of(vm: &VmProcess, name: &str) -> String {
     said(&mut vm.command(&["ctl", name, "status"])).1
 }
@@ -110,6 +121,62 @@ fn guest_moves_with_its_disk() {
     let text = stdout_of(&mut again.command(&args));
     let count = text.split(',').next().and_then(|count| count.parse::<f64>().ok());
     assert!(count.is_some_and(|count| count > 0.0), "{text}");
+}
+
+/// `stat` prints intervals of both processes, says that the VM has moved, and adds the counts of both.
+#[test]
+fn stat_follows_the_vm() {
+    let Some(source) = Source::start(&[]) else { return };
+    let stat = |options: &[&str]| {
+        let args = ["stat", "one", "-x,", "-e", "task-clock"];
+        let mut command = source.vm.operator(&[&args, options].concat());
+        let command = command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        Killed(command.spawn().unwrap())
+    };
+    let enabled_ns =
+        |line: &str, field: usize| -> f64 { line.split(',').nth(field).unwrap().parse().unwrap() };
+    let (mut table, mut intervals) = (stat(&[]), stat(&["-I", "500"]));
+    let mut lines = BufReader::new(intervals.0.stdout.take().unwrap()).lines();
+    let mut sum = |count| -> f64 {
+        let lines = lines.by_ref().take(count).map(Result::unwrap);
+        lines.map(|line| enabled_ns(&line, 4)).sum()
+    };
+    let before_ns = sum(3);
+    // The name is in the same directory.
+    let receiver = Command::new(PROGRAM)
+        .args(["run", "--name", "two", "--incoming", &source.address()])
+        .args(["--disk", &source.path("disk")])
+        .env("XDG_RUNTIME_DIR", source.vm.runtime.path())
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .map(Killed)
+        .unwrap();
+    eventually("it waits", || fs::metadata(source.path("in")).is_ok());
+    assert_eq!(source.migrate().0, Some(0));
+    let after_ns = sum(4);
+    for stat in [&intervals, &table] {
+        let kill = Command::new("kill")
+            .args(["-INT", &stat.0.id().to_string()])
+            .status();
+        assert!(kill.unwrap().success());
+    }
+    let text_of = |stream: &mut dyn Read| {
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        text
+    };
+    let text = text_of(table.0.stdout.as_mut().unwrap());
+    let said = text_of(table.0.stderr.as_mut().unwrap());
+    let moved = format!("one has moved to process {} as two; its last ", receiver.0.id());
+    assert!(said.contains(&moved), "{said}");
+    // The gap, and the difference between the starts of the two commands, are short.
+    let (both_ns, short_ns) = (enabled_ns(&text, 3), before_ns.min(after_ns) / 2.0);
+    assert!(
+        both_ns > before_ns + after_ns - short_ns,
+        "{before_ns} {after_ns} {text}"
+    );
 }
 
 #[test]

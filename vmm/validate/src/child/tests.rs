@@ -75,6 +75,7 @@ fn info() -> VmInfo {
         uptime_ms: 0,
         role: ClientRole::Operator,
         settings: None,
+        moved_from: None,
     }
 }
 

@@ -44,7 +44,7 @@ use control_api::counts::VcpuCounts;
 use control_api::peer;
 use control_api::protocol::{
     Call, ClientRole, Failure, FailureKind, GuestViews, KernelSymbolsReply, MAX_REQUEST, PROTOCOL, ReplyLine,
-    RequestLine, VcpuPlug, VcpuRefusal, VmInfo, VmSettings, VmState,
+    RequestLine, VcpuPlug, VcpuRefusal, VmInfo, VmOrigin, VmSettings, VmState,
 };
 use control_api::socket_dir::Socket;
 use kernel_images::packed::PackedSymbols;
@@ -79,6 +79,8 @@ pub struct ControlledVm {
     pub pmu_name: String,
     /// Description of the guest that runs in the VM.
     pub guest: String,
+    /// The process that the VM has left for this one.
+    pub moved_from: Option<VmOrigin>,
     /// Target of the first serial port's console.
     pub console: String,
     /// Target of the virtio console. Empty if the VM has none.
@@ -136,6 +138,7 @@ impl ControlledVm {
             uptime_ms: u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX),
             role,
             settings: Some(self.settings()),
+            moved_from: self.moved_from.clone(),
         }
     }
 

@@ -1,6 +1,7 @@
 //! `perfvisor stat`: counts events on a VM's vCPUs, with the output format of `perf stat`.
 
 mod args;
+mod counted;
 mod guest;
 mod lines;
 mod metrics;
@@ -19,8 +20,9 @@ use crate::signals::StopSignals;
 use crate::vendor;
 pub use args::StatArgs;
 use control_api::client::Client;
-use control_api::protocol::{EventReading, OpenedEvent, PluggedVcpuEvents};
+use control_api::protocol::EventReading;
 use control_api::request;
+use counted::CountedEvents;
 use lines::{final_table, interval_lines};
 pub use replay::ReplayError;
 use totals::{Total, totals};
@@ -129,19 +131,9 @@ fn count_one(
     let mut gone = false;
     let mut unsupported = BTreeMap::new();
     for _ in 0..args.repeat {
-        let mut opened: Vec<OpenedEvent> = client.call(request::Open {
-            events: args.events.clone(),
-            vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
-            // Hot-plugged vCPUs count from their first instruction.
-            whole: args.vcpu.is_none() && !args.per_vcpu,
-            sampling: None,
-        })?;
-        for o in &opened {
-            if let Some(why) = &o.unsupported {
-                unsupported.insert(o.name.clone(), why.clone());
-            }
-        }
-        let run = measure_once(&mut client, args, &mut opened, signals, label)?;
+        let mut events = CountedEvents::open(&mut client, args)?;
+        let run = measure_once(&mut client, args, &mut events, signals, label)?;
+        unsupported.extend(events.unsupported());
         elapsed.push(run.elapsed.as_secs_f64());
         runs.push(run.totals);
         gone = run.gone;
@@ -170,21 +162,6 @@ fn count_one(
     Ok(table)
 }
 
-/// Adds the events of hot-plugged vCPUs, which have counted since the vCPU's first instruction.
-fn join(client: &mut Client, opened: &mut Vec<OpenedEvent>) -> Result<(), OperatorCommandError> {
-    let joined: Vec<PluggedVcpuEvents> = match client.call(request::Joined) {
-        Err(e) if e.is_gone() => return Ok(()),
-        joined => joined?,
-    };
-    for of_vcpu in joined {
-        match of_vcpu.refused {
-            Some(why) => log::warn!("vCPU {} was added but is not counted: {why}", of_vcpu.vcpu),
-            None => opened.extend(of_vcpu.events),
-        }
-    }
-    Ok(())
-}
-
 struct StatMeasurement {
     totals: Vec<Total>,
     elapsed: Duration,
@@ -196,7 +173,7 @@ struct StatMeasurement {
 fn measure_once(
     client: &mut Client,
     args: &StatArgs,
-    opened: &mut Vec<OpenedEvent>,
+    events: &mut CountedEvents,
     signals: &StopSignals,
     label: Option<&str>,
 ) -> Result<StatMeasurement, OperatorCommandError> {
@@ -205,7 +182,7 @@ fn measure_once(
     log::info!("counting of {} has started", client.info().name);
     let end = args.duration.map(|d| start + d);
     let mut next_interval = args.interval.map(|i| start + i);
-    let (mut last, mut before): (Vec<EventReading>, Vec<EventReading>) = Default::default();
+    let mut before: Vec<EventReading> = Vec::new();
     let mut printed = Duration::ZERO;
     if label.is_none() && wants_header(args) {
         print(&header(args))?;
@@ -227,31 +204,28 @@ fn measure_once(
             }
         }
         if args.per_vcpu && args.vcpu.is_none() {
-            join(client, opened)?;
+            events.join(client)?;
         }
-        let gone = match client.call(request::Read) {
-            Ok(readings) => {
-                last = readings;
-                false
-            }
-            Err(e) if e.is_gone() => true,
+        let gone = match events.read(client) {
+            Ok(()) => false,
+            Err(e) if e.is_gone() => !(woken != WaitResult::Signal && events.follow(client, args)?),
             Err(e) => return Err(e.into()),
         };
         let at = now.duration_since(start);
         if let (Some(due), Some(interval)) = (next_interval, args.interval)
             && (now >= due || over || gone)
         {
-            let growth = totals(&*opened, &last, &before, args.per_vcpu);
+            let growth = totals(events.opened(), events.readings(), &before, args.per_vcpu);
             let lines = interval_lines(at, at.saturating_sub(printed), &growth, args);
             print(&label_lines(&lines, label, args))?;
-            before.clone_from(&last);
+            events.readings().clone_into(&mut before);
             printed = at;
             // A late reading does not shorten the next interval.
             next_interval = Some((due + interval).max(now));
         }
         if over || gone {
             return Ok(StatMeasurement {
-                totals: totals(&*opened, &last, &[], args.per_vcpu),
+                totals: totals(events.opened(), events.readings(), &[], args.per_vcpu),
                 elapsed: at,
                 woken,
                 gone,

@@ -54,6 +54,7 @@ fn vm(label: &str, symbols: Vec<SymbolRow>) -> ListedVm {
         uptime_ms: 61_000,
         role: ClientRole::Admin,
         settings: None,
+        moved_from: None,
     };
     let exit = |kvm, what: &str, time_share| ExitRow {
         kvm,

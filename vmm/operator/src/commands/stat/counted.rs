@@ -1,0 +1,140 @@
+//! The events of a measurement, which may continue in the process to which the VM moves.
+
+use std::time::Instant;
+
+use control_api::client::{Client, ClientError};
+use control_api::protocol::{EventReading, OpenedEvent, PluggedVcpuEvents};
+use control_api::request;
+
+use super::super::OperatorCommandError;
+use super::super::migrate::find_moved;
+use super::StatArgs;
+
+/// The events of a measurement with their readings.
+#[derive(Debug)]
+pub(super) struct CountedEvents {
+    /// Events of all processes of the VM, whose handles differ.
+    opened: Vec<OpenedEvent>,
+    /// Final readings of the processes that the VM has left.
+    left: Vec<EventReading>,
+    /// `left`, followed by the last readings of the present process.
+    readings: Vec<EventReading>,
+    /// Difference between the handles here and those of the present process.
+    first_handle: u32,
+    read_at: Instant,
+}
+
+impl CountedEvents {
+    /// Opens the events of `args`. They do not count yet.
+    ///
+    /// # Errors
+    /// Returns a [`ClientError`] if the VM refuses.
+    pub(super) fn open(client: &mut Client, args: &StatArgs) -> Result<Self, ClientError> {
+        Ok(Self {
+            opened: open(client, args)?,
+            left: Vec::new(),
+            readings: Vec::new(),
+            first_handle: 0,
+            read_at: Instant::now(),
+        })
+    }
+
+    /// Returns the events.
+    pub(super) fn opened(&self) -> &[OpenedEvent] {
+        &self.opened
+    }
+
+    /// Returns the last readings.
+    pub(super) fn readings(&self) -> &[EventReading] {
+        &self.readings
+    }
+
+    /// Returns the events that the VM cannot count, each with the reason.
+    pub(super) fn unsupported(&self) -> impl Iterator<Item = (String, String)> {
+        let refused = |event: &OpenedEvent| Some((event.name.clone(), event.unsupported.clone()?));
+        self.opened.iter().filter_map(refused)
+    }
+
+    /// Reads all events.
+    ///
+    /// # Errors
+    /// Returns a [`ClientError`] if the VM does not answer. The last readings are kept.
+    pub(super) fn read(&mut self, client: &mut Client) -> Result<(), ClientError> {
+        let mut now: Vec<EventReading> = client.call(request::Read)?;
+        self.read_at = Instant::now();
+        for reading in &mut now {
+            reading.handle = reading.handle.saturating_add(self.first_handle);
+        }
+        self.readings.clone_from(&self.left);
+        self.readings.append(&mut now);
+        Ok(())
+    }
+
+    /// Adds the events of hot-plugged vCPUs, which have counted since the vCPU's first instruction.
+    ///
+    /// # Errors
+    /// Returns a [`ClientError`] if the VM refuses.
+    pub(super) fn join(&mut self, client: &mut Client) -> Result<(), ClientError> {
+        let joined: Vec<PluggedVcpuEvents> = match client.call(request::Joined) {
+            Err(e) if e.is_gone() => return Ok(()),
+            joined => joined?,
+        };
+        for of_vcpu in joined {
+            match of_vcpu.refused {
+                Some(why) => log::warn!("vCPU {} was added but is not counted: {why}", of_vcpu.vcpu),
+                None => self.extend(of_vcpu.events),
+            }
+        }
+        Ok(())
+    }
+
+    /// Continues in the process to which the VM has moved, whose counts are added to those of the
+    /// process that has ended. Returns `false` if the VM has not moved.
+    ///
+    /// # Errors
+    /// Returns an [`OperatorCommandError`] if the VM refuses the events there.
+    pub(super) fn follow(
+        &mut self,
+        client: &mut Client,
+        args: &StatArgs,
+    ) -> Result<bool, OperatorCommandError> {
+        let Some(moved) = find_moved(client.info()) else {
+            return Ok(false);
+        };
+        let left = std::mem::replace(client, moved);
+        self.left.clone_from(&self.readings);
+        let handles = self.opened.iter().filter_map(|event| event.handle);
+        self.first_handle = handles.max().map_or(0, |handle| handle.saturating_add(1));
+        let opened = open(client, args)?;
+        self.extend(opened);
+        let () = client.call(request::Enable)?;
+        let to = client.info();
+        log::warn!(
+            "{} has moved to process {} as {}; its last {} ms there are not counted",
+            left.info().name,
+            to.pid,
+            to.name,
+            self.read_at.elapsed().as_millis()
+        );
+        Ok(true)
+    }
+
+    /// Adds events of the present process.
+    fn extend(&mut self, events: Vec<OpenedEvent>) {
+        let first_handle = self.first_handle;
+        self.opened.extend(events.into_iter().map(|mut event| {
+            event.handle = event.handle.map(|handle| handle.saturating_add(first_handle));
+            event
+        }));
+    }
+}
+
+fn open(client: &mut Client, args: &StatArgs) -> Result<Vec<OpenedEvent>, ClientError> {
+    client.call(request::Open {
+        events: args.events.clone(),
+        vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
+        // Hot-plugged vCPUs count from their first instruction.
+        whole: args.vcpu.is_none() && !args.per_vcpu,
+        sampling: None,
+    })
+}
