@@ -94,6 +94,7 @@ fn restore(
     let saved = RestoredMachine {
         state,
         memory,
+        base: None,
         accepts_losses: false,
     };
     let vm = Vm::restore(parts(kvm, config, probe), saved)?;

@@ -135,6 +135,7 @@ pub(crate) fn snapshot_of(vm: &RunningVm) -> RestoredMachine {
     RestoredMachine {
         state,
         memory,
+        base: None,
         accepts_losses: false,
     }
 }

@@ -4,7 +4,9 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use snapshot::diff::{self, BaseSnapshot, DiffError};
 use snapshot::memory::{self, MemoryFileError};
+use snapshot::state::SavedMemory;
 use snapshot::{FormatError, MEMORY_FILE, STATE_FILE};
 use vmm::vm::restore::RestoredMachine;
 
@@ -39,6 +41,16 @@ pub enum RestoreFileError {
         #[source]
         source: MemoryFileError,
     },
+    #[error("--restore-base {}", path.display())]
+    Base {
+        path: PathBuf,
+        #[source]
+        source: DiffError,
+    },
+    #[error("--restore: the snapshot is a diff; give the directory of its base with --restore-base")]
+    NoBase,
+    #[error("--restore-base {}: the snapshot is not a diff; omit the option", .0.display())]
+    NotADiff(PathBuf),
     #[error("--restore: {}: it is not a regular file", .0.display())]
     NotAFile(PathBuf),
     #[error("--restore {}", path.display())]
@@ -70,10 +82,12 @@ pub(super) fn open(args: &RunArgs) -> Result<Option<(RunArgs, RestoredMachine)>,
     let state = snapshot::decode(&state).map_err(|source| RestoreFileError::State { path, source })?;
     let path = memory_path;
     let file = open_memory(&path)?;
-    let checked = if args.restore_verify {
-        memory::verify(&file, &state.memory)
-    } else {
-        memory::check_size(&file, &state.memory)
+    let base = open_base(args, &state.memory)?;
+    let checked = match (&state.memory.base, &base) {
+        (Some(diff), Some(base)) if args.restore_verify => memory::check_size(&file, &state.memory)
+            .and_then(|()| diff::verify(&file, base, diff, &state.memory)),
+        (None, _) if args.restore_verify => memory::verify(&file, &state.memory),
+        _ => memory::check_size(&file, &state.memory),
     };
     checked.map_err(|source| RestoreFileError::Memory { path, source })?;
     let mut restored =
@@ -88,6 +102,7 @@ pub(super) fn open(args: &RunArgs) -> Result<Option<(RunArgs, RestoredMachine)>,
     let machine = RestoredMachine {
         state: Box::new(state),
         memory: file,
+        base,
         accepts_losses: args.restore_loses,
     };
     Ok(Some((restored, machine)))
@@ -107,6 +122,28 @@ pub(super) fn with_own_addresses(mut saved: RestoredMachine, args: &RunArgs, vm:
         }
     }
     saved
+}
+
+/// Opens the memory file of a diff's base, which the command line names. Returns `None` for a full
+/// snapshot.
+fn open_base(args: &RunArgs, memory: &SavedMemory) -> Result<Option<File>, RestoreFileError> {
+    let (diff, dir) = match (&memory.base, &args.restore_base) {
+        (None, None) => return Ok(None),
+        (None, Some(dir)) => return Err(RestoreFileError::NotADiff(dir.clone())),
+        (Some(_), None) => return Err(RestoreFileError::NoBase),
+        (Some(diff), Some(dir)) => (diff, dir),
+    };
+    let path = dir.join(STATE_FILE);
+    let state = read_state(&path).map_err(|source| RestoreFileError::Open { path, source })?;
+    let file = open_memory(&dir.join(MEMORY_FILE))?;
+    diff::check_runs(diff, memory.bytes)
+        .and_then(|()| BaseSnapshot::new(&state, file))
+        .and_then(|base| base.memory_of(memory, diff.state_crc, args.restore_verify))
+        .map(Some)
+        .map_err(|source| RestoreFileError::Base {
+            path: dir.clone(),
+            source,
+        })
 }
 
 /// Opens a memory file, which must be a regular file because it is mapped.
@@ -139,6 +176,7 @@ mod tests {
         let mut machine = RestoredMachine {
             state: Box::default(),
             memory: tempfile::tempfile().unwrap(),
+            base: None,
             accepts_losses: false,
         };
         machine.state.devices = [2, 1, 1]

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use guest_patching::finder::TextRange;
 use guest_patching::sites;
 use kernel_images::packed::PackedSymbols;
+use snapshot::diff::{self, DiffError};
 use snapshot::memory::{self, MemoryFileError};
 use snapshot::state::{MachineShape, SavedFilter, SavedKernel, SavedMachine, SavedVcpu, SavedVcpuPmu};
 use vpmu::cpuid::LEAF_ARCH_PERFMON;
@@ -41,6 +42,8 @@ pub struct RestoredMachine {
     pub state: Box<SavedMachine>,
     /// The memory file.
     pub memory: File,
+    /// The memory file of the base, if the snapshot is a diff.
+    pub base: Option<File>,
     /// Restore even if an enabled counter does not count anymore.
     pub accepts_losses: bool,
 }
@@ -51,6 +54,9 @@ pub enum RestoreError {
     /// The memory file does not fit the state.
     #[error("the memory file of the snapshot cannot be used")]
     Memory(#[from] MemoryFileError),
+    /// The ranges of a diff are invalid.
+    #[error(transparent)]
+    Diff(#[from] DiffError),
     /// The state is impossible.
     #[error("the snapshot has {0} that no VM can have")]
     Impossible(&'static str),
@@ -119,7 +125,15 @@ impl RestoredMachine {
         if saved.bytes != ram.size_bytes() {
             return Err(RestoreError::Impossible("two sizes of memory").into());
         }
-        ram.map_snapshot(&self.memory)?;
+        match (&saved.base, &self.base) {
+            (None, _) => ram.map_snapshot(&self.memory)?,
+            (Some(_), None) => return Err(RestoreError::Impossible("a base").into()),
+            (Some(diff), Some(base)) => {
+                diff::check_runs(diff, saved.bytes).map_err(RestoreError::from)?;
+                ram.map_snapshot(base)?;
+                ram.map_changes(&self.memory, &diff.runs)?;
+            }
+        }
         Ok(loaded_guest(&self.state.kernel, !self.state.devices.is_empty())?)
     }
 
@@ -585,6 +599,7 @@ mod tests {
         let again = RestoredMachine {
             state: saved.state.clone(),
             memory: saved.memory.try_clone().unwrap(),
+            base: None,
             accepts_losses: false,
         };
         let clones = [restored(&code, saved), restored(&code, again)];

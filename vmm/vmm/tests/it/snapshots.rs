@@ -183,6 +183,7 @@ fn machine(state: &[u8], memory: File) -> RestoredMachine {
     RestoredMachine {
         state: Box::new(snapshot::decode(state).unwrap()),
         memory,
+        base: None,
         accepts_losses: false,
     }
 }
@@ -302,6 +303,7 @@ fn restored_vm_can_be_saved_again() {
     let again = RestoredMachine {
         state: first.state.clone(),
         memory: first.memory.try_clone().unwrap(),
+        base: None,
         accepts_losses: false,
     };
     let restored = TestVm::start(&config, Some(first)).unwrap();
@@ -476,6 +478,7 @@ fn assert_refused(
     let machine = RestoredMachine {
         state,
         memory: saved.memory.try_clone().unwrap(),
+        base: None,
         accepts_losses: saved.accepts_losses,
     };
     let line = match TestVm::build(config, Some(machine)).unwrap() {
