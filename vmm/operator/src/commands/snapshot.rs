@@ -199,10 +199,11 @@ pub(super) fn take(
     let partial = PartialDirectory::beside(dir)?;
     let memory_bytes = pause(client)?;
     let memory = partial.create(MEMORY_FILE).map_err(&failed)?;
+    memory.set_len(memory_bytes).map_err(&failed)?;
     let of_base = base_error(base.unwrap_or(dir));
     let diff = opened.map(|base| DiffWriter::new(base, memory_bytes));
     let mut diff = diff.transpose().map_err(&of_base)?;
-    let mut buffer = copy(client, &memory, memory_bytes, |data, offset| match &mut diff {
+    let mut buffer = copy(client, memory_bytes, |data, offset| match &mut diff {
         None => write_sparse(&memory, data, offset).map_err(&failed),
         Some(diff) => {
             for range in diff.compare(offset, data).map_err(&of_base)? {
@@ -255,7 +256,8 @@ pub fn save(
     let memory_file = file_beside(memory).map_err(&of_memory)?;
     let memory_bytes = pause(client)?;
     let file = memory_file.as_file();
-    let saved = copy(client, file, memory_bytes, |data, offset| {
+    file.set_len(memory_bytes).map_err(&of_memory)?;
+    let saved = copy(client, memory_bytes, |data, offset| {
         write_sparse(file, data, offset).map_err(&of_memory)
     })?;
     client.call(request::SnapshotEnd { stop: false })?;
@@ -286,17 +288,13 @@ fn file_beside(path: &Path) -> io::Result<NamedTempFile> {
     tempfile::Builder::new().prefix(&prefix).tempfile_in(parent(path))
 }
 
-/// Copies the memory of a VM to the new file `memory`, and returns the state of the VM. `write` writes
-/// a chunk of memory at its offset.
+/// Copies the memory of a VM by `write`, which writes a chunk of memory at its offset, and returns the
+/// state of the VM.
 fn copy(
     client: &mut Client,
-    memory: &File,
     memory_bytes: u64,
     mut write: impl FnMut(&[u8], u64) -> Result<(), SnapshotCommandError>,
 ) -> Result<Vec<u8>, SnapshotCommandError> {
-    memory
-        .set_len(memory_bytes)
-        .map_err(SnapshotCommandError::Transfer)?;
     let failed = SnapshotCommandError::Transfer;
     let mut offset = 0;
     let mut buffer = Vec::new();

@@ -269,7 +269,15 @@ fn diff_restores_above_its_base() {
     restore(&again, &["--restore-base", base_path, "--restore-verify"]);
 
     // The base of a diff is a full snapshot.
-    let args = ["ctl", "one", "snapshot", "/tmp/never-made", "--diff", diff_path];
+    let never = vm.runtime.path().join("never");
+    let args = [
+        "ctl",
+        "one",
+        "snapshot",
+        never.to_str().unwrap(),
+        "--diff",
+        diff_path,
+    ];
     let (status, line) = said(&mut vm.operator(&args));
     assert_eq!(status, Some(2), "{line}");
     assert!(
