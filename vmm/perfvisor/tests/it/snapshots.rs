@@ -314,7 +314,7 @@ fn unusable_bases_are_refused() {
         "{line}"
     );
     let new = at("new");
-    let mut save = |base: &str| said(&mut vm.operator(&["ctl", "one", "snapshot", &new, "--diff", base]));
+    let save = |base: &str| said(&mut vm.operator(&["ctl", "one", "snapshot", &new, "--diff", base]));
     let (status, line) = save(base_path);
     assert_eq!(status, Some(2), "{line}");
     assert!(
