@@ -18,6 +18,12 @@ fuzz_target!(|data: &[u8]| {
         let again = encode(&machine).expect("it fits");
         assert_eq!(decode(&again).expect("it is valid"), machine);
         let _ = vmm::vm::restore::event_filter(&machine.filter);
+        if let Some(base) = &machine.memory.base
+            && snapshot::diff::check_runs(base, machine.memory.bytes).is_ok()
+        {
+            let ends = base.runs.iter().map(|(start, len)| start + len);
+            assert!(ends.max() <= Some(machine.memory.bytes));
+        }
         let _ = guest_patching::sites::from_saved(&machine.kernel.rdpmc_sites);
     }
 });

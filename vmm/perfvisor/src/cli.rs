@@ -314,6 +314,10 @@ pub struct RunArgs {
     /// Read the memory of the snapshot from this file; --restore then names the state file.
     #[arg(long, value_name = "FILE", requires = "restore", help_heading = "Kernel")]
     pub restore_memory: Option<PathBuf>,
+    /// Directory of the full snapshot on which the one of --restore, written by
+    /// `perfvisor ctl NAME snapshot DIR --diff BASE`, is based.
+    #[arg(long, value_name = "BASE", requires = "restore", help_heading = "Kernel")]
+    pub restore_base: Option<PathBuf>,
     /// Restore one of several VMs from the same snapshot: network devices without mac= get addresses
     /// of their own.
     #[arg(long, requires = "restore", help_heading = "Kernel")]

@@ -12,6 +12,7 @@
 //! | [`format`](mod@format) | frame of the state file: magic, version, length, checksum |
 //! | [`state`] | types of the saved state |
 //! | [`memory`] | checksums of the memory file |
+//! | [`diff`] | snapshots that contain the changes since another one |
 //!
 //! Start with [`format::encode`] and [`format::decode`].
 //!
@@ -24,6 +25,7 @@
 #![warn(missing_docs)]
 
 mod bytes;
+pub mod diff;
 pub mod format;
 pub mod memory;
 pub mod state;

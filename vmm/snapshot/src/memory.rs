@@ -76,6 +76,14 @@ pub fn check_size(file: &File, memory: &SavedMemory) -> Result<(), MemoryFileErr
 /// does not match.
 pub fn verify(file: &File, memory: &SavedMemory) -> Result<(), MemoryFileError> {
     check_size(file, memory)?;
+    verify_by(memory, |buffer, at| file.read_exact_at(buffer, at))
+}
+
+/// Compares the checksums of memory that `read` reads at an offset.
+pub(crate) fn verify_by(
+    memory: &SavedMemory,
+    read: impl Fn(&mut [u8], u64) -> io::Result<()>,
+) -> Result<(), MemoryFileError> {
     let mut buffer = vec![0; READ_BYTES];
     let mut start = 0;
     for &crc in &memory.crcs {
@@ -84,7 +92,7 @@ pub fn verify(file: &File, memory: &SavedMemory) -> Result<(), MemoryFileError> 
         let mut at = start;
         while at < end {
             let count = usize::try_from(end - at).unwrap_or(READ_BYTES).min(READ_BYTES);
-            file.read_exact_at(&mut buffer[..count], at)?;
+            read(&mut buffer[..count], at)?;
             hasher.update(&buffer[..count]);
             at += count as u64;
         }

@@ -342,4 +342,17 @@ pub struct SavedMemory {
     pub bytes: u64,
     /// CRC-32 of each chunk of [`crate::memory::CHUNK_BYTES`]; the last one may be shorter.
     pub crcs: Vec<u32>,
+    /// Base of a diff; `None` if the memory file contains all memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<SavedBase>,
+}
+
+/// Base of a diff, and the ranges of memory that the diff contains itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SavedBase {
+    /// CRC-32 at the end of the base's state file.
+    pub state_crc: u32,
+    /// Ranges in ascending order: offset and length in bytes.
+    pub runs: Vec<(u64, u64)>,
 }

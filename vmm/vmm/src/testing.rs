@@ -144,7 +144,7 @@ pub(crate) fn snapshot_of(vm: &RunningVm) -> RestoredMachine {
 pub(crate) fn memory_file(memory: &RestoredMemory) -> &File {
     match memory {
         RestoredMemory::Snapshot(file) => file,
-        RestoredMemory::Moved(_) => panic!("no file"),
+        RestoredMemory::Diff { .. } | RestoredMemory::Moved(_) => panic!("more than a file, or none"),
     }
 }
 

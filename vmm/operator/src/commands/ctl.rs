@@ -99,6 +99,10 @@ pub enum CtlAction {
         /// Directory of the snapshot, which must not exist.
         #[arg(value_name = "DIR")]
         dir: PathBuf,
+        /// Write only the memory that differs from this full snapshot of the same VM, which
+        /// `perfvisor run --restore DIR --restore-base BASE` needs as well.
+        #[arg(long, value_name = "BASE")]
+        diff: Option<PathBuf>,
         /// End the VM when the snapshot is on disk.
         #[arg(long)]
         stop: bool,
@@ -204,16 +208,15 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
         }
     };
     let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
-    if let CtlAction::Snapshot { dir, stop } = &args.action {
-        let saved = snapshot::take(&mut client, dir, *stop)?;
+    if let CtlAction::Snapshot { dir, diff, stop } = &args.action {
+        let saved = snapshot::take(&mut client, dir, diff.as_deref(), *stop)?;
         if *stop {
             wait_for_end(&mut client)?;
         }
         print(&format!(
-            "{}: snapshot in {}, {} MiB of memory\n",
+            "{}: snapshot in {}, {saved}\n",
             client.info().name,
             dir.display(),
-            saved >> 20
         ))?;
         return Ok(DONE);
     }

@@ -5,8 +5,9 @@
 //! them to a temporary directory beside the final one, which it renames at the end. A snapshot that
 //! fails, for example because the disk is full, leaves no directory, and the VM goes on.
 
+use std::fmt;
 use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, Write as _};
+use std::io::{self, Read as _, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -14,10 +15,13 @@ use std::time::{Duration, Instant};
 use control_api::client::{Client, ClientError};
 use control_api::request;
 use control_api::snapshot::{SnapshotPiece, SnapshotProgress, SnapshotState};
+use snapshot::diff::{BaseSnapshot, DiffError, DiffWriter};
 use snapshot::format::MAX_STATE_BYTES;
 use snapshot::memory::CHUNK_BYTES;
 use snapshot::{FormatError, MEMORY_FILE, STATE_FILE};
 use tempfile::NamedTempFile;
+
+use crate::input;
 
 /// Time limit for the vCPUs to leave the guest.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -46,6 +50,20 @@ pub enum SnapshotCommandError {
         path: PathBuf,
         #[source]
         source: io::Error,
+    },
+    #[error("the memory of the VM cannot be copied; the VM goes on")]
+    Transfer(#[source] io::Error),
+    #[error("--diff {}", path.display())]
+    ReadBase {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("--diff {}", path.display())]
+    Base {
+        path: PathBuf,
+        #[source]
+        source: DiffError,
     },
     #[error("the state of the VM")]
     State(#[from] FormatError),
@@ -123,20 +141,77 @@ fn write_file_error(path: &Path) -> impl Fn(io::Error) -> SnapshotCommandError {
     }
 }
 
-/// Takes a snapshot of the VM in the new directory `dir`, and returns the size of guest memory in
-/// bytes. With `stop`, the VM ends when the snapshot is on disk.
+/// Opens the snapshot in the directory `dir` as the base of a diff.
+fn open_base(dir: &Path) -> Result<BaseSnapshot, SnapshotCommandError> {
+    let failed = |source| SnapshotCommandError::ReadBase {
+        path: dir.to_owned(),
+        source,
+    };
+    let mut state = Vec::new();
+    let limit = MAX_STATE_BYTES as u64 + 1;
+    let file = input::open(&dir.join(STATE_FILE)).map_err(failed)?;
+    file.take(limit).read_to_end(&mut state).map_err(failed)?;
+    let memory = File::open(dir.join(MEMORY_FILE)).map_err(failed)?;
+    BaseSnapshot::new(&state, memory).map_err(base_error(dir))
+}
+
+fn base_error(dir: &Path) -> impl Fn(DiffError) -> SnapshotCommandError {
+    move |source| SnapshotCommandError::Base {
+        path: dir.to_owned(),
+        source,
+    }
+}
+
+/// Size of a snapshot that was taken, for messages.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SnapshotSize {
+    memory_bytes: u64,
+    /// Bytes that differ from the base of a diff.
+    changed_bytes: Option<u64>,
+}
+
+impl fmt::Display for SnapshotSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(bytes) = self.changed_bytes {
+            write!(f, "{} KiB changed of ", bytes >> 10)?;
+        }
+        write!(f, "{} MiB of memory", self.memory_bytes >> 20)
+    }
+}
+
+/// Takes a snapshot of the VM in the new directory `dir`, and returns its size. With `base`, it contains
+/// only the memory that differs from the snapshot in that directory. With `stop`, the VM ends when the
+/// snapshot is on disk.
 ///
 /// # Errors
 /// Returns a [`SnapshotCommandError`]; `dir` does not exist then, and the VM goes on.
-pub(super) fn take(client: &mut Client, dir: &Path, stop: bool) -> Result<u64, SnapshotCommandError> {
+pub(super) fn take(
+    client: &mut Client,
+    dir: &Path,
+    base: Option<&Path>,
+    stop: bool,
+) -> Result<SnapshotSize, SnapshotCommandError> {
     if dir.symlink_metadata().is_ok() {
         return Err(SnapshotCommandError::Exists(dir.to_owned()));
     }
     let failed = write_error(dir);
+    let opened = base.map(open_base).transpose()?;
     let partial = PartialDirectory::beside(dir)?;
     let memory_bytes = pause(client)?;
     let memory = partial.create(MEMORY_FILE).map_err(&failed)?;
-    let buffer = copy_to_file(client, &memory, memory_bytes, &failed)?;
+    memory.set_len(memory_bytes).map_err(&failed)?;
+    let of_base = base_error(base.unwrap_or(dir));
+    let diff = opened.map(|base| DiffWriter::new(base, memory_bytes));
+    let mut diff = diff.transpose().map_err(&of_base)?;
+    let mut buffer = copy(client, memory_bytes, |piece, data| match &mut diff {
+        None => write_sparse(&memory, data, piece.offset).map_err(&failed),
+        Some(diff) => write_changes(diff, &memory, piece, data, &of_base, &failed),
+    })?;
+    let mut changed_bytes = None;
+    if let Some(diff) = diff {
+        let (state, changed) = diff.finish(&buffer).map_err(&of_base)?;
+        (buffer, changed_bytes) = (state, Some(changed));
+    }
     if !stop {
         // The VM need not wait for the disk.
         client.call(request::SnapshotEnd { stop: false })?;
@@ -151,7 +226,10 @@ pub(super) fn take(client: &mut Client, dir: &Path, stop: bool) -> Result<u64, S
     if stop {
         client.call(request::SnapshotEnd { stop: true })?;
     }
-    Ok(memory_bytes)
+    Ok(SnapshotSize {
+        memory_bytes,
+        changed_bytes,
+    })
 }
 
 /// Takes a snapshot of the VM in the files `state` and `memory`, and replaces them if they exist. A
@@ -171,7 +249,11 @@ pub fn save(
     let mut state_file = file_beside(state).map_err(&of_state)?;
     let memory_file = file_beside(memory).map_err(&of_memory)?;
     let memory_bytes = pause(client)?;
-    let saved = copy_to_file(client, memory_file.as_file(), memory_bytes, &of_memory)?;
+    let file = memory_file.as_file();
+    file.set_len(memory_bytes).map_err(&of_memory)?;
+    let saved = copy(client, memory_bytes, |piece, data| {
+        write_sparse(file, data, piece.offset).map_err(&of_memory)
+    })?;
     client.call(request::SnapshotEnd { stop: false })?;
     let written = state_file.write_all(&change(saved)?);
     written.map_err(&of_state)?;
@@ -200,25 +282,53 @@ fn file_beside(path: &Path) -> io::Result<NamedTempFile> {
     tempfile::Builder::new().prefix(&prefix).tempfile_in(parent(path))
 }
 
-/// Copies the memory of a VM to the new file `memory`, and returns the state of the VM.
-fn copy_to_file(
+/// Copies the memory of a VM by `write`, which gets each piece with its bytes, none if they are zeros,
+/// and returns the state of the VM.
+fn copy(
     client: &mut Client,
-    memory: &File,
     memory_bytes: u64,
-    failed: impl Fn(io::Error) -> SnapshotCommandError,
+    mut write: impl FnMut(SnapshotPiece, &[u8]) -> Result<(), SnapshotCommandError>,
 ) -> Result<Vec<u8>, SnapshotCommandError> {
-    memory.set_len(memory_bytes).map_err(&failed)?;
+    let failed = SnapshotCommandError::Transfer;
     let mut buffer = Vec::new();
     copy_memory(client, memory_bytes, |piece, data| {
         buffer.resize(usize::try_from(piece.bytes).unwrap_or(usize::MAX), 0);
-        data.read_exact_at(&mut buffer, 0).map_err(&failed)?;
-        write_sparse(memory, &buffer, piece.offset).map_err(&failed)
+        data.read_exact_at(&mut buffer, 0).map_err(failed)?;
+        write(piece, &buffer)
     })?;
     Ok(read_state(client)?)
 }
 
-/// Reads the memory of a paused VM of `memory_bytes`. `take` receives each piece that is not zero,
-/// with a file that contains its bytes.
+/// Writes what differs from the base of `diff` in a piece of memory.
+fn write_changes(
+    diff: &mut DiffWriter,
+    memory: &File,
+    piece: SnapshotPiece,
+    data: &[u8],
+    of_base: impl Fn(DiffError) -> SnapshotCommandError,
+    failed: impl Fn(io::Error) -> SnapshotCommandError,
+) -> Result<(), SnapshotCommandError> {
+    let mut zeros = Vec::new();
+    let mut at = piece.offset;
+    while at < piece.next {
+        let len = usize::try_from(CHUNK_BYTES.min(piece.next - at)).unwrap_or(usize::MAX);
+        let chunk = if data.is_empty() {
+            zeros.resize(len, 0);
+            &zeros
+        } else {
+            data
+        };
+        for range in diff.compare(at, chunk).map_err(&of_base)? {
+            let from = at + range.start as u64;
+            write_sparse(memory, &chunk[range], from).map_err(&failed)?;
+        }
+        at += len as u64;
+    }
+    Ok(())
+}
+
+/// Reads the memory of a paused VM of `memory_bytes`. `take` gets each piece, with a file that contains
+/// its bytes unless they are zeros.
 ///
 /// # Errors
 /// Returns a [`SnapshotCommandError`] if the VM sends anything else, and the errors of `take`.
@@ -233,9 +343,7 @@ pub fn copy_memory<E: From<SnapshotCommandError>>(
             .call_with_file(request::SnapshotMemory { offset })
             .map_err(SnapshotCommandError::from)?;
         let (piece, data) = check_piece(piece, offset, memory_bytes)?;
-        if piece.bytes > 0 {
-            take(piece, &data)?;
-        }
+        take(piece, &data)?;
         offset = piece.next;
     }
     Ok(())
@@ -281,7 +389,8 @@ fn check_piece(
     let fits = piece.offset == offset
         && piece.next > offset
         && piece.next <= memory_bytes
-        && piece.bytes <= CHUNK_BYTES.min(piece.next - offset);
+        && piece.bytes <= CHUNK_BYTES
+        && (piece.bytes == 0 || piece.bytes == piece.next - offset);
     fits.then_some((piece, file))
         .ok_or(SnapshotCommandError::WrongPiece)
 }

@@ -155,6 +155,9 @@ impl Incoming {
         let memory_bytes = source::pause(&mut client)?;
         let ram = GuestRam::new(memory_bytes)?;
         source::copy_memory(&mut client, memory_bytes, |piece, file| {
+            if piece.bytes == 0 {
+                return Ok(());
+            }
             let read = ram.read_from(piece.offset, file, piece.bytes);
             read.map_err(IncomingError::Memory)
         })?;

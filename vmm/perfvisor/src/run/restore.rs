@@ -4,8 +4,9 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use snapshot::diff::{self, BaseSnapshot, DiffError};
 use snapshot::memory::{self, MemoryFileError};
-use snapshot::state::SavedMachine;
+use snapshot::state::{SavedMachine, SavedMemory};
 use snapshot::{FormatError, MEMORY_FILE, STATE_FILE};
 use virtio_devices::net::config::MacAddress;
 use vmm::vm::restore::{RestoredMachine, RestoredMemory};
@@ -41,6 +42,16 @@ pub enum RestoreFileError {
         #[source]
         source: MemoryFileError,
     },
+    #[error("--restore-base {}", path.display())]
+    Base {
+        path: PathBuf,
+        #[source]
+        source: DiffError,
+    },
+    #[error("--restore: the snapshot is a diff; give the directory of its base with --restore-base")]
+    NoBase,
+    #[error("--restore-base {}: the snapshot is not a diff; omit the option", .0.display())]
+    NotADiff(PathBuf),
     #[error("--restore: {}: it is not a regular file", .0.display())]
     NotAFile(PathBuf),
     #[error("--restore {}", path.display())]
@@ -72,10 +83,12 @@ pub(super) fn open(args: &RunArgs) -> Result<Option<(RunArgs, RestoredMachine)>,
     let state = snapshot::decode(&state).map_err(|source| RestoreFileError::State { path, source })?;
     let path = memory_path;
     let file = open_memory(&path)?;
-    let checked = if args.restore_verify {
-        memory::verify(&file, &state.memory)
-    } else {
-        memory::check_size(&file, &state.memory)
+    let base = open_base(args, &state.memory)?;
+    let checked = match (&state.memory.base, &base) {
+        (Some(diff), Some(base)) if args.restore_verify => memory::check_size(&file, &state.memory)
+            .and_then(|()| diff::verify(&file, base, diff, &state.memory)),
+        (None, _) if args.restore_verify => memory::verify(&file, &state.memory),
+        _ => memory::check_size(&file, &state.memory),
     };
     checked.map_err(|source| RestoreFileError::Memory { path, source })?;
     let restored = machine_args(args, &state).map_err(|source| RestoreFileError::Options {
@@ -85,7 +98,10 @@ pub(super) fn open(args: &RunArgs) -> Result<Option<(RunArgs, RestoredMachine)>,
     log::info!("restoring a snapshot by Perfvisor {:?}", state.saved_by);
     let machine = RestoredMachine {
         state: Box::new(state),
-        memory: RestoredMemory::Snapshot(file),
+        memory: match base {
+            None => RestoredMemory::Snapshot(file),
+            Some(base) => RestoredMemory::Diff { base, changes: file },
+        },
         accepts_losses: args.restore_loses,
     };
     Ok(Some((restored, machine)))
@@ -123,6 +139,28 @@ pub(super) fn with_own_addresses(mut saved: RestoredMachine, args: &RunArgs, vm:
         }
     }
     saved
+}
+
+/// Opens the memory file of a diff's base, which the command line names. Returns `None` for a full
+/// snapshot.
+fn open_base(args: &RunArgs, memory: &SavedMemory) -> Result<Option<File>, RestoreFileError> {
+    let (diff, dir) = match (&memory.base, &args.restore_base) {
+        (None, None) => return Ok(None),
+        (None, Some(dir)) => return Err(RestoreFileError::NotADiff(dir.clone())),
+        (Some(_), None) => return Err(RestoreFileError::NoBase),
+        (Some(diff), Some(dir)) => (diff, dir),
+    };
+    let path = dir.join(STATE_FILE);
+    let state = read_state(&path).map_err(|source| RestoreFileError::Open { path, source })?;
+    let file = open_memory(&dir.join(MEMORY_FILE))?;
+    diff::check_runs(diff, memory.bytes)
+        .and_then(|()| BaseSnapshot::new(&state, file))
+        .and_then(|base| base.memory_of(memory, diff.state_crc, args.restore_verify))
+        .map(Some)
+        .map_err(|source| RestoreFileError::Base {
+            path: dir.clone(),
+            source,
+        })
 }
 
 /// Opens a memory file, which must be a regular file because it is mapped.

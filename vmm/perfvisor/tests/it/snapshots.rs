@@ -237,3 +237,93 @@ fn unsupported_parts_are_named() {
     assert!(!dir.exists());
     assert!(state_of(&vm, "one").starts_with("one: running"));
 }
+
+/// A diff contains only pages that changed since its base, and is restored above the base.
+#[test]
+fn diff_restores_above_its_base() {
+    let Some(vm) = spinning(&[]) else { return };
+    let base = take(&vm, &[]);
+    let diff = vm.runtime.path().join("diff");
+    let (base_path, diff_path) = (base.to_str().unwrap(), diff.to_str().unwrap());
+    let args = ["ctl", "one", "snapshot", diff_path, "--diff", base_path];
+    let text = stdout_of(&mut vm.operator(&args));
+    assert!(text.contains(" KiB changed of 32 MiB of memory\n"), "{text}");
+    let [full, changed] = [&base, &diff].map(|dir| fs::metadata(dir.join("memory")).unwrap().blocks() * 512);
+    assert!(changed <= 64 << 10 && changed < full, "{changed} of {full} bytes");
+
+    let restored = restore(&diff, &["--restore-base", base_path, "--restore-verify"]);
+    eventually("it runs", || {
+        state_of(&restored, "two").starts_with("two: running, 1 vCPU\n")
+    });
+    // A VM that was restored from a diff can be saved as a diff of the same base.
+    let again = restored.runtime.path().join("again");
+    let args = [
+        "ctl",
+        "two",
+        "snapshot",
+        again.to_str().unwrap(),
+        "--diff",
+        base_path,
+    ];
+    stdout_of(&mut restored.command(&args));
+    restore(&again, &["--restore-base", base_path, "--restore-verify"]);
+
+    // The base of a diff is a full snapshot.
+    let never = vm.runtime.path().join("never");
+    let args = [
+        "ctl",
+        "one",
+        "snapshot",
+        never.to_str().unwrap(),
+        "--diff",
+        diff_path,
+    ];
+    let (status, line) = said(&mut vm.operator(&args));
+    assert_eq!(status, Some(2), "{line}");
+    assert!(
+        line.contains("it is a diff itself; name the full snapshot"),
+        "{line}"
+    );
+}
+
+/// A base that is missing, damaged or another one is refused at the save and at the restore, and the
+/// source goes on.
+#[test]
+fn unusable_bases_are_refused() {
+    let Some(vm) = spinning(&[]) else { return };
+    let base = take(&vm, &[]);
+    let at = |name: &str| vm.runtime.path().join(name).to_str().unwrap().to_owned();
+    let (base_path, diff, other) = (base.to_str().unwrap(), at("diff"), at("other"));
+    stdout_of(&mut vm.operator(&["ctl", "one", "snapshot", &diff, "--diff", base_path]));
+    stdout_of(&mut vm.operator(&["ctl", "one", "snapshot", &other]));
+    let diff = Path::new(&diff);
+
+    assert!(refused(diff, &[]).contains("give the directory of its base with --restore-base"));
+    assert!(refused(diff, &["--restore-base", &at("none")]).contains("No such file"));
+    assert!(refused(diff, &["--restore-base", &other]).contains("it is not the base of this diff"));
+    assert!(refused(&base, &["--restore-base", &other]).contains("is not a diff; omit the option"));
+
+    let file = fs::OpenOptions::new()
+        .write(true)
+        .open(base.join("memory"))
+        .unwrap();
+    file.write_all_at(&[0x55; 8], 0x70_0000).unwrap();
+    let line = refused(diff, &["--restore-base", base_path, "--restore-verify"]);
+    assert!(
+        line.contains("damaged between bytes 0x600000 and 0x800000"),
+        "{line}"
+    );
+    let new = at("new");
+    let save = |base: &str| said(&mut vm.operator(&["ctl", "one", "snapshot", &new, "--diff", base]));
+    let (status, line) = save(base_path);
+    assert_eq!(status, Some(2), "{line}");
+    assert!(
+        line.contains("damaged between bytes 0x600000 and 0x800000"),
+        "{line}"
+    );
+    file.set_len(16 << 20).unwrap();
+    assert!(save(base_path).1.contains("16777216 bytes, expected 33554432"));
+    assert!(save(&at("none")).1.contains("No such file"));
+    assert!(!Path::new(&new).exists());
+    assert!(state_of(&vm, "one").starts_with("one: running"));
+}

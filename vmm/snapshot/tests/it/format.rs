@@ -2,11 +2,13 @@
 
 use proptest::prelude::*;
 use snapshot::format::{MAX_STATE_BYTES, frame, optional_field, with_optional_field};
-use snapshot::state::{SavedDevice, SavedMachine, SavedPmi, SavedQueue, SavedRdpmc, SavedVcpu};
+use snapshot::state::{SavedBase, SavedDevice, SavedMachine, SavedPmi, SavedQueue, SavedRdpmc, SavedVcpu};
 use snapshot::{Bytes, FormatError, decode, encode};
 
 /// State of format version 1, written by the version that introduced it.
 const VERSION_1: &[u8] = include_bytes!("../golden/version-1.state");
+
+const VERSION_1_DIFF: &[u8] = include_bytes!("../golden/version-1-diff.state");
 
 /// Returns a machine in which every part has a value of its own.
 fn machine() -> SavedMachine {
@@ -70,6 +72,21 @@ fn golden_file_of_version_1_is_read() {
         std::fs::write(path, encode(&machine()).unwrap()).unwrap();
     }
     assert_eq!(decode(VERSION_1).unwrap(), machine());
+}
+
+/// A diff of version 1.
+#[test]
+fn golden_diff_of_version_1_is_read() {
+    let mut machine = machine();
+    machine.memory.base = Some(SavedBase {
+        state_crc: 0xDEAD_BEEF,
+        runs: vec![(0, 4096), (1 << 20, 8192)],
+    });
+    if std::env::var_os("UPDATE_GOLDEN").is_some() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/version-1-diff.state");
+        std::fs::write(path, encode(&machine).unwrap()).unwrap();
+    }
+    assert_eq!(decode(VERSION_1_DIFF).unwrap(), machine);
 }
 
 #[test]

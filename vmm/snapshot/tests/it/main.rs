@@ -1,4 +1,5 @@
 //! Integration tests of the format of saved machines.
 
+mod diff;
 mod format;
 mod memory;

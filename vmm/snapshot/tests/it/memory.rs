@@ -18,6 +18,7 @@ fn damage_is_found_by_its_chunk() {
     let memory = SavedMemory {
         bytes,
         crcs: vec![first, checksum(&chunk), last],
+        base: None,
     };
     verify(&file, &memory).unwrap();
     file.write_all_at(&[1], 2 * CHUNK_BYTES - 1).unwrap();

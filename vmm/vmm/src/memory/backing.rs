@@ -5,15 +5,17 @@
 use std::ffi::CStr;
 use std::fs::{self, File};
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::FileExt as _;
 use std::str::FromStr;
 use std::sync::Arc;
 
 use thiserror::Error;
 use vm_memory::mmap::{MmapRegionBuilder, MmapRegionError};
 use vm_memory::{
-    FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
-    MmapRegion,
+    Bytes as _, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
+    GuestRegionMmap, MemoryRegionAddress, MmapRegion,
 };
 
 /// Page size of `--hugepages 2M` in bytes.
@@ -23,6 +25,11 @@ const HUGE: usize = 2 << 20;
 /// Maximum number of attempts to get an aligned mapping. The second attempt succeeds unless other
 /// threads map memory at the same time.
 const MAPPING_TRIES: usize = 8;
+/// Minimum length of a range of a diff that is mapped instead of copied, in bytes.
+const MIN_MAPPED_BYTES: u64 = 64 << 10;
+/// Maximum number of ranges of a diff that are mapped. Each adds two mappings to the process, of which
+/// the kernel allows 65,530 by default (`vm.max_map_count`).
+const MAX_MAPPED_RUNS: usize = 8 << 10;
 /// sysfs file with the number of free huge pages.
 const FREE_HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
 /// sysfs file with the policy for transparent huge pages.
@@ -139,28 +146,85 @@ pub fn map(
 /// Returns [`MemoryBackingError::Os`] if mmap(2) or madvise(2) fails.
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 pub fn map_file(memory: &GuestMemoryMmap, file: &File) -> Result<(), MemoryBackingError> {
-    let failed = |e| MemoryBackingError::Os("mmap of the memory file", e);
-    let mut offset: libc::off_t = 0;
+    let mut offset = 0;
     for region in memory.iter() {
-        let len = region.len() as usize;
-        let prot = libc::PROT_READ | libc::PROT_WRITE;
-        let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
-        // SAFETY: the range is one whole mapping of guest memory, without Rust references, and the new
-        // mapping replaces it. Its owner unmaps the range as before. A file that is truncated later
-        // causes SIGBUS, which ends the VM.
-        let mapped =
-            unsafe { libc::mmap(region.as_ptr().cast(), len, prot, flags, file.as_raw_fd(), offset) };
-        if mapped == libc::MAP_FAILED {
-            return Err(failed(io::Error::last_os_error()));
-        }
-        // Advice belongs to the mapping.
-        advise(region, libc::MADV_DONTDUMP)
-            .map_err(|e| MemoryBackingError::Os("madvise(MADV_DONTDUMP)", e))?;
-        let len =
-            libc::off_t::try_from(len).map_err(|_| failed(io::Error::from_raw_os_error(libc::EFBIG)))?;
-        offset += len;
+        map_range(region, 0..region.len() as usize, file, offset)?;
+        offset += region.len();
     }
     Ok(())
+}
+
+/// Replaces `ranges` of `memory` by the contents of `file`. A range is an offset from the first byte of
+/// the first region, which is also the one in the file, and a length. Long ranges are mapped. Short
+/// ones are copied, as are those beyond [`MAX_MAPPED_RUNS`], because a process has a limited number of
+/// mappings. No other thread may access the memory.
+///
+/// # Errors
+/// Returns [`MemoryBackingError::Os`] if mmap(2), madvise(2) or a read of the file fails.
+#[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
+pub fn map_runs(
+    memory: &GuestMemoryMmap,
+    file: &File,
+    ranges: &[(u64, u64)],
+) -> Result<(), MemoryBackingError> {
+    let failed = |e| MemoryBackingError::Os("read of the memory file", e);
+    let mut mapped = 0;
+    let mut buffer = vec![0; MIN_MAPPED_BYTES as usize];
+    for &(start, bytes) in ranges {
+        let mut offset = 0;
+        for region in memory.iter() {
+            // The part of the range in this region, as offsets in the file.
+            let (first, last) = (start.max(offset), (start + bytes).min(offset + region.len()));
+            if first < last && last - first >= MIN_MAPPED_BYTES && mapped < MAX_MAPPED_RUNS {
+                mapped += 1;
+                let range = (first - offset) as usize..(last - offset) as usize;
+                map_range(region, range, file, first)?;
+            } else {
+                let mut at = first;
+                while at < last {
+                    let piece = &mut buffer[..MIN_MAPPED_BYTES.min(last - at) as usize];
+                    file.read_exact_at(piece, at).map_err(failed)?;
+                    let written = region.write_slice(piece, MemoryRegionAddress(at - offset));
+                    written.map_err(|e| failed(io::Error::other(e)))?;
+                    at += piece.len() as u64;
+                }
+            }
+            offset += region.len();
+        }
+    }
+    Ok(())
+}
+
+/// Replaces `range` of a region by a private mapping of `file` at `offset`.
+fn map_range(
+    region: &GuestRegionMmap,
+    range: Range<usize>,
+    file: &File,
+    offset: u64,
+) -> Result<(), MemoryBackingError> {
+    let failed = |e| MemoryBackingError::Os("mmap of the memory file", e);
+    let offset =
+        libc::off_t::try_from(offset).map_err(|_| failed(io::Error::from_raw_os_error(libc::EFBIG)))?;
+    debug_assert!(range.start < range.end && range.end as u64 <= region.len());
+    let address = region.as_ptr().wrapping_add(range.start).cast();
+    let prot = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
+    // SAFETY: the range is part of one mapping of guest memory, without Rust references, and the new
+    // mapping replaces it. Its owner unmaps the range as before. A file that is truncated later
+    // causes SIGBUS, which ends the VM.
+    let mapped = unsafe { libc::mmap(address, range.len(), prot, flags, file.as_raw_fd(), offset) };
+    if mapped == libc::MAP_FAILED {
+        return Err(failed(io::Error::last_os_error()));
+    }
+    // Advice belongs to the mapping.
+    // SAFETY: the range is the mapping made above, and the advice changes no contents.
+    match unsafe { libc::madvise(address, range.len(), libc::MADV_DONTDUMP) } {
+        0 => Ok(()),
+        _ => Err(MemoryBackingError::Os(
+            "madvise(MADV_DONTDUMP)",
+            io::Error::last_os_error(),
+        )),
+    }
 }
 
 /// Zeroes all of `memory` and releases its pages to the host. No other thread may access it.

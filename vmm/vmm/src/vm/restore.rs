@@ -7,6 +7,7 @@ use std::sync::Arc;
 use guest_patching::finder::TextRange;
 use guest_patching::sites;
 use kernel_images::packed::PackedSymbols;
+use snapshot::diff::{self, DiffError};
 use snapshot::memory::{self, MemoryFileError};
 use snapshot::state::{MachineShape, SavedFilter, SavedKernel, SavedMachine, SavedVcpu, SavedVcpuPmu};
 use vpmu::cpuid::LEAF_ARCH_PERFMON;
@@ -41,6 +42,14 @@ pub enum RestoredMemory {
     /// The memory file of a snapshot. It is mapped and never written. The VM is one of possibly many
     /// with this memory, so it gets a generation ID of its own.
     Snapshot(File),
+    /// The memory file of a full snapshot, and that of a diff with what has changed since. Both are
+    /// mapped and never written.
+    Diff {
+        /// Memory of the full snapshot.
+        base: File,
+        /// Memory of the diff.
+        changes: File,
+    },
     /// The memory of a VM that has moved to this process and does not run elsewhere.
     Moved(GuestRam),
 }
@@ -62,6 +71,9 @@ pub enum RestoreError {
     /// The memory file does not fit the state.
     #[error("the memory file of the snapshot cannot be used")]
     Memory(#[from] MemoryFileError),
+    /// The ranges of a diff are invalid.
+    #[error(transparent)]
+    Diff(#[from] DiffError),
     /// The state is impossible.
     #[error("the snapshot has {0} that no VM can have")]
     Impossible(&'static str),
@@ -134,17 +146,28 @@ impl RestoredMachine {
         if saved.bytes != config.memory_bytes {
             return Err(RestoreError::Impossible("two sizes of memory").into());
         }
-        let ram = match &self.memory {
-            RestoredMemory::Moved(ram) if ram.size_bytes() == saved.bytes => ram.clone(),
-            RestoredMemory::Moved(_) => {
-                return Err(RestoreError::Impossible("two sizes of memory").into());
-            }
-            RestoredMemory::Snapshot(file) => {
+        let map = |file: &File| -> Result<GuestRam, VmError> {
+            let mut ram = GuestRam::with_backing(config.memory_bytes, config.memory_kind)?;
+            ram.map_snapshot(file)?;
+            Ok(ram)
+        };
+        let ram = match (&self.memory, &saved.base) {
+            (RestoredMemory::Moved(ram), None) if ram.size_bytes() == saved.bytes => ram.clone(),
+            (RestoredMemory::Snapshot(file), None) => {
                 memory::check_size(file, saved).map_err(RestoreError::from)?;
-                let mut ram = GuestRam::with_backing(config.memory_bytes, config.memory_kind)?;
-                ram.map_snapshot(file)?;
+                map(file)?
+            }
+            (RestoredMemory::Diff { base, changes }, Some(diff)) => {
+                memory::check_size(changes, saved).map_err(RestoreError::from)?;
+                diff::check_runs(diff, saved.bytes).map_err(RestoreError::from)?;
+                let mut ram = map(base)?;
+                ram.map_changes(changes, &diff.runs)?;
                 ram
             }
+            (RestoredMemory::Moved(_), None) => {
+                return Err(RestoreError::Impossible("two sizes of memory").into());
+            }
+            _ => return Err(RestoreError::Impossible("a base").into()),
         };
         let loaded = loaded_guest(&self.state.kernel, !self.state.devices.is_empty())?;
         Ok((ram, loaded))

@@ -183,6 +183,7 @@ impl Snapshot {
             memory: SavedMemory {
                 bytes: source.ram.size_bytes(),
                 crcs: Vec::new(),
+                base: None,
             },
             ..SavedMachine::default()
         };

@@ -12,6 +12,7 @@ use std::time::Duration;
 use guest_patching::rdpmc::RdpmcMode;
 use perf_core::error_line;
 use perf_core::pmu::host::HostProbe;
+use snapshot::diff::{BaseSnapshot, DiffWriter};
 use snapshot::state::SavedMachine;
 use test_support::skip;
 use vm_memory::{Bytes as _, GuestAddress};
@@ -190,7 +191,7 @@ fn machine(state: &[u8], memory: File) -> RestoredMachine {
 fn memory_file(machine: &RestoredMachine) -> &File {
     match &machine.memory {
         RestoredMemory::Snapshot(file) => file,
-        RestoredMemory::Moved(_) => panic!("no file"),
+        RestoredMemory::Diff { .. } | RestoredMemory::Moved(_) => panic!("more than a file, or none"),
     }
 }
 
@@ -562,4 +563,101 @@ fn given_up_snapshot_leaves_the_vm_as_it_was() {
         source.vm.control().set_paused(false);
         source.finish();
     }
+}
+
+/// Returns the diff between a full snapshot and the memory of a later one.
+fn diff_of(base: &RestoredMachine, later: &RestoredMachine) -> RestoredMachine {
+    let state = snapshot::encode(&base.state).unwrap();
+    let base_file = || memory_file(base).try_clone().unwrap();
+    let opened = BaseSnapshot::new(&state, base_file()).unwrap();
+    let mut writer = DiffWriter::new(opened, later.state.memory.bytes).unwrap();
+    let memory = contents(memory_file(later));
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(memory.len() as u64).unwrap();
+    let mut offset = 0;
+    for chunk in memory.chunks(2 << 20) {
+        for range in writer.compare(offset, chunk).unwrap() {
+            let at = offset + range.start as u64;
+            file.write_all_at(&chunk[range], at).unwrap();
+        }
+        offset += chunk.len() as u64;
+    }
+    let (state, _) = writer.finish(&snapshot::encode(&later.state).unwrap()).unwrap();
+    RestoredMachine {
+        memory: RestoredMemory::Diff {
+            base: base_file(),
+            changes: file.try_clone().unwrap(),
+        },
+        ..machine(&state, file)
+    }
+}
+
+/// The guest that is restored from a diff continues as from the full snapshot of the same moment.
+#[test]
+fn diff_restores_to_equal_results() {
+    let config = config(GUEST);
+    let Some(reference) = TestVm::start(&config, None) else {
+        return;
+    };
+    let expected = reference.finish();
+    let source = TestVm::start(&config, None).unwrap();
+    while source.output.len() < 500 {
+        std::hint::spin_loop();
+    }
+    let (base, cut) = source.snapshot().unwrap();
+    drop(source);
+    let copy = RestoredMachine {
+        state: base.state.clone(),
+        memory: RestoredMemory::Snapshot(memory_file(&base).try_clone().unwrap()),
+        accepts_losses: false,
+    };
+    let restored = TestVm::start(&config, Some(base)).unwrap();
+    while restored.output.len() < 500 {
+        std::hint::spin_loop();
+    }
+    let (full, more) = restored.snapshot().unwrap();
+    drop(restored);
+    let diff = diff_of(&copy, &full);
+    let vm = TestVm::start(&config, Some(diff)).unwrap();
+    assert!([&expected[..cut + more], &vm.finish()].concat() == expected);
+}
+
+/// Pages that only the VMM has written since the base are in the diff, whether their range is mapped or
+/// copied, and so are pages that have become zero.
+#[test]
+fn writes_of_ours_are_in_the_dirty_set() {
+    const SHORT: u64 = 0x90_0000;
+    const LONG: u64 = 0xA0_0000;
+    const ZEROED: u64 = 0xB0_0000;
+    // hlt; jmp to it: the guest writes nothing.
+    let config = config(&[0xF4, 0xEB, 0xFD]);
+    let Some(source) = TestVm::start(&config, None) else {
+        return;
+    };
+    let ram = source.vm.ram().memory();
+    ram.write_obj(9u8, GuestAddress(ZEROED)).unwrap();
+    let (base, _) = source.snapshot().unwrap();
+    let (same, _) = source.snapshot().unwrap();
+    let unchanged = diff_of(&base, &same).state.memory.base.unwrap();
+    assert!(unchanged.runs.len() <= 1, "{:?}", unchanged.runs);
+    ram.write_obj(7u8, GuestAddress(SHORT)).unwrap();
+    ram.write_slice(&[8; 128 << 10], GuestAddress(LONG)).unwrap();
+    ram.write_obj(0u8, GuestAddress(ZEROED)).unwrap();
+    let (later, _) = source.snapshot().unwrap();
+    let diff = diff_of(&base, &later);
+    let runs = &diff.state.memory.base.as_ref().unwrap().runs;
+    for run in [(SHORT, 4096), (LONG, 128 << 10), (ZEROED, 4096)] {
+        assert!(runs.contains(&run), "{run:x?} of {runs:x?}");
+    }
+    let restored = TestVm::start(&config, Some(diff)).unwrap();
+    let byte = |at| {
+        restored
+            .vm
+            .ram()
+            .memory()
+            .read_obj::<u8>(GuestAddress(at))
+            .unwrap()
+    };
+    let last = LONG + (128 << 10) - 1;
+    assert_eq!([SHORT, LONG, last, ZEROED].map(byte), [7, 8, 8, 0]);
 }
