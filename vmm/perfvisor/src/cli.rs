@@ -20,6 +20,7 @@ use crate::config::{self, ExpandedArgs};
 use crate::jail::JailConfig;
 use control_api::nearest::did_you_mean;
 use guest_patching::rdpmc::RdpmcMode;
+use mmds::config::MmdsConfig;
 use operator::commands::one_line;
 use operator::exporter::ExporterArgs;
 use perf_core::SharePolicy;
@@ -499,13 +500,17 @@ pub struct RunArgs {
     pub cpu_signature: Option<CpuSignature>,
     /// Add a network device on an existing tap device. The MAC address is derived from the VM's
     /// name unless given. Rate limits: rx-bandwidth=BYTES/MS[+BURST] and rx-ops=N/MS[+BURST], also
-    /// with tx-. May be repeated.
+    /// with tx-. mmds=on: reaches the metadata service. May be repeated.
     #[arg(
         long,
         value_name = "tap=NAME[,mac=XX:XX:XX:XX:XX:XX][,...]",
         help_heading = "Consoles and devices"
     )]
     pub net: Vec<NetConfig>,
+    /// Add a metadata service at a link-local address for network devices with mmds=on [default:
+    /// version=v1,address=169.254.169.254,imds-compat=off,size-limit=51200]
+    #[arg(long, value_name = "version=v1|v2[,...]", num_args = 0..=1, default_missing_value = "version=v1", help_heading = "Consoles and devices")]
+    pub mmds: Option<MmdsConfig>,
     /// Set the name of the VM for ctl, stat, record and other commands [default: vm-PID]
     #[arg(long, value_name = "NAME", help_heading = "Operation")]
     pub name: Option<String>,
