@@ -2,12 +2,18 @@
 
 use serde_json::{Map, Value};
 
+/// Maximum nesting depth of a document and of a patch. Parsers of messages that contain one accept 127.
+pub const MAX_DEPTH: usize = 100;
+
 /// The reason why an operation on the document failed. The messages are those of Firecracker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StoreError {
     /// The document would exceed the size limit.
     #[error("The MMDS patch request doesn't fit.")]
     TooLarge,
+    /// The document or patch is nested too deeply.
+    #[error("The MMDS data is nested more than {MAX_DEPTH} levels deep.")]
+    TooDeep,
     /// There is no document to patch.
     #[error("The MMDS data store is not initialized.")]
     NotInitialized,
@@ -59,11 +65,9 @@ impl MetadataStore {
     /// Replaces the document.
     ///
     /// # Errors
-    /// Returns [`StoreError::TooLarge`] if it exceeds the size limit.
+    /// Returns the errors of [`check_data`] with the size limit.
     pub fn put(&mut self, data: Value) -> Result<(), StoreError> {
-        if data.to_string().len() > self.size_limit {
-            return Err(StoreError::TooLarge);
-        }
+        check_data(&data, self.size_limit)?;
         self.data = Some(data);
         Ok(())
     }
@@ -71,8 +75,8 @@ impl MetadataStore {
     /// Applies a merge patch (RFC 7396) to the document. A patch that fails changes nothing.
     ///
     /// # Errors
-    /// Returns [`StoreError::NotInitialized`] without a document, and [`StoreError::TooLarge`] if the
-    /// result exceeds the size limit.
+    /// Returns [`StoreError::NotInitialized`] without a document, and the errors of
+    /// [`MetadataStore::put`] for the result.
     pub fn patch(&mut self, patch: Value) -> Result<(), StoreError> {
         let mut patched = self.data.clone().ok_or(StoreError::NotInitialized)?;
         merge(&mut patched, patch);
@@ -96,6 +100,37 @@ impl MetadataStore {
             (ValueFormat::Imds, Value::Object(object)) => Ok(keys(object)),
             (ValueFormat::Imds, _) => Err(StoreError::UnsupportedType),
         }
+    }
+}
+
+/// Checks size and depth of a document or patch, which may have `size_limit` bytes as JSON text.
+///
+/// # Errors
+/// Returns [`StoreError::TooLarge`] or [`StoreError::TooDeep`].
+pub fn check_data(data: &Value, size_limit: usize) -> Result<(), StoreError> {
+    if data.to_string().len() > size_limit {
+        return Err(StoreError::TooLarge);
+    }
+    if exceeds_depth(data, MAX_DEPTH) {
+        return Err(StoreError::TooDeep);
+    }
+    Ok(())
+}
+
+/// Returns whether `data` has more than `depth` levels of arrays and objects.
+fn exceeds_depth(data: &Value, depth: usize) -> bool {
+    let mut level = vec![data];
+    for _ in 0..depth {
+        level = level.into_iter().flat_map(children).collect();
+    }
+    level.iter().any(|value| value.is_array() || value.is_object())
+}
+
+fn children(value: &Value) -> Vec<&Value> {
+    match value {
+        Value::Array(elements) => elements.iter().collect(),
+        Value::Object(fields) => fields.values().collect(),
+        _ => Vec::new(),
     }
 }
 
@@ -205,6 +240,18 @@ mod tests {
         assert_eq!(store.get(), &json!({"a":"bc"}));
         store.patch(json!({"b":1,"a":null})).unwrap();
         assert_eq!(store.get(), &json!({"b":1}));
+    }
+
+    #[test]
+    fn deep_documents_are_refused() {
+        let nested = |levels| (0..levels).fold(json!(1), |inner, _| json!([inner]));
+        let mut store = MetadataStore::new(usize::MAX);
+        assert_eq!(store.put(nested(MAX_DEPTH + 1)), Err(StoreError::TooDeep));
+        store.put(nested(MAX_DEPTH)).unwrap();
+        assert_eq!(
+            store.patch(json!({"a": nested(MAX_DEPTH)})),
+            Err(StoreError::TooDeep)
+        );
     }
 
     fn document() -> impl Strategy<Value = Value> {

@@ -2,7 +2,8 @@
 //!
 //! Once a VM with a metadata service runs, the VM has the document. Otherwise this process has it.
 
-use mmds::store::StoreError;
+use mmds::config::MAX_SIZE_LIMIT;
+use mmds::store::{StoreError, check_data};
 use serde_json::Value;
 
 use super::{Session, VmBackend};
@@ -25,6 +26,7 @@ impl<B: VmBackend> Session<B> {
     /// Replaces the document.
     pub(super) fn put_metadata(&mut self, data: Value) -> Result<Response, Fault> {
         if self.vm_has_metadata() {
+            check_data(&data, self.metadata_limit).map_err(refusal)?;
             self.backend.put_metadata(data)?;
         } else {
             self.metadata.put(data).map_err(refusal)?;
@@ -35,6 +37,8 @@ impl<B: VmBackend> Session<B> {
     /// Applies a merge patch to the document.
     pub(super) fn patch_metadata(&mut self, patch: Value) -> Result<Response, Fault> {
         if self.vm_has_metadata() {
+            // The VM would close a connection with a request that it cannot read.
+            check_data(&patch, MAX_SIZE_LIMIT).map_err(refusal)?;
             self.backend.patch_metadata(patch)?;
         } else {
             self.metadata.patch(patch).map_err(refusal)?;

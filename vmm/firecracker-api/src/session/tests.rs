@@ -1,3 +1,5 @@
+use mmds::config::MAX_SIZE_LIMIT;
+
 use super::*;
 use crate::http::Method;
 
@@ -585,6 +587,19 @@ fn metadata_is_passed_to_the_vm_at_its_start() {
     assert_eq!(send(&mut session, Method::Put, "/mmds", "7").0, 204);
     assert_eq!(send(&mut session, Method::Get, "/mmds", ""), (200, "7".into()));
     assert_eq!(send(&mut session, Method::Patch, "/mmds", "{}").0, 400);
+    // Messages that the VM could not read are not sent to it.
+    let asked = session.backend().calls.len();
+    let deep = format!("{}{}", "[".repeat(101), "]".repeat(101));
+    let large = format!("\"{}\"", "x".repeat(MAX_SIZE_LIMIT));
+    for (method, body, status) in [
+        (Method::Put, &deep, 413),
+        (Method::Put, &large, 413),
+        (Method::Patch, &deep, 400),
+        (Method::Patch, &large, 413),
+    ] {
+        assert_eq!(send(&mut session, method, "/mmds", body).0, status);
+    }
+    assert_eq!(session.backend().calls.len(), asked);
     let (_, config) = send(&mut session, Method::Get, "/vm/config", "");
     assert!(
         config.contains(r#""mmds-config":{"network_interfaces":["eth0"]"#),

@@ -22,6 +22,9 @@ pub(super) struct Connection {
     handle: SocketHandle,
     /// Received bytes that belong to no answered request, at most [`MAX_REQUEST`].
     request: Vec<u8>,
+    /// Length of `request` when it was last found incomplete, so that it is not parsed again before more
+    /// arrives.
+    incomplete: usize,
     /// The response of which `sent` bytes were passed to the socket. Empty if there is none.
     response: Vec<u8>,
     sent: usize,
@@ -37,6 +40,7 @@ impl Connection {
         Self {
             handle: sockets.add(socket),
             request: Vec::new(),
+            incomplete: 0,
             response: Vec::new(),
             sent: 0,
             closes: false,
@@ -64,7 +68,7 @@ impl Connection {
         if !socket.is_open() {
             // The buffers of a long request or response are freed.
             (self.request, self.response) = (Vec::new(), Vec::new());
-            (self.sent, self.closes, self.last_active) = (0, false, now);
+            (self.incomplete, self.sent, self.closes, self.last_active) = (0, 0, false, now);
             // Fails for port 0 and for an open socket only.
             let _ = socket.listen(PORT);
         }
@@ -119,11 +123,15 @@ impl Connection {
             }
             self.last_active = now;
         }
-        if self.request.is_empty() {
+        if self.request.len() == self.incomplete {
             return false;
         }
+        self.incomplete = 0;
         match http::parse(&self.request) {
-            ParsedRequest::Incomplete => false,
+            ParsedRequest::Incomplete => {
+                self.incomplete = self.request.len();
+                false
+            }
             ParsedRequest::Complete(request, taken) => {
                 self.request.drain(..taken);
                 self.closes = !request.keep_alive;
