@@ -217,9 +217,10 @@ mod tests {
 
     #[test]
     fn header_fields_are_read_in_any_case() {
-        let text = "PUT http://169.254.169.254/latest/api/token HTTP/1.1\r\nACCEPT: text/plain, application/json;q=1\r\n\
-                    x-METADATA-token: a\r\nX-aws-ec2-metadata-token: b\r\nX-aws-ec2-metadata-token-ttl-seconds: 5\r\n\
-                    x-forwarded-for: c\r\nContent-Length: 2\r\n\r\n{}GET";
+        let text = "PUT http://169.254.169.254/latest/api/token HTTP/1.1\r\n\
+                    ACCEPT: text/plain, application/json;q=1\r\n\
+                    x-METADATA-token: a\r\nX-aws-ec2-metadata-token: b\r\n\
+                    X-aws-ec2-metadata-token-ttl-seconds: 5\r\nx-forwarded-for: c\r\nContent-Length: 2\r\n\r\n{}GET";
         let (request, taken) = complete(text);
         assert_eq!(taken, text.len() - 3);
         assert_eq!(

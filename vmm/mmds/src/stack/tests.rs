@@ -223,9 +223,14 @@ mod hostile {
 
     use super::*;
 
+    fn payloads() -> impl Strategy<Value = Vec<Vec<u8>>> {
+        let payload = prop::collection::vec(any::<u8>(), 0..120);
+        prop::collection::vec(payload, 0..20)
+    }
+
     proptest! {
         #[test]
-        fn no_frames_make_the_stack_panic(payloads in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..120), 0..20)) {
+        fn no_frames_make_the_stack_panic(payloads in payloads()) {
             let mut guest = Guest::new("version=v1");
             for payload in payloads {
                 let mut frame = vec![0; ETHERNET_BYTES];
