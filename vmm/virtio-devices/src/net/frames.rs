@@ -291,12 +291,7 @@ impl FrameReceiver {
                 self.return_held_frame(memory)?;
                 continue;
             }
-            if let Some(frame) = metadata.as_deref_mut().and_then(MetadataPort::next_frame) {
-                self.held = frame;
-                if !self.mergeable {
-                    // The next buffer may not be longer. The tap device truncates frames too.
-                    self.held.truncate(self.waiting_bytes);
-                }
+            if self.hold_metadata_frame(metadata.as_deref_mut()) {
                 continue;
             }
             if !enough {
@@ -338,6 +333,19 @@ impl FrameReceiver {
             }
         }
         Ok((pause, wants_interrupt(&self.queue, memory, before)?))
+    }
+
+    /// Holds the next frame of the metadata service. Returns `false` if there is none.
+    fn hold_metadata_frame(&mut self, metadata: Option<&mut MetadataPort>) -> bool {
+        let Some(frame) = metadata.and_then(MetadataPort::next_frame) else {
+            return false;
+        };
+        self.held = frame;
+        if !self.mergeable {
+            // Later buffers cannot take the rest. The tap device truncates frames too.
+            self.held.truncate(self.waiting_bytes);
+        }
+        true
     }
 
     /// Copies the held frame to the first buffers, which are large enough for it.
