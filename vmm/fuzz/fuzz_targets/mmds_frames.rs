@@ -2,8 +2,8 @@
 //! processed in bounded time, and the frames to the guest must stay bounded.
 //!
 //! Input: one byte of options, followed by frames. Two bytes precede a frame: its length, and the time
-//! since the last one. The type of a frame and the addresses of an IPv4 packet are set, so that TCP
-//! segments are reached.
+//! since the last one. The type of a frame, the addresses of an IPv4 packet and, by an option, the numbers
+//! of a TCP segment are set, so that connections are established.
 #![no_main]
 
 use std::sync::Arc;
@@ -30,6 +30,23 @@ fn frame(payload: &[u8], is_ip: bool) -> Vec<u8> {
     frame
 }
 
+/// Offset of the TCP header in a frame.
+const TCP: usize = 34;
+
+/// Returns the sequence and acknowledgement numbers that continue the connection of a frame to the
+/// guest.
+fn next_numbers(frame: &[u8]) -> Option<[[u8; 4]; 2]> {
+    let number = |at: usize| Some(u32::from_be_bytes(frame.get(at..at + 4)?.try_into().ok()?));
+    let (sequence, acknowledged) = (number(TCP + 4)?, number(TCP + 8)?);
+    let [offset, flags] = *frame.get(TCP + 12..TCP + 14)? else {
+        return None;
+    };
+    let payload = frame.len().saturating_sub(TCP + usize::from(offset >> 4) * 4);
+    let control = u32::from(flags & 1) + u32::from(flags >> 1 & 1);
+    let sequence = sequence.wrapping_add(u32::try_from(payload).ok()?).wrapping_add(control);
+    Some([acknowledged.to_be_bytes(), sequence.to_be_bytes()])
+}
+
 fuzz_target!(|data: &[u8]| {
     let Some((choices, mut data)) = data.split_first() else {
         return;
@@ -40,20 +57,27 @@ fuzz_target!(|data: &[u8]| {
     service.put(serde_json::json!({"a": {"b": "c"}, "n": 1})).expect("it fits");
     let mut now = Instant::now();
     let mut stack = MetadataStack::new(service, now);
+    let mut numbers: Option<[[u8; 4]; 2]> = None;
     while let [length, time, rest @ ..] = data {
         let (payload, rest) = rest.split_at(rest.len().min(usize::from(*length)));
         data = rest;
         now += Duration::from_millis(u64::from(*time) * 50);
-        let frame = frame(payload, choices & 2 == 0 || time & 1 == 0);
+        let mut frame = frame(payload, choices & 2 == 0 || time & 1 == 0);
+        if let (Some([sequence, acknowledged]), Some(header)) = (numbers, frame.get_mut(TCP..TCP + 12))
+            && choices & 8 == 0
+        {
+            header[0..4].copy_from_slice(&[4, 0, 0, 80]);
+            header[4..8].copy_from_slice(&sequence);
+            header[8..12].copy_from_slice(&acknowledged);
+        }
         if stack.wants(&frame) {
             stack.receive(&frame, now);
         }
         if choices & 4 == 0 {
             // Each answer of the guest makes room for further frames.
             for _ in 0..32 {
-                if stack.next_frame(now).is_none() {
-                    break;
-                }
+                let Some(frame) = stack.next_frame(now) else { break };
+                numbers = next_numbers(&frame).or(numbers);
             }
         }
         stack.poll(now);
