@@ -16,6 +16,7 @@ const USERS: &[(&str, &[&str])] = &[
     ("vm-superio", &["vmm"]),
     ("virtio-queue", &["virtio-devices"]),
     ("clap", &["operator", "perfvisor"]),
+    ("smoltcp", &["mmds"]),
     ("ratatui", &["operator"]),
     ("linux-perf-data", &["guest-profile"]),
 ];

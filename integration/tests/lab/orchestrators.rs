@@ -1,5 +1,6 @@
 //! Tests that a published client of Firecracker's API drives a Linux guest with two drives, a tap
-//! device and vsock through its whole life, without a change of the client.
+//! device and vsock through its whole life, without a change of the client; and that a guest reads
+//! metadata.
 
 use integration::artefacts;
 use integration::guest::{GuestConsoleLog, LinuxGuest};
@@ -116,5 +117,80 @@ fn rust_sdk_drives_a_linux_guest() {
     for (log, name) in [(&first, "stat-1"), (&second, "stat-2")] {
         let stat = parse_stat_csv(&of(log, name));
         assert!(stat.value("cycles").is_ok_and(|cycles| cycles > 0.0), "{text}");
+    }
+}
+
+/// The guest asks the metadata service for a token, then for values, also while the tap device has
+/// frames.
+const METADATA_SCRIPT: &str = r#"
+drivers
+ip link set eth0 up && ip addr add 10.96.0.2/24 dev eth0
+until [ "$(cat /sys/class/net/eth0/carrier)" = 1 ]; do sleep 0.1; done
+ip route add 169.254.169.254 dev eth0
+printf 'PUT /latest/api/token HTTP/1.0\r\nX-metadata-token-ttl-seconds: 600\r\n\r\n' >/tmp/request
+nc 169.254.169.254 80 </tmp/request | tail -n 1 >/tmp/token
+get() {
+	wget -q -O - --header "X-metadata-token: $(cat /tmp/token)" "$@"
+}
+base=http://169.254.169.254/latest
+section without-token sh -c "wget -O - $base/meta-data/name 2>&1 | grep -o 'HTTP/1.1 401'"
+section value get $base/meta-data/name
+section keys get $base
+section json get --header 'Accept: application/json' $base/meta-data
+ping -c 5 10.96.0.1 >/tmp/pings &
+section long sh -c "for n in 1 2 3; do wget -q -O - --header \"X-metadata-token: $(cat /tmp/token)\" $base/long | wc -c; done"
+wait
+section pings grep -o '5 packets received' /tmp/pings
+"#;
+
+#[test]
+fn linux_guest_reads_metadata() {
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
+    if matches!(*place, TestHost::Direct(_)) {
+        println!("SKIP: the test makes a tap device, which it does in the lab only");
+        return;
+    }
+    let guest = LinuxGuest::new("metadata", "auto").script(METADATA_SCRIPT);
+    let source = guest.boot_source(&place).unwrap();
+    let directory = place.scratch("metadata");
+    let perfvisor = place.perfvisor().unwrap();
+    run(
+        &place,
+        &Command::shell(format!(
+            "mkdir '{directory}' && ln -s '{perfvisor}' '{directory}/firecracker' && \
+             tunctl -t pvmmds >/dev/null && ip link set pvmmds up && ip addr add 10.96.0.1/24 dev pvmmds"
+        )),
+    );
+    let config = serde_json::json!({
+        "boot-source": {"kernel_image_path": source.kernel, "initrd_path": source.initrd,
+            "boot_args": source.cmdline},
+        "machine-config": {"vcpu_count": 1, "mem_size_mib": 512},
+        "network-interfaces": [{"iface_id": "eth0", "host_dev_name": "pvmmds"}],
+        "mmds-config": {"network_interfaces": ["eth0"], "version": "V2"},
+    });
+    let data = serde_json::json!({
+        "latest": {"meta-data": {"name": "web", "port": 80}, "long": "x".repeat(40_000)},
+    });
+    for (name, value) in [("config", config), ("data", data)] {
+        let path = format!("{directory}/{name}");
+        place.put(&path, 0o644, value.to_string().as_bytes()).unwrap();
+    }
+    let start =
+        format!("cd '{directory}' && exec ./firecracker --no-api --config-file config --metadata data");
+    let output = place.run(&Command::shell(start), LIMIT).unwrap();
+    let (text, errors) = (output.stdout_text(), output.stderr_text());
+    assert!(output.success(), "{errors}\n{text}");
+    let log = GuestConsoleLog::parse(&text);
+    for (name, expected) in [
+        ("without-token", "HTTP/1.1 401"),
+        ("value", "web"),
+        ("keys", "long\nmeta-data/"),
+        ("json", r#"{"name":"web","port":80}"#),
+        ("long", "40000\n40000\n40000"),
+        ("pings", "5 packets received"),
+    ] {
+        let section = log.sections.get(name);
+        let section = section.unwrap_or_else(|| panic!("no {name}: {errors}\n{text}"));
+        assert_eq!(section.text.trim(), expected, "{name}: {errors}\n{text}");
     }
 }

@@ -129,6 +129,18 @@ requests! {
         /// New limit of the operations; unchanged if `None`.
         ops: Option<TokenBucketLimit>,
     } => ();
+    /// Replaces the document of the metadata service.
+    MmdsPut {
+        /// Any JSON value.
+        data: serde_json::Value,
+    } => ();
+    /// Applies a merge patch (RFC 7396) to the document of the metadata service.
+    MmdsPatch {
+        /// The patch.
+        data: serde_json::Value,
+    } => ();
+    /// Requests the document of the metadata service. Reply: a JSON value, `null` without one.
+    MmdsGet => serde_json::Value;
     /// Opens events in disabled state. Reply: a list of [`OpenedEvent`].
     Open {
         /// Event list in perf's syntax.

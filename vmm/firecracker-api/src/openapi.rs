@@ -8,8 +8,8 @@ use crate::routes::{ROUTES, Route};
 use crate::types::{
     Action, ApiVersion, Balloon, BalloonStats, BalloonStatsUpdate, BalloonUpdate, BootSource, Drive,
     DriveUpdate, EntropyDevice, FaultBody, InstanceInfo, Logger, MachineConfig, MachineConfigUpdate, Metrics,
-    NetworkInterface, NetworkInterfaceUpdate, Pmu, SerialDevice, SnapshotCreateParams, SnapshotLoadParams,
-    VmConfig, VmUpdate, Vsock,
+    MmdsConfig, MmdsContents, NetworkInterface, NetworkInterfaceUpdate, Pmu, SerialDevice,
+    SnapshotCreateParams, SnapshotLoadParams, VmConfig, VmUpdate, Vsock,
 };
 
 /// Returns the description (OpenAPI 3.1).
@@ -53,6 +53,8 @@ fn add_types(generator: &mut SchemaGenerator) {
     generator.subschema_for::<BalloonUpdate>();
     generator.subschema_for::<BalloonStats>();
     generator.subschema_for::<BalloonStatsUpdate>();
+    generator.subschema_for::<MmdsConfig>();
+    generator.subschema_for::<MmdsContents>();
     generator.subschema_for::<SerialDevice>();
     generator.subschema_for::<Logger>();
     generator.subschema_for::<Metrics>();

@@ -3,11 +3,13 @@
 //! Only options leave this module: `perfvisor run` parses them as it does its command line, so a VM
 //! is built in one way only.
 
+mod metadata;
+
 use crate::fault::Fault;
 use crate::routes::{NO_HINTING, check_id};
 use crate::types::{
     Balloon, BootSource, Drive, DriveUpdate, EntropyDevice, HugePages, IoEngine, Logger, MachineConfig,
-    MachineConfigUpdate, Metrics, NetworkInterface, NetworkInterfaceUpdate, NetworkOverride, Pmu,
+    MachineConfigUpdate, Metrics, MmdsConfig, NetworkInterface, NetworkInterfaceUpdate, NetworkOverride, Pmu,
     RateLimiter, SerialDevice, SnapshotLoadParams, VmConfig, Vsock,
 };
 
@@ -32,6 +34,7 @@ pub struct Resources {
     logger: Option<Logger>,
     metrics: Option<Metrics>,
     pmu: Option<Pmu>,
+    mmds: Option<MmdsConfig>,
 }
 
 /// A change of a rate limiter of the running VM.
@@ -67,7 +70,6 @@ impl Resources {
     pub fn from_config(config: VmConfig) -> Result<Self, Fault> {
         let unsupported = [
             ("cpu-config", config.cpu_config.is_some()),
-            ("mmds-config", config.mmds_config.is_some()),
             ("memory-hotplug", config.memory_hotplug.is_some()),
             ("pmem", !config.pmem.is_empty()),
         ];
@@ -86,6 +88,9 @@ impl Resources {
         for interface in config.network_interfaces {
             check_id("iface_id", &interface.iface_id, &interface.iface_id)?;
             all.set_interface(interface)?;
+        }
+        if let Some(mmds) = config.mmds_config {
+            all.set_mmds(mmds)?;
         }
         if let Some(vsock) = config.vsock {
             all.set_vsock(vsock)?;
@@ -123,6 +128,7 @@ impl Resources {
             logger: self.logger.clone(),
             metrics: self.metrics.clone(),
             pmu: Some(self.pmu()),
+            mmds_config: self.mmds.clone(),
             ..VmConfig::default()
         }
     }
@@ -534,6 +540,9 @@ impl Resources {
             let mut option = format!("--net=tap={}{mac},vhost=off", interface.host_dev_name);
             push_limits(&mut option, "rx-", interface.rx_rate_limiter.as_ref());
             push_limits(&mut option, "tx-", interface.tx_rate_limiter.as_ref());
+            if self.reaches_mmds(&interface.iface_id) {
+                option.push_str(",mmds=on");
+            }
             options.push(option);
         }
         let mut limits = String::new();

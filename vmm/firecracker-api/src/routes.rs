@@ -10,9 +10,9 @@ use crate::fault::Fault;
 use crate::http::{Method, Request};
 use crate::types::{
     Action, ActionType, Balloon, BalloonStatsUpdate, BalloonUpdate, BootSource, Drive, DriveUpdate,
-    EntropyDevice, Logger, MachineConfig, MachineConfigUpdate, Metrics, NetworkInterface,
-    NetworkInterfaceUpdate, Pmu, RequestedState, SerialDevice, SnapshotCreateParams, SnapshotLoadParams,
-    VmUpdate, Vsock,
+    EntropyDevice, Logger, MachineConfig, MachineConfigUpdate, Metrics, MmdsConfig, MmdsContents,
+    NetworkInterface, NetworkInterfaceUpdate, Pmu, RequestedState, SerialDevice, SnapshotCreateParams,
+    SnapshotLoadParams, VmUpdate, Vsock,
 };
 
 /// Maximum length of an identifier, in bytes.
@@ -59,6 +59,14 @@ pub enum ApiCall {
     GetBalloonStats,
     /// `PATCH /balloon/statistics`
     PatchBalloonStats(BalloonStatsUpdate),
+    /// `GET /mmds`
+    GetMmds,
+    /// `PUT /mmds`
+    PutMmds(MmdsContents),
+    /// `PATCH /mmds`
+    PatchMmds(MmdsContents),
+    /// `PUT /mmds/config`
+    PutMmdsConfig(MmdsConfig),
     /// `PUT /serial`
     PutSerial(SerialDevice),
     /// `PUT /logger`
@@ -192,6 +200,26 @@ pub const ROUTES: &[Route] = &[
         "Changes the interval of the statistics of a running VM",
         "BalloonStatsUpdate",
     ),
+    get(
+        "/mmds",
+        "Returns the document of the metadata service",
+        "MmdsContents",
+    ),
+    put(
+        "/mmds",
+        "Replaces the document of the metadata service",
+        "MmdsContents",
+    ),
+    patch(
+        "/mmds",
+        "Changes the document by a merge patch (RFC 7396)",
+        "MmdsContents",
+    ),
+    put(
+        "/mmds/config",
+        "Sets the metadata service, before the start",
+        "MmdsConfig",
+    ),
     put(
         "/serial",
         "Sets the destination of the serial output, before the start",
@@ -238,8 +266,6 @@ pub const UNSUPPORTED: &[(&str, &str)] = &[
     ("/balloon/hinting/start", NO_HINTING),
     ("/balloon/hinting/status", NO_HINTING),
     ("/balloon/hinting/stop", NO_HINTING),
-    ("/mmds", "this version has no metadata service"),
-    ("/mmds/config", "this version has no metadata service"),
     ("/hotplug/memory", "this version has no hot-pluggable memory"),
     (
         "/cpu-config",
@@ -281,6 +307,7 @@ fn route_get(request: &Request) -> Result<ApiCall, Fault> {
         "/pmu" => ApiCall::GetPmu,
         "/balloon" => ApiCall::GetBalloon,
         "/balloon/statistics" => ApiCall::GetBalloonStats,
+        "/mmds" => ApiCall::GetMmds,
         _ => return Err(unknown(request)),
     };
     if !request.body.is_empty() {
@@ -296,6 +323,8 @@ fn route_put(request: &Request) -> Result<ApiCall, Fault> {
         "/vsock" => ApiCall::PutVsock(body(request)?),
         "/entropy" => ApiCall::PutEntropy(body(request)?),
         "/balloon" => ApiCall::PutBalloon(body(request)?),
+        "/mmds" => ApiCall::PutMmds(body(request)?),
+        "/mmds/config" => ApiCall::PutMmdsConfig(body(request)?),
         "/serial" => ApiCall::PutSerial(body(request)?),
         "/logger" => ApiCall::PutLogger(body(request)?),
         "/metrics" => ApiCall::PutMetrics(body(request)?),
@@ -324,6 +353,7 @@ fn route_patch(request: &Request) -> Result<ApiCall, Fault> {
         "/machine-config" => ApiCall::PatchMachineConfig(body(request)?),
         "/balloon" => ApiCall::PatchBalloon(body(request)?),
         "/balloon/statistics" => ApiCall::PatchBalloonStats(body(request)?),
+        "/mmds" => ApiCall::PatchMmds(body(request)?),
         "/vm" => ApiCall::PatchVm(body::<VmUpdate>(request)?.state),
         path => {
             if let Some(id) = path.strip_prefix("/drives/") {

@@ -4,7 +4,12 @@
 //! it only. A call that fails changes nothing.
 
 mod balloon;
+mod metadata;
 mod snapshots;
+
+use mmds::config::DEFAULT_SIZE_LIMIT;
+use mmds::store::MetadataStore;
+use serde_json::Value;
 
 use crate::API_VERSION;
 use crate::fault::Fault;
@@ -42,11 +47,30 @@ pub trait VmBackend {
     /// Returns the reason why the destination cannot be opened.
     fn set_metrics(&mut self, metrics: &Metrics) -> Result<(), String>;
 
-    /// Starts the VM with options of `perfvisor run`, and returns once its vCPUs run.
+    /// Starts the VM with options of `perfvisor run`, and returns once its vCPUs run and its metadata
+    /// service has the document `metadata`, if any.
     ///
     /// # Errors
     /// Returns the reason why the VM does not run.
-    fn start(&mut self, options: &[String]) -> Result<(), String>;
+    fn start(&mut self, options: &[String], metadata: Option<&Value>) -> Result<(), String>;
+
+    /// Replaces the document of the running VM's metadata service.
+    ///
+    /// # Errors
+    /// Returns the VM's refusal.
+    fn put_metadata(&mut self, data: Value) -> Result<(), Fault>;
+
+    /// Applies a merge patch to the document of the running VM's metadata service.
+    ///
+    /// # Errors
+    /// Returns the VM's refusal.
+    fn patch_metadata(&mut self, patch: Value) -> Result<(), Fault>;
+
+    /// Returns the document of the running VM's metadata service.
+    ///
+    /// # Errors
+    /// Returns the VM's refusal.
+    fn metadata(&mut self) -> Result<Value, Fault>;
 
     /// Pauses all vCPUs.
     ///
@@ -117,6 +141,9 @@ pub struct Session<B> {
     version: String,
     state: InstanceState,
     resources: Resources,
+    /// The document of the metadata service while no VM has one.
+    metadata: MetadataStore,
+    metadata_limit: usize,
 }
 
 impl<B: VmBackend> Session<B> {
@@ -128,7 +155,17 @@ impl<B: VmBackend> Session<B> {
             version,
             state: InstanceState::NotStarted,
             resources: Resources::default(),
+            metadata: MetadataStore::new(DEFAULT_SIZE_LIMIT),
+            metadata_limit: DEFAULT_SIZE_LIMIT,
         }
+    }
+
+    /// Limits the document of the metadata service to `bytes` bytes of JSON text.
+    #[must_use]
+    pub fn with_metadata_limit(mut self, bytes: usize) -> Self {
+        self.metadata = MetadataStore::new(bytes);
+        self.metadata_limit = bytes;
+        self
     }
 
     /// Returns the state of the VM.
@@ -188,6 +225,9 @@ impl<B: VmBackend> Session<B> {
             ApiCall::GetBalloonStats => self.get_balloon_stats(),
             ApiCall::PatchBalloon(update) => self.update_balloon(update),
             ApiCall::PatchBalloonStats(update) => self.update_balloon_stats(update),
+            ApiCall::GetMmds => self.get_metadata(),
+            ApiCall::PutMmds(contents) => self.put_metadata(contents.0),
+            ApiCall::PatchMmds(contents) => self.patch_metadata(contents.0),
             ApiCall::Act(action) => self.act(action),
             ApiCall::CreateSnapshot(params) => self.create_snapshot(&params),
             ApiCall::LoadSnapshot(params) => self.load_snapshot(&params),
@@ -215,12 +255,13 @@ impl<B: VmBackend> Session<B> {
     /// fails.
     pub fn start(&mut self) -> Result<(), Fault> {
         self.require_configuration("InstanceStart")?;
-        let options = self.resources.run_options()?;
+        let options = self.with_mmds(&self.resources, self.resources.run_options()?);
         if self.resources.hides_pci() {
             log::warn!("boot_args: pci=off is removed, because all devices are PCI functions");
         }
+        let metadata = self.metadata_at_start(&self.resources);
         self.backend
-            .start(&options)
+            .start(&options, metadata.as_ref())
             .map_err(|e| Fault::bad(format!("InstanceStart: {e}")))?;
         self.state = InstanceState::Running;
         Ok(())
@@ -248,6 +289,7 @@ impl<B: VmBackend> Session<B> {
             ApiCall::PutVsock(vsock) => changed.set_vsock(vsock)?,
             ApiCall::PutEntropy(entropy) => changed.set_entropy(entropy),
             ApiCall::PutBalloon(balloon) => changed.set_balloon(balloon)?,
+            ApiCall::PutMmdsConfig(config) => changed.set_mmds(config)?,
             ApiCall::PutSerial(serial) => changed.set_serial(serial)?,
             ApiCall::PutPmu(pmu) => changed.set_pmu(pmu)?,
             ApiCall::PutLogger(logger) => {
@@ -278,6 +320,7 @@ impl<B: VmBackend> Session<B> {
             }
         }
         let options = changed.run_options().unwrap_or_else(|_| changed.device_options());
+        let options = self.with_mmds(&changed, options);
         self.backend.check_options(&options).map_err(Fault::bad)?;
         self.resources = changed;
         Ok(Response::no_content())

@@ -572,6 +572,38 @@ pub struct NetworkOverride {
     pub host_dev_name: String,
 }
 
+/// Configuration of the metadata service.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct MmdsConfig {
+    /// Identifiers of the network devices through which the guest reaches the service.
+    pub network_interfaces: Vec<String>,
+    /// Version of the protocol.
+    #[serde(default)]
+    pub version: MmdsVersion,
+    /// Link-local IPv4 address of the service, 169.254.169.254 by default.
+    #[serde(default)]
+    pub ipv4_address: Option<String>,
+    /// `true` if responses are always text, whatever format the guest accepts.
+    #[serde(default)]
+    pub imds_compat: bool,
+}
+
+/// Version of the protocol between guest and metadata service.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum MmdsVersion {
+    /// Requests need no token.
+    #[default]
+    V1,
+    /// Requests need a session token.
+    V2,
+}
+
+/// The document of the metadata service: any JSON value.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(transparent)]
+pub struct MmdsContents(pub Value);
+
 /// The whole configuration: body of `GET /vm/config`, and contents of `--config-file`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
@@ -600,8 +632,8 @@ pub struct VmConfig {
     pub balloon: Option<Balloon>,
     /// CPU configuration. Unsupported.
     pub cpu_config: Option<Value>,
-    /// Metadata service. Unsupported.
-    pub mmds_config: Option<Value>,
+    /// Metadata service.
+    pub mmds_config: Option<MmdsConfig>,
     /// Hot-pluggable memory. Unsupported.
     pub memory_hotplug: Option<Value>,
     /// Persistent memory devices. Unsupported.

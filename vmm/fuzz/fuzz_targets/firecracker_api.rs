@@ -2,11 +2,13 @@
 //! of the VM.
 #![no_main]
 
+use firecracker_api::fault::Fault;
 use firecracker_api::http::{Parsed, parse};
 use firecracker_api::resources::LimiterChange;
 use firecracker_api::session::{Session, VmBackend};
 use firecracker_api::types::{BalloonStats, Logger, Metrics, VmConfig};
 use libfuzzer_sys::fuzz_target;
+use serde_json::Value;
 
 /// A backend that accepts everything.
 struct Accepting;
@@ -30,8 +32,20 @@ impl VmBackend for Accepting {
         Ok(())
     }
 
-    fn start(&mut self, options: &[String]) -> Result<(), String> {
+    fn start(&mut self, options: &[String], _: Option<&Value>) -> Result<(), String> {
         self.check_options(options)
+    }
+
+    fn put_metadata(&mut self, _: Value) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    fn patch_metadata(&mut self, _: Value) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    fn metadata(&mut self) -> Result<Value, Fault> {
+        Ok(Value::Null)
     }
 
     fn pause(&mut self) -> Result<(), String> {

@@ -56,8 +56,8 @@ fuzz_target!(|data: &[u8]| {
         let bytes = usize::from(piece[0]) * 270 + 12;
         let _ = host.send(&frame[..bytes]);
         // The device does not process a broken queue either.
-        receives = receives && receiver.run(&memory, &tap).is_ok();
-        sends = sends && sender.run(&memory, Some(&tap)).is_ok();
+        receives = receives && receiver.run(&memory, &tap, None).is_ok();
+        sends = sends && sender.run(&memory, Some(&tap), None).is_ok();
         while host.recv(&mut frame).is_ok() {}
         frame.fill(piece[0]);
     }

@@ -21,6 +21,7 @@ use crate::jail::JailConfig;
 use control_api::migration::MigrationAddress;
 use control_api::nearest::did_you_mean;
 use guest_patching::rdpmc::RdpmcMode;
+use mmds::config::MmdsConfig;
 use operator::commands::one_line;
 use operator::exporter::ExporterArgs;
 use perf_core::SharePolicy;
@@ -297,9 +298,8 @@ pub struct RunArgs {
         help_heading = "Kernel"
     )]
     pub restore: Option<PathBuf>,
-    /// Wait at this address, unix:PATH, for the VM that `perfvisor ctl NAME migrate unix:PATH` moves
-    /// to this process. It determines the machine; give the disks, other tap devices and consoles
-    /// again.
+    /// Wait for the VM that `perfvisor ctl NAME migrate unix:PATH` moves to this process. It determines
+    /// the machine; give the disks, other tap devices and the consoles again.
     #[arg(
         long,
         value_name = "ADDRESS",
@@ -318,8 +318,7 @@ pub struct RunArgs {
     /// `perfvisor ctl NAME snapshot DIR --diff BASE`, is based.
     #[arg(long, value_name = "BASE", requires = "restore", help_heading = "Kernel")]
     pub restore_base: Option<PathBuf>,
-    /// Restore one of several VMs from the same snapshot: network devices without mac= get addresses
-    /// of their own.
+    /// Restore one of several VMs: network devices without mac= get addresses of their own.
     #[arg(long, requires = "restore", help_heading = "Kernel")]
     pub clone: bool,
     /// Restore although --backing or this host does not count an event that the guest counts.
@@ -340,8 +339,7 @@ pub struct RunArgs {
     /// Add a virtio console (hvc0) and connect it like --console.
     #[arg(long, value_name = "WHERE", help_heading = "Consoles and devices")]
     pub virtio_console: Option<ConsoleTarget>,
-    /// Set the number of vCPUs, 1 to 64. With N,max=M, `perfvisor ctl NAME vcpus` can add vCPUs up
-    /// to M.
+    /// Set the number of vCPUs, 1 to 64. With N,max=M, `perfvisor ctl NAME vcpus` adds vCPUs up to M.
     #[arg(long, value_name = "N[,max=M]", default_value = "1", help_heading = "Machine")]
     pub cpus: VcpuNumbers,
     /// Set the size of guest memory, at least 16M: bytes, or a number with K, M, G or T.
@@ -516,13 +514,17 @@ pub struct RunArgs {
     pub cpu_signature: Option<CpuSignature>,
     /// Add a network device on an existing tap device. The MAC address is derived from the VM's
     /// name unless given. Rate limits: rx-bandwidth=BYTES/MS[+BURST] and rx-ops=N/MS[+BURST], also
-    /// with tx-. May be repeated.
+    /// with tx-. mmds=on: reaches the metadata service. May be repeated.
     #[arg(
         long,
         value_name = "tap=NAME[,mac=XX:XX:XX:XX:XX:XX][,...]",
         help_heading = "Consoles and devices"
     )]
     pub net: Vec<NetConfig>,
+    /// Add a metadata service at a link-local address for network devices with mmds=on [default:
+    /// version=v1,address=169.254.169.254,imds-compat=off,size-limit=51200]
+    #[arg(long, value_name = "version=v1|v2[,...]", num_args = 0..=1, default_missing_value = "version=v1", help_heading = "Consoles and devices")]
+    pub mmds: Option<MmdsConfig>,
     /// Set the name of the VM for ctl, stat, record and other commands [default: vm-PID]
     #[arg(long, value_name = "NAME", help_heading = "Operation")]
     pub name: Option<String>,

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use control_api::socket_dir;
+use mmds::service::MetadataService;
 use sandbox::SocketBroker;
 use virtio_devices::balloon::BalloonDevice;
 use virtio_devices::balloon::control::BalloonControl;
@@ -58,6 +59,12 @@ pub enum DeviceError {
         --initrd and root= in --cmdline"
     )]
     NoKernel,
+    #[error("--net tap={0},mmds=on: the VM has no metadata service; use --mmds")]
+    NoMetadata(String),
+    #[error("--mmds: no network device reaches the service; use --net tap=NAME,mmds=on")]
+    MetadataDevice,
+    #[error("cannot create the timer of the metadata service")]
+    MetadataTimer(#[source] io::Error),
     #[error("--share-dir")]
     FsDevice(#[from] BackendError),
     #[error("--share-dir tag={0}: given twice; use one tag per directory")]
@@ -94,6 +101,8 @@ pub struct Devices {
     pub all: Vec<Box<dyn VirtioDevice>>,
     /// The balloon, for operators.
     pub balloon: Option<Arc<BalloonControl>>,
+    /// The metadata service, for operators.
+    pub metadata: Option<Arc<MetadataService>>,
 }
 
 /// Creates the devices of VM `vm` in the order in which the guest discovers them.
@@ -115,8 +124,15 @@ pub fn create_devices(
         let disk = BlockDevice::open(disk_name(i), config).map_err(DeviceError::Disk)?;
         devices.push(Box::new(disk.with_limiter(limiter(config.limits)?)));
     }
+    let metadata = args.mmds.map(|config| Arc::new(MetadataService::new(config)));
     for (i, config) in args.net.iter().enumerate() {
-        devices.push(Box::new(network(config, i, vm)?));
+        let device = network(config, i, vm)?;
+        devices.push(Box::new(match &metadata {
+            Some(service) if config.metadata => device
+                .with_metadata(service.clone())
+                .map_err(DeviceError::MetadataTimer)?,
+            _ => device,
+        }));
     }
     for (i, config) in args.share_dir.iter().enumerate() {
         let share = share(config, &format!("share{i}"), &tag((i, config)), vm, log)?;
@@ -138,6 +154,7 @@ pub fn create_devices(
     Ok(Devices {
         all: devices,
         balloon: control,
+        metadata,
     })
 }
 
@@ -166,6 +183,14 @@ fn check(args: &RunArgs, vm: &str) -> Result<(), DeviceError> {
     check_unique(taps).map_err(DeviceError::TapTwice)?;
     check_unique(macs).map_err(DeviceError::MacTwice)?;
     check_unique(tags).map_err(DeviceError::TagTwice)?;
+    match (
+        args.mmds.is_some(),
+        args.net.iter().find(|config| config.metadata),
+    ) {
+        (true, None) => return Err(DeviceError::MetadataDevice),
+        (false, Some(config)) => return Err(DeviceError::NoMetadata(config.tap.clone())),
+        _ => {}
+    }
     if let Some(balloon) = &args.balloon {
         let (size_mib, memory_mib) = (balloon.size_mib, args.memory >> 20);
         if u64::from(size_mib) > memory_mib {
@@ -270,12 +295,15 @@ fn network(config: &NetConfig, index: usize, vm: &str) -> Result<NetDevice, Devi
     let tap = Tap::open(&config.tap).map_err(DeviceError::Tap)?;
     let mtu = mtu(&config.tap).map_err(|e| DeviceError::Mtu(config.tap.clone(), e))?;
     let mac = mac(config, vm);
-    // vhost-net would ignore the limits.
-    let kernel = config.vhost != VhostMode::Off && !config.is_limited();
+    // vhost-net would ignore the limits and bypass the metadata service.
+    let kernel = config.vhost != VhostMode::Off && !config.is_limited() && !config.metadata;
     let opened = kernel.then(VhostNetBackend::open);
     let (kernel, who) = match (config.vhost, opened) {
         (VhostMode::Off, None) => (None, "a thread of Perfvisor's, as asked".to_owned()),
-        (_, None) => (None, "a thread of Perfvisor's, which has rate limits".to_owned()),
+        (_, None) => (
+            None,
+            "a thread of Perfvisor's, for rate limits or mmds=on".to_owned(),
+        ),
         (_, Some(Ok(kernel))) => (Some(kernel), "vhost-net".to_owned()),
         (VhostMode::On, Some(Err(e))) => return Err(DeviceError::VhostMode(config.tap.clone(), e)),
         (_, Some(Err(e))) => (None, format!("a thread of Perfvisor's: {}", error_line(&e))),
@@ -325,6 +353,11 @@ mod tests {
                 "tag=share0: given twice",
             ),
             ("--disk a", "--disk without --kernel"),
+            ("--mmds", "--mmds: no network device reaches"),
+            (
+                "--net tap=t,mmds=on",
+                "tap=t,mmds=on: the VM has no metadata service",
+            ),
             (
                 "--memory 64M --balloon size=65",
                 "size=65: larger than the guest's memory of 64 MiB",

@@ -20,11 +20,13 @@ use firecracker_api::http::DEFAULT_MAX_BODY;
 use firecracker_api::routes::ApiCall;
 use firecracker_api::server::Server;
 use firecracker_api::session::Session;
-use firecracker_api::types::{InstanceState, Logger, Metrics, VmConfig};
+use firecracker_api::types::{InstanceState, Logger, Metrics};
+use mmds::config::MAX_SIZE_LIMIT;
 use operator::commands::print;
 use operator::exit::ExitStatus;
 use operator::signals::StopSignals;
 use sandbox::{FrontEndError, paths};
+use serde::de::DeserializeOwned;
 
 use vm_process::{CheckArguments, VmProcess};
 
@@ -34,8 +36,12 @@ pub use snapshots::save_snapshots;
 
 /// Identifier of a VM without `--id`, as in Firecracker.
 const DEFAULT_ID: &str = "anonymous-instance";
-/// Maximum size of the configuration file, in bytes.
-const MAX_CONFIG_BYTES: u64 = 1 << 20;
+/// Option for the configuration file.
+const CONFIG_FILE: &str = "--config-file";
+/// Option for the document of the metadata service.
+const METADATA: &str = "--metadata";
+/// Maximum size of the configuration file and of the metadata file, in bytes.
+const MAX_JSON_BYTES: u64 = 1 << 20;
 /// Largest value of `--http-api-max-payload-size`, in bytes.
 const MAX_PAYLOAD_BYTES: usize = 1 << 24;
 
@@ -106,12 +112,13 @@ pub struct FirecrackerArgs {
     /// Print the format version of a snapshot's state file.
     #[arg(long, value_name = "FILE")]
     pub describe_snapshot: Option<PathBuf>,
-    /// Unsupported.
-    #[arg(long, value_name = "FILE", hide = true)]
+    /// Set the document of the metadata service from a JSON file.
+    #[arg(long, value_name = "FILE")]
     pub metadata: Option<PathBuf>,
-    /// Unsupported.
-    #[arg(long, value_name = "BYTES", hide = true)]
-    pub mmds_size_limit: Option<u64>,
+    /// Limit the document of the metadata service to this size, in bytes [default: that of
+    /// --http-api-max-payload-size, at most 61440]
+    #[arg(long, value_name = "BYTES", value_parser = parse_metadata_limit)]
+    pub mmds_size_limit: Option<usize>,
 }
 
 /// Errors of `perfvisor firecracker`. Each message is one line.
@@ -123,15 +130,15 @@ pub enum FirecrackerError {
     /// An invalid value, or a failed start.
     #[error("{0}")]
     Refused(String),
-    /// The configuration file cannot be read.
-    #[error("--config-file {}", .0.display())]
-    ReadConfig(PathBuf, #[source] io::Error),
-    /// The configuration file is too large.
-    #[error("--config-file {}: more than {MAX_CONFIG_BYTES} bytes", .0.display())]
-    ConfigSize(PathBuf),
-    /// The configuration file is invalid.
-    #[error("--config-file {}", .0.display())]
-    Config(PathBuf, #[source] serde_json::Error),
+    /// A file with JSON cannot be read.
+    #[error("{0} {path}", path = .1.display())]
+    ReadJson(&'static str, PathBuf, #[source] io::Error),
+    /// A file with JSON is too large.
+    #[error("{0} {path}: more than {MAX_JSON_BYTES} bytes", path = .1.display())]
+    JsonSize(&'static str, PathBuf),
+    /// A file does not contain the expected JSON.
+    #[error("{0} {path}", path = .1.display())]
+    Json(&'static str, PathBuf, #[source] serde_json::Error),
     /// The state file of `--describe-snapshot` cannot be used.
     #[error("--describe-snapshot {}", .0.display())]
     DescribeSnapshot(PathBuf, #[source] StateFileError),
@@ -172,6 +179,14 @@ fn parse_payload(text: &str) -> Result<usize, String> {
     bytes.ok_or_else(|| format!("must be between 1 and {MAX_PAYLOAD_BYTES}"))
 }
 
+fn parse_metadata_limit(text: &str) -> Result<usize, String> {
+    let bytes = text
+        .parse()
+        .ok()
+        .filter(|bytes| (1..=MAX_SIZE_LIMIT).contains(bytes));
+    bytes.ok_or_else(|| format!("must be between 1 and {MAX_SIZE_LIMIT}"))
+}
+
 /// Serves the API until the VM ends or a signal ends both.
 ///
 /// # Errors
@@ -187,16 +202,18 @@ pub fn firecracker(args: &FirecrackerArgs, check: CheckArguments) -> Result<Exit
     let mut session = session(args, check)?;
     if let Some(path) = &args.config_file {
         session
-            .configure(read_config(path)?)
-            .map_err(|fault| refused("--config-file", &fault))?;
+            .configure(read_json(CONFIG_FILE, path)?)
+            .map_err(|fault| refused(CONFIG_FILE, &fault))?;
+    }
+    if let Some(path) = &args.metadata {
+        let set = session.call(ApiCall::PutMmds(read_json(METADATA, path)?));
+        set.map_err(|fault| refused(METADATA, &fault))?;
     }
     let listener = bind(args)?;
     let server = Server::new(listener, args.http_api_max_payload_size).map_err(os("fcntl"))?;
     log_times(args);
     if args.config_file.is_some() {
-        session
-            .start()
-            .map_err(|fault| refused("--config-file", &fault))?;
+        session.start().map_err(|fault| refused(CONFIG_FILE, &fault))?;
     }
     serve(server, session, &signals)
 }
@@ -220,14 +237,9 @@ fn information(args: &FirecrackerArgs) -> Result<Option<String>, FirecrackerErro
 
 /// Rejects options that Perfvisor does not offer, and warns of those without an effect.
 fn check_unsupported(args: &FirecrackerArgs) -> Result<(), FirecrackerError> {
-    let metadata = "this version has no metadata service";
-    let unsupported = [
-        ("--boot-timer", args.boot_timer, "the VM has no boot timer device"),
-        ("--metadata", args.metadata.is_some(), metadata),
-        ("--mmds-size-limit", args.mmds_size_limit.is_some(), metadata),
-    ];
-    if let Some((option, _, reason)) = unsupported.into_iter().find(|(_, given, _)| *given) {
-        return Err(FirecrackerError::Unsupported(option, reason));
+    if args.boot_timer {
+        let reason = "the VM has no boot timer device";
+        return Err(FirecrackerError::Unsupported("--boot-timer", reason));
     }
     if args.no_seccomp || args.seccomp_filter.is_some() {
         log::warn!("--no-seccomp and --seccomp-filter have no effect: Perfvisor's filters apply");
@@ -239,7 +251,10 @@ fn check_unsupported(args: &FirecrackerArgs) -> Result<(), FirecrackerError> {
 fn session(args: &FirecrackerArgs, check: CheckArguments) -> Result<Session<VmProcess>, FirecrackerError> {
     let backend = VmProcess::new(args.id.clone(), check);
     let id = args.id.clone().unwrap_or_else(|| DEFAULT_ID.into());
-    let mut session = Session::new(backend, id, env!("CARGO_PKG_VERSION").into());
+    let limit = args.mmds_size_limit;
+    let limit = limit.unwrap_or(args.http_api_max_payload_size.min(MAX_SIZE_LIMIT));
+    let session = Session::new(backend, id, env!("CARGO_PKG_VERSION").into());
+    let mut session = session.with_metadata_limit(limit);
     let logger = Logger {
         log_path: args.log_path.clone(),
         level: args.level.clone(),
@@ -259,17 +274,18 @@ fn session(args: &FirecrackerArgs, check: CheckArguments) -> Result<Session<VmPr
     Ok(session)
 }
 
-fn read_config(path: &Path) -> Result<VmConfig, FirecrackerError> {
-    let failed = |e| FirecrackerError::ReadConfig(path.into(), e);
+/// Reads the file that `option` names.
+fn read_json<T: DeserializeOwned>(option: &'static str, path: &Path) -> Result<T, FirecrackerError> {
+    let failed = |e| FirecrackerError::ReadJson(option, path.into(), e);
     let mut bytes = Vec::new();
     let file = operator::input::open(path).map_err(failed)?;
-    file.take(MAX_CONFIG_BYTES + 1)
+    file.take(MAX_JSON_BYTES + 1)
         .read_to_end(&mut bytes)
         .map_err(failed)?;
-    if bytes.len() as u64 > MAX_CONFIG_BYTES {
-        return Err(FirecrackerError::ConfigSize(path.into()));
+    if bytes.len() as u64 > MAX_JSON_BYTES {
+        return Err(FirecrackerError::JsonSize(option, path.into()));
     }
-    serde_json::from_slice(&bytes).map_err(|e| FirecrackerError::Config(path.into(), e))
+    serde_json::from_slice(&bytes).map_err(|e| FirecrackerError::Json(option, path.into(), e))
 }
 
 /// Binds the socket of the API. A socket without a listener is replaced.

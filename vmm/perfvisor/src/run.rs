@@ -196,7 +196,7 @@ fn run_for(
     config.pmu.core_config().check()?;
     let (name, ends) = ServerSockets::open(args)?;
     let devices = devices::create_devices(args, &name, log, &broker)?;
-    let (mut devices, balloon) = (devices.all, devices.balloon);
+    let (mut devices, balloon, metadata) = (devices.all, devices.balloon, devices.metadata);
     // All sockets of the host's network and files of other processes are open. A process to be
     // jailed has no other thread yet.
     let jail = jail::separate(args, &config)?;
@@ -239,6 +239,7 @@ fn run_for(
     let pmu_name = config.pmu.model.generation().to_string();
     let controlled = ControlledVm {
         balloon,
+        metadata,
         limiters,
         ..controlled(name.clone(), pmu_name, args, &consoles, &running)
     };
@@ -507,6 +508,7 @@ fn controlled(
         looks: AtomicU64::new(0),
         bus: running.bus().clone(),
         limiters: Vec::new(),
+        metadata: None,
         symbols: running.symbols().clone(),
         flat: loaded.kind == KernelFormat::Multiboot,
         memory_bytes: args.memory,

@@ -174,6 +174,7 @@ pub(crate) fn control_target(vm: &RunningVm) -> ControlledVm {
         pmu: vm.pmu().clone(),
         registry: vm.registry().clone(),
         limiters: Vec::new(),
+        metadata: None,
         bus: vm.bus().clone(),
         symbols: vm.symbols().clone(),
         flat: true,

@@ -95,6 +95,16 @@ fn requests_match_version_1() {
         request::Filter { toml },
         r#"{"id":7,"call":"filter","toml":"mode = \"allow\""}"#,
     );
+    let data = serde_json::json!({"a": null, "b": [1]});
+    asks(
+        request::MmdsPut { data: data.clone() },
+        r#"{"id":7,"call":"mmds_put","data":{"a":null,"b":[1]}}"#,
+    );
+    asks(
+        request::MmdsPatch { data },
+        r#"{"id":7,"call":"mmds_patch","data":{"a":null,"b":[1]}}"#,
+    );
+    asks(request::MmdsGet, r#"{"id":7,"call":"mmds_get"}"#);
     asks(request::RateLimiters, r#"{"id":7,"call":"rate_limiters"}"#);
     let limit = |one_time_burst| TokenBucketLimit {
         size: 10,

@@ -108,7 +108,7 @@ fn unsupported_fields_are_named() {
         let fault = all.set_machine(serde_json::from_str(body).unwrap()).unwrap_err();
         assert!(fault.message.starts_with(&format!("{field}: ")), "{fault:?}");
     }
-    for field in ["cpu-config", "mmds-config", "memory-hotplug"] {
+    for field in ["cpu-config", "memory-hotplug"] {
         let config = serde_json::from_str(&format!("{{\"{field}\":{{}}}}")).unwrap();
         let fault = Resources::from_config(config).unwrap_err();
         assert!(
@@ -230,4 +230,48 @@ fn exported_configuration_can_be_imported() {
     let again = Resources::from_config(serde_json::from_str(&text).unwrap()).unwrap();
     assert_eq!(again.run_options(), all.run_options());
     assert_eq!(again.to_config(), all.to_config());
+}
+
+#[test]
+fn metadata_service_needs_interfaces_and_a_link_local_address() {
+    let interface =
+        r#"{"iface_id":"eth0","host_dev_name":"tap0"},{"iface_id":"eth1","host_dev_name":"tap1"}"#;
+    let config = |mmds: &str| {
+        let text = format!(r#"{{"network-interfaces":[{interface}],"mmds-config":{mmds}}}"#);
+        Resources::from_config(serde_json::from_str(&text).unwrap())
+    };
+    for (mmds, said) in [
+        (r#"{"network_interfaces":[]}"#, "network_interfaces: must not"),
+        (
+            r#"{"network_interfaces":["eth0","a\n"]}"#,
+            "network_interfaces: no interface \"a\\n\"",
+        ),
+        (
+            r#"{"network_interfaces":["eth0"],"ipv4_address":"10.0.0.1"}"#,
+            "ipv4_address: ",
+        ),
+        (
+            r#"{"network_interfaces":["eth0"],"ipv4_address":"x"}"#,
+            "ipv4_address: ",
+        ),
+    ] {
+        let fault = config(mmds).unwrap_err();
+        assert!(fault.message.starts_with(said), "{fault:?}");
+    }
+    let all = config(
+        r#"{"network_interfaces":["eth1"],"version":"V2","ipv4_address":"169.254.170.2","imds_compat":true}"#,
+    )
+    .unwrap();
+    let options = all.device_options();
+    let nets: Vec<&str> = options.iter().map(String::as_str).collect();
+    assert!(
+        nets.contains(&"--net=tap=tap0,vhost=off") && nets.contains(&"--net=tap=tap1,vhost=off,mmds=on"),
+        "{options:?}"
+    );
+    assert_eq!(
+        all.mmds_option(9).unwrap(),
+        "--mmds=version=v2,address=169.254.170.2,imds-compat=on,size-limit=9"
+    );
+    let saved = all.to_saved_config().mmds_config.unwrap();
+    assert_eq!(saved.network_interfaces, ["eth1"]);
 }

@@ -38,15 +38,16 @@ impl<B: VmBackend> Session<B> {
         let saved = self.backend.read_snapshot(path);
         let saved = saved.map_err(|e| Fault::bad(format!("snapshot_path: {path}: {e}")))?;
         let restored = self.resources.restored(saved, params)?;
-        let mut options = restored.restore_options();
+        let mut options = self.with_mmds(&restored, restored.restore_options());
         options.push(format!("--restore={path}"));
         options.push(format!("--restore-memory={memory}"));
         if !params.resume_vm {
             options.push("--restore-paused".into());
         }
         self.backend.check_options(&options).map_err(Fault::bad)?;
+        let metadata = self.metadata_at_start(&restored);
         self.backend
-            .start(&options)
+            .start(&options, metadata.as_ref())
             .map_err(|e| Fault::bad(format!("snapshot/load: {e}")))?;
         self.resources = restored;
         self.state = if params.resume_vm {

@@ -1,3 +1,5 @@
+use mmds::config::MAX_SIZE_LIMIT;
+
 use super::*;
 use crate::http::Method;
 
@@ -8,6 +10,7 @@ struct TestBackend {
     options: Vec<String>,
     limited: Vec<LimiterChange>,
     refuses_start: bool,
+    metadata: Option<Value>,
     saved: VmConfig,
 }
 
@@ -33,12 +36,28 @@ impl VmBackend for TestBackend {
         Ok(())
     }
 
-    fn start(&mut self, options: &[String]) -> Result<(), String> {
+    fn put_metadata(&mut self, data: Value) -> Result<(), Fault> {
+        self.calls.push("mmds_put");
+        self.metadata = Some(data);
+        Ok(())
+    }
+
+    fn patch_metadata(&mut self, _: Value) -> Result<(), Fault> {
+        self.calls.push("mmds_patch");
+        Err(Fault::bad("the VM does not respond"))
+    }
+
+    fn metadata(&mut self) -> Result<Value, Fault> {
+        Ok(self.metadata.clone().unwrap_or_default())
+    }
+
+    fn start(&mut self, options: &[String], metadata: Option<&Value>) -> Result<(), String> {
         if self.refuses_start {
             return Err("no KVM".into());
         }
         self.calls.push("start");
         self.options = options.to_vec();
+        self.metadata = metadata.cloned();
         Ok(())
     }
 
@@ -519,5 +538,86 @@ fn balloon_survives_a_snapshot() {
     assert_eq!(
         send(&mut target, Method::Patch, "/balloon", r#"{"amount_mib":1}"#).0,
         204
+    );
+}
+
+#[test]
+fn metadata_is_passed_to_the_vm_at_its_start() {
+    let mut session = session().with_metadata_limit(20);
+    assert_eq!(send(&mut session, Method::Get, "/mmds", ""), (200, "null".into()));
+    let (status, fault) = send(&mut session, Method::Patch, "/mmds", r#"{"a":"b"}"#);
+    assert!(
+        status == 400 && fault.contains("The MMDS data store is not initialized."),
+        "{fault}"
+    );
+    let long = format!("\"{}\"", "x".repeat(20));
+    assert_eq!(send(&mut session, Method::Put, "/mmds", &long).0, 413);
+    assert_eq!(
+        send(&mut session, Method::Put, "/mmds", r#"{"a":"b","c":1}"#).0,
+        204
+    );
+    assert_eq!(send(&mut session, Method::Patch, "/mmds", r#"{"c":null}"#).0, 204);
+    let config = r#"{"network_interfaces":["eth0"]}"#;
+    let (status, fault) = send(&mut session, Method::Put, "/mmds/config", config);
+    assert!(status == 400 && fault.contains("eth0"), "{fault}");
+    let interface = r#"{"iface_id":"eth0","host_dev_name":"tap0"}"#;
+    for (path, body) in [
+        ("/network-interfaces/eth0", interface),
+        ("/mmds/config", config),
+        ("/boot-source", KERNEL),
+        ("/actions", START),
+    ] {
+        assert_eq!(send(&mut session, Method::Put, path, body).0, 204, "{path}");
+    }
+    let backend = session.backend();
+    assert_eq!(backend.metadata, Some(serde_json::json!({"a": "b"})));
+    assert!(
+        backend
+            .options
+            .iter()
+            .any(|option| option.starts_with("--mmds=version=v1,") && option.ends_with("size-limit=20")),
+        "{:?}",
+        backend.options
+    );
+    assert!(
+        !backend.options.concat().contains("\"a\""),
+        "metadata is secret, and a command line is not"
+    );
+    assert_eq!(send(&mut session, Method::Put, "/mmds/config", config).0, 400);
+    assert_eq!(send(&mut session, Method::Put, "/mmds", "7").0, 204);
+    assert_eq!(send(&mut session, Method::Get, "/mmds", ""), (200, "7".into()));
+    assert_eq!(send(&mut session, Method::Patch, "/mmds", "{}").0, 400);
+    // Messages that the VM could not read are not sent to it.
+    let asked = session.backend().calls.len();
+    let deep = format!("{}{}", "[".repeat(101), "]".repeat(101));
+    let large = format!("\"{}\"", "x".repeat(MAX_SIZE_LIMIT));
+    for (method, body, status) in [
+        (Method::Put, &deep, 413),
+        (Method::Put, &large, 413),
+        (Method::Patch, &deep, 400),
+        (Method::Patch, &large, 413),
+    ] {
+        assert_eq!(send(&mut session, method, "/mmds", body).0, status);
+    }
+    assert_eq!(session.backend().calls.len(), asked);
+    let (_, config) = send(&mut session, Method::Get, "/vm/config", "");
+    assert!(
+        config.contains(r#""mmds-config":{"network_interfaces":["eth0"]"#),
+        "{config}"
+    );
+}
+
+/// As in Firecracker, the host may use the store of a VM whose guest does not reach it.
+#[test]
+fn metadata_without_a_service_stays_in_the_api() {
+    let mut session = session();
+    for (path, body) in [("/boot-source", KERNEL), ("/mmds", "{}"), ("/actions", START)] {
+        assert_eq!(send(&mut session, Method::Put, path, body).0, 204, "{path}");
+    }
+    assert_eq!(session.backend().metadata, None);
+    assert_eq!(send(&mut session, Method::Patch, "/mmds", r#"{"a":1}"#).0, 204);
+    assert_eq!(
+        send(&mut session, Method::Get, "/mmds", ""),
+        (200, r#"{"a":1}"#.into())
     );
 }

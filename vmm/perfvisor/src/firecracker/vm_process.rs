@@ -12,11 +12,12 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 use std::time::{Duration, SystemTime};
 
 use control_api::balloon::BalloonInfo;
-use control_api::client::{Client, REPLY_TIMEOUT};
-use control_api::protocol::{VmInfo, VmState};
+use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
+use control_api::protocol::{FailureKind, VmInfo, VmState};
 use control_api::rate_limit::TokenBucketLimit;
 use control_api::request;
 use control_api::socket_dir;
+use firecracker_api::fault::Fault;
 use firecracker_api::resources::{LimiterChange, log_level};
 use firecracker_api::session::VmBackend;
 use firecracker_api::types::{BalloonStats, Logger, Metrics, TokenBucket, VmConfig};
@@ -26,6 +27,7 @@ use operator::input;
 use perf_core::error_line;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use serde_json::Value;
 
 use super::log_output::{self, DEFAULT_LEVEL};
 use super::snapshots::{self, SnapshotWriter};
@@ -232,11 +234,19 @@ impl VmBackend for VmProcess {
         Ok(())
     }
 
-    fn start(&mut self, options: &[String]) -> Result<(), String> {
+    fn start(&mut self, options: &[String], metadata: Option<&Value>) -> Result<(), String> {
         let failed = |e: io::Error| format!("{}: {}", self.program.display(), error_line(&e));
         let (mut child, mut descriptors) = self.spawn(options).map_err(failed)?;
         let name = self.id.clone().unwrap_or_else(|| format!("vm-{}", child.id()));
-        let client = wait_for_vm(&mut child, &mut descriptors.messages, &name)?;
+        let mut client = wait_for_vm(&mut child, &mut descriptors.messages, &name)?;
+        if let Some(data) = metadata.cloned()
+            && let Err(e) = client.call(request::MmdsPut { data })
+        {
+            // The guest must not run without its metadata.
+            let _ = child.kill();
+            let _ = child.wait();
+            return Err(error_line(&e));
+        }
         let snapshots = SnapshotWriter::start(&self.program, &control_socket(&name));
         let snapshots = snapshots.inspect_err(|e| log::warn!("no snapshots: {}", error_line(e)));
         self.child = Some(ChildVm {
@@ -246,6 +256,21 @@ impl VmBackend for VmProcess {
             client,
         });
         Ok(())
+    }
+
+    fn put_metadata(&mut self, data: Value) -> Result<(), Fault> {
+        let client = self.running().map_err(Fault::bad)?;
+        client.call(request::MmdsPut { data }).map_err(|e| refusal(&e))
+    }
+
+    fn patch_metadata(&mut self, data: Value) -> Result<(), Fault> {
+        let client = self.running().map_err(Fault::bad)?;
+        client.call(request::MmdsPatch { data }).map_err(|e| refusal(&e))
+    }
+
+    fn metadata(&mut self) -> Result<Value, Fault> {
+        let client = self.running().map_err(Fault::bad)?;
+        client.call(request::MmdsGet).map_err(|e| refusal(&e))
     }
 
     fn pause(&mut self) -> Result<(), String> {
@@ -330,6 +355,15 @@ impl VmBackend for VmProcess {
         };
         file.write_all(format!("{line}\n").as_bytes())
             .map_err(|e| error_line(&e))
+    }
+}
+
+/// Returns the fault of a refused request.
+fn refusal(error: &ClientError) -> Fault {
+    let is_limit = matches!(error, ClientError::Refused(failure) if failure.kind == FailureKind::Limit);
+    Fault {
+        status: if is_limit { 413 } else { 400 },
+        message: error_line(error),
     }
 }
 

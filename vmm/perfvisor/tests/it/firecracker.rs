@@ -357,6 +357,30 @@ fn rate_limits_are_set_and_changed() {
     assert!(message.starts_with("path_on_host: unsupported"), "{message}");
 }
 
+/// The VM has no network device, so the document stays in the process that serves the API.
+#[test]
+fn metadata_is_read_and_changed_by_the_host() {
+    let metadata = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(metadata.path(), r#"{"a": {"b": 1}}"#).unwrap();
+    let path = metadata.path().to_str().unwrap();
+    let Some(api) = ApiProcess::start(&["--metadata", path, "--mmds-size-limit", "30"]) else {
+        return;
+    };
+    assert_eq!(api.get("/mmds"), json!({"a": {"b": 1}}));
+    api.configure();
+    let message = api.refused("PUT", "/mmds/config", json!({"network_interfaces": ["eth0"]}));
+    assert_eq!(message, "network_interfaces: no interface \"eth0\"");
+    api.start_vm();
+    let (status, fault) = api.request("PATCH", "/mmds", &json!({"a": {"c": "x"}}));
+    assert_eq!(status, 204, "{fault}");
+    assert_eq!(api.get("/mmds"), json!({"a": {"b": 1, "c": "x"}}));
+    let (status, _) = api.request("PUT", "/mmds", &json!("x".repeat(30)));
+    assert_eq!(status, 413);
+    api.put("/mmds", json!([]));
+    assert_eq!(api.get("/mmds"), json!([]));
+    assert_eq!(api.get("/vm/config")["mmds-config"], Value::Null);
+}
+
 /// The VM ends with the process that serves the API, even if that is killed.
 #[test]
 fn vm_ends_with_its_api_process() {
@@ -498,6 +522,9 @@ fn invalid_options_are_refused() {
         (&["--config-file", "/no/such/file"], "/no/such/file"),
         (&["--api-sock", "/no/such/dir/api"], "/no/such/dir/api"),
         (&["--http-api-max-payload-size", "0"], "between 1 and"),
+        (&["--mmds-size-limit", "61441"], "between 1 and 61440"),
+        (&["--metadata", "/no/such/file"], "--metadata /no/such/file: "),
+        (&["--metadata", PROGRAM], "--metadata"),
     ] {
         let (status, text) = said(Command::new(PROGRAM).arg("firecracker").args(args));
         assert_eq!(status, Some(2), "{args:?}: {text}");

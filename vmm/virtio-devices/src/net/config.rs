@@ -80,6 +80,8 @@ pub struct NetConfig {
     pub rx: RateLimits,
     /// Limits of the frames that the guest sends.
     pub tx: RateLimits,
+    /// `true` if the guest reaches the metadata service through this device.
+    pub metadata: bool,
 }
 
 impl NetConfig {
@@ -106,14 +108,14 @@ pub enum VhostMode {
 pub enum NetConfigError {
     /// The tap device is missing.
     #[error(
-        "must be tap=NAME, optionally followed by ,mac=XX:XX:XX:XX:XX:XX and ,vhost=on|off|auto, and by \
-         rate limits"
+        "must be tap=NAME, optionally followed by ,mac=XX:XX:XX:XX:XX:XX, ,vhost=on|off|auto and \
+         ,mmds=on|off, and by rate limits"
     )]
     Shape,
     /// An option is unknown.
     #[error(
-        "{0}: must be tap=NAME, mac=XX:XX:XX:XX:XX:XX, vhost=on, off or auto, rx-bandwidth=, rx-ops=, \
-         tx-bandwidth= or tx-ops="
+        "{0}: must be tap=NAME, mac=XX:XX:XX:XX:XX:XX, vhost=on, off or auto, mmds=on or off, \
+         rx-bandwidth=, rx-ops=, tx-bandwidth= or tx-ops="
     )]
     Word(String),
     /// An option is repeated.
@@ -128,6 +130,9 @@ pub enum NetConfigError {
     /// The value of `vhost` is invalid.
     #[error("vhost must be on, off or auto")]
     VhostMode,
+    /// The value of `mmds` is invalid.
+    #[error("mmds must be on or off")]
+    Metadata,
     /// The MAC address is malformed.
     #[error("mac must be six hexadecimal bytes, for example 02:00:00:12:34:56")]
     MacAddress,
@@ -140,19 +145,26 @@ pub enum NetConfigError {
     /// A rate limit is given together with vhost-net.
     #[error("vhost=on: vhost-net has no rate limits; use vhost=off")]
     LimitedVhost,
+    /// The metadata service is requested together with vhost-net.
+    #[error("vhost=on: vhost-net bypasses the metadata service (mmds=on); use vhost=off")]
+    MetadataVhost,
 }
 
 impl FromStr for NetConfig {
     type Err = NetConfigError;
 
     fn from_str(text: &str) -> Result<Self, NetConfigError> {
-        let (mut tap, mut mac, mut vhost) = (None, None, None);
+        let (mut tap, mut mac, mut vhost, mut metadata) = (None, None, None, None);
         let (mut rx, mut tx) = (RateLimits::default(), RateLimits::default());
         for part in text.split(',') {
             match part.split_once('=') {
                 Some(("tap", _)) if tap.is_some() => return Err(NetConfigError::Twice("tap")),
                 Some(("mac", _)) if mac.is_some() => return Err(NetConfigError::Twice("mac")),
                 Some(("vhost", _)) if vhost.is_some() => return Err(NetConfigError::Twice("vhost")),
+                Some(("mmds", _)) if metadata.is_some() => return Err(NetConfigError::Twice("mmds")),
+                Some(("mmds", "on")) => metadata = Some(true),
+                Some(("mmds", "off")) => metadata = Some(false),
+                Some(("mmds", _)) => return Err(NetConfigError::Metadata),
                 Some(("tap", name)) => tap = Some(checked_name(name)?),
                 Some(("mac", address)) => mac = Some(address.parse()?),
                 Some(("vhost", "auto")) => vhost = Some(VhostMode::Auto),
@@ -175,7 +187,11 @@ impl FromStr for NetConfig {
             vhost,
             rx,
             tx,
+            metadata: metadata.unwrap_or(false),
         };
+        if config.metadata && vhost == VhostMode::On {
+            return Err(NetConfigError::MetadataVhost);
+        }
         if config.is_limited() && vhost == VhostMode::On {
             return Err(NetConfigError::LimitedVhost);
         }
@@ -204,6 +220,7 @@ mod tests {
         assert_eq!(both.mac.unwrap().to_string(), "02:00:00:ab:cd:ef");
         let plain: NetConfig = "tap=x".parse().unwrap();
         assert_eq!((plain.mac, plain.vhost), (None, VhostMode::Auto));
+        assert!(!plain.metadata && "mmds=on,tap=x".parse::<NetConfig>().unwrap().metadata);
         let own: NetConfig = "vhost=off,tap=x".parse().unwrap();
         assert_eq!(own.vhost, VhostMode::Off);
         assert_eq!(
@@ -236,6 +253,9 @@ mod tests {
             ("tap=a,vhost=yes", E::VhostMode),
             ("tap=a,vhost=on,vhost=on", E::Twice("vhost")),
             ("tap=a,vhost=on,tx-ops=1/1", E::LimitedVhost),
+            ("tap=a,mmds=v1", E::Metadata),
+            ("tap=a,mmds=on,mmds=on", E::Twice("mmds")),
+            ("tap=a,vhost=on,mmds=on", E::MetadataVhost),
             (
                 "tap=a,rx-ops=1/1,rx-ops=1/1",
                 E::Limits(LimitsError::Twice("rx-ops")),

@@ -13,6 +13,7 @@ use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
+use super::metadata::MetadataPort;
 use super::tap::{HEADER_BYTES, IoVecList, MAX_FRAME_BYTES, Tap};
 use crate::rate_limiter::RateLimiter;
 
@@ -145,8 +146,9 @@ impl FrameSender {
         self
     }
 
-    /// Sends the available frames and returns whether the driver wants an interrupt. A frame is
-    /// dropped if it is malformed, if the tap device rejects it, or if there is no tap device.
+    /// Sends the available frames and returns whether the driver wants an interrupt. Frames for the
+    /// metadata service go to `metadata`. A frame is dropped if it is malformed, if the tap device
+    /// rejects it, or if there is no tap device.
     ///
     /// # Errors
     /// Returns a [`FrameQueueError`] if the queue is unusable.
@@ -154,6 +156,7 @@ impl FrameSender {
         &mut self,
         memory: &GuestMemoryMmap,
         tap: Option<&Tap>,
+        mut metadata: Option<&mut MetadataPort>,
     ) -> Result<(BatchEnd, bool), FrameQueueError> {
         let before = self.queue.next_used();
         let mut pause = BatchEnd::More;
@@ -175,7 +178,11 @@ impl FrameSender {
                 .iter()
                 .all(|(address, length)| scatter.push(*address, *length));
             let is_frame = sound && (HEADER_BYTES..=MAX_FRAME_BYTES).contains(&scatter.bytes());
-            if is_frame
+            let is_for_tap = is_frame
+                && !metadata
+                    .as_deref_mut()
+                    .is_some_and(|port| port.take(memory, &chain.pieces));
+            if is_for_tap
                 && let Some(tap) = tap
                 && let Err(e) = tap.write(&scatter)
             {
@@ -252,12 +259,17 @@ impl FrameReceiver {
         Ok(false)
     }
 
-    /// Delivers the available frames of the tap device and returns whether the driver wants an
-    /// interrupt.
+    /// Delivers the available frames, those of `metadata` before those of the tap device, and returns
+    /// whether the driver wants an interrupt.
     ///
     /// # Errors
     /// Returns a [`FrameQueueError`] if the queue is unusable.
-    pub fn run(&mut self, memory: &GuestMemoryMmap, tap: &Tap) -> Result<(BatchEnd, bool), FrameQueueError> {
+    pub fn run(
+        &mut self,
+        memory: &GuestMemoryMmap,
+        tap: &Tap,
+        mut metadata: Option<&mut MetadataPort>,
+    ) -> Result<(BatchEnd, bool), FrameQueueError> {
         let before = self.queue.next_used();
         let mut pause = BatchEnd::More;
         for _ in 0..MAX_BATCH {
@@ -277,6 +289,9 @@ impl FrameReceiver {
             }
             if !self.held.is_empty() {
                 self.return_held_frame(memory)?;
+                continue;
+            }
+            if self.hold_metadata_frame(metadata.as_deref_mut()) {
                 continue;
             }
             if !enough {
@@ -318,6 +333,19 @@ impl FrameReceiver {
             }
         }
         Ok((pause, wants_interrupt(&self.queue, memory, before)?))
+    }
+
+    /// Holds the next frame of the metadata service. Returns `false` if there is none.
+    fn hold_metadata_frame(&mut self, metadata: Option<&mut MetadataPort>) -> bool {
+        let Some(frame) = metadata.and_then(MetadataPort::next_frame) else {
+            return false;
+        };
+        self.held = frame;
+        if !self.mergeable {
+            // Later buffers cannot take the rest. The tap device truncates frames too.
+            self.held.truncate(self.waiting_bytes);
+        }
+        true
     }
 
     /// Copies the held frame to the first buffers, which are large enough for it.
@@ -483,12 +511,12 @@ mod tests {
         rig.describe(7, BUFFERS + 12, 4000, NEXT, 1);
         rig.describe(1, BUFFERS + 4012, 988, 0, 0);
         rig.put_in(3);
-        let (pause, wanted) = sender.run(&memory, Some(&rig.tap)).unwrap();
+        let (pause, wanted) = sender.run(&memory, Some(&rig.tap), None).unwrap();
         assert!(matches!(pause, BatchEnd::Idle) && wanted);
         assert_eq!(rig.arrived(), [sent]);
         assert_eq!(rig.used(), [(3, 0)]);
         // No new chain was used, so no interrupt is due.
-        assert!(!sender.run(&memory, Some(&rig.tap)).unwrap().1);
+        assert!(!sender.run(&memory, Some(&rig.tap), None).unwrap().1);
     }
 
     /// With mergeable buffers, frames are delivered to buffers smaller than the longest frame.
@@ -508,7 +536,7 @@ mod tests {
         rig.far.send(&frame(1000)).unwrap();
         rig.far.send(&frame(4000)).unwrap();
         rig.far.send(&frame(9000)).unwrap();
-        let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
+        let (pause, wanted) = receiver.run(&memory, &rig.tap, None).unwrap();
         assert!(matches!(pause, BatchEnd::NoBuffer) && wanted);
         assert_eq!(rig.used(), [(0, 1000), (1, 1536), (2, 1536), (3, 928)]);
         let in_guest = |length: usize, at: u64| {
@@ -520,10 +548,10 @@ mod tests {
         assert_eq!(in_guest(4000, BUFFERS + BUFFER), (3, frame(4000)[12..].to_vec()));
         // First too few buffers for the third frame, then enough.
         offer(&mut rig, 4..8);
-        let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
+        let (pause, wanted) = receiver.run(&memory, &rig.tap, None).unwrap();
         assert!(matches!(pause, BatchEnd::NoBuffer) && !wanted);
         offer(&mut rig, 8..10);
-        let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
+        let (pause, wanted) = receiver.run(&memory, &rig.tap, None).unwrap();
         assert!(matches!(pause, BatchEnd::NoBuffer) && wanted);
         assert_eq!(rig.used().len(), 10);
         assert_eq!(
@@ -543,7 +571,7 @@ mod tests {
         }
         rig.far.send(&frame(5000)).unwrap();
         rig.far.send(&frame(40)).unwrap();
-        let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
+        let (pause, wanted) = receiver.run(&memory, &rig.tap, None).unwrap();
         assert!(matches!(pause, BatchEnd::Idle) && wanted, "{pause:?}");
         assert_eq!(rig.used(), [(0, 16), (1, 16), (2, 8)]);
     }
@@ -557,8 +585,14 @@ mod tests {
             rig.describe(head, BUFFERS, 64, 0, 0);
             rig.put_in(head);
         }
-        assert!(matches!(sender.run(&memory, None).unwrap().0, BatchEnd::More));
-        assert!(matches!(sender.run(&memory, None).unwrap().0, BatchEnd::Idle));
+        assert!(matches!(
+            sender.run(&memory, None, None).unwrap().0,
+            BatchEnd::More
+        ));
+        assert!(matches!(
+            sender.run(&memory, None, None).unwrap().0,
+            BatchEnd::Idle
+        ));
         assert_eq!(rig.used().len(), 100);
         assert!(rig.arrived().is_empty());
     }
@@ -596,7 +630,7 @@ mod tests {
             rig.put_in(head);
         }
         assert!(matches!(
-            sender.run(&memory, Some(&rig.tap)).unwrap().0,
+            sender.run(&memory, Some(&rig.tap), None).unwrap().0,
             BatchEnd::Idle
         ));
         assert_eq!(rig.used(), (0..=10).map(|head| (head, 0)).collect::<Vec<_>>());
@@ -609,13 +643,13 @@ mod tests {
         let mut rig = FrameTest::new(&memory);
         rig.put_in(SIZE);
         let error = FrameSender::new(rig.queue())
-            .run(&memory, Some(&rig.tap))
+            .run(&memory, Some(&rig.tap), None)
             .unwrap_err();
         assert!(matches!(error, FrameQueueError::Head(SIZE)), "{error:?}");
         rig.driver.avail().idx().store(SIZE + 1);
         for mergeable in [false, true] {
             let error = FrameReceiver::new(rig.queue(), mergeable)
-                .run(&memory, &rig.tap)
+                .run(&memory, &rig.tap, None)
                 .unwrap_err();
             assert!(matches!(error, FrameQueueError::Queue(_)), "{error:?}");
         }
@@ -635,7 +669,7 @@ mod tests {
         for length in [60, 4000] {
             rig.far.send(&frame(length)).unwrap();
         }
-        let (pause, wanted) = receiver.run(&memory, &rig.tap).unwrap();
+        let (pause, wanted) = receiver.run(&memory, &rig.tap, None).unwrap();
         assert!(
             wanted && matches!(pause, BatchEnd::Idle | BatchEnd::NoBuffer),
             "{pause:?}"
@@ -663,7 +697,7 @@ mod tests {
         // The second frame is longer than its chain and is truncated.
         rig.far.send(&frame(1000)).unwrap();
         rig.far.send(&frame(9000)).unwrap();
-        receiver.run(&memory, &rig.tap).unwrap();
+        receiver.run(&memory, &rig.tap, None).unwrap();
         assert_eq!(rig.used(), [(0, 1000), (2, 1526)]);
         let split = (GuestAddress(BUFFERS + 10), GuestAddress(BUFFERS + 0x800));
         let bytes: (u8, u8) = (
@@ -684,7 +718,7 @@ mod tests {
         rig.describe(3, BUFFERS, 2000, WRITE, 0);
         (0..4).for_each(|head| rig.put_in(head));
         rig.far.send(&frame(99)).unwrap();
-        receiver.run(&memory, &rig.tap).unwrap();
+        receiver.run(&memory, &rig.tap, None).unwrap();
         assert_eq!(rig.used(), [(0, 0), (1, 0), (2, 0), (3, 99)]);
     }
 
@@ -697,7 +731,7 @@ mod tests {
         rig.put_in(0);
         let gone = Tap::on(std::fs::File::create("/dev/null").unwrap().into());
         assert!(matches!(
-            receiver.run(&memory, &gone).unwrap(),
+            receiver.run(&memory, &gone, None).unwrap(),
             (BatchEnd::Gone(_), false)
         ));
     }

@@ -6,6 +6,7 @@
 //! | [`tap`] | system calls on a tap device and on guest memory |
 //! | [`frames`] | the receive and transmit queues |
 //! | [`link`] | link status of the guest's device |
+//! | [`metadata`] | frames between the guest and the metadata service |
 //! | [`vhost`] | frame transfer by vhost-net |
 //!
 //! One thread, or vhost-net, moves frames in both directions. Checksum and segmentation offloads
@@ -15,6 +16,7 @@
 pub mod config;
 pub mod frames;
 pub mod link;
+pub mod metadata;
 pub mod tap;
 pub mod vhost;
 
@@ -25,6 +27,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 
 use diagnostics::{error_line, guest_log};
 use event_manager::{EventOps, Events, MutEventSubscriber};
+use mmds::service::MetadataService;
 use sandbox::ThreadKind;
 use virtio_bindings::virtio_ids::VIRTIO_ID_NET;
 use virtio_bindings::virtio_net::{
@@ -45,6 +48,7 @@ use crate::worker::DeviceWorker;
 use config::MacAddress;
 use frames::{BatchEnd, FrameQueueError, FrameReceiver, FrameSender};
 use link::{LINK_UP, NetLink};
+use metadata::{MetadataPort, MetadataTimer};
 use tap::{Tap, TapOffloads};
 use vhost::{VhostHandler, VhostNetBackend};
 
@@ -87,7 +91,16 @@ pub struct NetDevice {
     /// The vhost-net instance that transfers the frames, if any.
     kernel: Option<VhostNetBackend>,
     limiters: DirectionLimiters,
+    metadata: Option<MetadataAccess>,
     worker: Option<DeviceWorker>,
+}
+
+/// Access of the device's guest to the metadata service.
+#[derive(Clone, Debug)]
+struct MetadataAccess {
+    service: Arc<MetadataService>,
+    /// Created with the device, because the thread that activates a device may not.
+    timer: Arc<MetadataTimer>,
 }
 
 /// Rate limiters of the frames that a guest receives and sends.
@@ -111,6 +124,7 @@ impl NetDevice {
             status: Arc::new(AtomicU16::new(LINK_UP)),
             kernel,
             limiters: DirectionLimiters::default(),
+            metadata: None,
             worker: None,
         }
     }
@@ -124,6 +138,16 @@ impl NetDevice {
             tx: Some(Arc::new(tx)),
         };
         self
+    }
+
+    /// Lets the guest reach the metadata service through this device. vhost-net bypasses the service.
+    ///
+    /// # Errors
+    /// Returns the error of `timerfd_create(2)`.
+    pub fn with_metadata(mut self, service: Arc<MetadataService>) -> io::Result<Self> {
+        let timer = Arc::new(MetadataTimer::new()?);
+        self.metadata = Some(MetadataAccess { service, timer });
+        Ok(self)
     }
 }
 
@@ -255,6 +279,7 @@ impl VirtioDevice for NetDevice {
             let merges = features & (1 << VIRTIO_NET_F_MRG_RXBUF) != 0;
             let tap = link.is_up().then(|| self.tap.clone());
             let handler = FrameHandler::new(memory, tap, link, [receive, transmit], merges, &self.limiters);
+            let handler = handler.with_metadata(self.metadata.as_ref());
             DeviceWorker::spawn(ThreadKind::Device, &self.name, handler, fatal_error_callback)
         };
         match spawned {
@@ -289,6 +314,7 @@ struct FrameHandler {
     receiver: Direction<FrameReceiver>,
     sender: Direction<FrameSender>,
     limiters: DirectionLimiters,
+    metadata: Option<MetadataPort>,
     /// `true` while the tap device is in the epoll set. Removed while the driver has no buffers.
     watching: bool,
 }
@@ -355,15 +381,30 @@ impl FrameHandler {
             }),
             sender: Direction::new(transmit, |queue| FrameSender::new(queue).with_limiter(tx)),
             limiters: limiters.clone(),
+            metadata: None,
             watching: false,
         }
     }
 
-    fn send(&mut self) {
+    /// Passes frames for the metadata service to it.
+    fn with_metadata(mut self, access: Option<&MetadataAccess>) -> Self {
+        self.metadata = access.map(|access| MetadataPort::new(access.service.clone(), access.timer.clone()));
+        self
+    }
+
+    /// Sends frames, and delivers the responses of the metadata service.
+    fn send(&mut self, ops: &mut EventOps) {
+        self.send_batch();
+        if self.metadata.as_ref().is_some_and(MetadataPort::has_frames) {
+            self.receive(ops);
+        }
+    }
+
+    fn send_batch(&mut self) {
         let Some(sender) = &mut self.sender.queue else {
             return;
         };
-        let result = sender.run(&self.memory, self.tap.as_deref());
+        let result = sender.run(&self.memory, self.tap.as_deref(), self.metadata.as_mut());
         if let BatchEnd::More = self.sender.end_batch(&self.link, result) {
             // Continue after the other direction has been served. The write fails only if the
             // counter is full, in which case a notification is already pending.
@@ -371,14 +412,35 @@ impl FrameHandler {
         }
     }
 
+    fn arm_metadata_timer(&mut self) {
+        if let Some(port) = &mut self.metadata {
+            port.arm_timer();
+        }
+    }
+
+    /// Handles an event of the metadata service's timer.
+    fn serve_metadata(&mut self, ops: &mut EventOps) {
+        if let Some(port) = &mut self.metadata {
+            port.handle_timer();
+        }
+        self.receive(ops);
+    }
+
     fn receive(&mut self, ops: &mut EventOps) {
         let (Some(receiver), Some(tap)) = (&mut self.receiver.queue, self.tap.clone()) else {
             return;
         };
-        let result = receiver.run(&self.memory, &tap);
+        let result = receiver.run(&self.memory, &tap, self.metadata.as_mut());
         match self.receiver.end_batch(&self.link, result) {
             // Monitor the tap device while it may have frames.
-            BatchEnd::More | BatchEnd::Idle => self.watch(&tap, true, ops),
+            pause @ (BatchEnd::More | BatchEnd::Idle) => {
+                self.watch(&tap, true, ops);
+                // The tap device does not announce frames of the metadata service.
+                let has_frames = self.metadata.as_ref().is_some_and(MetadataPort::has_frames);
+                if has_frames && let BatchEnd::More = pause {
+                    let _ = self.receiver.kick.write(1);
+                }
+            }
             // Stop monitoring until the driver adds buffers, or the limiter's timer fires.
             BatchEnd::NoBuffer | BatchEnd::Throttled => self.watch(&tap, false, ops),
             BatchEnd::Gone(e) => self.lose(&tap, &e, ops),
@@ -420,26 +482,32 @@ impl MutEventSubscriber for FrameHandler {
             let limiter = limiter.as_ref().filter(|limiter| limiter.as_raw_fd() == fd);
             limiter.map(|limiter| limiter.handle_timer()).is_some()
         };
-        if timer(&self.limiters.tx) {
-            self.send();
+        let metadata = self.metadata.as_ref().map(AsRawFd::as_raw_fd);
+        if metadata == Some(fd) {
+            self.serve_metadata(ops);
+        } else if timer(&self.limiters.tx) {
+            self.send(ops);
         } else if timer(&self.limiters.rx) {
             self.receive(ops);
         } else if fd == self.sender.kick.as_raw_fd() {
             let _ = self.sender.kick.read();
-            self.send();
+            self.send(ops);
         } else {
             if fd == self.receiver.kick.as_raw_fd() {
                 let _ = self.receiver.kick.read();
             }
             self.receive(ops);
         }
+        self.arm_metadata_timer();
     }
 
     fn init(&mut self, ops: &mut EventOps) {
         let kicks = [&self.receiver.kick, &self.sender.kick];
         let kicks = kicks.into_iter().map(|kick| kick.as_raw_fd());
         let timers = [&self.limiters.rx, &self.limiters.tx].into_iter().flatten();
-        for fd in kicks.chain(timers.map(|limiter| limiter.as_raw_fd())) {
+        let timers = timers.map(|limiter| limiter.as_raw_fd());
+        let metadata = self.metadata.as_ref().map(AsRawFd::as_raw_fd);
+        for fd in kicks.chain(timers).chain(metadata) {
             if let Err(e) = ops.add(Events::new_raw(fd, EventSet::IN)) {
                 guest_log!(
                     Error,
@@ -449,7 +517,7 @@ impl MutEventSubscriber for FrameHandler {
                 );
             }
         }
-        self.send();
+        self.send(ops);
         self.receive(ops);
     }
 }

@@ -10,6 +10,7 @@
 //! | `exits` | exit statistics of one connection |
 //! | `guest_view` | the guest's PMU, as the guest programmed it |
 //! | [`limits`] | rate limiters of the devices |
+//! | `metadata` | the metadata service |
 //! | `sampling` | sampling parameters of an operator's events |
 //! | [`session`] | events of one connection |
 //! | [`processes`] | processes of the guest: their code and memory, for unwinding and symbolization |
@@ -26,6 +27,7 @@ mod events;
 mod exits;
 mod guest_view;
 pub mod limits;
+mod metadata;
 pub mod processes;
 mod rings;
 mod sampling;

@@ -48,6 +48,7 @@ use control_api::protocol::{
 };
 use control_api::socket_dir::Socket;
 use kernel_images::packed::PackedSymbols;
+use mmds::service::MetadataService;
 use refused::ConnectionRefusal;
 use virtio_devices::balloon::control::BalloonControl;
 
@@ -105,6 +106,8 @@ pub struct ControlledVm {
     pub memory_bytes: u64,
     /// The balloon, if the VM has one.
     pub balloon: Option<Arc<BalloonControl>>,
+    /// The metadata service, if the VM has one.
+    pub metadata: Option<Arc<MetadataService>>,
     /// Parts of the VM that a snapshot reads.
     pub snapshots: Arc<SnapshotSource>,
     /// Options of the command line that determine the machine, for snapshots.

@@ -12,6 +12,7 @@ use super::{Connection, ControlServer, FdSource, RequestOutcome, SocketAccess};
 use crate::control::balloon;
 use crate::control::exits::{ExitCountSnapshot, ExitWatch};
 use crate::control::limits;
+use crate::control::metadata;
 use crate::control::rings::RingLayout;
 use crate::control::session::{EventSession, EventTargets, fail, role};
 use crate::pmu::{KernelSearchProgress, VmPmu};
@@ -116,6 +117,17 @@ impl ControlServer {
                 value(Value::Null)
             }
             Call::Filter { toml } => self.filter(&toml),
+            Call::MmdsPut { data } => value(
+                metadata::service(&vm.metadata)?
+                    .put(data)
+                    .map_err(metadata::refusal)?,
+            ),
+            Call::MmdsPatch { data } => value(
+                metadata::service(&vm.metadata)?
+                    .patch(data)
+                    .map_err(metadata::refusal)?,
+            ),
+            Call::MmdsGet => value(metadata::service(&vm.metadata)?.get()),
             Call::RateLimiters => value(limits::describe(&vm.limiters)),
             Call::RateLimit { name, bandwidth, ops } => {
                 value(limits::change(&vm.limiters, &name, bandwidth, ops)?)
@@ -399,6 +411,7 @@ fn may_observe(call: &Call) -> Result<(), Failure> {
         | Call::ProcessMemory { .. } => {
             "samples, symbols and snapshots show the guest's memory: an observer counts (perfvisor stat)"
         }
+        Call::MmdsGet => "an observer does not read the metadata of the guest: use the VM's control socket",
         Call::Pause
         | Call::Resume
         | Call::Stop
@@ -409,6 +422,8 @@ fn may_observe(call: &Call) -> Result<(), Failure> {
         | Call::BalloonStatistics { .. }
         | Call::Share { .. }
         | Call::RateLimit { .. }
+        | Call::MmdsPut { .. }
+        | Call::MmdsPatch { .. }
         | Call::Filter { .. } => "an observer changes nothing of a VM: use its control socket",
     };
     fail(FailureKind::Denied, why)

@@ -1,0 +1,218 @@
+//! TCP/IP for the frames between a guest's network device and the metadata service.
+//!
+//! smoltcp provides IPv4 and TCP. ARP requests are answered here, and responses go to the MAC address
+//! of the guest's latest frame, so that no neighbour table is needed. The checksums of received frames
+//! are ignored, because a guest leaves them to the device, and a TCP segment may have any size that a
+//! frame may have.
+
+mod connection;
+mod device;
+
+use std::collections::hash_map::RandomState;
+use std::hash::BuildHasher;
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use smoltcp::iface::{Config, Interface, SocketSet};
+use smoltcp::socket::tcp;
+use smoltcp::time::Instant as StackInstant;
+use smoltcp::wire::{
+    ArpOperation, ArpPacket, ArpRepr, EthernetAddress, EthernetFrame, EthernetProtocol, HardwareAddress,
+    IpCidr, Ipv4Packet,
+};
+
+use crate::service::MetadataService;
+use connection::Connection;
+use device::FrameBuffer;
+
+/// Maximum number of TCP connections of a network device, as in Firecracker.
+pub const MAX_CONNECTIONS: usize = 30;
+/// Number of bytes at the beginning of a frame that [`MetadataStack::wants`] needs.
+pub const FRAME_PREFIX_BYTES: usize = ETHERNET_BYTES + 28;
+/// Size of an Ethernet header, in bytes.
+const ETHERNET_BYTES: usize = 14;
+/// MAC address of the service, which is that of Firecracker's.
+const SERVICE_MAC: EthernetAddress = EthernetAddress([0x06, 0x01, 0x23, 0x45, 0x67, 0x01]);
+
+/// The service's end of one network device.
+pub struct MetadataStack {
+    service: Arc<MetadataService>,
+    address: Ipv4Addr,
+    interface: Interface,
+    sockets: SocketSet<'static>,
+    connections: Vec<Connection>,
+    frames: FrameBuffer,
+    start: Instant,
+}
+
+impl MetadataStack {
+    /// Creates a stack without connections. `now` is the time of the creation.
+    pub fn new(service: Arc<MetadataService>, now: Instant) -> Self {
+        let address = service.config().address;
+        let mut frames = FrameBuffer::new(SERVICE_MAC);
+        let mut config = Config::new(HardwareAddress::Ip);
+        // The standard library's hasher has random keys.
+        config.random_seed = RandomState::new().hash_one(0);
+        let mut interface = Interface::new(config, &mut frames, StackInstant::ZERO);
+        interface.update_ip_addrs(|all| {
+            // The list has room for two addresses at least.
+            let _ = all.push(IpCidr::new(address.into(), 32));
+        });
+        let mut sockets = SocketSet::new(Vec::new());
+        let connections = (0..MAX_CONNECTIONS)
+            .map(|_| Connection::new(&mut sockets, now))
+            .collect();
+        let mut stack = Self {
+            service,
+            address,
+            interface,
+            sockets,
+            connections,
+            frames,
+            start: now,
+        };
+        stack.listen(now);
+        stack
+    }
+
+    /// Returns whether the service is the destination of a frame, of which `prefix` is the beginning,
+    /// if possible [`FRAME_PREFIX_BYTES`] bytes.
+    pub fn wants(&self, prefix: &[u8]) -> bool {
+        let Ok(frame) = EthernetFrame::new_checked(prefix) else {
+            return false;
+        };
+        match frame.ethertype() {
+            EthernetProtocol::Arp => self.arp_request(frame.payload()).is_some(),
+            // The header is read without a check of the length, which is that of the whole packet.
+            EthernetProtocol::Ipv4 => frame
+                .payload()
+                .get(16..20)
+                .is_some_and(|destination| destination == self.address.octets()),
+            _ => false,
+        }
+    }
+
+    /// Processes a frame that the service [wants](Self::wants). Frames that make no sense are dropped.
+    pub fn receive(&mut self, frame: &[u8], now: Instant) {
+        let Ok(ethernet) = EthernetFrame::new_checked(frame) else {
+            return;
+        };
+        self.frames.set_peer(ethernet.src_addr());
+        match ethernet.ethertype() {
+            EthernetProtocol::Arp => self.answer_arp(ethernet.payload()),
+            EthernetProtocol::Ipv4 if Ipv4Packet::new_checked(ethernet.payload()).is_ok() => {
+                self.frames.put(ethernet.payload());
+                let time = self.stack_time(now);
+                let Self {
+                    interface,
+                    frames,
+                    sockets,
+                    ..
+                } = self;
+                interface.poll_ingress_single(time, frames, sockets);
+                frames.clear_received();
+                self.poll(now);
+            }
+            _ => {}
+        }
+    }
+
+    /// Serves connections and timers.
+    pub fn poll(&mut self, now: Instant) {
+        let mut listens = false;
+        for connection in &mut self.connections {
+            let socket = self.sockets.get_mut::<tcp::Socket<'_>>(connection.handle());
+            connection.serve(socket, &self.service, now);
+            listens |= socket.is_listening();
+        }
+        if !listens && let Some(oldest) = self.connections.iter().min_by_key(|one| one.last_active()) {
+            // A new connection replaces the one that was inactive for the longest time.
+            self.sockets.get_mut::<tcp::Socket<'_>>(oldest.handle()).abort();
+        }
+        let time = self.stack_time(now);
+        self.interface
+            .poll_egress(time, &mut self.frames, &mut self.sockets);
+        self.listen(now);
+    }
+
+    /// Makes the sockets of ended connections wait for new ones.
+    fn listen(&mut self, now: Instant) {
+        for connection in &mut self.connections {
+            let socket = self.sockets.get_mut::<tcp::Socket<'_>>(connection.handle());
+            connection.listen(socket, now);
+        }
+    }
+
+    /// Returns the next frame for the guest.
+    pub fn next_frame(&mut self, now: Instant) -> Option<Vec<u8>> {
+        if self.frames.is_empty() {
+            self.poll(now);
+        }
+        self.frames.pop()
+    }
+
+    /// Returns the time until the next [`MetadataStack::poll`], or `None` if only a frame requires one.
+    pub fn poll_delay(&mut self, now: Instant) -> Option<Duration> {
+        let time = self.stack_time(now);
+        // The guest must fetch frames first.
+        let delay = (!self.frames.is_full())
+            .then(|| self.interface.poll_delay(time, &self.sockets))
+            .flatten();
+        let delay = delay.map(Duration::from);
+        let deadlines = self.connections.iter().filter_map(|connection| {
+            let socket = self.sockets.get::<tcp::Socket<'_>>(connection.handle());
+            connection.deadline(socket)
+        });
+        let idle = deadlines
+            .min()
+            .map(|deadline| deadline.saturating_duration_since(now));
+        delay.into_iter().chain(idle).min()
+    }
+
+    fn stack_time(&self, now: Instant) -> StackInstant {
+        let micros = now.saturating_duration_since(self.start).as_micros();
+        StackInstant::from_micros(i64::try_from(micros).unwrap_or(i64::MAX))
+    }
+
+    /// Returns the request in an ARP packet for the service's address.
+    fn arp_request(&self, packet: &[u8]) -> Option<ArpRepr> {
+        let packet = ArpPacket::new_checked(packet).ok()?;
+        let request = ArpRepr::parse(&packet).ok()?;
+        let ArpRepr::EthernetIpv4 {
+            operation,
+            target_protocol_addr,
+            ..
+        } = request
+        else {
+            return None;
+        };
+        let is_ours = operation == ArpOperation::Request && target_protocol_addr == self.address;
+        is_ours.then_some(request)
+    }
+
+    fn answer_arp(&mut self, packet: &[u8]) {
+        let Some(ArpRepr::EthernetIpv4 {
+            source_hardware_addr,
+            source_protocol_addr,
+            ..
+        }) = self.arp_request(packet)
+        else {
+            return;
+        };
+        let reply = ArpRepr::EthernetIpv4 {
+            operation: ArpOperation::Reply,
+            source_hardware_addr: SERVICE_MAC,
+            source_protocol_addr: self.address,
+            target_hardware_addr: source_hardware_addr,
+            target_protocol_addr: source_protocol_addr,
+        };
+        self.frames
+            .push(EthernetProtocol::Arp, reply.buffer_len(), |payload| {
+                reply.emit(&mut ArpPacket::new_unchecked(payload));
+            });
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,149 @@
+//! A TCP connection of the guest: requests, one after the other, and their responses.
+
+use std::time::{Duration, Instant};
+
+use smoltcp::iface::{SocketHandle, SocketSet};
+use smoltcp::socket::tcp::{Socket, SocketBuffer};
+
+use crate::http::{self, MAX_REQUEST, ParsedRequest};
+use crate::service::MetadataService;
+
+/// Port of the service.
+const PORT: u16 = 80;
+/// Time after which an inactive connection is reset.
+pub(super) const IDLE_TIME: Duration = Duration::from_secs(30);
+/// Size of a connection's receive buffer, in bytes.
+const RECEIVE_BYTES: usize = 2 << 10;
+/// Size of a connection's transmit buffer, in bytes.
+const TRANSMIT_BYTES: usize = 8 << 10;
+
+/// A connection, or a socket that waits for one.
+pub(super) struct Connection {
+    handle: SocketHandle,
+    /// Received bytes that belong to no answered request, at most [`MAX_REQUEST`].
+    request: Vec<u8>,
+    /// Length of `request` when it was last found incomplete, so that it is not parsed again before more
+    /// arrives.
+    incomplete: usize,
+    /// The response of which `sent` bytes were passed to the socket. Empty if there is none.
+    response: Vec<u8>,
+    sent: usize,
+    /// `true` if the connection closes after the response.
+    closes: bool,
+    last_active: Instant,
+}
+
+impl Connection {
+    pub(super) fn new(sockets: &mut SocketSet<'static>, now: Instant) -> Self {
+        let buffer = |bytes| SocketBuffer::new(vec![0; bytes]);
+        let socket = Socket::new(buffer(RECEIVE_BYTES), buffer(TRANSMIT_BYTES));
+        Self {
+            handle: sockets.add(socket),
+            request: Vec::new(),
+            incomplete: 0,
+            response: Vec::new(),
+            sent: 0,
+            closes: false,
+            last_active: now,
+        }
+    }
+
+    pub(super) fn handle(&self) -> SocketHandle {
+        self.handle
+    }
+
+    /// Returns when the guest last sent or acknowledged a byte.
+    pub(super) fn last_active(&self) -> Instant {
+        self.last_active
+    }
+
+    /// Returns when the connection is reset unless it becomes active.
+    pub(super) fn deadline(&self, socket: &Socket<'_>) -> Option<Instant> {
+        let is_connected = socket.is_open() && !socket.is_listening();
+        is_connected.then(|| self.last_active + IDLE_TIME)
+    }
+
+    /// Waits for a connection if there is none.
+    pub(super) fn listen(&mut self, socket: &mut Socket<'_>, now: Instant) {
+        if !socket.is_open() {
+            // The buffers of a long request or response are freed.
+            (self.request, self.response) = (Vec::new(), Vec::new());
+            (self.incomplete, self.sent, self.closes, self.last_active) = (0, 0, false, now);
+            // Fails for port 0 and for an open socket only.
+            let _ = socket.listen(PORT);
+        }
+    }
+
+    /// Receives and answers requests, as far as possible without waiting.
+    pub(super) fn serve(&mut self, socket: &mut Socket<'_>, service: &MetadataService, now: Instant) {
+        if socket.is_listening() {
+            self.last_active = now;
+            return;
+        }
+        if self.deadline(socket).is_some_and(|deadline| now >= deadline) {
+            return socket.abort();
+        }
+        // Each turn consumes bytes of the guest, which cannot send more meanwhile.
+        while self.send(socket, now) && !self.closes && self.answer(socket, service, now) {}
+        let is_done = self.response.is_empty();
+        if is_done && (self.closes || !socket.may_recv() && socket.may_send()) {
+            socket.close();
+        }
+    }
+
+    /// Passes the response to the socket. Returns whether nothing of it is left.
+    fn send(&mut self, socket: &mut Socket<'_>, now: Instant) -> bool {
+        let rest = self.response.get(self.sent..).unwrap_or_default();
+        if !rest.is_empty() && socket.can_send() {
+            let sent = socket.send_slice(rest).unwrap_or(0);
+            self.sent += sent;
+            if sent > 0 {
+                self.last_active = now;
+            }
+        }
+        if self.sent < self.response.len() {
+            return false;
+        }
+        self.response.clear();
+        self.sent = 0;
+        true
+    }
+
+    /// Reads from the socket, and answers the next request. Returns `false` if it is incomplete.
+    fn answer(&mut self, socket: &mut Socket<'_>, service: &MetadataService, now: Instant) -> bool {
+        while socket.can_recv() && self.request.len() < MAX_REQUEST {
+            let room = MAX_REQUEST - self.request.len();
+            let read = socket.recv(|bytes| {
+                let count = bytes.len().min(room);
+                self.request.extend(bytes.iter().take(count));
+                (count, count)
+            });
+            if read.is_err() {
+                break;
+            }
+            self.last_active = now;
+        }
+        if self.request.len() == self.incomplete {
+            return false;
+        }
+        self.incomplete = 0;
+        match http::parse(&self.request) {
+            ParsedRequest::Incomplete => {
+                self.incomplete = self.request.len();
+                false
+            }
+            ParsedRequest::Complete(request, taken) => {
+                self.request.drain(..taken);
+                self.closes = !request.keep_alive;
+                self.response = service.answer(&request, now).encode(request.keep_alive);
+                true
+            }
+            ParsedRequest::Rejected(response) => {
+                self.request.clear();
+                self.closes = true;
+                self.response = response.encode(false);
+                true
+            }
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! Frames between the guest and the metadata service, which bypass the tap device.
+//!
+//! The service's TCP/IP stack runs in the device's thread. A timer in the thread's epoll set, as that
+//! of a rate limiter, wakes it for retransmissions and for connections that are idle.
+
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use diagnostics::guest_log;
+use mmds::service::MetadataService;
+use mmds::stack::{FRAME_PREFIX_BYTES, MetadataStack};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vmm_sys_util::timerfd::TimerFd;
+
+use super::tap::{HEADER_BYTES, MAX_FRAME_BYTES};
+
+/// Minimum delay of the timer.
+const MIN_DELAY: Duration = Duration::from_millis(1);
+
+/// The timer of a [`MetadataPort`].
+#[derive(Debug)]
+pub struct MetadataTimer {
+    fd: RawFd,
+    timer: Mutex<TimerFd>,
+}
+
+impl MetadataTimer {
+    /// Creates a disarmed timer.
+    ///
+    /// # Errors
+    /// Returns the error of `timerfd_create(2)`.
+    pub fn new() -> io::Result<Self> {
+        let timer = TimerFd::new().map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
+        let fd = timer.as_raw_fd();
+        let timer = Mutex::new(timer);
+        Ok(Self { fd, timer })
+    }
+
+    fn timer(&self) -> MutexGuard<'_, TimerFd> {
+        self.timer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The device's port of the metadata service.
+pub struct MetadataPort {
+    stack: MetadataStack,
+    timer: Arc<MetadataTimer>,
+    is_armed: bool,
+    /// Frame for the guest that was fetched from the stack already, without its header.
+    next: Option<Vec<u8>>,
+}
+
+impl MetadataPort {
+    /// Creates a port without connections.
+    pub fn new(service: Arc<MetadataService>, timer: Arc<MetadataTimer>) -> Self {
+        Self {
+            stack: MetadataStack::new(service, Instant::now()),
+            timer,
+            is_armed: false,
+            next: None,
+        }
+    }
+
+    /// Processes a frame of the guest if the service is its destination. `pieces` are the segments of
+    /// the frame and the header before it. Returns `false` for other frames.
+    pub(super) fn take(&mut self, memory: &GuestMemoryMmap, pieces: &[(GuestAddress, u32)]) -> bool {
+        let Some(prefix) = copy_frame(memory, pieces, HEADER_BYTES + FRAME_PREFIX_BYTES) else {
+            return false;
+        };
+        if !self.stack.wants(&prefix) {
+            return false;
+        }
+        // The guest may have changed the frame meanwhile, and the stack checks it again.
+        if let Some(frame) = copy_frame(memory, pieces, MAX_FRAME_BYTES) {
+            self.stack.receive(&frame, Instant::now());
+        }
+        self.fetch();
+        true
+    }
+
+    /// Returns the next frame for the guest, with a header that requests no offload.
+    pub(super) fn next_frame(&mut self) -> Option<Vec<u8>> {
+        self.fetch();
+        let frame = self.next.take()?;
+        self.fetch();
+        Some([&[0; HEADER_BYTES][..], &frame].concat())
+    }
+
+    /// Returns whether there is a frame for the guest.
+    pub(super) fn has_frames(&self) -> bool {
+        self.next.is_some()
+    }
+
+    fn fetch(&mut self) {
+        if self.next.is_none() {
+            self.next = self.stack.next_frame(Instant::now());
+        }
+    }
+
+    /// Arms the timer for the stack's next task.
+    pub(super) fn arm_timer(&mut self) {
+        // A frame that waits for a buffer of the guest is delivered when there is one.
+        let delay = self.stack.poll_delay(Instant::now());
+        let armed = match delay {
+            Some(delay) => self.timer.timer().reset(delay.max(MIN_DELAY), None),
+            None if self.is_armed => self.timer.timer().clear(),
+            None => Ok(()),
+        };
+        self.is_armed = delay.is_some();
+        if let Err(e) = armed {
+            guest_log!(
+                Error,
+                "timerfd_settime: {e}; a connection to the metadata service may stall"
+            );
+        }
+    }
+
+    /// Handles an event of the timer, which the caller arms again.
+    pub(super) fn handle_timer(&mut self) {
+        if let Err(e) = self.timer.timer().clear() {
+            guest_log!(Error, "timerfd_settime: {e}");
+        }
+        self.stack.poll(Instant::now());
+        self.fetch();
+    }
+}
+
+/// The timer, for the epoll set of the device's thread.
+impl AsRawFd for MetadataPort {
+    fn as_raw_fd(&self) -> RawFd {
+        self.timer.fd
+    }
+}
+
+/// Copies the frame in `pieces` without its header. Reads at most `limit` bytes, including the header.
+fn copy_frame(memory: &GuestMemoryMmap, pieces: &[(GuestAddress, u32)], limit: usize) -> Option<Vec<u8>> {
+    let total: usize = pieces.iter().map(|(_, length)| *length as usize).sum();
+    let mut bytes = vec![0; total.min(limit)];
+    let mut rest = &mut bytes[..];
+    for (address, length) in pieces {
+        let count = rest.len().min(*length as usize);
+        let (now, later) = rest.split_at_mut(count);
+        memory.read_slice(now, *address).ok()?;
+        rest = later;
+    }
+    (bytes.len() >= HEADER_BYTES).then(|| bytes.split_off(HEADER_BYTES))
+}
+
+#[cfg(test)]
+mod tests;
