@@ -12,6 +12,9 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
+
 use crate::format::{FormatError, decode, encode};
 use crate::memory::{self, CHUNK_BYTES, MemoryFileError, checksum};
 use crate::state::{SavedBase, SavedMachine, SavedMemory};
@@ -110,6 +113,8 @@ pub struct DiffWriter {
     runs: Vec<(u64, u64)>,
     next: u64,
     buffer: Vec<u8>,
+    /// Checksum of a chunk of zeros, computed once.
+    zeros_crc: Option<u32>,
 }
 
 impl DiffWriter {
@@ -126,7 +131,43 @@ impl DiffWriter {
             runs: Vec::new(),
             next: 0,
             buffer: Vec::new(),
+            zeros_crc: None,
         })
+    }
+
+    /// Compares the chunk at `offset`, which consists of zeros, without reading the base. Returns
+    /// `false`, and does not go on to the next chunk, unless the base has a hole there.
+    ///
+    /// # Errors
+    /// Returns the errors of [`DiffWriter::compare`].
+    pub fn skip_hole(&mut self, offset: u64) -> Result<bool, DiffError> {
+        let end = offset.saturating_add(CHUNK_BYTES);
+        if offset != self.next || end > self.base.machine.memory.bytes {
+            return Ok(false);
+        }
+        // ENXIO: there is no data up to the end of the file.
+        let is_hole = match seek(&self.base.memory, SeekFrom::Data(offset)) {
+            Ok(data) => data >= end,
+            Err(Errno::NXIO) => true,
+            Err(_) => false,
+        };
+        if is_hole {
+            let zeros = || checksum(&vec![0; usize::try_from(CHUNK_BYTES).unwrap_or(0)]);
+            let zeros = *self.zeros_crc.get_or_insert_with(zeros);
+            self.check_crc(offset, CHUNK_BYTES, zeros)?;
+            self.next = end;
+        }
+        Ok(is_hole)
+    }
+
+    /// Compares the checksum of the base's chunk at `offset`.
+    fn check_crc(&self, offset: u64, len: u64, crc: u32) -> Result<(), DiffError> {
+        let chunk = usize::try_from(offset / CHUNK_BYTES).unwrap_or(usize::MAX);
+        if self.base.machine.memory.crcs.get(chunk) == Some(&crc) {
+            return Ok(());
+        }
+        let (start, end) = (offset, offset + len);
+        Err(MemoryFileError::Damaged { start, end }.into())
     }
 
     /// Compares the chunk at `offset`, and returns its ranges that belong into the diff.
@@ -144,11 +185,7 @@ impl DiffWriter {
         self.buffer.resize(data.len(), 0);
         let read = self.base.memory.read_exact_at(&mut self.buffer, offset);
         read.map_err(MemoryFileError::from)?;
-        let chunk = usize::try_from(offset / CHUNK_BYTES).unwrap_or(usize::MAX);
-        if self.base.machine.memory.crcs.get(chunk) != Some(&checksum(&self.buffer)) {
-            let (start, end) = (offset, offset + len);
-            return Err(MemoryFileError::Damaged { start, end }.into());
-        }
+        self.check_crc(offset, len, checksum(&self.buffer))?;
         let ranges = if data == self.buffer {
             Vec::new()
         } else if self.runs.len() >= MANY_RUNS {

@@ -312,6 +312,10 @@ fn write_changes(
     let mut at = piece.offset;
     while at < piece.next {
         let len = usize::try_from(CHUNK_BYTES.min(piece.next - at)).unwrap_or(usize::MAX);
+        if data.is_empty() && diff.skip_hole(at).map_err(&of_base)? {
+            at += len as u64;
+            continue;
+        }
         let chunk = if data.is_empty() {
             zeros.resize(len, 0);
             &zeros

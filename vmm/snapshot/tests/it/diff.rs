@@ -82,6 +82,54 @@ fn changed_pages_are_in_the_diff() {
     assert!(matches!(damaged, Err(MemoryFileError::Damaged { start: 0, .. })));
 }
 
+/// Zeros over a hole of the base are not read, and zeros over its data are a change. A hole where the
+/// base had data is damage.
+#[test]
+fn holes_of_the_base_are_skipped() {
+    let mut base = vec![0; 3 * CHUNK];
+    base[CHUNK + PAGE] = 1;
+    let file = || {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(base.len() as u64).unwrap();
+        file
+    };
+    let sparse = file();
+    sparse.write_all_at(&[1], (CHUNK + PAGE) as u64).unwrap();
+    let state = encode(&machine(&base)).unwrap();
+    let opened = BaseSnapshot::new(&state, sparse).unwrap();
+    let mut writer = DiffWriter::new(opened, base.len() as u64).unwrap();
+    let zeros = vec![0; CHUNK];
+    assert!(
+        !writer.skip_hole(CHUNK_BYTES).unwrap(),
+        "it is not the next chunk"
+    );
+    assert!(writer.skip_hole(0).unwrap());
+    assert!(!writer.skip_hole(CHUNK_BYTES).unwrap());
+    let changed = writer.compare(CHUNK_BYTES, &zeros).unwrap();
+    assert_eq!(changed, [PAGE..2 * PAGE]);
+    assert!(writer.skip_hole(2 * CHUNK_BYTES).unwrap());
+    let (state, bytes) = writer
+        .finish(&encode(&machine(&vec![0; base.len()])).unwrap())
+        .unwrap();
+    let runs = decode(&state).unwrap().memory.base.unwrap().runs;
+    assert_eq!(
+        (runs, bytes),
+        (vec![((CHUNK + PAGE) as u64, PAGE as u64)], PAGE as u64)
+    );
+
+    let emptied = BaseSnapshot::new(&encode(&machine(&base)).unwrap(), file()).unwrap();
+    let mut writer = DiffWriter::new(emptied, base.len() as u64).unwrap();
+    assert!(writer.skip_hole(0).unwrap());
+    let damaged = writer.skip_hole(CHUNK_BYTES);
+    assert!(matches!(
+        damaged,
+        Err(DiffError::Memory(MemoryFileError::Damaged {
+            start: CHUNK_BYTES,
+            ..
+        }))
+    ));
+}
+
 #[test]
 fn impossible_ranges_are_refused() {
     let check = |runs: Vec<(u64, u64)>| check_runs(&SavedBase { state_crc: 0, runs }, 1 << 20).is_ok();
