@@ -156,7 +156,7 @@ pub fn map_file(memory: &GuestMemoryMmap, file: &File) -> Result<(), MemoryBacki
 
 /// Replaces `ranges` of `memory` by the contents of `file`. A range is an offset from the first byte of
 /// the first region, which is also the one in the file, and a length. Long ranges are mapped. Short
-/// ones are copied, as are those beyond [`MAX_MAPPED_RUNS`], because a process has a limited number of
+/// ones are copied, as are those beyond 8,192 of them, because a process has a limited number of
 /// mappings. No other thread may access the memory.
 ///
 /// # Errors
