@@ -12,6 +12,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
@@ -73,6 +74,15 @@ pub struct MovedVm {
     pub pid: u32,
     /// Time during which it was paused, in nanoseconds.
     pub downtime_ns: u64,
+}
+
+/// The process that a VM has left.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct VmOrigin {
+    /// Name of the VM there.
+    pub name: String,
+    /// ID of that process.
+    pub pid: u32,
 }
 
 /// Offers the VM at the other end of `vm` to the process at the other end of `stream`, and waits for

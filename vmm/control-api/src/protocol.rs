@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::balloon::BalloonInfo;
 pub use crate::exits::{ExitsOfReason, VcpuExits};
+use crate::migration::VmOrigin;
 
 /// Version of the protocol, which the client's first request contains.
 pub const PROTOCOL: u32 = 1;
@@ -393,15 +394,6 @@ pub struct VmInfo {
     /// The process that the VM was in before it moved to this one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub moved_from: Option<VmOrigin>,
-}
-
-/// The process that a VM has left.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct VmOrigin {
-    /// Name of the VM there.
-    pub name: String,
-    /// ID of that process.
-    pub pid: u32,
 }
 
 /// Settings of a VM that decide what its guest can count.

@@ -60,7 +60,8 @@ impl MetadataStack {
             let _ = all.push(IpCidr::new(address.into(), 32));
         });
         let mut sockets = SocketSet::new(Vec::new());
-        let connections = (0..MAX_CONNECTIONS)
+        // The last one replaces the oldest when it listens no more.
+        let connections = (0..=MAX_CONNECTIONS)
             .map(|_| Connection::new(&mut sockets, now))
             .collect();
         let mut stack = Self {

@@ -108,8 +108,9 @@ impl Vm {
         Self::build(parts, None)
     }
 
-    /// Builds the machine and restores the guest from a snapshot or from another process. The guest's kernel and the reset
-    /// policy of the configuration are not used, and a reset by the guest ends the VM.
+    /// Builds the machine and restores the guest from a snapshot or from another process. The guest's
+    /// kernel and the reset policy of the configuration are not used, and a reset by the guest ends the
+    /// VM.
     ///
     /// # Errors
     /// Returns a [`VmError`] with the problem and the remedy in one line.

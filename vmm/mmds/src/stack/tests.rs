@@ -155,10 +155,13 @@ fn long_document_arrives_whole_at_another_address() {
 fn idle_connection_gives_way_and_ends() {
     let mut guest = Guest::new("version=v1");
     let first = guest.connect(1000);
-    for port in 1..MAX_CONNECTIONS + 1 {
+    for port in 1..MAX_CONNECTIONS {
         guest.now += Duration::from_millis(10);
         guest.connect(1000 + u16::try_from(port).unwrap());
     }
+    assert!(guest.socket(first).is_active(), "there is room for all");
+    guest.now += Duration::from_millis(10);
+    guest.connect(1999);
     assert!(
         !guest.socket(first).is_active(),
         "the oldest connection is replaced"

@@ -290,7 +290,7 @@ fn argument_errors_name_the_command() {
         (
             &["ctl", "vm"],
             [
-                "pause, resume, powerdown, stop, status, limits, vcpus, balloon, snapshot, share, filter",
+                "pause, resume, powerdown, stop, status, limits, vcpus, balloon, snapshot, migrate, share, filter",
                 "`perfvisor ctl --help`",
             ],
         ),
@@ -299,7 +299,7 @@ fn argument_errors_name_the_command() {
             &["ctl", "vm", "staus"],
             [
                 "did you mean 'status'?",
-                "known are pause, resume, powerdown, stop, status, limits, vcpus, balloon, snapshot, share or filter",
+                "known are pause, resume, powerdown, stop, status, limits, vcpus, balloon, snapshot, migrate, share or filter",
             ],
         ),
         (&["recrod"], ["did you mean 'record'?", "known are run, check"]),

@@ -18,8 +18,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use control_api::client::{Client, ClientError};
-use control_api::migration::{self, MigrationResult, MovedVm};
-use control_api::protocol::{VmInfo, VmOrigin, VmState};
+use control_api::migration::{self, MigrationResult, MovedVm, VmOrigin};
+use control_api::protocol::{VmInfo, VmState};
 use control_api::request;
 use control_api::socket_dir::{Socket, SocketError};
 use operator::commands::snapshot::{self as source, SnapshotCommandError};

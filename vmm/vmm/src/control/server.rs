@@ -41,10 +41,11 @@ use crate::vcpu::registry::VcpuRegistry;
 use crate::vcpu::slot::VcpuSlot;
 use crate::vm::save::{Snapshot, SnapshotSource};
 use control_api::counts::VcpuCounts;
+use control_api::migration::VmOrigin;
 use control_api::peer;
 use control_api::protocol::{
     Call, ClientRole, Failure, FailureKind, GuestViews, KernelSymbolsReply, MAX_REQUEST, PROTOCOL, ReplyLine,
-    RequestLine, VcpuPlug, VcpuRefusal, VmInfo, VmOrigin, VmSettings, VmState,
+    RequestLine, VcpuPlug, VcpuRefusal, VmInfo, VmSettings, VmState,
 };
 use control_api::socket_dir::Socket;
 use kernel_images::packed::PackedSymbols;

@@ -1,5 +1,5 @@
-//! Restores a VM from a snapshot or from another process: checks that this machine is like the saved one, and writes its
-//! state before any thread of it runs.
+//! Restores a VM from a snapshot or from another process: checks that this machine is like the saved
+//! one, and writes its state before any thread of it runs.
 
 use std::fs::File;
 use std::sync::Arc;

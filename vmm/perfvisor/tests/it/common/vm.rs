@@ -109,7 +109,8 @@ pub struct VmProcess {
 
 impl VmProcess {
     /// Starts `perfvisor -v run --name NAME --memory 32M` with `args`, or without the memory if `args`
-    /// contain `--restore` or `--incoming`. Its standard output is a pipe. Returns `None` if KVM is unavailable.
+    /// contain `--restore` or `--incoming`. Its standard output is a pipe. Returns `None` if KVM is
+    /// unavailable.
     pub fn spawn(mut program: Command, name: &str, args: &[&str], stdin: Stdio) -> Option<Self> {
         if !has_kvm() {
             return None;
