@@ -6,6 +6,7 @@ use std::io::{BufRead as _, BufReader, Read};
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixListener;
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use control_api::client::Client;
 use control_api::snapshot::SnapshotPiece;
@@ -54,6 +55,21 @@ impl Source {
         vm
     }
 
+    /// Starts the VM `two` in the socket directory of the source.
+    fn receiver_beside(&self) -> Killed {
+        let receiver = Command::new(PROGRAM)
+            .args(["run", "--name", "two", "--incoming", &self.address()])
+            .args(["--disk", &self.path("disk")])
+            .env("XDG_RUNTIME_DIR", self.vm.runtime.path())
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .map(Killed);
+        eventually("it waits", || fs::metadata(self.path("in")).is_ok());
+        receiver.unwrap()
+    }
+
     /// Moves the VM to `receiver`, and returns the message of `ctl`.
     fn migrate(&self) -> (Option<i32>, String) {
         said(&mut self.vm.operator(&["ctl", "one", "migrate", &self.address()]))
@@ -84,6 +100,13 @@ impl Drop for Killed {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
+}
+
+/// Sends SIGINT.
+fn interrupt(process: &Killed) {
+    let pid = process.0.id().to_string();
+    let status = Command::new("kill").args(["-INT", &pid]).status();
+    assert!(status.unwrap().success());
 }
 
 fn state_of(vm: &VmProcess, name: &str) -> String {
@@ -142,25 +165,11 @@ fn stat_follows_the_vm() {
         lines.map(|line| enabled_ns(&line, 4)).sum()
     };
     let before_ns = sum(3);
-    // The name is in the same directory.
-    let receiver = Command::new(PROGRAM)
-        .args(["run", "--name", "two", "--incoming", &source.address()])
-        .args(["--disk", &source.path("disk")])
-        .env("XDG_RUNTIME_DIR", source.vm.runtime.path())
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .map(Killed)
-        .unwrap();
-    eventually("it waits", || fs::metadata(source.path("in")).is_ok());
+    let receiver = source.receiver_beside();
     assert_eq!(source.migrate().0, Some(0));
     let after_ns = sum(4);
     for stat in [&intervals, &table] {
-        let kill = Command::new("kill")
-            .args(["-INT", &stat.0.id().to_string()])
-            .status();
-        assert!(kill.unwrap().success());
+        interrupt(stat);
     }
     let text_of = |stream: &mut dyn Read| {
         let mut text = String::new();
@@ -176,6 +185,55 @@ fn stat_follows_the_vm() {
     assert!(
         both_ns > before_ns + after_ns - short_ns,
         "{before_ns} {after_ns} {text}"
+    );
+}
+
+/// A recording contains samples of both processes.
+#[test]
+fn record_follows_the_vm() {
+    let Some(source) = Source::start(&[]) else { return };
+    let file = source.path("data");
+    let mut command = source
+        .vm
+        .operator(&["-v", "record", "one", "-F", "200", "-o", &file]);
+    let command = command.stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut record = Killed(command.spawn().unwrap());
+    let mut lines = BufReader::new(record.0.stderr.take().unwrap()).lines();
+    let mut wait_for = |part: &str| {
+        let found = lines.by_ref().map(Result::unwrap).any(|line| line.contains(part));
+        assert!(found, "{part}");
+    };
+    wait_for("sampling of one has started");
+    source.vm.observe_while_running(0.5, |seconds| {
+        std::thread::sleep(Duration::from_secs_f64(seconds.parse().unwrap()));
+    });
+    let receiver = source.receiver_beside();
+    assert_eq!(source.migrate().0, Some(0));
+    wait_for(&format!("one has moved to process {} as two", receiver.0.id()));
+    // The clock of the samples.
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    let moved_at = now.tv_sec as f64 + now.tv_nsec as f64 / 1e9;
+    let cpu_ms = |vm: &Source| -> f64 {
+        let args = ["stat", "two", "-x,", "-e", "task-clock", "-d", "0.5"];
+        let text = stdout_of(&mut vm.vm.operator(&args));
+        text.split(',').next().unwrap().parse().unwrap()
+    };
+    let mut ran_ms = 0.0;
+    while ran_ms < 300.0 {
+        ran_ms += cpu_ms(&source);
+    }
+    interrupt(&record);
+    assert!(record.0.wait().unwrap().success());
+    let text = stdout_of(&mut source.vm.operator(&["script", "-i", &file, "-F", "time"]));
+    let times = text
+        .lines()
+        .filter_map(|line| line.trim().trim_end_matches(':').parse::<f64>().ok());
+    let (after, before): (Vec<f64>, Vec<f64>) = times.partition(|time| *time > moved_at);
+    assert!(
+        before.len() > 10 && after.len() > 10,
+        "{} {}",
+        before.len(),
+        after.len()
     );
 }
 

@@ -23,6 +23,7 @@ use perf_core::record::{Record, RecordFormat, Sample as RingSample};
 use perf_core::ring::{RingReadError, RingReader};
 
 use super::all::for_each_vm;
+use super::migrate::find_moved;
 use super::select::name_or_pid;
 use super::{DONE, OperatorCommandError, WaitResult, check_sampling_support, connect, say, wait_until};
 use crate::exit::ExitStatus;
@@ -99,13 +100,7 @@ fn record_one(
     mut remote: Option<RemoteControl>,
 ) -> Result<ExitStatus, RecordError> {
     let sampling = args.sampling();
-    let opened: Vec<OpenedEvent> = client.call(request::Open {
-        events: args.events.clone(),
-        vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
-        whole: false,
-        sampling: Some(sampling),
-    })?;
-    check_sampling_support(&opened)?;
+    let opened = open_events(&mut client, args)?;
     find_kernel(&mut client, args, signals)?;
     let names = RecordedSymbols::of(&mut client, args)?;
     let mut streams = SampleStreams::open(&mut client, args, &opened, sampling)?;
@@ -132,6 +127,18 @@ fn record_one(
         }
         Err(error) => Err(error),
     }
+}
+
+/// Opens the events of `args`.
+fn open_events(client: &mut Client, args: &RecordArgs) -> Result<Vec<OpenedEvent>, OperatorCommandError> {
+    let opened: Vec<OpenedEvent> = client.call(request::Open {
+        events: args.events.clone(),
+        vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
+        whole: false,
+        sampling: Some(args.sampling()),
+    })?;
+    check_sampling_support(&opened)?;
+    Ok(opened)
 }
 
 /// Takes samples until the recording ends. Returns `true` if the VM has ended.
@@ -204,9 +211,16 @@ fn sample(
             if !e.is_gone() {
                 return Err(e.into());
             }
-            gone = true;
             streams.drain(recording)?;
-            break;
+            // Whether sampling is enabled is known without commands only.
+            gone = remote.is_some() || !streams.follow(client, args, recording)?;
+            if gone {
+                break;
+            }
+            if clock.begin.is_none() {
+                let () = client.call(request::Enable)?;
+            }
+            find_kernel(client, args, signals)?;
         }
         if progress {
             recording.show_progress(clock.start.elapsed());
@@ -313,6 +327,8 @@ struct SampleStreams {
     lanes: Vec<SampledEvent>,
     /// Lane indices by stream ID.
     by_stream: HashMap<u64, usize>,
+    /// Statistics of the processes that the VM has left.
+    left: Option<SampleTotals>,
     /// `true` if new records overwrite the oldest ones.
     overwrite: bool,
 }
@@ -328,6 +344,7 @@ impl SampleStreams {
             rings: Vec::new(),
             lanes: Vec::new(),
             by_stream: HashMap::new(),
+            left: None,
             overwrite: args.overwrite,
         };
         let why_not = streams.add(client, args, opened, sampling)?;
@@ -432,6 +449,39 @@ impl SampleStreams {
         Ok(why_not)
     }
 
+    /// Continues in the process to which the VM has moved. All rings of the process that has ended are
+    /// drained. The events there are disabled. Returns `false` if the VM has not moved.
+    fn follow(
+        &mut self,
+        client: &mut Client,
+        args: &RecordArgs,
+        recording: &mut Recording,
+    ) -> Result<bool, RecordError> {
+        let Some(moved) = find_moved(client.info()) else {
+            return Ok(false);
+        };
+        self.settle(u64::MAX, recording)?;
+        self.left = self.totals();
+        self.rings.clear();
+        self.lanes.clear();
+        self.by_stream.clear();
+        let left = std::mem::replace(client, moved);
+        let (from, to) = (left.info(), client.info());
+        log::warn!(
+            "{} has moved to process {} as {}; the recording continues there",
+            from.name,
+            to.pid,
+            to.name
+        );
+        let opened = open_events(client, args)?;
+        recording.join(&opened);
+        self.add(client, args, &opened, args.sampling())?;
+        if let Some(offset_ns) = self.rings.first().and_then(|(_, info)| info.clock_offset_ns) {
+            recording.set_clock_offset(offset_ns);
+        }
+        Ok(true)
+    }
+
     /// Drains all rings.
     fn drain(&mut self, recording: &mut Recording) -> Result<(), RecordError> {
         // Host kernel samples are read first, because VM samples replace some of them.
@@ -530,7 +580,8 @@ impl SampleStreams {
             instead: a.instead + b.instead,
             host: a.host + b.host,
         };
-        self.lanes.iter().map(|lane| lane.merge.totals()).reduce(add)
+        let lanes = self.lanes.iter().map(|lane| lane.merge.totals());
+        lanes.chain(self.left).reduce(add)
     }
 }
 

@@ -190,6 +190,11 @@ impl Recording {
         }
     }
 
+    /// Sets the difference between the clock of the file and that of further samples.
+    pub(super) fn set_clock_offset(&mut self, offset_ns: u64) {
+        self.clock_offset_ns = offset_ns;
+    }
+
     /// Converts a sample time to the clock of the file.
     fn file_ns(&self, time_ns: u64) -> u64 {
         time_ns.saturating_add(self.clock_offset_ns)
