@@ -324,6 +324,35 @@ fn receiver_that_disappears_leaves_a_running_vm() {
     source.assert_goes_on();
 }
 
+/// A source that is killed when it has sent everything leaves the VM to the receiver, whether it has
+/// read the request that ends it or not.
+#[test]
+fn source_that_dies_leaves_the_vm_to_the_receiver() {
+    let Some(mut source) = Source::start(&[]) else {
+        return;
+    };
+    let receiver = source.receiver(&["--disk", &source.path("disk")]);
+    let mut command = source.vm.operator(&["ctl", "one", "migrate", &source.address()]);
+    let ctl = command
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    eventually("it has the VM", || {
+        receiver.said_count("received one from process") > 0
+    });
+    source.vm.child.kill().unwrap();
+    let out = ctl.wait_with_output().unwrap();
+    assert_eq!(
+        out.status.code(),
+        Some(0),
+        "{}",
+        String::from_utf8_lossy(&out.stderr)
+    );
+    assert!(state_of(&receiver, "two").starts_with("two: running, 1 vCPU\n"));
+    source.assert_disk_is_locked();
+}
+
 #[test]
 fn other_addresses_and_machine_options_are_refused() {
     let line = |args: &[&str]| {
