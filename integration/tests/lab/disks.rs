@@ -65,6 +65,20 @@ section fill dd if=/dev/urandom of=/dev/vda bs=1M count=24 conv=fsync
 section lives sh -c 'head -c 512 /dev/vda | wc -c'
 "#;
 
+/// Script that reads 8 MiB of each disk and shows the seconds that it took.
+const READER_OF_TWO: &str = r#"
+drivers
+seconds() {
+    from=$(cut -d' ' -f1 /proc/uptime)
+    dd if=$1 of=/dev/null bs=256k count=32 iflag=direct 2>/dev/null || echo failed
+    to=$(cut -d' ' -f1 /proc/uptime)
+    echo $from $to
+}
+section limited seconds /dev/vda
+section unlimited seconds /dev/vdb
+section messages sh -c "dmesg | grep -ci 'i/o error'"
+"#;
+
 fn guest(name: &str, pmu: &str, script: &str, disks: &[String]) -> LinuxGuest {
     let arguments = disks.iter().flat_map(|disk| ["--disk".to_owned(), disk.clone()]);
     LinuxGuest::new(name, pmu)
@@ -206,6 +220,35 @@ fn whole(place: &TestHost, path: &str, dir: &Path) {
         "{}",
         String::from_utf8_lossy(&said)
     );
+}
+
+/// A disk with 2 MiB a second takes about three seconds for 8 MiB, the first 2 of which pass at once.
+/// The guest's driver waits and reports no error.
+#[test]
+fn rate_limit_delays_the_requests_of_linux() {
+    let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
+    let [limited, unlimited] = ["limited", "unlimited"].map(|name| place.scratch(name));
+    shell(&place, &format!("truncate -s 16M '{limited}' '{unlimited}'"));
+    let disks = [format!("{limited},bandwidth=2M/1000"), unlimited];
+    let run = guest("disks-limited", "off", READER_OF_TWO, &disks).run(&place);
+    let run = run.unwrap();
+    let seconds = |name: &str| {
+        let times = section(&run, name)
+            .split_whitespace()
+            .map(|time| time.parse().ok());
+        match times.collect::<Option<Vec<f64>>>().as_deref() {
+            Some([from, to]) => to - from,
+            _ => panic!("{run}"),
+        }
+    };
+    let (limited, unlimited) = (seconds("limited"), seconds("unlimited"));
+    eprintln!("8 MiB: {limited:.2} s with 2 MiB a second, {unlimited:.2} s without a limit");
+    // The last request, of 256 KiB, need not wait for all of its tokens.
+    assert!(
+        limited > (8.0 - 2.0 - 0.25) / 2.0 - 0.05 && limited > unlimited,
+        "{limited} {unlimited}"
+    );
+    assert_eq!(section(&run, "messages"), "0", "{run}");
 }
 
 #[test]
