@@ -106,7 +106,7 @@ fn holes_of_the_base_are_skipped() {
     assert!(writer.skip_hole(0).unwrap());
     assert!(!writer.skip_hole(CHUNK_BYTES).unwrap());
     let changed = writer.compare(CHUNK_BYTES, &zeros).unwrap();
-    assert_eq!(changed, [PAGE..2 * PAGE]);
+    assert!(changed.len() == 1 && changed[0] == (PAGE..2 * PAGE));
     assert!(writer.skip_hole(2 * CHUNK_BYTES).unwrap());
     let (state, bytes) = writer
         .finish(&encode(&machine(&vec![0; base.len()])).unwrap())

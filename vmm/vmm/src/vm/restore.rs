@@ -524,8 +524,17 @@ mod tests {
             while count() < HIGH {
                 memory.write_obj(HIGH, COUNTER).unwrap();
             }
+            // Otherwise the guest could read the value before, and write its successor after.
+            let control = self.vm.control();
+            control.set_paused(true);
+            self.vm.registry().kicker().kick();
+            while control.parked() < self.vm.registry().taken().count() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
             self.inflate(COUNTER, 1);
             let first = count();
+            control.set_paused(false);
+            self.vm.registry().kicker().kick();
             assert!(first < HIGH, "{first:#x}");
             assert!((0..5000).any(|_| {
                 std::thread::sleep(Duration::from_millis(1));
