@@ -257,6 +257,14 @@ impl Client {
         Some(std::mem::replace(held, none))
     }
 
+    /// Returns the user ID of the VM's process when it began to listen.
+    ///
+    /// # Errors
+    /// Returns the error of `getsockopt(2)`.
+    pub fn peer_uid(&self) -> io::Result<u32> {
+        peer::peer_uid(&self.line.stream)
+    }
+
     /// Returns the connection, for another process.
     pub fn into_stream(self) -> UnixStream {
         self.line.stream

@@ -7,7 +7,6 @@ use std::time::Duration;
 use control_api::client::Client;
 use control_api::migration::{self, MigrationAddress, MigrationResult};
 use control_api::peer;
-use control_api::protocol::VmInfo;
 
 use super::{one_line, ps};
 
@@ -39,15 +38,20 @@ pub enum MigrateError {
     NoAnswer(String),
 }
 
-/// Returns a connection to the VM that `left` describes in the process to which it has moved, or
-/// `None` if this user's directories have no such VM.
-pub(super) fn find_moved(left: &VmInfo) -> Option<Client> {
+/// Returns a connection to the VM of `left` in the process to which it has moved, or `None` if there
+/// is none. Only VMs of this user and of the user of the first process are asked: another user's
+/// could claim to be this one.
+pub(super) fn find_moved(left: &Client) -> Option<Client> {
+    let users = [Some(peer::own_uid()), left.peer_uid().ok()];
+    let left = left.info();
     let is_moved = |client: &Client| {
         let from = client.info().moved_from.as_ref();
         from.is_some_and(|from| from.pid == left.pid && from.name == left.name)
     };
     let connect = |vm: ps::VmSocket| Client::connect_at(&vm.path, vm.owner, SEARCH_TIMEOUT).ok();
-    ps::everywhere().into_iter().filter_map(connect).find(is_moved)
+    let found = ps::everywhere_quietly().into_iter();
+    let own = found.filter(|vm| users.contains(&vm.owner));
+    own.filter_map(connect).find(is_moved)
 }
 
 /// Moves the VM of `client` to the process at `address`. Returns a message of success.

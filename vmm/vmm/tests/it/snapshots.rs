@@ -292,32 +292,36 @@ fn a_wrmsr_is_not_done_twice() {
     }
 }
 
-/// A snapshot of a restored VM is as good as that of the first one, and a snapshot can be restored
-/// several times.
-#[test]
-fn restored_vm_can_be_saved_again() {
-    let config = config(GUEST);
-    let Some(reference) = TestVm::start(&config, None) else {
-        return;
+/// A snapshot, and the length of the output that precedes it since the start or the restore.
+type Cut = (RestoredMachine, usize);
+
+/// Returns the guest's output without a cut, a snapshot, and one of the VM that was restored from it.
+fn two_cuts(config: &VmConfig) -> Option<(Vec<u8>, [Cut; 2])> {
+    let expected = TestVm::start(config, None)?.finish();
+    let cut = |saved| {
+        let vm = TestVm::start(config, saved).unwrap();
+        while vm.output.len() < 500 {
+            std::hint::spin_loop();
+        }
+        vm.snapshot().unwrap()
     };
-    let expected = reference.finish();
-    let source = TestVm::start(&config, None).unwrap();
-    while source.output.len() < 500 {
-        std::hint::spin_loop();
-    }
-    let (first, cut) = source.snapshot().unwrap();
-    drop(source);
+    let (first, length) = cut(None);
     let again = RestoredMachine {
         state: first.state.clone(),
         memory: RestoredMemory::Snapshot(memory_file(&first).try_clone().unwrap()),
         accepts_losses: false,
     };
-    let restored = TestVm::start(&config, Some(first)).unwrap();
-    while restored.output.len() < 500 {
-        std::hint::spin_loop();
-    }
-    let (second, more) = restored.snapshot().unwrap();
-    drop(restored);
+    Some((expected, [(again, length), cut(Some(first))]))
+}
+
+/// A snapshot of a restored VM is as good as that of the first one, and a snapshot can be restored
+/// several times.
+#[test]
+fn restored_vm_can_be_saved_again() {
+    let config = config(GUEST);
+    let Some((expected, [(again, cut), (second, more)])) = two_cuts(&config) else {
+        return;
+    };
     let rest = TestVm::start(&config, Some(second)).unwrap().finish();
     assert!([&expected[..cut + more], &rest].concat() == expected);
     // The memory file was not written.
@@ -596,28 +600,10 @@ fn diff_of(base: &RestoredMachine, later: &RestoredMachine) -> RestoredMachine {
 #[test]
 fn diff_restores_to_equal_results() {
     let config = config(GUEST);
-    let Some(reference) = TestVm::start(&config, None) else {
+    let Some((expected, [(base, cut), (full, more)])) = two_cuts(&config) else {
         return;
     };
-    let expected = reference.finish();
-    let source = TestVm::start(&config, None).unwrap();
-    while source.output.len() < 500 {
-        std::hint::spin_loop();
-    }
-    let (base, cut) = source.snapshot().unwrap();
-    drop(source);
-    let copy = RestoredMachine {
-        state: base.state.clone(),
-        memory: RestoredMemory::Snapshot(memory_file(&base).try_clone().unwrap()),
-        accepts_losses: false,
-    };
-    let restored = TestVm::start(&config, Some(base)).unwrap();
-    while restored.output.len() < 500 {
-        std::hint::spin_loop();
-    }
-    let (full, more) = restored.snapshot().unwrap();
-    drop(restored);
-    let diff = diff_of(&copy, &full);
+    let diff = diff_of(&base, &full);
     let vm = TestVm::start(&config, Some(diff)).unwrap();
     assert!([&expected[..cut + more], &vm.finish()].concat() == expected);
 }

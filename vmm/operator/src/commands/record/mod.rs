@@ -457,7 +457,7 @@ impl SampleStreams {
         args: &RecordArgs,
         recording: &mut Recording,
     ) -> Result<bool, RecordError> {
-        let Some(moved) = find_moved(client.info()) else {
+        let Some(moved) = find_moved(client) else {
             return Ok(false);
         };
         self.settle(u64::MAX, recording)?;

@@ -98,7 +98,7 @@ impl CountedEvents {
         client: &mut Client,
         args: &StatArgs,
     ) -> Result<bool, OperatorCommandError> {
-        let Some(moved) = find_moved(client.info()) else {
+        let Some(moved) = find_moved(client) else {
             return Ok(false);
         };
         let left = std::mem::replace(client, moved);
