@@ -24,3 +24,5 @@ pub mod modules;
 pub mod progress;
 #[cfg(feature = "builder")]
 pub mod qemu;
+#[cfg(feature = "builder")]
+pub mod rr;

@@ -658,10 +658,7 @@ fn perf_archive(root: &Path, libraries: &BTreeMap<String, PathBuf>) -> Result<Ve
         ext.push((program, read(&root.join(ext_program(root, program)))?));
     }
     let plain = read(&root.join(PLAIN_PROGRAM))?;
-    let mut contents = Vec::new();
-    for (soname, path) in libraries {
-        contents.push((soname, read(path)?));
-    }
+    let contents = read_libraries(libraries)?;
     archive_in_memory(|archive| {
         let directories = [
             "usr",
@@ -686,17 +683,33 @@ fn perf_archive(root: &Path, libraries: &BTreeMap<String, PathBuf>) -> Result<Ve
         archive.symlink("usr/bin/mkfs.ext4", "mke2fs")?;
         // perf report prints one of these tips at the end.
         archive.file("usr/share/doc/linux-perf/tips.txt", 0o644, &tips)?;
-        for (soname, data) in &contents {
-            // The interpreter's path is fixed in the programs; other libraries are searched for.
-            let directory = if soname.starts_with("ld-linux") {
-                "lib64"
-            } else {
-                "usr/lib/x86_64-linux-gnu"
-            };
-            archive.file(&format!("{directory}/{soname}"), 0o755, data)?;
-        }
-        Ok(())
+        add_libraries(archive, &contents)
     })
+}
+
+/// Reads the libraries of a program.
+pub(crate) fn read_libraries(
+    libraries: &BTreeMap<String, PathBuf>,
+) -> Result<Vec<(String, Vec<u8>)>, BuildError> {
+    let contents = libraries.iter().map(|(soname, path)| Ok((soname.clone(), read(path)?)));
+    contents.collect()
+}
+
+/// Adds libraries to an archive that has their directories.
+pub(crate) fn add_libraries(
+    archive: &mut cpio::CpioArchive<Vec<u8>>,
+    libraries: &[(String, Vec<u8>)],
+) -> io::Result<()> {
+    for (soname, data) in libraries {
+        // The interpreter's path is fixed in the programs; other libraries are searched for.
+        let directory = if soname.starts_with("ld-linux") {
+            "lib64"
+        } else {
+            "usr/lib/x86_64-linux-gnu"
+        };
+        archive.file(&format!("{directory}/{soname}"), 0o755, data)?;
+    }
+    Ok(())
 }
 
 /// Builds the lab archive with busybox, init and KVM's modules.
@@ -723,7 +736,7 @@ fn lab_archive(root: &Path, module_dir: &Path) -> Result<Vec<u8>, BuildError> {
 }
 
 /// Builds an archive in memory, so that only file accesses can fail.
-fn archive_in_memory(
+pub(crate) fn archive_in_memory(
     fill: impl FnOnce(&mut cpio::CpioArchive<Vec<u8>>) -> io::Result<()>,
 ) -> Result<Vec<u8>, BuildError> {
     let mut archive = cpio::CpioArchive::new(Vec::new());
@@ -732,7 +745,7 @@ fn archive_in_memory(
         .map_err(io_error(Path::new("initramfs archive")))
 }
 
-fn io_error(path: &Path) -> impl Fn(io::Error) -> BuildError + use<> {
+pub(crate) fn io_error(path: &Path) -> impl Fn(io::Error) -> BuildError + use<> {
     let path = path.to_owned();
     move |source| BuildError::Io {
         path: path.clone(),
@@ -740,12 +753,12 @@ fn io_error(path: &Path) -> impl Fn(io::Error) -> BuildError + use<> {
     }
 }
 
-fn read(path: &Path) -> Result<Vec<u8>, BuildError> {
+pub(crate) fn read(path: &Path) -> Result<Vec<u8>, BuildError> {
     fs::read(path).map_err(io_error(path))
 }
 
 /// Writes a file atomically.
-fn write(path: &Path, data: &[u8]) -> Result<(), BuildError> {
+pub(crate) fn write(path: &Path, data: &[u8]) -> Result<(), BuildError> {
     let partial = path.with_extension("part");
     fs::write(&partial, data).map_err(io_error(&partial))?;
     fs::rename(&partial, path).map_err(io_error(path))

@@ -42,6 +42,16 @@ const KNOWS_XSAVE: QemuVersion = QemuVersion(10, 0);
 /// CPU options that hide XSAVE and dependent features.
 const NO_XSAVE: &str = ",-xsave,-xsaveopt,-xsavec,-xgetbv1,-avx,-avx2,-f16c,-fma";
 
+/// What the programs of a lab and its guests need of the emulated processor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum QemuNeeds {
+    /// No extended state: any QEMU.
+    #[default]
+    Nothing,
+    /// XSAVE and AVX.
+    Xsave,
+}
+
 /// QEMU packages that the lab needs.
 const PACKAGES: [&str; 4] = [
     "qemu-system-x86",
@@ -161,7 +171,8 @@ impl Qemu {
 
 /// Returns the QEMU to use: the one that PERFVISOR_QEMU names or the installed one, with the plugin
 /// if the version needs and supports it. `PERFVISOR_QEMU=backports` selects the QEMU of the
-/// release's backports, which is fetched once into `target_dir`.
+/// release's backports, which is fetched once into `target_dir`. It is also used if the selected one
+/// lacks what `needs` says.
 ///
 /// Concurrent calls from several processes are safe.
 ///
@@ -169,7 +180,7 @@ impl Qemu {
 /// Returns [`QemuError::Missing`] if there is no QEMU, [`QemuError::Named`] or [`QemuError::Fetch`]
 /// if the one that PERFVISOR_QEMU names cannot be run, and [`QemuError::Plugin`] if the plugin
 /// cannot be compiled.
-pub fn ensure(target_dir: &Path, progress: &ProgressLog) -> Result<Qemu, QemuError> {
+pub fn ensure(target_dir: &Path, needs: QemuNeeds, progress: &ProgressLog) -> Result<Qemu, QemuError> {
     let mut qemu = match std::env::var_os(OVERRIDE).map(PathBuf::from) {
         Some(program) if program == Path::new(BACKPORTS) => {
             of_backports(&target_dir.join("guest"), progress)?
@@ -177,6 +188,9 @@ pub fn ensure(target_dir: &Path, progress: &ProgressLog) -> Result<Qemu, QemuErr
         Some(program) => Qemu::probe(&program).ok_or(QemuError::Named(program))?,
         None => Qemu::probe(Path::new(PROGRAM)).ok_or(QemuError::Missing)?,
     };
+    if needs == QemuNeeds::Xsave && qemu.version < KNOWS_XSAVE {
+        qemu = of_backports(&target_dir.join("guest"), progress)?;
+    }
     if qemu.keeps_stale_code() {
         let plugin = plugin(&target_dir.join("guest"))?;
         // The help text always lists the option, but a build without plugin support rejects it.

@@ -8,7 +8,8 @@ use std::thread;
 
 use guest_images::linux::{self, GuestImages, KernelChoice};
 use guest_images::progress::ProgressLog;
-use guest_images::qemu::{self, Qemu};
+use guest_images::qemu::{self, Qemu, QemuNeeds};
+use guest_images::rr;
 
 /// Target of the static binaries. The lab has no shared libraries, so the host's target is linked
 /// statically.
@@ -95,11 +96,33 @@ pub fn images_of(choice: &KernelChoice) -> Result<GuestImages, ArtefactError> {
 /// # Errors
 /// Returns an error if QEMU is not installed or its plugin cannot be built.
 pub fn qemu() -> Result<&'static Qemu, ArtefactError> {
-    static QEMU: OnceLock<Result<Qemu, ArtefactError>> = OnceLock::new();
-    let ensure = || qemu::ensure(&target_dir(), &ProgressLog::new("lab"));
-    QEMU.get_or_init(|| ensure().map_err(|error| ArtefactError(describe(&error))))
+    qemu_with(QemuNeeds::Nothing)
+}
+
+/// Returns a QEMU with what `needs` says.
+///
+/// # Errors
+/// Returns an error if QEMU is not installed, cannot be fetched, or its plugin cannot be built.
+pub fn qemu_with(needs: QemuNeeds) -> Result<&'static Qemu, ArtefactError> {
+    static ANY: OnceLock<Result<Qemu, ArtefactError>> = OnceLock::new();
+    static XSAVE: OnceLock<Result<Qemu, ArtefactError>> = OnceLock::new();
+    let selected = match needs {
+        QemuNeeds::Nothing => &ANY,
+        QemuNeeds::Xsave => &XSAVE,
+    };
+    let ensure = || qemu::ensure(&target_dir(), needs, &ProgressLog::new("lab"));
+    selected
+        .get_or_init(|| ensure().map_err(|error| ArtefactError(describe(&error))))
         .as_ref()
         .map_err(Clone::clone)
+}
+
+/// Returns the archive with rr and gdb for guests.
+///
+/// # Errors
+/// Returns an error if a package cannot be fetched.
+pub fn rr_archive() -> Result<PathBuf, ArtefactError> {
+    rr::ensure(&target_dir(), &ProgressLog::new("rr")).map_err(|error| ArtefactError(describe(&error)))
 }
 
 /// Returns the directory of the bare-metal guests, `NAME.elf`.

@@ -90,7 +90,7 @@ impl Lab {
         let _ = fs::remove_file(&log);
 
         let ending = Arc::new(QemuExit::default());
-        let qemu = artefacts::qemu()?;
+        let qemu = artefacts::qemu_with(options.qemu_needs)?;
         let mut command = command_line(qemu, &host, &initrd, options);
         command
             .args(["-display", "none"])

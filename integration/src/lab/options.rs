@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use guest_images::linux::KernelChoice;
+use guest_images::qemu::QemuNeeds;
 
 /// The configuration of a lab.
 #[derive(Debug, Clone)]
@@ -23,6 +24,8 @@ pub struct LabOptions {
     /// Raw images for `/dev/vda`, `/dev/vdb` and so on; an image may occur twice. Writes are
     /// discarded with the lab.
     pub disks: Vec<PathBuf>,
+    /// What the lab's QEMU must emulate. Another QEMU is fetched if the default one does not.
+    pub qemu_needs: QemuNeeds,
     /// Set to `true` to abort a boot in progress with an error.
     pub cancelled: Arc<AtomicBool>,
 }
@@ -36,6 +39,7 @@ impl Default for LabOptions {
             kernel: KernelChoice::default(),
             files: Vec::new(),
             disks: Vec::new(),
+            qemu_needs: QemuNeeds::default(),
             cancelled: Arc::default(),
         }
     }

@@ -26,6 +26,7 @@ mod network;
 mod orchestrators;
 mod profile_guest;
 mod profile_unwound;
+mod rr;
 mod share;
 mod shared_guests;
 mod snapshots;

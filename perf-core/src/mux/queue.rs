@@ -272,10 +272,11 @@ impl MuxQueue {
         self.len() == 0
     }
 
-    /// Returns the number of waiting groups.
+    /// Returns the share of the groups that are active, or `None` if the queue is empty.
     #[must_use]
-    pub fn waiting(&self) -> usize {
-        self.waiting.len()
+    #[expect(clippy::cast_precision_loss, reason = "a queue has few groups")]
+    pub fn active_share(&self) -> Option<f64> {
+        (!self.is_empty()).then(|| self.on.len() as f64 / self.len() as f64)
     }
 
     /// Appends group `key` to the queue. Has no effect if the group is already present.

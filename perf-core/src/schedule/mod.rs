@@ -63,11 +63,13 @@ impl std::fmt::Display for SharePolicy {
 }
 
 impl SharePolicy {
-    fn order(self) -> [GroupClass; GroupClass::COUNT] {
-        use GroupClass::{FlexibleVcpu, FlexibleVm, Guest, PinnedVcpu, PinnedVm};
+    /// Returns the classes by precedence, with `flexible` as those of the flexible groups.
+    fn order(self, flexible: [GroupClass; GroupClass::FLEXIBLE]) -> [GroupClass; GroupClass::COUNT] {
+        use GroupClass::{Guest, PinnedVcpu, PinnedVm};
+        let [first, second] = flexible;
         match self {
-            Self::GuestFirst | Self::Strict => [Guest, PinnedVm, PinnedVcpu, FlexibleVm, FlexibleVcpu],
-            Self::OperatorFirst => [PinnedVm, PinnedVcpu, FlexibleVm, FlexibleVcpu, Guest],
+            Self::GuestFirst | Self::Strict => [Guest, PinnedVm, PinnedVcpu, first, second],
+            Self::OperatorFirst => [PinnedVm, PinnedVcpu, first, second, Guest],
         }
     }
 }
@@ -88,8 +90,11 @@ pub(crate) struct SlotPool {
     /// Groups that cannot become active together with the active pinned groups. Parked outside the
     /// queue, where they would block the groups after them forever.
     pub parked: Vec<GroupKey>,
-    /// Capacity left for each flexible queue at the last plan.
-    left: [RemainingCapacity; GroupClass::FLEXIBLE],
+    /// Capacity left for the flexible queues at the last plan.
+    left: RemainingCapacity,
+    /// Service of the VM-wide flexible groups minus that of the vCPU's, in turns of an average group
+    /// of the class. The class with less service is planned first.
+    vm_lead: f64,
     /// Active groups, in the order of the last plan.
     pub on: SmallVec<[GroupKey; 16]>,
 }
@@ -104,7 +109,8 @@ impl SlotPool {
             pinned: [GroupQueue::default(); GroupClass::PINNED],
             flexible: std::array::from_fn(|_| mux.queue()),
             parked: Vec::new(),
-            left: Default::default(),
+            left: RemainingCapacity::default(),
+            vm_lead: 0.0,
             on: SmallVec::new(),
         }
     }
@@ -136,20 +142,35 @@ impl SlotPool {
         }
     }
 
-    /// Returns all parked groups of `class` to their queue.
-    fn unpark_all(&mut self, groups: &mut Table<GroupKey, Group>, class: GroupClass) {
+    /// Returns all parked groups to their queues.
+    fn unpark_all(&mut self, groups: &mut Table<GroupKey, Group>) {
         let mut parked = std::mem::take(&mut self.parked);
-        parked.retain(|&key| {
-            let back = groups[key].class == class;
-            if back {
-                groups[key].parked = false;
-                if let ClassQueue::Flexible(queue) = self.queue(class) {
-                    queue.insert(key);
-                }
+        for key in parked.drain(..) {
+            groups[key].parked = false;
+            if let ClassQueue::Flexible(queue) = self.queue(groups[key].class) {
+                queue.insert(key);
             }
-            !back
-        });
+        }
         self.parked = parked;
+    }
+
+    /// Returns the classes of flexible groups, the one with less service first.
+    fn flexible_order(&self) -> [GroupClass; GroupClass::FLEXIBLE] {
+        if self.vm_lead > 0.0 {
+            [GroupClass::FlexibleVcpu, GroupClass::FlexibleVm]
+        } else {
+            [GroupClass::FlexibleVm, GroupClass::FlexibleVcpu]
+        }
+    }
+
+    /// Accounts the interval that ends: each class was served by the share of its groups that were
+    /// active. A class that waits for reasons other than the other class gains one turn at most.
+    fn account_service(&mut self) {
+        let [vm, vcpu] = self.flexible.each_ref().map(MuxQueue::active_share);
+        self.vm_lead = match (vm, vcpu) {
+            (Some(vm), Some(vcpu)) => (self.vm_lead + vm - vcpu).clamp(-1.0, 1.0),
+            _ => 0.0,
+        };
     }
 
     /// Returns the number of groups that can run, active or waiting, excluding parked groups.
@@ -171,6 +192,9 @@ impl SlotPool {
     /// Ends the time slice of one group of each queue if it is due. Returns active groups that must
     /// be read in the middle of their slice.
     pub fn turn(&mut self, now_ns: u64) -> [Option<GroupKey>; GroupClass::FLEXIBLE] {
+        if self.next_turn_ns().is_some_and(|due_ns| due_ns <= now_ns) {
+            self.account_service();
+        }
         let mut mid_slice = [None; GroupClass::FLEXIBLE];
         for (queue, mid_slice) in self.flexible.iter_mut().zip(&mut mid_slice) {
             if queue.turn(now_ns).is_some() {
@@ -250,7 +274,7 @@ pub(crate) struct SlotPlan {
     pub failed: SmallVec<[GroupKey; 4]>,
 }
 
-/// Capacity that is left for a flexible queue by the groups before it that are always active.
+/// Capacity that is left for the flexible queues by the pinned groups before them.
 #[derive(Debug, Default)]
 struct RemainingCapacity {
     /// Suitable counters of each event of those groups.
@@ -258,11 +282,9 @@ struct RemainingCapacity {
     vcpu_counters: CounterMask,
     /// `true` if one of those groups is exclusive.
     exclusive: bool,
-    /// `true` if no capacity is used.
-    untouched: bool,
 }
 
-/// First groups of a plan, which are always active.
+/// Pinned groups that precede the flexible ones in a plan, and are therefore always active.
 #[derive(Clone, Copy, Debug, Default)]
 struct AlwaysActive {
     /// Number of their events.
@@ -317,8 +339,8 @@ impl FreeCapacity {
 
     /// Returns `true` if a group that does not fit now would fit together with only the groups that
     /// are always active.
-    fn can_ever_fit(&self, always: AlwaysActive, untouched: bool, key: GroupKey, group: &Group) -> bool {
-        if group.exclusive && !untouched {
+    fn can_ever_fit(&self, always: AlwaysActive, key: GroupKey, group: &Group) -> bool {
+        if group.exclusive && always.events > 0 {
             return false;
         }
         if group.wants.is_empty() {
@@ -336,18 +358,16 @@ impl FreeCapacity {
 
 impl RemainingCapacity {
     /// Updates the remaining capacity. Returns `true` if it changed.
-    fn update(&mut self, room: &FreeCapacity, always: AlwaysActive, untouched: bool) -> bool {
+    fn update(&mut self, room: &FreeCapacity, always: AlwaysActive) -> bool {
         let before = || room.seats.fits().take(always.events);
         let same = self.vcpu_counters == room.vcpu_counters
             && self.exclusive == always.exclusive
-            && self.untouched == untouched
             && self.before.iter().copied().eq(before());
         if !same {
             self.before.clear();
             self.before.extend(before());
             self.vcpu_counters = room.vcpu_counters;
             self.exclusive = always.exclusive;
-            self.untouched = untouched;
         }
         !same
     }
@@ -361,9 +381,8 @@ pub(crate) fn plan(
 ) -> SlotPlan {
     let mut plan = SlotPlan::default();
     let mut room = FreeCapacity::new(pool, groups);
-    let mut always = AlwaysActive::default();
-    let mut shared = false;
-    for class in policy.order() {
+    let mut always = None;
+    for class in policy.order(pool.flexible_order()) {
         match pool.queue(class) {
             ClassQueue::Pinned(queue) => {
                 for key in queue.iter(groups) {
@@ -374,17 +393,16 @@ pub(crate) fn plan(
                 }
             }
             ClassQueue::Flexible(_) => {
-                // Flexible groups before these are always active only if none of them must wait.
-                if !shared {
-                    always = AlwaysActive {
+                let always = *always.get_or_insert_with(|| {
+                    let always = AlwaysActive {
                         events: room.seats.len(),
                         exclusive: room.exclusive,
                     };
-                }
-                let untouched = room.seats.len() == 0;
-                if pool.left[class as usize - GroupClass::PINNED].update(&room, always, untouched) {
-                    pool.unpark_all(groups, class);
-                }
+                    if pool.left.update(&room, always) {
+                        pool.unpark_all(groups);
+                    }
+                    always
+                });
                 let mut hopeless: SmallVec<[GroupKey; 16]> = SmallVec::new();
                 let ClassQueue::Flexible(queue) = pool.queue(class) else {
                     continue;
@@ -394,7 +412,7 @@ pub(crate) fn plan(
                     let turn = room.offer(key, group);
                     if turn == SlotOffer::Taken {
                         plan.on.push(key);
-                    } else if !room.can_ever_fit(always, untouched, key, group) {
+                    } else if !room.can_ever_fit(always, key, group) {
                         hopeless.push(key);
                         return SlotOffer::NotNow;
                     }
@@ -408,9 +426,6 @@ pub(crate) fn plan(
                         }
                         pool.parked.push(key);
                     }
-                }
-                if let ClassQueue::Flexible(queue) = pool.queue(class) {
-                    shared |= queue.waiting() > 0;
                 }
             }
         }

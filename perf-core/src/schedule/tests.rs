@@ -177,7 +177,7 @@ proptest! {
             let plan = world.plan();
             prop_assert!(world.fit_together(&plan.on));
             let mut before: Vec<usize> = Vec::new();
-            for class in world.asked.policy.order() {
+            for class in world.asked.policy.order(world.pool.flexible_order()) {
                 let taken = |key: &&usize| world.asked.groups[**key].class == class;
                 if class.is_pinned() {
                     // The queue order is the key order here.
@@ -239,7 +239,7 @@ proptest! {
     }
 
     /// After a group switch, a group that remains active moves only if the new groups cannot be
-    /// assigned otherwise.
+    /// assigned otherwise, or if they now have precedence.
     #[test]
     fn active_groups_keep_their_counters(asked in asked()) {
         let mut world = World::new(asked);
@@ -247,8 +247,10 @@ proptest! {
         let mut now_ns = 0;
         for _ in 0..6 {
             let before = world.seats();
+            let order = world.pool.flexible_order();
             now_ns += 10;
             world.pool.turn(now_ns);
+            let same_order = world.pool.flexible_order() == order;
             let plan = world.plan();
             let after = world.seats();
             let stay: Vec<_> = before.iter().filter(|(key, ..)| plan.on.contains(key)).collect();
@@ -260,7 +262,7 @@ proptest! {
                 .filter(|key| !before.iter().any(|(b, ..)| b == *key))
                 .flat_map(|&key| world.masks(key))
                 .collect();
-            if new.len() == 1 && possible(&new, world.asked.counters & !held) {
+            if same_order && new.len() == 1 && possible(&new, world.asked.counters & !held) {
                 prop_assert!(!moved, "{:?} became {:?}", before, after);
             }
         }
@@ -351,34 +353,31 @@ fn capacity_change_is_detected() {
     let first = room(&world, [0b11, 0b11]);
     let changes = [(true, "nothing was known"), (false, "nothing changed")];
     for (changed, why) in changes {
-        assert_eq!(left.update(&first, always, false), changed, "{why}");
+        assert_eq!(left.update(&first, always), changed, "{why}");
     }
-    assert!(left.update(&first, always, true), "all of it is left");
-    assert!(!left.update(&first, always, true));
     let exclusive = AlwaysActive {
         exclusive: true,
         ..always
     };
-    assert!(left.update(&first, exclusive, true));
-    assert!(!left.update(&first, exclusive, true));
+    assert!(left.update(&first, exclusive));
+    assert!(!left.update(&first, exclusive));
     assert!(left.update(
         &first,
         AlwaysActive {
             events: 1,
             ..exclusive
-        },
-        true
+        }
     ));
-    assert!(left.update(&first, exclusive, true));
+    assert!(left.update(&first, exclusive));
     let second = room(&world, [0b11, 0b1100]);
-    assert!(left.update(&second, exclusive, true), "another kind of event");
-    assert!(!left.update(&second, exclusive, true));
+    assert!(left.update(&second, exclusive), "another kind of event");
+    assert!(!left.update(&second, exclusive));
     world.pool.reserve(0);
     let third = room(&world, [0b11, 0b1100]);
-    assert!(left.update(&third, exclusive, true), "other counters");
-    assert!(!left.update(&third, exclusive, true));
-    assert!(left.update(&third, always, false), "all of it changed");
-    assert!(!left.update(&third, always, false));
+    assert!(left.update(&third, exclusive), "other counters");
+    assert!(!left.update(&third, exclusive));
+    assert!(left.update(&third, always), "all of it changed");
+    assert!(!left.update(&third, always));
 }
 
 #[test]
@@ -410,17 +409,40 @@ fn share_policy_round_trips_as_text() {
     assert_eq!("".parse::<SharePolicy>(), Err(UnknownSharePolicy));
 }
 
-/// VM-wide flexible groups precede those of a vCPU. While they are always active, a group that does
-/// not fit together with them is parked. While they are multiplexed, it waits in its queue, because
-/// the active ones will leave.
+/// VM-wide groups and groups of a vCPU share the turns: each group is active as often as every other
+/// of the same size, and none starves.
 #[test]
-fn group_waits_in_queue_behind_multiplexed_groups() {
-    let vm = || asked_group(GroupClass::FlexibleVm, 0b1);
-    let vcpu = || asked_group(GroupClass::FlexibleVcpu, 0b1);
-    let mut alone = world(0b1, 0, vec![vm(), vcpu()]);
-    assert_eq!(alone.plan().on[..], [0]);
-    assert!(alone.groups[GroupKey::new(1)].parked);
-    let mut turns = world(0b1, 0, vec![vm(), vm(), vcpu()]);
-    assert_eq!(turns.plan().on.len(), 1);
-    assert!(!turns.groups[GroupKey::new(2)].parked);
+fn vm_wide_groups_do_not_starve_groups_of_a_vcpu() {
+    const TURNS: u64 = 1200;
+    for (counters, vm, vcpu) in [(1, 1, 1), (1, 2, 1), (1, 1, 3), (2, 2, 1), (2, 1, 5), (4, 5, 5), (4, 2, 6)] {
+        let groups = std::iter::repeat_n(GroupClass::FlexibleVm, vm)
+            .chain(std::iter::repeat_n(GroupClass::FlexibleVcpu, vcpu))
+            .map(|class| asked_group(class, u64::MAX))
+            .collect();
+        let mut world = world((1 << counters) - 1, 0, groups);
+        let mut active = vec![0; vm + vcpu];
+        for turn in 0..TURNS {
+            let plan = world.plan();
+            assert_eq!(plan.on.len(), counters);
+            plan.on.iter().for_each(|&key| active[key] += 1);
+            world.pool.turn(10 * (turn + 1));
+        }
+        let fair = TURNS * counters as u64 / (vm + vcpu) as u64;
+        assert!(
+            active.iter().all(|&turns: &u64| turns.abs_diff(fair) <= TURNS / 20),
+            "{counters} counters, {vm} and {vcpu} groups: {active:?} turns, {fair} are fair"
+        );
+    }
+}
+
+/// Without contention, VM-wide groups precede those of a vCPU, and nothing is multiplexed.
+#[test]
+fn uncontended_groups_of_both_classes_stay_active() {
+    let groups = [GroupClass::FlexibleVcpu, GroupClass::FlexibleVm];
+    let mut world = world(0b11, 0, groups.map(|class| asked_group(class, 0b11)).to_vec());
+    for turn in 0..4 {
+        assert_eq!(world.plan().on[..], [1, 0]);
+        assert!(!world.pool.is_contended());
+        world.pool.turn(10 * (turn + 1));
+    }
 }

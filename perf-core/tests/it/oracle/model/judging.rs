@@ -82,30 +82,16 @@ impl Model {
 
     /// Returns the flexible groups that do not fit together with the groups that are always on.
     fn hopeless(&self, ctx: usize) -> Vec<usize> {
-        let mut hopeless = Vec::new();
         let mut always = SlotUsage::default();
         for leader in self.lines(ctx, 0..3) {
             let _ = always.take(self, leader);
         }
-        let mut untouched = always.used == 0;
-        for class in 3..5 {
-            let line = self.lines(ctx, class..class + 1);
-            let hopeless_here = line.iter().copied().filter(|l| {
-                let exclusive = self.spec(*l).exclusive && !untouched;
-                exclusive || (self.needs(*l) > 0 && !always.clone().take(self, *l))
-            });
-            hopeless.extend(hopeless_here);
-            let (on, waits): (Vec<usize>, Vec<usize>) = line.iter().partition(|l| self.is_on(**l));
-            untouched &= on.iter().all(|l| self.needs(*l) == 0);
-            if waits.iter().any(|l| !hopeless.contains(l)) {
-                // These are on only in some intervals.
-                continue;
-            }
-            for leader in on {
-                let _ = always.take(self, leader);
-            }
-        }
-        hopeless
+        let mut flexible = self.lines(ctx, 3..5);
+        flexible.retain(|l| {
+            let exclusive = self.spec(*l).exclusive && always.used > 0;
+            exclusive || (self.needs(*l) > 0 && !always.clone().take(self, *l))
+        });
+        flexible
     }
 
     /// Checks the scheduling rules: running groups fit; no group waits that could run; no group is
@@ -123,12 +109,13 @@ impl Model {
         for leader in self.lines(ctx, 0..3) {
             let _ = room.take(self, leader);
         }
+        // Either flexible class may precede the other.
+        for leader in self.lines(ctx, 3..5).into_iter().filter(|l| self.is_on(*l)) {
+            let _ = room.take(self, leader);
+        }
         for class in 3..5 {
             let line = self.lines(ctx, class..class + 1);
-            let (on, waits): (Vec<usize>, Vec<usize>) = line.iter().partition(|l| self.is_on(**l));
-            for leader in &on {
-                let _ = room.take(self, *leader);
-            }
+            let waits: Vec<usize> = line.iter().copied().filter(|l| !self.is_on(*l)).collect();
             let waits: Vec<usize> = waits.into_iter().filter(|l| !hopeless.contains(l)).collect();
             let stalled = self.contexts[ctx].stalled;
             if !stalled && !waits.is_empty() && waits.iter().all(|l| room.clone().take(self, *l)) {
@@ -164,6 +151,7 @@ impl Model {
                 && self.parts[*oldest].on_since == *since
                 && waits
                     .iter()
+                    .filter(|l| !had.iter().any(|(h, _)| h == *l))
                     .any(|l| !self.parts[*l].excused && !came.iter().any(|(c, _)| c == l))
             {
                 return Err(format!(
