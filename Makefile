@@ -84,6 +84,11 @@ kernels: lab-files
 exact: lab-files
 	PERFVISOR_EXACT=all $(LAB_TESTS) exact:: -- --include-ignored --nocapture --test-threads 1
 
+## rr: records and replays programs with rr in Linux guests of three processors, stepped (minutes)
+.PHONY: rr
+rr: lab-files
+	$(LAB_TESTS) rr:: -- --ignored --nocapture --test-threads 1
+
 ## late-ack: an Intel guest that acknowledges late, two events sampled beside the watchdog (SECONDS=600, of the guest's time)
 .PHONY: late-ack
 late-ack: lab-files

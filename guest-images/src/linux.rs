@@ -691,7 +691,9 @@ fn perf_archive(root: &Path, libraries: &BTreeMap<String, PathBuf>) -> Result<Ve
 pub(crate) fn read_libraries(
     libraries: &BTreeMap<String, PathBuf>,
 ) -> Result<Vec<(String, Vec<u8>)>, BuildError> {
-    let contents = libraries.iter().map(|(soname, path)| Ok((soname.clone(), read(path)?)));
+    let contents = libraries
+        .iter()
+        .map(|(soname, path)| Ok((soname.clone(), read(path)?)));
     contents.collect()
 }
 

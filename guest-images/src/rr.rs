@@ -13,8 +13,9 @@ use crate::progress::ProgressLog;
 /// Programs of the archive and their packages. `gdb-minimal` has no Python, which rr does not need.
 const PROGRAMS: [(&str, &str); 2] = [("rr", "usr/bin/rr"), ("gdb-minimal", "usr/bin/gdb")];
 
-/// Libraries and programs that rr loads into the processes that it records.
-const RR_LIBRARIES: &str = "usr/lib/rr";
+/// Directories of files that rr needs: what it loads into the processes that it records, and the
+/// descriptions of registers that it sends to gdb.
+const RR_DIRECTORIES: [&str; 2] = ["usr/lib/rr", "usr/share/rr"];
 
 /// Returns the archive (cpio, uncompressed) below Cargo's target directory. Builds it if needed.
 ///
@@ -54,11 +55,15 @@ fn build(base: &Path, root: &Path, progress: &ProgressLog) -> Result<Vec<u8>, Bu
         libraries.extend(closure::complete(&mut packages, package, root, program)?);
         files.push((program.to_owned(), read(&root.join(program))?));
     }
-    let injected = root.join(RR_LIBRARIES);
-    for entry in fs::read_dir(&injected).map_err(io_error(&injected))? {
-        let entry = entry.map_err(io_error(&injected))?;
-        let name = entry.file_name().to_string_lossy().into_owned();
-        files.push((format!("{RR_LIBRARIES}/{name}"), read(&entry.path())?));
+    for directory in RR_DIRECTORIES {
+        let unpacked = root.join(directory);
+        for entry in fs::read_dir(&unpacked).map_err(io_error(&unpacked))? {
+            let path = entry.map_err(io_error(&unpacked))?.path();
+            if path.is_file() {
+                let name = path.file_name().unwrap_or_default().to_string_lossy();
+                files.push((format!("{directory}/{name}"), read(&path)?));
+            }
+        }
     }
     let libraries = read_libraries(&libraries)?;
     archive_in_memory(|archive| {
@@ -67,10 +72,10 @@ fn build(base: &Path, root: &Path, progress: &ProgressLog) -> Result<Vec<u8>, Bu
             "usr/bin",
             "usr/lib",
             "usr/lib/x86_64-linux-gnu",
-            RR_LIBRARIES,
+            "usr/share",
             "lib64",
         ];
-        for directory in directories {
+        for directory in directories.into_iter().chain(RR_DIRECTORIES) {
             archive.directory(directory)?;
         }
         for (path, data) in &files {

@@ -414,7 +414,15 @@ fn share_policy_round_trips_as_text() {
 #[test]
 fn vm_wide_groups_do_not_starve_groups_of_a_vcpu() {
     const TURNS: u64 = 1200;
-    for (counters, vm, vcpu) in [(1, 1, 1), (1, 2, 1), (1, 1, 3), (2, 2, 1), (2, 1, 5), (4, 5, 5), (4, 2, 6)] {
+    for (counters, vm, vcpu) in [
+        (1, 1, 1),
+        (1, 2, 1),
+        (1, 1, 3),
+        (2, 2, 1),
+        (2, 1, 5),
+        (4, 5, 5),
+        (4, 2, 6),
+    ] {
         let groups = std::iter::repeat_n(GroupClass::FlexibleVm, vm)
             .chain(std::iter::repeat_n(GroupClass::FlexibleVcpu, vcpu))
             .map(|class| asked_group(class, u64::MAX))
@@ -429,7 +437,9 @@ fn vm_wide_groups_do_not_starve_groups_of_a_vcpu() {
         }
         let fair = TURNS * counters as u64 / (vm + vcpu) as u64;
         assert!(
-            active.iter().all(|&turns: &u64| turns.abs_diff(fair) <= TURNS / 20),
+            active
+                .iter()
+                .all(|&turns: &u64| turns.abs_diff(fair) <= TURNS / 20),
             "{counters} counters, {vm} and {vcpu} groups: {active:?} turns, {fair} are fair"
         );
     }

@@ -159,6 +159,12 @@ pub enum Call {
         /// The event.
         handle: u32,
     },
+    /// Requests the context switches of a vCPU's thread. Reply: the descriptor of a perf event that
+    /// records them with times of `CLOCK_MONOTONIC`, which the client maps.
+    ThreadSwitches {
+        /// vCPU number.
+        vcpu: u32,
+    },
     /// Sets how often an event with a host-kernel ring takes a full sample itself, with registers
     /// and call chain.
     Chains {

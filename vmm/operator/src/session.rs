@@ -198,6 +198,7 @@ impl SamplingSession {
         wait_for_kernel(&mut client)?;
         let (symbols, text) = client.symbols()?;
         let meta = ProfileMetadata {
+            thread_switches: false,
             hostname: client.info().name.clone(),
             os_release: symbols.release.unwrap_or_default(),
             vcpus: client.info().max_vcpus,

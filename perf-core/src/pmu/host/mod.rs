@@ -37,6 +37,7 @@ mod open_params;
 mod opener;
 mod probe;
 mod rate;
+mod thread_switches;
 mod tracepoint;
 
 use std::io;
@@ -61,6 +62,7 @@ pub use probe::{
 };
 pub use rate::MIN_CLOCK_PERIOD_NS;
 use rate::{ClockRate, ClockRates};
+pub use thread_switches::{ThreadSwitch, ThreadSwitchKind, ThreadSwitchRing, ThreadSwitches};
 pub use tracepoint::Tracepoint;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

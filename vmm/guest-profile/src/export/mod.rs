@@ -111,6 +111,8 @@ pub struct ProfileMetadata {
     pub form: ProfilePerspective,
     /// Wall-clock time of the samples' clock, if known. The clock is then `CLOCK_MONOTONIC`.
     pub clock: Option<WallClock>,
+    /// `true` if the file has the context switches of the vCPUs' threads.
+    pub thread_switches: bool,
 }
 
 /// Location of the guest kernel's text at run time.

@@ -24,11 +24,13 @@ use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
+
+use perf_core::pmu::host::{ThreadSwitch, ThreadSwitchKind};
 use zerocopy::IntoBytes;
 
 use super::context::{CONTEXT_KERNEL, CONTEXT_USER};
 use super::{
-    EventInfo, EventRate, FileMapping, KernelMap, Profile, ProfileMetadata, ProfilePerspective,
+    EventInfo, EventRate, FileMapping, KernelMap, NO_PID, Profile, ProfileMetadata, ProfilePerspective,
     ProfileSample, SavedSymbol, TaskName,
 };
 use crate::sample::FileSampleData;
@@ -68,6 +70,7 @@ mod attr_flag {
     pub const EXCLUDE_HOST: u64 = 1 << 19;
     pub const MMAP2: u64 = 1 << 23;
     pub const USE_CLOCKID: u64 = 1 << 25;
+    pub const CONTEXT_SWITCH: u64 = 1 << 26;
 }
 
 mod record {
@@ -77,6 +80,7 @@ mod record {
     pub const FORK: u32 = 7;
     pub const SAMPLE: u32 = 9;
     pub const MMAP2: u32 = 10;
+    pub const SWITCH: u32 = 14;
     pub const BUILD_ID: u32 = 67;
     pub const EVENT_UPDATE: u32 = 78;
 }
@@ -89,6 +93,9 @@ const MISC_KERNEL: u16 = 1;
 const MISC_USER: u16 = 2;
 const MISC_GUEST_KERNEL: u16 = 4;
 const MISC_GUEST_USER: u16 = 5;
+/// The SWITCH record is of a thread that the host stops, and the thread could have continued.
+const MISC_SWITCH_OUT: u16 = 1 << 13;
+const MISC_SWITCH_OUT_PREEMPT: u16 = 1 << 14;
 /// The MMAP2 record contains a build ID instead of device and inode.
 pub(super) const MISC_MMAP_BUILD_ID: u16 = 1 << 14;
 /// The build ID is stored with its length.
@@ -404,6 +411,22 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         })
     }
 
+    /// Writes a context switch of the thread of `vcpu` on the host.
+    pub fn thread_switch(&mut self, vcpu: u32, switch: ThreadSwitch) -> io::Result<()> {
+        let misc = match switch.kind {
+            ThreadSwitchKind::In => 0,
+            ThreadSwitchKind::Blocked => MISC_SWITCH_OUT,
+            ThreadSwitchKind::Preempted => MISC_SWITCH_OUT | MISC_SWITCH_OUT_PREEMPT,
+        };
+        self.record(record::SWITCH, misc, |b| {
+            put32(b, NO_PID);
+            put32(b, NO_PID);
+            put64(b, switch.time_ns);
+            put64(b, u64::from(vcpu));
+            put64(b, 0);
+        })
+    }
+
     /// Returns the number of samples written so far.
     pub fn samples(&self) -> u64 {
         self.samples
@@ -635,7 +658,12 @@ fn put_attr(b: &mut Vec<u8>, e: &EventInfo, meta: &ProfileMetadata) {
             ProfilePerspective::InGuest => attr_flag::TASK,
             ProfilePerspective::AsHost => attr_flag::EXCLUDE_HOST,
         }
-        | meta.clock.map_or(0, |_| attr_flag::USE_CLOCKID);
+        | meta.clock.map_or(0, |_| attr_flag::USE_CLOCKID)
+        | if meta.thread_switches {
+            attr_flag::CONTEXT_SWITCH
+        } else {
+            0
+        };
     put64(b, flags);
     b.resize(start + ATTR_SIZE as usize, 0);
     let at = start + ATTR_BRANCH_FILTER;

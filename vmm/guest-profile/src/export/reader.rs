@@ -219,6 +219,7 @@ pub fn read(bytes: &[u8]) -> Result<Profile, ProfileReadError> {
     let text = |s: Result<Option<&str>, _>| s.ok().flatten().unwrap_or_default().to_owned();
     let mut profile = Profile {
         meta: ProfileMetadata {
+            thread_switches: false,
             hostname: text(perf_file.hostname()),
             os_release: text(perf_file.os_release()),
             vcpus: perf_file

@@ -32,6 +32,7 @@ pub(super) fn profile() -> Profile {
     };
     let mut p = Profile::new(
         ProfileMetadata {
+            thread_switches: false,
             vcpus: 1,
             ..ProfileMetadata::default()
         },

@@ -36,6 +36,7 @@ const PROGRAM: u64 = 0x55ed_7673_6000;
 fn profile() -> Profile {
     let mut p = Profile::new(
         ProfileMetadata {
+            thread_switches: false,
             hostname: "guest".into(),
             os_release: "6.1.0-test".into(),
             vcpus: 2,

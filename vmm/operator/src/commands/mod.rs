@@ -72,6 +72,12 @@ pub enum OperatorCommandError {
         #[source]
         source: RingReadError,
     },
+    #[error("the context switches of vCPU {vcpu}")]
+    SwitchRing {
+        vcpu: u32,
+        #[source]
+        source: std::io::Error,
+    },
     #[error("interrupted before the first sample")]
     Interrupted,
     #[error("--cgroup {0}: no such control group below /sys/fs/cgroup")]

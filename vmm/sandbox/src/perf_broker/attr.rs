@@ -30,6 +30,7 @@ const HARDWARE_EVENTS: u64 = 10;
 /// (11). BPF output (10) is excluded.
 const SOFTWARE_EVENTS: u64 = 0b1011_1111_1111;
 const SW_CPU_CLOCK: u64 = 0;
+const SW_DUMMY: u64 = 9;
 /// Permitted `PERF_SAMPLE_*` bits: instruction pointer, time, count and period. Registers, stacks,
 /// call chains and data addresses are excluded.
 const SAMPLE_IP: u64 = 1;
@@ -57,6 +58,11 @@ const FLAGS: u64 = DISABLED
     | EXCLUDE_HOST
     | EXCLUDE_GUEST
     | USE_CLOCKID;
+/// Flags of the dummy event, which records the context switches of the thread. Each record has a
+/// time, and does not name the other thread.
+const SAMPLE_ID_ALL: u64 = 1 << 18;
+const CONTEXT_SWITCH: u64 = 1 << 26;
+const SWITCH_FLAGS: u64 = SAMPLE_ID_ALL | CONTEXT_SWITCH;
 /// `CLOCK_MONOTONIC`.
 const MONOTONIC: u32 = 1;
 /// Size of the first version of the structure (`PERF_ATTR_SIZE_VER0`), in bytes.
@@ -67,7 +73,7 @@ pub(super) fn is_allowed(attr: &[u8]) -> bool {
     let Some(fields) = AttrFields::read(attr) else {
         return false;
     };
-    fields.is_known_event() && fields.samples_are_allowed() && fields.flags & !FLAGS == 0
+    fields.is_known_event() && fields.samples_are_allowed() && fields.flags & !fields.known_flags() == 0
 }
 
 /// The fields that may be non-zero.
@@ -142,6 +148,14 @@ impl AttrFields {
         }
     }
 
+    fn known_flags(&self) -> u64 {
+        if self.kind == SOFTWARE && self.config == SW_DUMMY {
+            FLAGS | SWITCH_FLAGS
+        } else {
+            FLAGS
+        }
+    }
+
     /// Samples of the host are permitted for the CPU clock only, because the kernel cannot separate
     /// its guest samples from others before they are taken.
     fn samples_are_allowed(&self) -> bool {
@@ -202,6 +216,10 @@ mod tests {
         clock = with(clock, at::FLAGS, DISABLED | USE_CLOCKID);
         clock[at::CLOCKID] = 1;
         assert!(is_allowed(&clock));
+        let switches = with(attr(SOFTWARE, SW_DUMMY), at::SAMPLE_TYPE, SAMPLE_TIME);
+        let mut switches = with(switches, at::FLAGS, SWITCH_FLAGS | EXCLUDE_KERNEL | USE_CLOCKID);
+        switches[at::CLOCKID] = 1;
+        assert!(is_allowed(&switches));
         let guest = with(attr(HARDWARE, 0), at::SAMPLE_TYPE, sampled);
         assert!(is_allowed(&with(guest, at::FLAGS, EXCLUDE_HOST | FREQ)));
         assert!(is_allowed(&attr(HW_CACHE, 0x1_0203 & 0x1_0202)));

@@ -460,6 +460,23 @@ impl EventSession {
         Ok((info, fd.map_err(internal)?))
     }
 
+    /// Returns a perf event that records the context switches of the thread of `vcpu`.
+    ///
+    /// # Errors
+    /// Returns a [`Failure`] if the vCPU is not running, this session may not see the host's
+    /// scheduling, or the host refuses the event.
+    pub fn share_thread_switches(&self, vcpu: u32) -> Result<OwnedFd, Failure> {
+        let unsupported = |e: &dyn std::error::Error| Failure {
+            kind: FailureKind::Unsupported,
+            message: format!("context switches of vCPU {vcpu}: {}", error_line(e)),
+        };
+        let switches = self
+            .pmu
+            .thread_switches(VcpuId(vcpu))
+            .map_err(|e| unsupported(&e))?;
+        switches.as_fd().try_clone_to_owned().map_err(|e| unsupported(&e))
+    }
+
     /// Makes the VMM itself take every `every`-th sample of the event `handle`.
     ///
     /// # Errors

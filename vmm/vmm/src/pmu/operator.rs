@@ -1,6 +1,6 @@
 //! Events of operators: sources that count them, and their sampling in the host's kernel.
 
-use perf_core::pmu::host::{GuestSampler, MIN_CLOCK_PERIOD_NS};
+use perf_core::pmu::host::{GuestSampler, MIN_CLOCK_PERIOD_NS, ThreadSwitches};
 use perf_core::pmu::{PmuError, VcpuId};
 use perf_core::{Attr, EventType};
 use vpmu::{ArchEvent, Backing, EventSource, ParavirtualEvent};
@@ -94,6 +94,18 @@ impl VmPmu {
             });
         }
         Err(HostSamplingError::OtherDriver)
+    }
+
+    /// Records the context switches of the thread of `vcpu`.
+    ///
+    /// # Errors
+    /// Returns [`HostSamplingError`] with the reason.
+    pub fn thread_switches(&self, vcpu: VcpuId) -> Result<ThreadSwitches, HostSamplingError> {
+        let clock = self
+            .clock
+            .clock_of(vcpu)
+            .ok_or(HostSamplingError::NotRunning(vcpu.0))?;
+        Ok(ThreadSwitches::open(clock.tid())?)
     }
 
     /// Returns whether a hardware PMU of the host can be used.

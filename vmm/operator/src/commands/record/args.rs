@@ -170,6 +170,10 @@ pub struct RecordArgs {
     /// --mmap-pages hold at least half of their size.
     #[arg(long, conflicts_with_all = ["chain_every", "max_size"])]
     pub overwrite: bool,
+    /// Record when the host stops and continues the vCPUs' threads, for perf script --show-switch-events:
+    /// time stolen from the guest, beside its samples.
+    #[arg(long, conflicts_with = "overwrite")]
+    pub switch_events: bool,
     /// Start sampling after this time in milliseconds; -1: when --control enables it [default: 0]
     #[arg(short = 'D', long, value_name = "MS", allow_negative_numbers = true, default_value_t = 0, hide_default_value = true,
           value_parser = integer_in_range(-1..=(1i64 << 40) - 1))]

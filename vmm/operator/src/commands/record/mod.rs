@@ -8,6 +8,7 @@ mod names;
 mod recording;
 mod remote;
 mod switch;
+mod thread_switches;
 mod unnamed;
 
 use std::collections::HashMap;
@@ -44,6 +45,7 @@ use perf_core::error_line;
 use recording::Recording;
 use remote::{ControlCommand, RemoteControl};
 use switch::SwitchTrigger;
+use thread_switches::{StolenTime, VcpuSwitches};
 
 /// Interval at which the rings are drained.
 const DRAIN_INTERVAL: Duration = Duration::from_millis(50);
@@ -233,6 +235,9 @@ fn sample(
     {
         log::info!("{summary}");
     }
+    if args.switch_events && !args.quiet {
+        log::info!("{}", streams.stolen());
+    }
     if !gone && let Ok(losses) = client.call(request::RingLosses) {
         recording.add_losses(losses.iter().map(|l| l.lost).sum())?;
     }
@@ -325,6 +330,10 @@ struct SampledEvent {
 struct SampleStreams {
     rings: Vec<(RingReader, RingInfo)>,
     lanes: Vec<SampledEvent>,
+    /// Context switches of the vCPUs' threads (`--switch-events`).
+    switches: Vec<VcpuSwitches>,
+    /// Preemptions of vCPUs that are gone.
+    stolen: StolenTime,
     /// Lane indices by stream ID.
     by_stream: HashMap<u64, usize>,
     /// Statistics of the processes that the VM has left.
@@ -343,6 +352,8 @@ impl SampleStreams {
         let mut streams = Self {
             rings: Vec::new(),
             lanes: Vec::new(),
+            switches: Vec::new(),
+            stolen: StolenTime::default(),
             by_stream: HashMap::new(),
             left: None,
             overwrite: args.overwrite,
@@ -382,6 +393,8 @@ impl SampleStreams {
             }
         }
         self.rings.retain(|(_, info)| info.vcpu != vcpu);
+        self.drain_switches(recording)?;
+        self.drop_switches(|of| of == vcpu);
         recording.join(&joined.events);
         let why_not = self.add(client, args, &joined.events, sampling)?;
         log::info!("vCPU {vcpu} was added and is recorded");
@@ -412,6 +425,9 @@ impl SampleStreams {
             let reader = RingReader::map(memfd.as_fd())
                 .map_err(|source| OperatorCommandError::Ring { vcpu, source })?;
             self.rings.push((reader, info));
+            if args.switch_events {
+                self.switches.push(VcpuSwitches::open(client, vcpu)?);
+            }
         }
         let mut why_not: Option<String> = None;
         for o in opened {
@@ -462,6 +478,7 @@ impl SampleStreams {
         };
         self.settle(u64::MAX, recording)?;
         self.left = self.totals();
+        self.drop_switches(|_| true);
         self.rings.clear();
         self.lanes.clear();
         self.by_stream.clear();
@@ -490,10 +507,42 @@ impl SampleStreams {
             recording.add_losses(drained.lost)?;
             recording.add_throttled(drained.throttled);
         }
+        self.drain_switches(recording)?;
         for at in 0..self.rings.len() {
             self.drain_ring(at, recording)?;
         }
         self.settle(monotonic_ns(), recording)
+    }
+
+    fn drain_switches(&mut self, recording: &mut Recording) -> Result<(), RecordError> {
+        for of_vcpu in &mut self.switches {
+            let vcpu = of_vcpu.vcpu;
+            let mut written = Ok(());
+            let drained = of_vcpu.drain(|switch| {
+                if written.is_ok() {
+                    written = recording.thread_switch(vcpu, switch);
+                }
+            });
+            written?;
+            recording.add_losses(drained.lost)?;
+        }
+        Ok(())
+    }
+
+    /// Removes the context switches of some vCPUs and keeps their preemptions.
+    fn drop_switches(&mut self, gone: impl Fn(u32) -> bool) {
+        for of_vcpu in self.switches.extract_if(.., |of_vcpu| gone(of_vcpu.vcpu)) {
+            self.stolen.merge(of_vcpu.stolen());
+        }
+    }
+
+    /// Returns the preemptions of all vCPUs.
+    fn stolen(&self) -> StolenTime {
+        let mut stolen = self.stolen;
+        self.switches
+            .iter()
+            .for_each(|of_vcpu| stolen.merge(of_vcpu.stolen()));
+        stolen
     }
 
     fn drain_ring(&mut self, at: usize, recording: &mut Recording) -> Result<(), RecordError> {

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use perf_core::CALLCHAIN_MAX;
-use perf_core::pmu::host::monotonic_ns;
+use perf_core::pmu::host::{ThreadSwitch, monotonic_ns};
 use perf_core::record::Sample as RingSample;
 
 use super::super::select::name_or_pid;
@@ -121,6 +121,7 @@ impl Recording {
             ids.insert(o.id, id);
         }
         let meta = ProfileMetadata {
+            thread_switches: args.switch_events,
             hostname: client.info().name.clone(),
             os_release: names.release.clone(),
             // Includes vCPUs that are hot-plugged during the recording.
@@ -412,6 +413,13 @@ impl Recording {
         {
             self.names.keep(function);
         }
+    }
+
+    /// Writes a context switch of a vCPU's thread.
+    pub(super) fn thread_switch(&mut self, vcpu: u32, switch: ThreadSwitch) -> Result<(), RecordError> {
+        self.writer
+            .thread_switch(vcpu, switch)
+            .map_err(RecordError::Write)
     }
 
     pub(super) fn add_losses(&mut self, lost: u64) -> Result<(), RecordError> {

@@ -60,6 +60,11 @@ impl Connection {
         let (info, fd) = self.opened()?.share_host_ring(handle)?;
         Ok(RequestOutcome::WithFd(to_value(info)?, FdSource::Event(fd)))
     }
+
+    fn thread_switches(&mut self, vcpu: u32) -> Result<RequestOutcome, Failure> {
+        let fd = self.opened()?.share_thread_switches(vcpu)?;
+        Ok(RequestOutcome::WithFd(Value::Null, FdSource::Event(fd)))
+    }
 }
 
 /// Returns the vCPUs on which an event is opened.
@@ -155,6 +160,7 @@ impl ControlServer {
                 overwrite,
             } => connection.ring(vcpu, pages, overwrite),
             Call::HostRing { handle } => connection.host_ring(handle),
+            Call::ThreadSwitches { vcpu } => connection.thread_switches(vcpu),
             Call::Chains { handle, every } => {
                 connection.opened()?.sample_in_vmm(handle, every)?;
                 value(Value::Null)
@@ -397,6 +403,7 @@ fn may_observe(call: &Call) -> Result<(), Failure> {
         Call::Open { .. }
         | Call::Ring { .. }
         | Call::HostRing { .. }
+        | Call::ThreadSwitches { .. }
         | Call::Chains { .. }
         | Call::RingLosses
         | Call::Kernel

@@ -1,0 +1,141 @@
+//! Context switches of a vCPU's thread on the host, as the host kernel records them: when the host
+//! preempts a vCPU, and when it waits.
+//!
+//! [`ThreadSwitches`] is opened in the VMM. Its file descriptor may be sent to another process, which
+//! maps the ring with [`ThreadSwitchRing`].
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use perf_event_open_sys::bindings as b;
+
+use super::HostPmu;
+use super::fd::{PerfFd, PerfMap, new_attr};
+use super::guest_ring::DrainStats;
+use crate::pmu::PmuError;
+
+/// A host perf event without a count that records the context switches of a thread.
+#[derive(Debug)]
+pub struct ThreadSwitches {
+    fd: PerfFd,
+}
+
+impl ThreadSwitches {
+    /// Opens an enabled event for thread `tid`.
+    ///
+    /// # Errors
+    /// Returns a [`PmuError`], for example with `EACCES` if `perf_event_paranoid` denies the event.
+    pub fn open(tid: i32) -> Result<Self, PmuError> {
+        let mut attr = new_attr(b::PERF_TYPE_SOFTWARE, u64::from(b::PERF_COUNT_SW_DUMMY));
+        attr.sample_type = u64::from(b::PERF_SAMPLE_TIME);
+        attr.set_sample_id_all(1);
+        attr.set_context_switch(1);
+        attr.set_exclude_kernel(1);
+        attr.set_use_clockid(1);
+        attr.clockid = libc::CLOCK_MONOTONIC;
+        let fd = PerfFd::open(&mut attr, tid).map_err(|e| HostPmu::open_error(e, false))?;
+        Ok(Self { fd })
+    }
+}
+
+impl AsFd for ThreadSwitches {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// What a context switch does to the thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ThreadSwitchKind {
+    /// The thread continues.
+    In,
+    /// The thread waits, as for an interrupt of a halted guest.
+    Blocked,
+    /// The host runs something else, although the thread could continue: its time is stolen from
+    /// the guest.
+    Preempted,
+}
+
+/// A context switch of a thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ThreadSwitch {
+    /// `CLOCK_MONOTONIC` time, in nanoseconds.
+    pub time_ns: u64,
+    /// What the switch does.
+    pub kind: ThreadSwitchKind,
+}
+
+/// The mapped ring of [`ThreadSwitches`], in this process or another.
+#[derive(Debug)]
+pub struct ThreadSwitchRing {
+    map: PerfMap,
+    _fd: PerfFd,
+}
+
+impl ThreadSwitchRing {
+    /// Maps the ring of `fd` with `2^log2_pages` data pages, which count against the user's perf
+    /// memory (`perf_event_mlock_kb`).
+    ///
+    /// # Errors
+    /// Returns the error of `mmap(2)`.
+    pub fn map(fd: OwnedFd, log2_pages: u32) -> io::Result<Self> {
+        let fd = PerfFd::from(fd);
+        let map = fd.map(Some(log2_pages))?;
+        Ok(Self { map, _fd: fd })
+    }
+
+    /// Passes each unread switch to `each`, oldest first, and returns counts of other records. Reads
+    /// at most one ring's length.
+    pub fn drain(&mut self, mut each: impl FnMut(ThreadSwitch)) -> DrainStats {
+        let mut drained = DrainStats::default();
+        self.map.drain_words(|head, words| match (head.type_, words) {
+            (b::PERF_RECORD_SWITCH, &[time_ns, ..]) => {
+                let is = |bit: u32| u32::from(head.misc) & bit != 0;
+                let kind = if !is(b::PERF_RECORD_MISC_SWITCH_OUT) {
+                    ThreadSwitchKind::In
+                } else if is(b::PERF_RECORD_MISC_SWITCH_OUT_PREEMPT) {
+                    ThreadSwitchKind::Preempted
+                } else {
+                    ThreadSwitchKind::Blocked
+                };
+                each(ThreadSwitch { time_ns, kind });
+            }
+            (b::PERF_RECORD_LOST, &[_, lost, ..]) => drained.lost += lost,
+            _ => {}
+        });
+        drained
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::pmu::host::fd::current_tid;
+
+    /// Each sleep of a thread is a switch that blocks, followed by one that continues.
+    #[test]
+    fn sleeps_of_a_thread_are_switches_that_block() {
+        const SLEEPS: usize = 5;
+        let switches = match ThreadSwitches::open(current_tid()) {
+            Ok(switches) => switches,
+            Err(e) => return eprintln!("SKIP: no context switch records here: {e}"),
+        };
+        let fd = switches.as_fd().try_clone_to_owned().unwrap();
+        let mut ring = ThreadSwitchRing::map(fd, 3).unwrap();
+        for _ in 0..SLEEPS {
+            thread::sleep(Duration::from_millis(1));
+        }
+        let mut seen = Vec::new();
+        assert_eq!(ring.drain(|switch| seen.push(switch)), DrainStats::default());
+        let blocked = seen.iter().filter(|s| s.kind == ThreadSwitchKind::Blocked);
+        assert!(blocked.count() >= SLEEPS, "{seen:?}");
+        assert!(seen.is_sorted_by_key(|s| s.time_ns));
+        for pair in seen.windows(2) {
+            let out = pair.iter().filter(|s| s.kind != ThreadSwitchKind::In).count();
+            assert_eq!(out, 1, "switches alternate: {pair:?}");
+        }
+    }
+}
