@@ -153,6 +153,10 @@ fn requests_match_version_1() {
         r#"{"id":7,"call":"host_ring","handle":3}"#,
     );
     asks(
+        request::ThreadSwitches { vcpu: 1 },
+        r#"{"id":7,"call":"thread_switches","vcpu":1}"#,
+    );
+    asks(
         request::Chains { handle: 3, every: 8 },
         r#"{"id":7,"call":"chains","handle":3,"every":8}"#,
     );

@@ -4,6 +4,7 @@ use std::io::Cursor;
 use std::process::Command;
 
 use guest_profile::export::build_id_dir::BuildIdDir;
+use guest_profile::export::perfdata::PerfDataWriter;
 use guest_profile::export::report::{self, ReportOptions, SortKey};
 use guest_profile::export::symbolize::Symbolizer;
 use guest_profile::export::{
@@ -16,6 +17,7 @@ use kernel_images::symbols::KernelSymbols;
 use linux_perf_data::linux_perf_event_reader::CpuMode;
 use linux_perf_data::{DsoKey, PerfFileReader, PerfFileRecord, UserRecordType};
 use perf_core::branch::{BranchEntry, BranchFilter, BranchKind};
+use perf_core::pmu::host::{ThreadSwitch, ThreadSwitchKind};
 use test_support::skip;
 
 const KALLSYMS: &str = "\
@@ -154,13 +156,18 @@ fn bytes(p: &Profile) -> Vec<u8> {
 /// Runs perf on a file of `p` in a directory with our kallsyms, which are also in the build-ID
 /// directory. Returns `None` and prints a message if perf is not installed.
 fn perf(p: &Profile, args: &[&str]) -> Option<String> {
+    perf_on(p, &bytes(p), args)
+}
+
+/// Runs [`perf`] on a file with the contents `data`, a recording of `p`.
+fn perf_on(p: &Profile, data: &[u8], args: &[&str]) -> Option<String> {
     if Command::new("perf").arg("--version").output().is_err() {
         // `make setup` does not install perf.
         skip::skipped("perf is not installed", false);
         return None;
     }
     let dir = tempfile::tempdir().unwrap();
-    std::fs::write(dir.path().join("perf.data"), bytes(p)).unwrap();
+    std::fs::write(dir.path().join("perf.data"), data).unwrap();
     std::fs::write(dir.path().join("kallsyms"), KALLSYMS).unwrap();
     if let Some(id) = p.kernel.as_ref().and_then(|kernel| kernel.build_id) {
         let directory = BuildIdDir::new(dir.path().join(".debug"));
@@ -330,6 +337,47 @@ fn perf_script_shows_wall_clock_time() {
             || text.contains("clockid: monotonic"),
         "{text}"
     );
+}
+
+/// `perf script --show-switch-events` shows the context switches of vCPUs' threads between samples.
+#[test]
+fn perf_script_shows_when_the_host_preempts_a_vcpu() {
+    let mut p = profile();
+    p.meta.thread_switches = true;
+    let mut file = PerfDataWriter::new(Cursor::new(Vec::new()), p.meta.clone(), p.events.clone()).unwrap();
+    p.samples().for_each(|sample| file.sample(&sample).unwrap());
+    let switches = [
+        (30_500_000, ThreadSwitchKind::Preempted),
+        (31_500_000, ThreadSwitchKind::In),
+        (90_500_000, ThreadSwitchKind::Blocked),
+    ];
+    for (time_ns, kind) in switches {
+        file.thread_switch(1, ThreadSwitch { time_ns, kind }).unwrap();
+    }
+    let data = file.finish(&[]).unwrap().into_inner();
+    let args = [
+        "script",
+        "-i",
+        "perf.data",
+        "--show-switch-events",
+        "-F",
+        "comm,cpu,time",
+        "--ns",
+    ];
+    let Some(text) = perf_on(&p, &data, &args) else {
+        return;
+    };
+    let found: Vec<&str> = text
+        .lines()
+        .filter_map(|line| {
+            ["0.031000010", "SWITCH OUT preempt", "SWITCH IN", "SWITCH OUT"]
+                .into_iter()
+                .find(|what| line.contains(what))
+        })
+        .collect();
+    let order = ["SWITCH OUT preempt", "0.031000010", "SWITCH IN", "SWITCH OUT"];
+    assert_eq!(found, order, "{text}");
+    assert!(text.contains("[001]     0.030500000"), "{text}");
 }
 
 #[test]

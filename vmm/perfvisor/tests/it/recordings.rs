@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::common::operator::TestVm;
-use crate::common::vm::{PROGRAM, eventually};
+use crate::common::vm::{PROGRAM, SpinningVm, eventually};
 
 use guest_profile::export::symbolize::{Symbolizer, complete_chains};
 use guest_profile::export::{Profile, folded, reader, report};
@@ -41,6 +41,31 @@ fn recording_ends_at_max_size() {
     let size = std::fs::metadata(&data).unwrap().len();
     assert!((32 << 10..4 << 20).contains(&size), "{size}");
     assert!(!reader::read_file(&data).unwrap().is_empty());
+}
+
+/// `--switch-events` shows that another program takes the vCPU's processor.
+#[test]
+fn recording_shows_preemptions_of_a_vcpu() {
+    let Some(vm) = SpinningVm::start("test", &["--pin", "0=0"]) else {
+        return;
+    };
+    let vm = TestVm { vm, vcpus: 1 };
+    let spin = "while :; do :; done";
+    let mut rival = Command::new("taskset")
+        .args(["-c", "0", "sh", "-c", spin])
+        .spawn()
+        .unwrap();
+    let data = vm.vm.runtime.path().join("perf.data");
+    let file = data.to_str().unwrap();
+    let recorded = vm.run(&["-v", "record", "test", "--switch-events", "-d", "2", "-o", file]);
+    rival.kill().unwrap();
+    rival.wait().unwrap();
+    let log = String::from_utf8_lossy(&recorded.stderr);
+    let preemptions = log.split_once("preempted the vCPUs ").and_then(|(_, rest)| {
+        let (count, _) = rest.split_once(" times")?;
+        count.parse::<u64>().ok()
+    });
+    assert!(preemptions.is_some_and(|count| count >= 5), "{log}");
 }
 
 fn profile_of_the_spinning_guest(vm: &TestVm, chain_every: u32) {

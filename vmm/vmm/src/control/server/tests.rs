@@ -336,6 +336,7 @@ fn requests(a: u32, b: u64, words: &str) -> Vec<Call> {
             overwrite: false,
         },
         Call::HostRing { handle: a },
+        Call::ThreadSwitches { vcpu: a % 4 },
         Call::Chains {
             handle: a,
             every: b as u32,
