@@ -67,6 +67,8 @@ pub(super) struct Bursts {
     idle: Option<Stepper>,
     /// The vCPU's stepper was installed for bursts.
     owns_stepper: bool,
+    /// An overflow signal waits for the end of the burst.
+    signal_waits: bool,
     /// CPU time of the thread before which no burst may start, in nanoseconds.
     not_before_cpu_ns: u64,
 }
@@ -84,6 +86,16 @@ impl Bursts {
     #[inline]
     pub(super) fn has_active(&self) -> bool {
         self.active.is_some()
+    }
+
+    /// Returns `true` if an overflow signal must be handled now. During a burst for the guest's branch
+    /// records it waits: the guest's clock stands still, so a timer that has fired early would be armed
+    /// for the same short rest again and again.
+    #[inline]
+    pub(super) fn defer_signal(&mut self, signalled: bool) -> bool {
+        let waits = std::mem::take(&mut self.signal_waits) || signalled;
+        self.signal_waits = waits && self.is_for_pmi();
+        waits && !self.signal_waits
     }
 
     /// Returns `true` during a burst for the guest's branch records.
@@ -194,6 +206,8 @@ impl Running {
                 let stats = self.slot.stats();
                 stats.branch_pmis.inc();
                 stats.branch_steps.add(last_step.saturating_sub(burst.first_step));
+                let ns = u64::try_from(burst.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+                stats.branch_ns.add(ns);
             }
         }
     }

@@ -377,6 +377,7 @@ impl Running {
         self.overflow_signals.before_entry(&self.fd, signalled);
         self.slot.stats().overflow_signals.add(signalled.into());
         let mut wants_system = self.registers.needs_system_sync();
+        let signalled = self.bursts.defer_signal(signalled);
         if pmu.take_fed_overflow() || signalled {
             let synced = self.registers.synced(&mut self.fd);
             // An early timer signal needs no handling; the sample follows with the next signal.

@@ -85,6 +85,8 @@ counters! {
     branch_pmis: "PMIs with branch records",
     /// Single steps and straight-line runs for these records.
     branch_steps: "steps for branch records",
+    /// Time of these steps.
+    branch_ns: "their time in ns",
     /// HLT exits to user space (none with the in-kernel local APIC).
     hlt: "halts that reached user space",
 }
