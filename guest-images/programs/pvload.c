@@ -8,6 +8,7 @@
  *   chase SECONDS              pointer chase through 8 MiB: cache misses
  *   threads N SECONDS|ITERATIONSx  N threads that spin; with an "x" a fixed number of iterations each
  *   idle SECONDS               sleeps
+ *   branches SECONDS           conditional branches, recursion and indirect calls of known probability
  *   selfread COUNT             reads its own cycle counter by RDPMC COUNT times, each between two read(2) of it
  *   gate PROGRAM ARGUMENTS     one of the above, held at both ends until a line comes on the console; switches a perf
  *                              that waits at the pipes /tmp/ctl and /tmp/ack on before and off after it
@@ -99,6 +100,54 @@ static int three(const char *seconds)
 	uint64_t rounds = work(atof(seconds));
 	printf("three: rounds=%llu cpu_seconds=%.6f\n", (unsigned long long)rounds,
 	       now(CLOCK_PROCESS_CPUTIME_ID) - cpu);
+	return 0;
+}
+
+/*
+ * Branches that depend on random bits: a conditional branch with probability 1/4, and calls of one of four functions
+ * through a pointer, one of which calls itself with probability 1/2.
+ */
+static uint64_t bits = 88172645463325252ull;
+static volatile uint64_t quarters;
+
+static inline __attribute__((always_inline)) uint64_t next_bits(void)
+{
+	bits ^= bits << 13;
+	bits ^= bits >> 7;
+	bits ^= bits << 17;
+	return bits >> 20;
+}
+
+NOINLINE void target_a(void) { __asm__ volatile("nop"); }
+NOINLINE void target_b(void) { __asm__ volatile("nop; nop"); }
+NOINLINE void target_c(void) { __asm__ volatile("nop; nop; nop"); }
+NOINLINE void target_d(void)
+{
+	if (next_bits() & 1)
+		target_d();
+	__asm__ volatile("");
+}
+
+static void (*const volatile targets[4])(void) = { target_a, target_b, target_c, target_d };
+
+NOINLINE void branch_round(void)
+{
+	if ((next_bits() & 3) == 0)
+		quarters++;
+	targets[next_bits() & 3]();
+	__asm__ volatile("");
+}
+
+static int branches(const char *seconds)
+{
+	uint64_t rounds = 0;
+	double end = now(CLOCK_MONOTONIC) + atof(seconds);
+	do {
+		for (int i = 0; i < 1000000; i++)
+			branch_round();
+		rounds += 1000000;
+	} while (now(CLOCK_MONOTONIC) < end);
+	printf("branches: rounds=%llu\n", (unsigned long long)rounds);
 	return 0;
 }
 
@@ -311,6 +360,8 @@ static int run(int argc, char **argv)
 		return spin(argv[1]);
 	if (!strcmp(name, "three") && argc == 2)
 		return three(argv[1]);
+	if (!strcmp(name, "branches") && argc == 2)
+		return branches(argv[1]);
 	if (!strcmp(name, "syscalls") && argc == 2)
 		return syscalls(argv[1]);
 	if (!strcmp(name, "faults") && argc == 2)
@@ -323,7 +374,7 @@ static int run(int argc, char **argv)
 		return idle(argv[1]);
 	if (!strcmp(name, "selfread") && argc == 2)
 		return selfread(argv[1]);
-	fputs("usage: spin SECONDS|Nx, three SECONDS, syscalls N, faults PAGES, chase SECONDS, threads N SECONDS|Nx, idle SECONDS, "
+	fputs("usage: spin SECONDS|Nx, three SECONDS, branches SECONDS, syscalls N, faults PAGES, chase SECONDS, threads N SECONDS|Nx, idle SECONDS, "
 	      "selfread N, gate ...\n",
 	      stderr);
 	return 2;

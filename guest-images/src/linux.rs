@@ -33,8 +33,8 @@ const SCRIPTS: [(&str, &str); 7] = [
 ];
 
 /// Names of the links to `pvload`.
-const PROGRAMS: [&str; 9] = [
-    "spin", "three", "syscalls", "faults", "chase", "threads", "idle", "selfread", "gate",
+const PROGRAMS: [&str; 10] = [
+    "spin", "three", "branches", "syscalls", "faults", "chase", "threads", "idle", "selfread", "gate",
 ];
 
 /// Modules of the lab host that are not built into Debian's cloud kernel: KVM, a virtio serial port

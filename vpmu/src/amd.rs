@@ -5,11 +5,18 @@
 //! the PPR of the family for the global registers. Writes to reserved bits of these registers are
 //! ignored and never fault.
 
+use perf_core::branch::{BranchEntry, BranchKind};
+
+use crate::SteppedLevels;
+use crate::branches::{BranchControls, BranchRecord, BranchRegister};
 use crate::events::{EventRequest, EventSelect};
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
 use crate::model::PmuModel;
 use crate::model_name::{PmuGeneration, Vendor};
-use crate::vendor::{Register, Registers, VendorOps, WriteEffect, general_msrs, general_request, selector};
+use crate::vendor::{
+    DEBUGCTL_FREEZE_BRANCHES_ON_PMI, Register, Registers, STATUS_CTR_FRZ, STATUS_LBR_FRZ, VendorOps,
+    WriteEffect, contain_branch, general_msrs, general_request, selector,
+};
 
 /// PerfEvtSeln (0xC0010000..=0xC0010003). Present on every model.
 pub const PERF_LEGACY_CTL0: u32 = 0xC001_0000;
@@ -30,6 +37,35 @@ pub const PERF_CNTR_GLOBAL_STATUS_CLR: u32 = 0xC000_0302;
 /// PerfCntrGlobalStatusSet (0xC0000303). Requires CPUID.80000022H:EAX\[0\]. Reads as 0.
 pub const PERF_CNTR_GLOBAL_STATUS_SET: u32 = 0xC000_0303;
 
+/// LBR_SELECT (0xC000010E). Requires CPUID.80000022H:EAX\[1\], as do the following registers.
+pub const LBR_SELECT: u32 = 0xC000_010E;
+/// DBG_EXTN_CFG (0xC000010F).
+pub const DBG_EXTN_CFG: u32 = 0xC000_010F;
+/// LBR_FROM and LBR_TO of record n (0xC0010300 + 2n and + 2n + 1).
+pub const LBR_FROM0: u32 = 0xC001_0300;
+/// Address of the last register of a branch record.
+const LBR_TO15: u32 = 0xC001_031F;
+/// IA32_DEBUGCTL, named DebugCtl.
+const DEBUG_CTL: u32 = 0x1D9;
+
+/// Number of branch records, in CPUID.80000022H:EBX\[9:4\].
+pub(crate) const LBR_RECORDS: u32 = 16;
+/// DBG_EXTN_CFG.LBRV2EN.
+const LBR_ENABLE: u64 = 1 << 6;
+/// LBR_SELECT: suppresses branches at CPL 0, and at CPL 1 to 3.
+const SUPPRESS_KERNEL: u64 = 1 << 0;
+const SUPPRESS_USER: u64 = 1 << 1;
+/// LBR_SELECT bits that are not dropped.
+const LBR_SELECT_MASK: u64 = 0x1FF;
+/// LBR_FROM bit 63: mispredicted.
+const MISPREDICTED: u64 = 1 << 63;
+/// LBR_TO bit 63: valid.
+const VALID: u64 = 1 << 63;
+/// LBR_TO bit 62: recorded from speculative execution.
+const SPECULATIVE: u64 = 1 << 62;
+/// LBR_TO bit 61: reserved.
+const TO_RESERVED: u64 = 1 << 61;
+
 /// Number of counters with K7 registers.
 const LEGACY_COUNTERS: u32 = 4;
 
@@ -44,8 +80,7 @@ const HOST_ONLY: u64 = 1 << 41;
 const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
     // Lightweight profiling: LWP_CFG, LWP_CBADDR.
     0xC000_0105..=0xC000_0106,
-    // LBR_SELECT and DBG_EXTN_CFG of LBR version 2.
-    0xC000_010E..=0xC000_010F,
+    LBR_SELECT..=DBG_EXTN_CFG,
     PERF_CNTR_GLOBAL_STATUS..=PERF_CNTR_GLOBAL_STATUS_SET,
     PERF_LEGACY_CTL0..=0xC001_0007,
     // PERF_CTL and PERF_CTR 0 to 14.
@@ -54,13 +89,57 @@ const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
     0xC001_0230..=0xC001_025F,
     // Performance timestamp.
     0xC001_0280..=0xC001_0280,
-    // LBR_FROM and LBR_TO 0 to 15 of LBR version 2.
-    0xC001_0300..=0xC001_031F,
+    LBR_FROM0..=LBR_TO15,
     // Memory controller counters.
     0xC001_0800..=0xC001_08FF,
     // Instruction-based sampling.
     0xC001_1030..=0xC001_103D,
 ];
+
+/// Returns the register of the branch records at `address`.
+#[expect(clippy::cast_possible_truncation, reason = "below LBR_RECORDS")]
+fn branch_register(address: u32) -> Option<BranchRegister> {
+    match address {
+        LBR_SELECT => Some(BranchRegister::Filter),
+        DBG_EXTN_CFG => Some(BranchRegister::Control),
+        LBR_FROM0..=LBR_TO15 => {
+            let offset = address - LBR_FROM0;
+            let n = (offset / 2) as u8;
+            Some(if offset.is_multiple_of(2) {
+                BranchRegister::From(n)
+            } else {
+                BranchRegister::To(n)
+            })
+        }
+        _ => None,
+    }
+}
+
+/// Returns the LBR_SELECT bit that suppresses branches of this kind.
+fn suppressing_bit(kind: BranchKind) -> u32 {
+    match kind {
+        BranchKind::Conditional => 2,
+        BranchKind::Call => 3,
+        BranchKind::IndirectCall => 4,
+        BranchKind::Return => 5,
+        BranchKind::Indirect => 6,
+        BranchKind::Unconditional => 7,
+        BranchKind::Unknown
+        | BranchKind::SystemCall
+        | BranchKind::SystemReturn
+        | BranchKind::InterruptReturn
+        | BranchKind::Interrupt => 8,
+    }
+}
+
+/// Returns the status bits, other than those of the counters, that software can set and clear.
+fn freeze_status(model: &PmuModel) -> u64 {
+    if model.has_branch_records() {
+        STATUS_LBR_FRZ | STATUS_CTR_FRZ
+    } else {
+        0
+    }
+}
 
 /// AMD implementation of [`VendorOps`].
 #[derive(Debug)]
@@ -99,6 +178,8 @@ impl VendorOps for Amd {
                     _ => Register::GlobalStatusSet,
                 })
             }
+            DEBUG_CTL if model.has_branch_records() => Some(Register::DebugControl),
+            address if model.has_branch_records() => branch_register(address).map(Register::Branch),
             _ => None,
         }
     }
@@ -115,9 +196,15 @@ impl VendorOps for Amd {
         match register {
             Register::Selector(_) => WriteEffect::Store(value & !SELECTOR_RESERVED),
             Register::Counter(_) => WriteEffect::Store(model.width().truncate(value)),
-            Register::GlobalControl | Register::GlobalStatusReset | Register::GlobalStatusSet => {
-                WriteEffect::Store(value & model.counters_mask())
+            Register::GlobalControl => WriteEffect::Store(value & model.counters_mask()),
+            Register::GlobalStatusReset | Register::GlobalStatusSet => {
+                WriteEffect::Store(value & (model.counters_mask() | freeze_status(model)))
             }
+            Register::DebugControl => WriteEffect::Store(value & model.debug_control_bits()),
+            Register::Branch(BranchRegister::Control) => WriteEffect::Store(value & LBR_ENABLE),
+            Register::Branch(BranchRegister::Filter) => WriteEffect::Store(value & LBR_SELECT_MASK),
+            Register::Branch(BranchRegister::From(_)) => WriteEffect::Store(value),
+            Register::Branch(BranchRegister::To(_)) => WriteEffect::Store(value & !TO_RESERVED),
             // The global status ignores writes. The remaining registers have no address on AMD
             // models.
             _ => WriteEffect::Dropped,
@@ -133,6 +220,14 @@ impl VendorOps for Amd {
             global_control: model.counters_mask(),
             global_status: 0,
             debug_control: 0,
+            branches: BranchControls {
+                depth: if model.has_branch_records() {
+                    u64::from(LBR_RECORDS)
+                } else {
+                    0
+                },
+                ..BranchControls::default()
+            },
             svme: false,
         }
     }
@@ -145,8 +240,13 @@ impl VendorOps for Amd {
         counter.fixed_number().is_none() && registers.selectors[counter.slot()] & selector::INT != 0
     }
 
+    /// Bit 59 of the status can only be set on models with [`PmuModel::has_branch_records`].
     fn globally_enabled(&self, registers: &Registers) -> u64 {
-        registers.global_control
+        if registers.global_status & STATUS_CTR_FRZ != 0 {
+            0
+        } else {
+            registers.global_control
+        }
     }
 
     #[expect(
@@ -176,9 +276,14 @@ impl VendorOps for Amd {
         !matches!(selector & (GUEST_ONLY | HOST_ONLY), 0 | 0x300_0000_0000)
     }
 
-    /// Returns `false`: all AMD models report CPUID.80000022H:EAX\[2\] (freeze on PMI) as 0.
-    fn freeze(&self, _: &PmuModel, _: &mut Registers) -> bool {
-        false
+    /// Freezes the counters on a PMI. Models without branch records do not announce this in
+    /// CPUID.80000022H:EAX\[2\].
+    fn freeze(&self, _: &PmuModel, registers: &mut Registers) -> bool {
+        let freezes = registers.freezes_counters();
+        if freezes {
+            registers.global_status |= STATUS_CTR_FRZ;
+        }
+        freezes
     }
 
     fn in_use(&self, _: &PmuModel, _: &Registers) -> u64 {
@@ -212,7 +317,38 @@ impl VendorOps for Amd {
         false
     }
 
-    fn capabilities(&self) -> u64 {
+    fn capabilities(&self, _: &PmuModel) -> u64 {
         0
+    }
+
+    fn records_branches(&self, registers: &Registers) -> bool {
+        registers.branches.control & LBR_ENABLE != 0 && registers.global_status & STATUS_LBR_FRZ == 0
+    }
+
+    fn branch_levels(&self, registers: &Registers) -> SteppedLevels {
+        SteppedLevels {
+            user: registers.branches.filter & SUPPRESS_USER == 0,
+            kernel: registers.branches.filter & SUPPRESS_KERNEL == 0,
+        }
+    }
+
+    fn selects_branch(&self, registers: &Registers, branch: &BranchEntry) -> bool {
+        registers.branches.filter >> suppressing_bit(branch.kind) & 1 == 0
+            && contain_branch(self.branch_levels(registers), branch)
+    }
+
+    /// Predictions are unknown. A branch that was stepped is valid and not speculative.
+    fn branch_record(&self, branch: &BranchEntry) -> BranchRecord {
+        BranchRecord {
+            from: branch.from & !MISPREDICTED,
+            to: branch.to & !(SPECULATIVE | TO_RESERVED) | VALID,
+            info: 0,
+        }
+    }
+
+    fn freeze_branches(&self, _: &PmuModel, registers: &mut Registers) {
+        if registers.debug_control & DEBUGCTL_FREEZE_BRANCHES_ON_PMI != 0 {
+            registers.global_status |= STATUS_LBR_FRZ;
+        }
     }
 }

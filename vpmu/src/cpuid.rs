@@ -1,5 +1,6 @@
 //! CPUID leaves that describe the PMU to a guest.
 
+use crate::amd::LBR_RECORDS;
 use crate::events::{ArchEvent, CountableEvents};
 use crate::host_pmu::{CpuidRegs, EXT1_ECX_PERFCTR_CORE, EXT22_EAX_PERFMON_V2};
 use crate::model::PmuModel;
@@ -15,8 +16,24 @@ const LEAF1_ECX_DEBUG_STORE: u32 = 1 << 2 | 1 << 4;
 const LEAF1_EDX_DS: u32 = 1 << 21;
 /// CPUID.(07H,0):EBX: processor trace (25).
 const LEAF7_EBX_TRACE: u32 = 1 << 25;
-/// CPUID.(07H,0):EDX: hybrid (15) and architectural LBRs (19).
-const LEAF7_EDX_HYBRID_ARCH_LBR: u32 = 1 << 15 | 1 << 19;
+/// CPUID.(07H,0):EDX: hybrid (15).
+const LEAF7_EDX_HYBRID: u32 = 1 << 15;
+/// CPUID.(07H,0):EDX: architectural LBRs (19).
+const LEAF7_EDX_ARCH_LBR: u32 = 1 << 19;
+/// Architectural LBRs. Intel SDM vol. 2, CPUID.
+const LEAF_ARCH_LBR: u32 = 0x1C;
+/// CPUID.1CH: depths of 8, 16 and 32 records (EAX), filters of privilege levels and of branches
+/// (EBX), and the kinds of the branches (ECX). Addresses are effective (EAX\[31\] clear).
+const ARCH_LBR: CpuidRegs = CpuidRegs {
+    eax: 1 << 0 | 1 << 1 | 1 << 3,
+    ebx: 1 << 0 | 1 << 1,
+    ecx: 1 << 2,
+    edx: 0,
+};
+/// CPUID.80000022H:EAX: LBR version 2 (1), freezing of branch records and counters on PMI (2).
+const EXT22_EAX_LBR_V2: u32 = 1 << 1 | 1 << 2;
+/// CPUID.80000022H:EBX: number of branch records.
+const EXT22_EBX_LBR_SHIFT: u32 = 4;
 /// CPUID.(07H,1):EAX: leaf 23H (extended performance monitoring) exists.
 const LEAF7_1_EAX_PERFMON_EXT: u32 = 1 << 8;
 /// CPUID.80000001H:ECX: instruction-based sampling (10), lightweight profiling (15), northbridge
@@ -59,6 +76,7 @@ impl PmuModel {
     pub fn required_leaves(&self) -> &'static [u32] {
         match self.generation() {
             PmuGeneration::Off(_) => &[],
+            PmuGeneration::Intel(_) if self.has_branch_records() => &[LEAF_ARCH_PERFMON, LEAF_ARCH_LBR],
             PmuGeneration::Intel(_) => &[LEAF_ARCH_PERFMON],
             PmuGeneration::AmdK7 | PmuGeneration::AmdCore => &[0x8000_0001],
             PmuGeneration::AmdV2 => &[0x8000_0001, LEAF_AMD_PERFMON_V2],
@@ -73,7 +91,10 @@ impl PmuModel {
     pub fn adjust_cpuid(&self, leaf: u32, subleaf: u32, regs: &mut CpuidRegs, backability: CountableEvents) {
         let version = self.intel_version();
         match (leaf, subleaf) {
-            (0, _) if version > 0 => regs.eax = regs.eax.max(LEAF_ARCH_PERFMON),
+            (0, _) if version > 0 => {
+                let last = self.required_leaves().iter().copied().max();
+                regs.eax = regs.eax.max(last.unwrap_or_default());
+            }
             (1, _) => {
                 regs.ecx &= !(LEAF1_ECX_PDCM | LEAF1_ECX_DEBUG_STORE);
                 regs.edx &= !LEAF1_EDX_DS;
@@ -83,12 +104,16 @@ impl PmuModel {
             }
             (7, 0) => {
                 regs.ebx &= !LEAF7_EBX_TRACE;
-                regs.edx &= !LEAF7_EDX_HYBRID_ARCH_LBR;
+                regs.edx &= !(LEAF7_EDX_HYBRID | LEAF7_EDX_ARCH_LBR);
+                if version > 0 && self.has_branch_records() {
+                    regs.edx |= LEAF7_EDX_ARCH_LBR;
+                }
             }
             (7, 1) => regs.eax &= !LEAF7_1_EAX_PERFMON_EXT,
             (LEAF_ARCH_PERFMON, _) => *regs = self.arch_perfmon_leaf(backability),
+            (LEAF_ARCH_LBR, 0) if version > 0 && self.has_branch_records() => *regs = ARCH_LBR,
             // Processor trace, architectural LBRs, extended performance monitoring.
-            (0x14 | 0x1C | 0x23, _) => *regs = CpuidRegs::default(),
+            (0x14 | LEAF_ARCH_LBR | 0x23, _) => *regs = CpuidRegs::default(),
             (0x8000_0000, _) => {
                 let last = self.required_leaves().iter().copied().max().unwrap_or(0);
                 if last >= 0x8000_0000 {
@@ -109,6 +134,10 @@ impl PmuModel {
                 if self.generation() == PmuGeneration::AmdV2 {
                     regs.eax = EXT22_EAX_PERFMON_V2;
                     regs.ebx = self.general();
+                    if self.has_branch_records() {
+                        regs.eax |= EXT22_EAX_LBR_V2;
+                        regs.ebx |= LBR_RECORDS << EXT22_EBX_LBR_SHIFT;
+                    }
                 }
             }
             _ => {}

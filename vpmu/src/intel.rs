@@ -3,11 +3,18 @@
 //! References: Intel SDM vol. 3B, chapter "Performance Monitoring", section "Architectural
 //! Performance Monitoring" (one subsection per version), and vol. 4 for the addresses.
 
+use perf_core::branch::{BranchEntry, BranchKind};
+
+use crate::SteppedLevels;
+use crate::branches::{BranchControls, BranchRecord, BranchRegister, MAX_BRANCH_RECORDS};
 use crate::events::{EventRequest, EventSelect, EventSelection, decode_fixed};
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex, counters_in};
 use crate::model::PmuModel;
 use crate::model_name::Vendor;
-use crate::vendor::{Register, Registers, VendorOps, WriteEffect, general_msrs, general_request, selector};
+use crate::vendor::{
+    DEBUGCTL_FREEZE_BRANCHES_ON_PMI, Register, Registers, STATUS_CTR_FRZ, STATUS_LBR_FRZ, VendorOps,
+    WriteEffect, contain_branch, general_msrs, general_request, selector,
+};
 
 /// IA32_PMCn (0xC1..=0xC8). Requires CPUID.0AH:EAX\[15:8\] > n. A write stores bits 31:0,
 /// sign-extended.
@@ -38,9 +45,43 @@ pub const IA32_PERF_GLOBAL_INUSE: u32 = 0x392;
 /// n.
 pub const IA32_A_PMC0: u32 = 0x4C1;
 
-/// IA32_PERF_CAPABILITIES.FW_WRITE: the full-width registers from 0x4C1 exist. The LBR and PEBS
-/// formats are 0 because neither LBR nor PEBS is implemented.
+/// MSR_LASTBRANCH_TOS (0x1C9) of processors with model-specific LBRs. Exists with branch records,
+/// because Linux uses none if it cannot write this register on a processor of such a model.
+pub const MSR_LASTBRANCH_TOS: u32 = 0x1C9;
+/// IA32_LBR_n_INFO (0x1200..=0x121F). Requires CPUID.(07H,0):EDX\[19\] and IA32_LBR_DEPTH > n, as
+/// do the other registers of records.
+pub const IA32_LBR_INFO0: u32 = 0x1200;
+/// IA32_LBR_CTL (0x14CE). Requires CPUID.(07H,0):EDX\[19\].
+pub const IA32_LBR_CTL: u32 = 0x14CE;
+/// IA32_LBR_DEPTH (0x14CF). Requires CPUID.(07H,0):EDX\[19\]. A write clears the records.
+pub const IA32_LBR_DEPTH: u32 = 0x14CF;
+/// IA32_LBR_n_FROM_IP (0x1500..=0x151F).
+pub const IA32_LBR_FROM_IP0: u32 = 0x1500;
+/// IA32_LBR_n_TO_IP (0x1600..=0x161F).
+pub const IA32_LBR_TO_IP0: u32 = 0x1600;
+
+/// Numbers of branch records that IA32_LBR_DEPTH accepts, in CPUID.1CH:EAX\[7:0\].
+const LBR_DEPTHS: [u64; 3] = [8, 16, 32];
+/// IA32_LBR_CTL.LBREn.
+const LBR_ENABLE: u64 = 1 << 0;
+/// IA32_LBR_CTL.OS and USR: branches at CPL 0, and at CPL 1 to 3.
+const LBR_OS: u64 = 1 << 1;
+const LBR_USR: u64 = 1 << 2;
+/// IA32_LBR_CTL bits that do not fault when set: LBREn, OS, USR and the filter of branches. The
+/// call-stack mode (bit 3) is not announced in CPUID.1CH:EBX\[2\].
+const LBR_WRITABLE: u64 = LBR_ENABLE | LBR_OS | LBR_USR | 0x7F << 16;
+/// IA32_LBR_n_INFO.BR_TYPE.
+const LBR_INFO_TYPE_SHIFT: u32 = 56;
+/// IA32_LBR_n_INFO bits that are not stored.
+const LBR_INFO_UNDEFINED: u64 = 0x00FF_FFFF_FFFF_0000;
+/// Writable bits of MSR_LASTBRANCH_TOS, enough for the maximum number of records.
+const LASTBRANCH_TOS: u64 = 0x1F;
+
+/// IA32_PERF_CAPABILITIES.FW_WRITE: the full-width registers from 0x4C1 exist. The PEBS format is 0
+/// because PEBS is not implemented.
 const CAPABILITIES_FW_WRITE: u64 = 1 << 13;
+/// IA32_PERF_CAPABILITIES.LBR_FMT of architectural LBRs. 0 without branch records.
+const CAPABILITIES_ARCH_LBR: u64 = 0x3F;
 
 /// IA32_PERFEVTSELn bits that fault when set: 63:32 and AnyThread (21), which CPUID.0AH:EDX\[15\]
 /// declares deprecated. Pin control (19) is writable and has no effect, as on processors without
@@ -66,11 +107,6 @@ const FIXED_PMI: u64 = 0b1000;
 /// IA32_FIXED_CTR_CTRL field: writable bits. Bit 2 is the deprecated AnyThread.
 const FIXED_WRITABLE: u64 = FIXED_OS | FIXED_USR | FIXED_PMI;
 
-/// IA32_PERF_GLOBAL_STATUS.CTR_FRZ (version 4): a PMI has frozen the counters.
-pub const STATUS_CTR_FRZ: u64 = 1 << 59;
-/// IA32_PERF_GLOBAL_STATUS.LBR_FRZ (version 4). Never set by hardware here because LBRs are not
-/// implemented.
-const STATUS_LBR_FRZ: u64 = 1 << 58;
 /// IA32_PERF_GLOBAL_STATUS.ASCI (version 4): counts may include enclave execution. Only software
 /// can set this bit here.
 const STATUS_ASCI: u64 = 1 << 60;
@@ -85,12 +121,6 @@ const STATUS_COND_CHGD: u64 = 1 << 63;
 
 /// IA32_PERF_GLOBAL_INUSE.PMI: at least one counter has its interrupt enabled.
 const INUSE_PMI: u64 = 1 << 63;
-
-/// IA32_DEBUGCTL.FREEZE_PERFMON_ON_PMI.
-pub const DEBUGCTL_FREEZE_ON_PMI: u64 = 1 << 12;
-/// IA32_DEBUGCTL bits that belong to the PMU. The VMM handles the remaining bits. Branch records,
-/// branch trace and freezing in SMM (IA32_PERF_CAPABILITIES\[12\] is 0) are not implemented.
-pub const DEBUGCTL_PMU: u64 = DEBUGCTL_FREEZE_ON_PMI;
 
 /// RDPMC: ECX\[30\] selects the fixed counters.
 const RDPMC_FIXED: u32 = 1 << 30;
@@ -200,6 +230,57 @@ fn checked(value: u64, allowed: u64) -> WriteEffect {
     }
 }
 
+/// Returns the register of the branch records at `address`.
+#[expect(clippy::cast_possible_truncation, reason = "below MAX_BRANCH_RECORDS")]
+fn branch_register(address: u32) -> Option<BranchRegister> {
+    let record = |base: u32| {
+        let n = address.checked_sub(base)?;
+        (n < MAX_BRANCH_RECORDS as u32).then_some(n as u8)
+    };
+    match address {
+        MSR_LASTBRANCH_TOS => Some(BranchRegister::Top),
+        IA32_LBR_CTL => Some(BranchRegister::Control),
+        IA32_LBR_DEPTH => Some(BranchRegister::Depth),
+        _ => record(IA32_LBR_FROM_IP0)
+            .map(BranchRegister::From)
+            .or_else(|| record(IA32_LBR_TO_IP0).map(BranchRegister::To))
+            .or_else(|| record(IA32_LBR_INFO0).map(BranchRegister::Info)),
+    }
+}
+
+/// Returns the effect of a write to a register of the branch records. Addresses must be canonical
+/// for linear addresses of 57 bits.
+fn write_branch_register(register: BranchRegister, value: u64) -> WriteEffect {
+    match register {
+        BranchRegister::Control => checked(value, LBR_WRITABLE),
+        BranchRegister::Depth if LBR_DEPTHS.contains(&value) => WriteEffect::Store(value),
+        BranchRegister::Top => checked(value, LASTBRANCH_TOS),
+        BranchRegister::Info(_) => WriteEffect::Store(value & !LBR_INFO_UNDEFINED),
+        BranchRegister::From(_) | BranchRegister::To(_) if matches!(value.cast_signed() >> 56, 0 | -1) => {
+            WriteEffect::Store(value)
+        }
+        _ => WriteEffect::Fault,
+    }
+}
+
+/// Returns the IA32_LBR_CTL bit that selects branches of this kind, and their BR_TYPE (SDM vol. 4,
+/// 14CEH and 1200H).
+fn branch_kind(kind: BranchKind) -> (u32, u64) {
+    match kind {
+        BranchKind::Conditional => (16, 0),
+        BranchKind::Unconditional => (17, 2),
+        BranchKind::Indirect => (18, 1),
+        BranchKind::Call => (19, 4),
+        BranchKind::IndirectCall => (20, 3),
+        BranchKind::Return => (21, 5),
+        BranchKind::Unknown
+        | BranchKind::SystemCall
+        | BranchKind::SystemReturn
+        | BranchKind::InterruptReturn
+        | BranchKind::Interrupt => (22, 8),
+    }
+}
+
 impl VendorOps for Intel {
     fn register(&self, model: &PmuModel, msr: MsrAddress) -> Option<Register> {
         let version = model.intel_version();
@@ -223,6 +304,7 @@ impl VendorOps for Intel {
             IA32_PERF_GLOBAL_STATUS_RESET => from(2, Register::GlobalStatusReset),
             IA32_PERF_GLOBAL_STATUS_SET => from(4, Register::GlobalStatusSet),
             IA32_PERF_GLOBAL_INUSE => from(4, Register::GlobalInUse),
+            address if model.has_branch_records() => branch_register(address).map(Register::Branch),
             _ => None,
         }
     }
@@ -253,7 +335,8 @@ impl VendorOps for Intel {
             // Before version 4 only an overflow sets a status bit. This arm then validates a saved
             // state.
             Register::GlobalStatusSet => checked(value, counters | settable_status(model.intel_version())),
-            Register::DebugControl => checked(value, DEBUGCTL_PMU),
+            Register::DebugControl => checked(value, model.debug_control_bits()),
+            Register::Branch(register) => write_branch_register(register, value),
             Register::Absent => WriteEffect::Dropped,
             Register::GlobalStatus | Register::GlobalInUse | Register::Capabilities => WriteEffect::Fault,
         }
@@ -274,6 +357,14 @@ impl VendorOps for Intel {
             global_control,
             global_status: 0,
             debug_control: 0,
+            branches: BranchControls {
+                depth: if model.has_branch_records() {
+                    MAX_BRANCH_RECORDS as u64
+                } else {
+                    0
+                },
+                ..BranchControls::default()
+            },
             svme: false,
         }
     }
@@ -343,7 +434,7 @@ impl VendorOps for Intel {
     /// IA32_PERF_GLOBAL_CTRL. From version 4 the PMI sets CTR_FRZ and leaves the control register
     /// unchanged.
     fn freeze(&self, model: &PmuModel, registers: &mut Registers) -> bool {
-        if registers.debug_control & DEBUGCTL_FREEZE_ON_PMI == 0 {
+        if !registers.freezes_counters() {
             return false;
         }
         if model.intel_version() >= 4 {
@@ -405,7 +496,50 @@ impl VendorOps for Intel {
         true
     }
 
-    fn capabilities(&self) -> u64 {
-        CAPABILITIES_FW_WRITE
+    fn capabilities(&self, model: &PmuModel) -> u64 {
+        if model.has_branch_records() {
+            CAPABILITIES_FW_WRITE | CAPABILITIES_ARCH_LBR
+        } else {
+            CAPABILITIES_FW_WRITE
+        }
+    }
+
+    fn records_branches(&self, registers: &Registers) -> bool {
+        registers.branches.control & LBR_ENABLE != 0 && registers.global_status & STATUS_LBR_FRZ == 0
+    }
+
+    fn branch_levels(&self, registers: &Registers) -> SteppedLevels {
+        SteppedLevels {
+            user: registers.branches.control & LBR_USR != 0,
+            kernel: registers.branches.control & LBR_OS != 0,
+        }
+    }
+
+    fn selects_branch(&self, registers: &Registers, branch: &BranchEntry) -> bool {
+        let (bit, _) = branch_kind(branch.kind);
+        registers.branches.control >> bit & 1 != 0 && contain_branch(self.branch_levels(registers), branch)
+    }
+
+    /// Predictions, cycles and transactions are not announced in CPUID.1CH:ECX and therefore 0.
+    fn branch_record(&self, branch: &BranchEntry) -> BranchRecord {
+        let (_, kind) = branch_kind(branch.kind);
+        BranchRecord {
+            from: branch.from,
+            to: branch.to,
+            info: kind << LBR_INFO_TYPE_SHIFT,
+        }
+    }
+
+    /// Before version 4, the PMI clears the enable bit (SDM vol. 3, "Freeze_LBRs_On_PMI"); from
+    /// version 4 on it sets LBR_FRZ.
+    fn freeze_branches(&self, model: &PmuModel, registers: &mut Registers) {
+        if registers.debug_control & DEBUGCTL_FREEZE_BRANCHES_ON_PMI == 0 {
+            return;
+        }
+        if model.intel_version() >= 4 {
+            registers.global_status |= STATUS_LBR_FRZ;
+        } else {
+            registers.branches.control &= !LBR_ENABLE;
+        }
     }
 }

@@ -47,6 +47,7 @@
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
 mod amd;
+mod branches;
 mod counter_events;
 pub mod cpuid;
 mod dialect;
@@ -87,6 +88,7 @@ pub use share::{PmiShare, PmiShareError};
 pub use sources::{EventSource, EventSources};
 pub use state::{StateError, fix_checksum};
 pub use vpmu::{
-    BackingChange, CounterView, Cpl, MsrReadOutcome, MsrWriteOutcome, PmiCounts, PmiReadiness, Vpmu,
+    BackingChange, BranchRequest, CounterView, Cpl, MsrReadOutcome, MsrWriteOutcome, PmiCounts, PmiReadiness,
+    Vpmu,
 };
 pub use width::{CounterAdvance, CounterWidth};

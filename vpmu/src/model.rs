@@ -6,6 +6,7 @@ use crate::events::{ArchEvent, CountableEvents};
 use crate::host_pmu::{CpuidReader, HostPmuProperties};
 use crate::index::{CounterIndex, MAX_FIXED, MAX_GENERAL};
 use crate::model_name::{CounterNumbers, ModelError, PmuGeneration, PmuModelName, Vendor};
+use crate::vendor::{DEBUGCTL_FREEZE_BRANCHES_ON_PMI, DEBUGCTL_FREEZE_ON_PMI};
 use crate::width::CounterWidth;
 
 /// PMU model. All properties are within the limits of the generation.
@@ -19,6 +20,8 @@ pub struct PmuModel {
     /// Set if the processor supports transactions (Intel TSX), so that selectors have the
     /// transaction bits.
     transactions: bool,
+    /// Set if the guest has branch records.
+    branch_records: bool,
 }
 
 impl PmuModel {
@@ -33,6 +36,7 @@ impl PmuModel {
         fixed_bitmap: 0b111,
         width: CounterWidth::W48,
         transactions: false,
+        branch_records: false,
     };
     /// The `--pmu amd` model: the core extension with six counters of 48 bits.
     pub const AMD: Self = Self {
@@ -41,6 +45,7 @@ impl PmuModel {
         fixed_bitmap: 0,
         width: CounterWidth::W48,
         transactions: false,
+        branch_records: false,
     };
 
     /// Builds the model for `--pmu`, `--pmu-counters` and `--pmu-width`.
@@ -119,6 +124,7 @@ impl PmuModel {
             fixed_bitmap: ((1u32 << fixed) - 1) as u8,
             width,
             transactions: false,
+            branch_records: false,
         })
     }
 
@@ -130,6 +136,7 @@ impl PmuModel {
             fixed_bitmap: 0,
             width: CounterWidth::W48,
             transactions: false,
+            branch_records: false,
         }
     }
 
@@ -257,6 +264,30 @@ impl PmuModel {
     /// Returns whether selectors have the transaction bits.
     pub const fn has_transactions(&self) -> bool {
         self.transactions
+    }
+
+    /// Returns this model with branch records: architectural LBRs on Intel models from version 2 on,
+    /// LBR version 2 on `amd-v2`. Other models have none and are returned unchanged.
+    #[must_use]
+    pub const fn with_branch_records(self) -> Self {
+        Self {
+            branch_records: matches!(self.generation, PmuGeneration::Intel(2..) | PmuGeneration::AmdV2),
+            ..self
+        }
+    }
+
+    /// Returns whether the guest has branch records.
+    pub const fn has_branch_records(&self) -> bool {
+        self.branch_records
+    }
+
+    /// Returns the bits of IA32_DEBUGCTL that belong to the PMU.
+    pub const fn debug_control_bits(&self) -> u64 {
+        match (self.generation, self.branch_records) {
+            (PmuGeneration::Intel(2..), false) => DEBUGCTL_FREEZE_ON_PMI,
+            (_, true) => DEBUGCTL_FREEZE_ON_PMI | DEBUGCTL_FREEZE_BRANCHES_ON_PMI,
+            (_, false) => 0,
+        }
     }
 
     /// Returns this model without fixed counter 3 (top-down slots) if `backability` does not
@@ -411,7 +442,11 @@ impl fmt::Display for PmuModel {
         if self.fixed_bitmap != 0 {
             write!(f, "+{}", self.fixed())?;
         }
-        write!(f, " counters of {} bits", self.width.bits())
+        write!(f, " counters of {} bits", self.width.bits())?;
+        if self.branch_records {
+            f.write_str(" and branch records")?;
+        }
+        Ok(())
     }
 }
 

@@ -9,13 +9,18 @@ use crate::model_name::Vendor;
 use crate::vendor::VendorOps;
 
 pub use crate::amd::{
-    PERF_CNTR_GLOBAL_CTL, PERF_CNTR_GLOBAL_STATUS, PERF_CNTR_GLOBAL_STATUS_CLR, PERF_CNTR_GLOBAL_STATUS_SET,
-    PERF_CTL0, PERF_CTR0, PERF_LEGACY_CTL0, PERF_LEGACY_CTR0,
+    DBG_EXTN_CFG, LBR_FROM0, LBR_SELECT, PERF_CNTR_GLOBAL_CTL, PERF_CNTR_GLOBAL_STATUS,
+    PERF_CNTR_GLOBAL_STATUS_CLR, PERF_CNTR_GLOBAL_STATUS_SET, PERF_CTL0, PERF_CTR0, PERF_LEGACY_CTL0,
+    PERF_LEGACY_CTR0,
 };
 pub use crate::intel::{
-    DEBUGCTL_FREEZE_ON_PMI, DEBUGCTL_PMU, IA32_A_PMC0, IA32_DEBUGCTL, IA32_FIXED_CTR_CTRL, IA32_FIXED_CTR0,
-    IA32_PERF_CAPABILITIES, IA32_PERF_GLOBAL_CTRL, IA32_PERF_GLOBAL_INUSE, IA32_PERF_GLOBAL_STATUS,
-    IA32_PERF_GLOBAL_STATUS_RESET, IA32_PERF_GLOBAL_STATUS_SET, IA32_PERFEVTSEL0, IA32_PMC0, STATUS_CTR_FRZ,
+    IA32_A_PMC0, IA32_DEBUGCTL, IA32_FIXED_CTR_CTRL, IA32_FIXED_CTR0, IA32_LBR_CTL, IA32_LBR_DEPTH,
+    IA32_LBR_FROM_IP0, IA32_LBR_INFO0, IA32_LBR_TO_IP0, IA32_PERF_CAPABILITIES, IA32_PERF_GLOBAL_CTRL,
+    IA32_PERF_GLOBAL_INUSE, IA32_PERF_GLOBAL_STATUS, IA32_PERF_GLOBAL_STATUS_RESET,
+    IA32_PERF_GLOBAL_STATUS_SET, IA32_PERFEVTSEL0, IA32_PMC0, MSR_LASTBRANCH_TOS,
+};
+pub use crate::vendor::{
+    DEBUGCTL_FREEZE_BRANCHES_ON_PMI, DEBUGCTL_FREEZE_ON_PMI, STATUS_CTR_FRZ, STATUS_LBR_FRZ,
 };
 
 /// Returns the PMU definition of a vendor.
@@ -36,12 +41,12 @@ impl PmuModel {
     /// Returns all MSRs that the VMM must trap to [`crate::Vpmu::read_msr`] and
     /// [`crate::Vpmu::write_msr`], sorted. The list contains the PMU registers of *both* vendors,
     /// including those that the model lacks, because a hypervisor may otherwise handle some of them
-    /// itself. IA32_DEBUGCTL is included for models that can freeze counters on a PMI.
+    /// itself. IA32_DEBUGCTL is included for models with [`PmuModel::debug_control_bits`].
     pub fn trapped_msrs(&self) -> Vec<std::ops::RangeInclusive<u32>> {
         let mut ranges = [Vendor::Intel, Vendor::Amd]
             .map(|vendor| of(vendor).addresses())
             .concat();
-        if self.intel_version() >= 2 {
+        if self.debug_control_bits() != 0 {
             ranges.push(IA32_DEBUGCTL..=IA32_DEBUGCTL);
         }
         ranges.sort_by_key(|range| *range.start());

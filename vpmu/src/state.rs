@@ -8,8 +8,13 @@
 //!
 //! Layout version 1 lacks the counters that requested a due PMI and whether delivery was deferred.
 //! [`Vpmu::restore`] then assumes that every possible counter requested the PMI. Versions 1 and 2
-//! lack the measurement of the PMI handler, which is then discarded. Both are still read.
+//! lack the measurement of the PMI handler, which is then discarded. Both are still read. Version 4
+//! ends with the branch records and is written only for models that have them.
 
+mod branches;
+mod reader;
+
+use crate::branches::BranchControls;
 use crate::counter_events::{CounterEvents, CounterTimes, EnableOutcome, EventLoss};
 use crate::events::{Backing, EventRequest};
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
@@ -20,9 +25,15 @@ use crate::share::{HandlerPhase, SavedHandler};
 use crate::vendor::{Register, Registers, WriteEffect};
 use crate::vpmu::{Counter, DuePmi, RestoredPmi, Vpmu};
 
+use branches::read_branches;
+use reader::Reader;
+
 const MAGIC: [u8; 4] = *b"PVPM";
 const HEADER_BYTES: usize = 4 + 1 + 2 + 4;
 const CRC_BYTES: usize = 4;
+
+/// Bit of the model's first byte: the model has branch records.
+const KIND_WITH_BRANCHES: u8 = 0x80;
 
 /// Values of the body's PMI byte. Version 1 has no deferred PMI.
 const PMI_NONE: u8 = 0;
@@ -34,11 +45,18 @@ const HANDLER_RETURNED: u8 = 0;
 const HANDLER_REARMED: u8 = 1;
 const HANDLER_RUNNING: u8 = 2;
 
-/// Returns the version of the body layout of a vendor.
-const fn layout_version(vendor: Vendor) -> u16 {
-    match vendor {
-        Vendor::Intel => 3,
-        Vendor::Amd => 3,
+/// Layout version of models without branch records.
+const VERSION_WITHOUT_BRANCHES: u16 = 3;
+/// Layout version of models with branch records, the newest one.
+const VERSION_WITH_BRANCHES: u16 = 4;
+
+/// Returns the version of the body layout of a model. Programs that do not know branch records can
+/// read the state of a model without them.
+const fn layout_version(model: &PmuModel) -> u16 {
+    if model.has_branch_records() {
+        VERSION_WITH_BRANCHES
+    } else {
+        VERSION_WITHOUT_BRANCHES
     }
 }
 
@@ -127,10 +145,12 @@ impl Vpmu {
             }
         }
 
+        self.write_branches(&mut body);
+
         let mut bytes = Vec::with_capacity(HEADER_BYTES + body.len() + CRC_BYTES);
         bytes.extend(MAGIC);
         bytes.push(vendor_byte(self.model.vendor()));
-        bytes.extend(layout_version(self.model.vendor()).to_le_bytes());
+        bytes.extend(layout_version(&self.model).to_le_bytes());
         bytes.extend((body.len() as u32).to_le_bytes());
         bytes.extend(body);
         bytes.extend(crc32(&bytes).to_le_bytes());
@@ -170,6 +190,7 @@ impl Vpmu {
             global_control: reader.u64()?,
             global_status: reader.u64()?,
             debug_control: reader.u64()?,
+            branches: BranchControls::default(),
             svme: false,
         };
         let pmi = read_pmi(&mut reader, &model, version)?;
@@ -198,6 +219,7 @@ impl Vpmu {
         if seen != model.counters_mask() {
             return Err(StateError::Impossible("a counter is missing"));
         }
+        let branches = read_branches(&mut reader, &model, version, &mut registers)?;
         if !reader.rest.is_empty() {
             return Err(StateError::Length {
                 have: body.len(),
@@ -209,6 +231,7 @@ impl Vpmu {
         self.release(events);
         self.registers = registers;
         self.counters = counters;
+        self.branches = branches;
         self.restore_pmi(pmi);
         self.pmi_share.restore(handler, events.now_ns());
         self.note_all_svme();
@@ -402,13 +425,11 @@ fn check_frame(bytes: &[u8]) -> Result<(u16, &[u8]), StateError> {
     let mut header = Reader {
         rest: &bytes[MAGIC.len()..HEADER_BYTES],
     };
-    let vendor = match header.u8()? {
-        1 => Vendor::Intel,
-        2 => Vendor::Amd,
-        _ => return Err(StateError::Impossible("its vendor is neither Intel nor AMD")),
-    };
+    if !matches!(header.u8()?, 1 | 2) {
+        return Err(StateError::Impossible("its vendor is neither Intel nor AMD"));
+    }
     let have = header.u16()?;
-    let known = layout_version(vendor);
+    let known = VERSION_WITH_BRANCHES;
     if have == 0 || have > known {
         return Err(StateError::Version { have, known });
     }
@@ -433,8 +454,8 @@ const fn vendor_byte(vendor: Vendor) -> u8 {
     }
 }
 
-/// Serializes the model, one byte per field: generation (Intel with and without transactions are
-/// distinct), version, number of general-purpose counters, fixed counter bitmap, width.
+/// Serializes the model, one byte per field: generation (Intel with and without transactions, and
+/// models with and without branch records, are distinct), version, number of general-purpose counters, fixed counter bitmap, width.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "at most 15 counters of at most 63 bits"
@@ -448,8 +469,13 @@ fn write_model(body: &mut Vec<u8>, model: &PmuModel) {
         PmuGeneration::AmdCore => (3, 0),
         PmuGeneration::AmdV2 => (4, 0),
     };
+    let branches = if model.has_branch_records() {
+        KIND_WITH_BRANCHES
+    } else {
+        0
+    };
     body.extend([
-        kind,
+        kind | branches,
         version,
         model.general() as u8,
         model.fixed_bitmap(),
@@ -460,6 +486,8 @@ fn write_model(body: &mut Vec<u8>, model: &PmuModel) {
 fn read_model(reader: &mut Reader<'_>) -> Result<PmuModel, StateError> {
     const BAD: StateError = StateError::Impossible("there is no such model");
     let (kind, version) = (reader.u8()?, reader.u8()?);
+    let has_branches = kind & KIND_WITH_BRANCHES != 0;
+    let kind = kind & !KIND_WITH_BRANCHES;
     let generation = match (kind, version) {
         (0, 1) => PmuGeneration::Off(Vendor::Intel),
         (0, 2) => PmuGeneration::Off(Vendor::Amd),
@@ -489,41 +517,15 @@ fn read_model(reader: &mut Reader<'_>) -> Result<PmuModel, StateError> {
             model
         }
     })
+    .map(|model| {
+        if has_branches {
+            model.with_branch_records()
+        } else {
+            model
+        }
+    })
+    .filter(|model| model.has_branch_records() == has_branches)
     .ok_or(BAD)
-}
-
-/// Bounds-checked reader for integers.
-struct Reader<'a> {
-    rest: &'a [u8],
-}
-
-impl Reader<'_> {
-    fn take<const N: usize>(&mut self) -> Result<[u8; N], StateError> {
-        let Some((head, rest)) = self.rest.split_first_chunk::<N>() else {
-            return Err(StateError::Length {
-                have: self.rest.len(),
-                need: N,
-            });
-        };
-        self.rest = rest;
-        Ok(*head)
-    }
-
-    fn u8(&mut self) -> Result<u8, StateError> {
-        Ok(u8::from_le_bytes(self.take()?))
-    }
-
-    fn u16(&mut self) -> Result<u16, StateError> {
-        Ok(u16::from_le_bytes(self.take()?))
-    }
-
-    fn u32(&mut self) -> Result<u32, StateError> {
-        Ok(u32::from_le_bytes(self.take()?))
-    }
-
-    fn u64(&mut self) -> Result<u64, StateError> {
-        Ok(u64::from_le_bytes(self.take()?))
-    }
 }
 
 /// Recomputes the checksum of a saved state. Fuzz targets use this to reach the code behind the
@@ -682,7 +684,7 @@ mod tests {
         newer[5] = 9;
         assert_eq!(
             vpmu.restore(&reframe(newer), &mut events),
-            Err(StateError::Version { have: 9, known: 3 })
+            Err(StateError::Version { have: 9, known: 4 })
         );
     }
 

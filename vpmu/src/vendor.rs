@@ -4,6 +4,10 @@
 //! ([`Registers`]). A [`VendorOps`] maps MSR addresses to roles, validates writes, and decides when
 //! a counter counts.
 
+use perf_core::branch::BranchEntry;
+
+use crate::SteppedLevels;
+use crate::branches::{BranchControls, BranchRecord, BranchRegister};
 use crate::events::{EventRequest, EventSelect, EventSelection, UnitMask, decode};
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
 use crate::model::PmuModel;
@@ -32,8 +36,10 @@ pub enum Register {
     GlobalInUse,
     /// IA32_PERF_CAPABILITIES (Intel).
     Capabilities,
-    /// Debug control, of which only the freeze-on-PMI bit belongs to the PMU.
+    /// Debug control, of which only the freeze-on-PMI bits belong to the PMU.
     DebugControl,
+    /// Register of the branch records.
+    Branch(BranchRegister),
     /// Register that reads as 0 and ignores writes.
     Absent,
 }
@@ -51,9 +57,18 @@ pub struct Registers {
     pub global_status: u64,
     /// Debug control.
     pub debug_control: u64,
+    /// Controls of the branch records.
+    pub branches: BranchControls,
     /// EFER.SVME of the vCPU, as of the last [`crate::Vpmu::set_svme`]. AMD's host-only and
     /// guest-only selector bits depend on it.
     pub svme: bool,
+}
+
+impl Registers {
+    /// Returns whether a PMI freezes the counters.
+    pub(crate) fn freezes_counters(&self) -> bool {
+        self.debug_control & DEBUGCTL_FREEZE_ON_PMI != 0
+    }
 }
 
 /// Effect of a write to a PMU register.
@@ -118,7 +133,38 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     fn delivery_masks_lvtpc(&self) -> bool;
 
     /// Returns the value of IA32_PERF_CAPABILITIES.
-    fn capabilities(&self) -> u64;
+    fn capabilities(&self, model: &PmuModel) -> u64;
+
+    /// Returns whether the branch records are enabled and not frozen.
+    fn records_branches(&self, registers: &Registers) -> bool;
+
+    /// Returns the privilege levels whose branches are recorded.
+    fn branch_levels(&self, registers: &Registers) -> SteppedLevels;
+
+    /// Returns whether the filter selects the branch. A branch between two privilege levels is
+    /// selected only if both levels are.
+    fn selects_branch(&self, registers: &Registers, branch: &BranchEntry) -> bool;
+
+    /// Returns the registers of the record of a branch.
+    fn branch_record(&self, branch: &BranchEntry) -> BranchRecord;
+
+    /// Freezes the branch records if the registers request this at a PMI.
+    fn freeze_branches(&self, model: &PmuModel, registers: &mut Registers);
+}
+
+/// DebugCtl bit 11 of both vendors: freeze the branch records on PMI.
+pub const DEBUGCTL_FREEZE_BRANCHES_ON_PMI: u64 = 1 << 11;
+/// DebugCtl bit 12 of both vendors: freeze the counters on PMI.
+pub const DEBUGCTL_FREEZE_ON_PMI: u64 = 1 << 12;
+/// Global status bit 58 of both vendors: a PMI has frozen the branch records.
+pub const STATUS_LBR_FRZ: u64 = 1 << 58;
+/// Global status bit 59 of both vendors: a PMI has frozen the counters.
+pub const STATUS_CTR_FRZ: u64 = 1 << 59;
+
+/// Returns whether `levels` contain both ends of a branch.
+pub(crate) fn contain_branch(levels: SteppedLevels, branch: &BranchEntry) -> bool {
+    let contains = |user| if user { levels.user } else { levels.kernel };
+    contains(branch.from_user) && contains(branch.to_user)
 }
 
 /// Returns the selector addresses of the model's general-purpose counters, followed by the counter

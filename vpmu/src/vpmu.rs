@@ -8,6 +8,7 @@
 //! a write or the host's notification occurs first.
 
 mod backing_change;
+mod branches;
 mod losses;
 mod paused;
 mod pmi;
@@ -16,6 +17,7 @@ mod view;
 
 use std::sync::Arc;
 
+use crate::branches::BranchRecords;
 use crate::counter_events::{CounterEvents, EnableOutcome};
 use crate::dialect::EventDialect;
 use crate::events::{ArchEvent, Backing, EventRequest, GuestEvent};
@@ -29,6 +31,7 @@ use crate::share::{PmiShare, ShareLimit};
 use crate::vendor::{Register, Registers, VendorOps, WriteEffect, selector};
 
 pub use backing_change::BackingChange;
+pub use branches::BranchRequest;
 pub(crate) use pmi::{DuePmi, RestoredPmi};
 pub use pmi::{PmiCounts, PmiReadiness};
 pub use view::CounterView;
@@ -135,6 +138,8 @@ pub struct Vpmu {
     dialect: EventDialect,
     pub(crate) registers: Registers,
     pub(crate) counters: [Counter; MAX_COUNTERS],
+    /// Branch records; `None` if the model has none.
+    pub(crate) branches: Option<Box<BranchRecords>>,
     /// Mask of counters whose event may no longer match the registers.
     dirty: u64,
     /// Mask of counters whose own control or filter changed since their event was programmed.
@@ -188,6 +193,7 @@ impl Vpmu {
             dialect: EventDialect::default(),
             registers: vendor.at_reset(&model),
             counters: [Counter::default(); MAX_COUNTERS],
+            branches: model.has_branch_records().then(Box::default),
             dirty: 0,
             stale: 0,
             needs_svme: false,
@@ -257,8 +263,12 @@ impl Vpmu {
             }
             Register::GlobalControl => self.registers.global_control,
             Register::GlobalInUse => self.vendor.in_use(&self.model, &self.registers),
-            Register::Capabilities => self.vendor.capabilities(),
+            Register::Capabilities => self.vendor.capabilities(&self.model),
             Register::DebugControl => self.registers.debug_control,
+            Register::Branch(register) if !self.has_branch_register(register) => {
+                return MsrReadOutcome::InjectGp;
+            }
+            Register::Branch(register) => self.branch_register(register),
             Register::GlobalStatusReset | Register::GlobalStatusSet | Register::Absent => 0,
         })
     }
@@ -279,6 +289,10 @@ impl Vpmu {
             WriteEffect::Fault => return MsrWriteOutcome::InjectGp,
         };
         match register {
+            Register::Branch(register) if !self.has_branch_register(register) => {
+                return MsrWriteOutcome::InjectGp;
+            }
+            Register::Branch(register) => self.set_branch_register(register, value),
             Register::Selector(counter) => {
                 let differing = self.registers.selectors[counter.slot()] ^ value;
                 if differing != 0 {
@@ -328,7 +342,7 @@ impl Vpmu {
             Register::GlobalControl => {
                 // With freeze-on-PMI, an overflow that has not been notified yet stopped the
                 // counters before this write. Otherwise the order is not visible.
-                if self.registers.debug_control != 0 {
+                if self.registers.freezes_counters() {
                     self.fold_all(events);
                 }
                 self.change_globals(|registers| registers.global_control = value);
@@ -351,32 +365,6 @@ impl Vpmu {
             self.detect_handler_end(events);
         }
         MsrWriteOutcome::Done
-    }
-
-    /// Sets a register to its value in another PMU of the same model, without the side effects of a
-    /// guest write. Used to show or save the state of a PMU that is emulated elsewhere; see
-    /// [`PmuModel::state_msrs`]. Returns whether the model has this register.
-    pub fn load_register(&mut self, msr: MsrAddress, value: u64) -> bool {
-        let Some(register) = self.vendor.register(&self.model, msr) else {
-            return false;
-        };
-        match register {
-            Register::Selector(counter) => self.registers.selectors[counter.slot()] = value,
-            Register::Counter(counter) | Register::FullWidthCounter(counter) => {
-                self.counters[counter.slot()].value = value & self.model.width().mask();
-            }
-            Register::FixedControl => self.registers.fixed_control = value,
-            Register::GlobalControl => self.registers.global_control = value,
-            Register::GlobalStatus => self.registers.global_status = value,
-            Register::DebugControl => self.registers.debug_control = value,
-            Register::GlobalStatusReset
-            | Register::GlobalStatusSet
-            | Register::GlobalInUse
-            | Register::Capabilities
-            | Register::Absent => {}
-        }
-        self.mark_all();
-        true
     }
 
     /// Handles RDPMC with ECX = `index` at privilege level `cpl`. `cr4_pce` is CR4.PCE, which must
@@ -505,6 +493,7 @@ impl Vpmu {
         self.release(events);
         self.registers = self.vendor.at_reset(&self.model);
         self.counters = [Counter::default(); MAX_COUNTERS];
+        self.branches = self.model.has_branch_records().then(Box::default);
         self.dirty = 0;
         self.forget_pmi();
         self.pmi_share.reset();

@@ -35,6 +35,8 @@ static void detect_amd(void)
         pmu.kind = PMU_V2;
         pmu.version = 2;
         pmu.gp = cpuid(0x80000022, 0).ebx & 0xf;
+        if (cpuid(0x80000022, 0).eax & BIT(1))
+            pmu.branch_records = cpuid(0x80000022, 0).ebx >> 4 & 0x3f;
         pmu.global = true;
     } else if (max >= 0x80000001 && (cpuid(0x80000001, 0).ecx & BIT(23))) {
         pmu.kind = PMU_CORE;
@@ -65,7 +67,11 @@ static void detect_intel(void)
     if (pmu.version >= 5)
         pmu.fixed |= c.ecx;
     pmu.pdcm = cpuid(1, 0).ecx >> 15 & 1;
-    pmu.full_width = pmu.pdcm && !rdmsr_safe(MSR_PERF_CAPABILITIES, &caps) && (caps & BIT(13));
+    /* Some KVMs show leaf 7 of the host, so the format of architectural LBRs says whether there are any. */
+    if (pmu.pdcm && !rdmsr_safe(MSR_PERF_CAPABILITIES, &caps)) {
+        pmu.full_width = caps & BIT(13);
+        pmu.branch_records = (caps & 0x3f) == 0x3f ? 32 : 0;
+    }
 }
 
 void pmu_detect(void)

@@ -55,6 +55,7 @@ struct pmu {
     bool pdcm;
     u32 unavailable; /* CPUID 0AH EBX, cut to its mask length */
     bool global;     /* has global control and status */
+    u32 branch_records; /* number of branch records (LBR) */
 };
 extern struct pmu pmu;
 

@@ -11,16 +11,16 @@ TEST(debugctl_bits, ON_INTEL, "debugctl: takes LBR, BTF, freeze-on-PMI and what 
     if (pmu.version < 2)
         SKIP("version 1 cannot freeze");
     for (u32 bit = 0; bit < 64; bit++) {
-        bool takes = bit == 0 || bit == 1 || bit == 12 || (bit == 2 && bus_lock) || (bit == 15 && rtm);
+        bool takes = bit == 0 || bit == 1 || bit == 12 || (bit == 11 && pmu.branch_records) || (bit == 2 && bus_lock) || (bit == 15 && rtm);
         u64 v;
 
         wrmsr(MSR_DEBUGCTL, 0);
         CHECK(wrmsr_safe(MSR_DEBUGCTL, BIT(bit)) == !takes, "bit %u", bit);
         v = rdmsr(MSR_DEBUGCTL);
         /* A processor without the other two of these keeps them clear. */
-        CHECK((v & ~BIT(bit)) == 0 && (v == 0) <= (bit != 12 || !takes), "bit %u reads 0x%lx", bit, v);
+        CHECK((v & ~BIT(bit)) == 0 && (v == 0) <= ((bit != 12 && bit != 11) || !takes), "bit %u reads 0x%lx", bit, v);
     }
-    /* There are no branch records to be enabled. */
+    /* There are no model-specific branch records to be enabled. */
     wrmsr(MSR_DEBUGCTL, 1 | DEBUGCTL_FREEZE_PMI);
     CHECK(rdmsr(MSR_DEBUGCTL) == DEBUGCTL_FREEZE_PMI, "0x%lx", rdmsr(MSR_DEBUGCTL));
     wrmsr(MSR_DEBUGCTL, 0);

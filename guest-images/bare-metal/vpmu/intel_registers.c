@@ -198,12 +198,14 @@ TEST(in_use, ON_INTEL, "intel registers: from version 4 on 0x392 shows the count
     CHECK(wrmsr_gp(MSR_GLOBAL_INUSE, 0), "a write");
 }
 
-TEST(no_branch_records, ON_ANY, "registers: branch records, debug store and version 6 are no one's and raise #GP")
+TEST(no_other_registers, ON_ANY, "registers: model-specific branch records, debug store and version 6 are no one's and raise #GP")
 {
-    static const u32 absent[] = { 0x40, 0x60, 0x1a6, 0x1c8, 0x1c9, 0x3f1, 0x3f6, 0x600, 0x680, 0x6c0, 0xdc0, 0x1200, 0x14ce, 0x14cf,
-                                  0x1500, 0x1600, 0x1900, 0x1980, 0x1984, 0xc0000105, 0xc000010e, 0xc0010230, 0xc0010240,
-                                  0xc0010280, 0xc0010300, 0xc0010800, 0xc0011030 };
+    static const u32 absent[] = { 0x40, 0x60, 0x1a6, 0x1c8, 0x3f1, 0x3f6, 0x600, 0x680, 0x6c0, 0xdc0, 0x1900, 0x1980, 0x1984,
+                                  0xc0000105, 0xc0010230, 0xc0010240, 0xc0010280, 0xc0010800, 0xc0011030 };
+    static const u32 of_branch_records[] = { 0x1c9, 0x1200, 0x14ce, 0x14cf, 0x1500, 0x1600, 0xc000010e, 0xc0010300 };
 
     for (u32 k = 0; k < ARRAY_LEN(absent); k++)
         CHECK(rdmsr_gp(absent[k]) && wrmsr_gp(absent[k], 0), "MSR 0x%x", absent[k]);
+    for (u32 k = 0; k < ARRAY_LEN(of_branch_records) && !pmu.branch_records; k++)
+        CHECK(rdmsr_gp(of_branch_records[k]) && wrmsr_gp(of_branch_records[k], 0), "MSR 0x%x", of_branch_records[k]);
 }

@@ -261,6 +261,7 @@ impl HostReport {
         );
         line("  binary statistics", yes(kvm.binary_stats));
         line("  --backing exact", exact(self.stepping));
+        line("  --lbr", branch_records(self.stepping));
         line(
             "  --rdpmc hwbp",
             if self.stepping.is_some_and(|s| s.breakpoints) {
@@ -385,6 +386,27 @@ fn exact(stepping: Option<Stepping>) -> &'static str {
             user: false,
             ..
         }) => "counts CPL 0; CPL 3 is not counted, because this KVM cannot single-step it",
+        Some(Stepping { kernel: true, .. }) => {
+            "no: interrupts cannot be held back during a step (needs Linux 5.14)"
+        }
+        _ => "no: this KVM does not single-step guests",
+    }
+}
+
+/// Describes the guests' branch records.
+fn branch_records(stepping: Option<Stepping>) -> &'static str {
+    match stepping {
+        Some(Stepping {
+            kernel: true,
+            user: true,
+            blocks_interrupts: true,
+            ..
+        }) => "on by default, with intel-v2 to intel-v5 and amd-v2",
+        Some(Stepping {
+            kernel: true,
+            user: false,
+            ..
+        }) => "off by default; on records CPL 0 only, because this KVM cannot single-step CPL 3",
         Some(Stepping { kernel: true, .. }) => {
             "no: interrupts cannot be held back during a step (needs Linux 5.14)"
         }

@@ -37,7 +37,7 @@ use vpmu::perf_core_events::MAX_EVENTS_PER_COUNTER;
 
 use crate::background::{self, DaemonStartup};
 use crate::cli::RunArgs;
-use crate::cli::restore::saved_backing;
+use crate::cli::restore::{options_of_guest, saved_backing};
 use crate::devices::{self};
 use crate::stop_handler::StopHandler;
 use control_api::socket_dir::{self, Socket, SocketError};
@@ -514,7 +514,7 @@ fn controlled(
         memory_bytes: args.memory,
         balloon: None,
         snapshots: running.snapshots().clone(),
-        options: args.machine_options.clone(),
+        options: options_of_guest(args, running.pmu().has_branch_records()),
     }
 }
 

@@ -111,7 +111,7 @@ impl Vpmu {
     /// counter stops. Linux may stop the same event again in the handler, and warns about that
     /// (`x86_pmu_stop`). Freeze-on-PMI stops the counters without the guest.
     fn guest_stopped_source(&self) -> bool {
-        if self.pmi_share.is_running() || self.registers.debug_control != 0 {
+        if self.pmi_share.is_running() || self.registers.freezes_counters() {
             return false;
         }
         let enabled = self.vendor.globally_enabled(&self.registers);
@@ -191,6 +191,7 @@ impl Vpmu {
         self.pmi_deferred = false;
         self.pmi_throttled = false;
         self.pmi_held_since_ns = None;
+        self.forget_branches();
     }
 
     /// Returns the due PMI as part of the saved state.
@@ -230,7 +231,8 @@ impl Vpmu {
             if let Some(since_ns) = self.pmi_held_since_ns {
                 self.pmi_counts.held_ns += now_ns.saturating_sub(since_ns);
             }
-            self.pmi_share.begin(self.pmi_sources, now_ns);
+            // Steps that collect branches delay the guest as the handler does.
+            self.pmi_share.begin(self.pmi_sources, self.pmi_began_ns(now_ns));
             self.forget_pmi();
             self.pmi_counts.delivered += 1;
             self.pmi_limit.take(now_ns);

@@ -4,7 +4,8 @@ use super::Vpmu;
 use crate::counter_events::{CounterEvents, CounterTimes};
 use crate::dialect::EventDialect;
 use crate::events::{Backing, EventRequest};
-use crate::index::{CounterIndex, counters_in};
+use crate::index::{CounterIndex, MsrAddress, counters_in};
+use crate::vendor::Register;
 
 /// State of one counter, for the operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,6 +41,33 @@ pub struct CounterView {
 }
 
 impl Vpmu {
+    /// Sets a register to its value in another PMU of the same model, without the side effects of a
+    /// guest write. Used to show or save the state of a PMU that is emulated elsewhere; see
+    /// [`PmuModel::state_msrs`]. Returns whether the model has this register.
+    pub fn load_register(&mut self, msr: MsrAddress, value: u64) -> bool {
+        let Some(register) = self.vendor.register(&self.model, msr) else {
+            return false;
+        };
+        match register {
+            Register::Selector(counter) => self.registers.selectors[counter.slot()] = value,
+            Register::Counter(counter) | Register::FullWidthCounter(counter) => {
+                self.counters[counter.slot()].value = value & self.model.width().mask();
+            }
+            Register::FixedControl => self.registers.fixed_control = value,
+            Register::GlobalControl => self.registers.global_control = value,
+            Register::GlobalStatus => self.registers.global_status = value,
+            Register::DebugControl => self.registers.debug_control = value,
+            Register::Branch(_)
+            | Register::GlobalStatusReset
+            | Register::GlobalStatusSet
+            | Register::GlobalInUse
+            | Register::Capabilities
+            | Register::Absent => {}
+        }
+        self.mark_all();
+        true
+    }
+
     /// Returns the state of all existing counters as programmed by the guest.
     pub fn counters_view(&mut self, events: &mut dyn CounterEvents) -> Vec<CounterView> {
         self.uncounted_ns(events);

@@ -9,6 +9,7 @@ mod testing;
 
 mod amd;
 mod backing_loss;
+mod branch_records;
 mod documentation;
 mod exact_on_kvm;
 mod exact_steps;

@@ -10,12 +10,13 @@ use vpmu::BackingPolicy;
 use super::{Cli, CliCommand, CliExit, RunArgs};
 
 /// Options that determine the machine, by the names of their fields. None is a path.
-const MACHINE_OPTIONS: [&str; 14] = [
+const MACHINE_OPTIONS: [&str; 15] = [
     "backing",
     "balloon",
     "cpu_signature",
     "cpus",
     "hide_uncounted",
+    "lbr",
     "memory",
     "pmi_limit",
     "pmi_share",
@@ -27,12 +28,16 @@ const MACHINE_OPTIONS: [&str; 14] = [
     "rng",
 ];
 
+/// Option whose default depends on the host. A snapshot contains it only if the guest has branch
+/// records.
+const BRANCH_RECORDS: &str = "lbr";
+
 /// The machine's option that may differ from the snapshot's.
 const BACKING: &str = "backing";
 
 /// Options that `--restore` excludes: the other [`MACHINE_OPTIONS`], those of a kernel to boot, and
 /// those of devices and settings that no snapshot has.
-pub(super) const CONFLICTS: [&str; 24] = [
+pub(super) const CONFLICTS: [&str; 25] = [
     "balloon",
     "boot_protocol",
     "builtin",
@@ -43,6 +48,7 @@ pub(super) const CONFLICTS: [&str; 24] = [
     "hugepages",
     "initrd",
     "kernel",
+    "lbr",
     "memory",
     "nested",
     "on_reset",
@@ -143,6 +149,8 @@ impl RunArgs {
             cpu_signature: parsed.cpu_signature,
             cpus: parsed.cpus,
             hide_uncounted: parsed.hide_uncounted,
+            // A snapshot without the option is of a guest without branch records.
+            lbr: Some(parsed.lbr.unwrap_or(false)),
             memory: parsed.memory,
             pmi_limit: parsed.pmi_limit,
             pmi_share: parsed.pmi_share,
@@ -156,6 +164,17 @@ impl RunArgs {
             ..self.clone()
         })
     }
+}
+
+/// Returns the machine's options for the snapshot of a guest with or without branch records.
+pub fn options_of_guest(args: &RunArgs, has_branch_records: bool) -> BTreeMap<String, String> {
+    let mut options = args.machine_options.clone();
+    if has_branch_records {
+        options.insert(BRANCH_RECORDS.to_owned(), "on".to_owned());
+    } else {
+        options.remove(BRANCH_RECORDS);
+    }
+    options
 }
 
 /// Returns the backing among valid options of a snapshot.
@@ -200,6 +219,26 @@ mod tests {
         assert!(first.pmi_share.is_some());
         assert_eq!(restored.machine_options, first.machine_options);
         assert_eq!(restored.name.as_deref(), Some("x"));
+    }
+
+    /// The default of `--lbr` depends on the host, and does not apply to a guest that was saved.
+    #[test]
+    fn branch_records_follow_the_snapshot() {
+        for (given, has, expected) in [
+            ("", true, true),
+            ("", false, false),
+            ("--lbr off", false, false),
+            ("--lbr on", true, true),
+        ] {
+            let options = options_of_guest(&run(given).unwrap(), has);
+            assert_eq!(options.contains_key("lbr"), has);
+            let restored = run("--restore d")
+                .unwrap()
+                .with_machine_options(&options)
+                .unwrap();
+            assert_eq!(restored.lbr, Some(expected), "{given}");
+        }
+        assert!(run("--restore d --lbr off").is_err());
     }
 
     #[test]

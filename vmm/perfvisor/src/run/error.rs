@@ -19,6 +19,7 @@ use vmm::gdb::server::GdbError;
 use vmm::kvm::host::HostError;
 use vmm::kvm::vpmu_probe::KvmVpmuModelError;
 use vmm::pmu::backing::BackingError;
+use vmm::pmu::branches::BranchRecordsError;
 use vmm::vm::VmError;
 use vmm::vm::restore::RestoreError;
 
@@ -41,6 +42,8 @@ pub enum RunError {
     Host(#[from] HostError),
     #[error(transparent)]
     Backing(#[from] BackingError),
+    #[error(transparent)]
+    BranchRecords(#[from] BranchRecordsError),
     #[error(transparent)]
     OwnModel(#[from] KvmVpmuModelError),
     #[error(

@@ -22,6 +22,7 @@ use vmm::kvm::host::Kvm;
 use vmm::kvm::stepping::Stepping;
 use vmm::kvm::vpmu_probe::{self, KvmPmuOffer};
 use vmm::memory::MemoryBackingConfig;
+use vmm::pmu::branches::{self, BranchRecordsError};
 use vmm::pmu::fit::{FittedModel, fit};
 use vmm::pmu::{OperatorLimits, PmuConfig, backing};
 use vmm::timers::MuxChoice;
@@ -197,7 +198,8 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
         Some(_) => fitted,
         None => fitted.without_uncountable_slots(backability),
     };
-    if model != fitted {
+    let model = with_branch_records(args, model, stepping)?;
+    if model.fixed() != fitted.fixed() {
         log::warn!("fixed counter 3 is omitted, because no backing counts top-down slots");
     }
     Ok(BackedPmu {
@@ -207,6 +209,48 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
         stepping,
         backability,
     })
+}
+
+/// Returns the model with or without branch records, according to `--lbr`. A restored guest keeps
+/// those that it has.
+fn with_branch_records(
+    args: &RunArgs,
+    model: PmuModel,
+    stepping: Stepping,
+) -> Result<PmuModel, BranchRecordsError> {
+    let has_breakpoints = args.rdpmc == RdpmcMode::Hwbp;
+    let with = if args.backing == BackingPolicy::Kvm {
+        model
+    } else {
+        model.with_branch_records()
+    };
+    let works = branches::check_records(with, stepping, has_breakpoints);
+    match args.lbr {
+        Some(false) => Ok(model),
+        Some(true) if args.takes_saved_machine() => {
+            if let Err(e) = works {
+                log::warn!("{e}; the guest's branch records stay empty");
+            }
+            Ok(with)
+        }
+        Some(true) => {
+            works?;
+            if !stepping.user {
+                log::warn!(
+                    "--lbr on: this host's KVM cannot single-step CPL 3, so the records of user code \
+                    stay empty"
+                );
+            }
+            Ok(with)
+        }
+        // A tenant's code is decoded only if this is requested.
+        None if args.profile == SecurityProfile::Tenant => Ok(model),
+        None => Ok(if works.is_ok() && stepping.user {
+            with
+        } else {
+            model
+        }),
+    }
 }
 
 /// Removes the events that `filter` denies from the announced features.
@@ -231,6 +275,7 @@ fn option_that_requires_pmu(args: &RunArgs) -> Option<&'static str> {
         ("--pmu-filter", args.pmu_filter.is_some()),
         ("--pmi-limit", args.pmi_limit.is_some()),
         ("--pmi-share", args.pmi_share.is_some()),
+        ("--lbr", args.lbr.is_some() && !args.takes_saved_machine()),
         ("--backing", args.backing != BackingPolicy::Auto),
         ("--rdpmc", !matches!(args.rdpmc, RdpmcMode::Auto | RdpmcMode::Off)),
     ]

@@ -6,6 +6,7 @@
 mod all_vms;
 mod annotate;
 mod balloon;
+mod branch_records;
 mod branch_stacks;
 mod broken_pipe;
 mod common;

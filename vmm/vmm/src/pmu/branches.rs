@@ -2,7 +2,7 @@
 //! taken branches are collected here until the sample is written.
 
 use perf_core::branch::{BranchEntry, BranchFilter, BranchSampling};
-use vpmu::SteppedLevels;
+use vpmu::{PmuGeneration, PmuModel, SteppedLevels};
 
 use crate::kvm::stepping::Stepping;
 
@@ -44,6 +44,38 @@ pub fn check_host(host: Stepping, filter: BranchFilter) -> Result<(), BranchStac
         return Err(BranchStackError::NoBlocking);
     }
     Ok(())
+}
+
+/// Reason why a guest cannot have branch records.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BranchRecordsError {
+    /// The PMU model has none.
+    #[error(
+        "--lbr on: {0} has no branch records; use --pmu intel-v2 or later or --pmu amd-v2, and another \
+        --backing than kvm"
+    )]
+    Model(PmuGeneration),
+    /// The guest cannot be single-stepped.
+    #[error("--lbr on: {0}; use --lbr off")]
+    Host(BranchStackError),
+}
+
+/// Checks that a guest of `model` can have branch records, at least of its kernel.
+///
+/// # Errors
+/// Returns [`BranchRecordsError`] with the reason.
+pub fn check_records(
+    model: PmuModel,
+    host: Stepping,
+    has_rdpmc_breakpoints: bool,
+) -> Result<(), BranchRecordsError> {
+    if !model.has_branch_records() {
+        return Err(BranchRecordsError::Model(model.generation()));
+    }
+    if has_rdpmc_breakpoints {
+        return Err(BranchRecordsError::Host(BranchStackError::Breakpoints));
+    }
+    check_host(host, BranchFilter::KERNEL).map_err(BranchRecordsError::Host)
 }
 
 /// State of the branch stack of a vCPU.
@@ -174,6 +206,41 @@ mod tests {
         assert_eq!(check_host(host, user), Err(BranchStackError::NoBlocking));
         host.blocks_interrupts = true;
         assert_eq!(check_host(host, user), Ok(()));
+    }
+
+    #[test]
+    fn branch_records_require_model_and_steps() {
+        let steps = Stepping {
+            kernel: true,
+            ..Stepping::default()
+        };
+        let with = PmuModel::INTEL.with_branch_records();
+        assert_eq!(check_records(with, steps, false), Ok(()));
+        for (model, host, breakpoints, message) in [
+            (
+                PmuModel::AMD.with_branch_records(),
+                steps,
+                false,
+                "--lbr on: amd has no branch records; use --pmu intel-v2 or later or --pmu amd-v2, and \
+                another --backing than kvm",
+            ),
+            (
+                with,
+                Stepping::default(),
+                false,
+                "--lbr on: branch stacks: this host's KVM does not single-step guests; use --lbr off",
+            ),
+            (
+                with,
+                steps,
+                true,
+                "--lbr on: branch stacks: unsupported with --rdpmc hwbp, whose breakpoints the steps would \
+                miss; use --lbr off",
+            ),
+        ] {
+            let error = check_records(model, host, breakpoints).unwrap_err();
+            assert_eq!(error.to_string(), message);
+        }
     }
 
     /// A stack has the newest branch first and ends at its depth. A stack that is completed early

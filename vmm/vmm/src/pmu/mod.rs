@@ -195,6 +195,11 @@ impl VmPmu {
         !self.config.model.is_off()
     }
 
+    /// Returns `true` if the guest has branch records.
+    pub fn has_branch_records(&self) -> bool {
+        self.config.model.has_branch_records()
+    }
+
     /// Returns the count sources for the guest, for operators and for CPUID.
     fn sources(&self) -> EventSources {
         self.sources_under(self.config.policy)
@@ -534,9 +539,10 @@ impl VcpuPmu {
     pub fn stepped_levels(&mut self) -> SteppedLevels {
         let levels = self.exact_levels();
         let branches = self.samples.branches.levels();
+        let records = self.vpmu.branch_levels();
         let levels = SteppedLevels {
-            user: levels.user || branches.user,
-            kernel: levels.kernel || branches.kernel,
+            user: levels.user || branches.user || records.user,
+            kernel: levels.kernel || branches.kernel || records.kernel,
         };
         self.step_began = levels.any().then(|| self.step_began.unwrap_or_else(Instant::now));
         levels

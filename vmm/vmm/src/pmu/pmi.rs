@@ -55,6 +55,12 @@ impl VcpuPmu {
         self.vpmu.pmi_counts()
     }
 
+    /// Starts to collect the guest's branch records for the due PMI.
+    pub fn begin_branch_records(&mut self) {
+        let now_ns = self.now_ns();
+        self.vpmu.begin_branches(now_ns);
+    }
+
     /// Records that the due PMI was delivered.
     pub fn pmi_delivered(&mut self) {
         let now_ns = self.now_ns();

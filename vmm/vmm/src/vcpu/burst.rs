@@ -1,4 +1,4 @@
-//! Branch stacks of samples by burst stepping.
+//! Branch stacks of samples, and branch records of the guest, by burst stepping.
 //!
 //! A sample with a branch stack starts a *burst*: the vCPU is single-stepped until the requested
 //! number of branches was taken, or until a limit on instructions or time is reached. The sample is
@@ -8,17 +8,24 @@
 //! After a burst, the next one is delayed so that bursts take no more than the requested share of the
 //! thread's CPU time. A sample that waits meanwhile represents all counts since the previous sample,
 //! so a lower rate of samples does not change their weights.
+//!
+//! A PMI of a guest that has enabled its branch records also starts a burst, and is delivered at the
+//! end of it. Interrupts are held back meanwhile. The time of such a burst counts as time of the PMI
+//! handler ([`vpmu::PmiShare`]), so a share of its own would only leave records empty. The burst ends
+//! early where the guest leaves the privilege levels that it records, or halts: a later PMI could
+//! reach another task.
 
 use std::time::{Duration, Instant};
 
 use perf_core::branch::BranchSampling;
 use vm_memory::GuestMemoryMmap;
+use vpmu::{BranchRequest, SteppedLevels};
 
 use super::factory::StepperConfig;
 use super::kick::KickTimer;
 use super::registers::RegisterCache;
 use super::running::Running;
-use super::step::Stepper;
+use super::step::{StepError, Stepper};
 use crate::pmu::branches;
 
 /// Maximum number of steps and straight-line runs of a burst, for each requested branch.
@@ -26,15 +33,27 @@ const MAX_STEPS_PER_BRANCH: u64 = 128;
 /// Maximum duration of a burst. Ends a burst whose vCPU has halted.
 const MAX_BURST: Duration = Duration::from_millis(100);
 
+/// Receiver of the branches of a burst.
+#[derive(Clone, Copy, Debug)]
+enum BurstPurpose {
+    /// An operator's sample.
+    Sample {
+        /// Maximum share of the CPU time, in thousandths; `None` if the exact backing steps these
+        /// levels anyway.
+        overhead_permille: Option<u16>,
+    },
+    /// The guest's branch records, before a PMI. Contains the privilege levels that are recorded.
+    Pmi(SteppedLevels),
+}
+
 /// Burst in progress.
 #[derive(Debug)]
 struct ActiveBurst {
-    request: BranchSampling,
+    purpose: BurstPurpose,
     began: Instant,
     began_cpu_ns: u64,
-    /// The exact backing does not step these levels anyway.
-    costs: bool,
-    /// Number of steps and runs of the stepper at the end of the burst.
+    /// Number of steps and runs of the stepper at the beginning and at the latest end of the burst.
+    first_step: u64,
     max_steps: u64,
 }
 
@@ -48,6 +67,8 @@ pub(super) struct Bursts {
     idle: Option<Stepper>,
     /// The vCPU's stepper was installed for bursts.
     owns_stepper: bool,
+    /// An overflow signal waits for the end of the burst.
+    signal_waits: bool,
     /// CPU time of the thread before which no burst may start, in nanoseconds.
     not_before_cpu_ns: u64,
 }
@@ -59,6 +80,29 @@ impl Bursts {
             config: Some((config, memory)),
             ..Self::default()
         }
+    }
+
+    /// Returns `true` during a burst.
+    #[inline]
+    pub(super) fn has_active(&self) -> bool {
+        self.active.is_some()
+    }
+
+    /// Returns `true` if an overflow signal must be handled now. During a burst for the guest's branch
+    /// records it waits: the guest's clock stands still, so a timer that has fired early would be armed
+    /// for the same short rest again and again.
+    #[inline]
+    pub(super) fn defer_signal(&mut self, signalled: bool) -> bool {
+        let waits = std::mem::take(&mut self.signal_waits) || signalled;
+        self.signal_waits = waits && self.is_for_pmi();
+        waits && !self.signal_waits
+    }
+
+    /// Returns `true` during a burst for the guest's branch records.
+    #[inline]
+    pub(super) fn is_for_pmi(&self) -> bool {
+        let active = self.active.as_ref();
+        active.is_some_and(|burst| matches!(burst.purpose, BurstPurpose::Pmi(_)))
     }
 
     /// Returns `true` if flags in guest memory may contain the trap flag of the idle stepper.
@@ -91,46 +135,80 @@ fn pause_after(cost_ns: u64, permille: u16) -> u64 {
 impl Running {
     /// Collects the branches of the last step and ends the burst at its limits. Called before
     /// overflows are handled.
+    ///
+    /// # Errors
+    /// Returns [`StepError`] if a KVM call fails.
     #[inline]
-    pub(super) fn collect_branches(&mut self) {
-        if self.bursts.active.is_some() {
-            self.continue_burst();
+    pub(super) fn collect_branches(&mut self) -> Result<(), StepError> {
+        if self.bursts.has_active() {
+            self.continue_burst()?;
         }
+        Ok(())
     }
 
-    fn continue_burst(&mut self) {
+    fn continue_burst(&mut self) -> Result<(), StepError> {
         let debugged = self.is_debugger_attached();
         let (Some(pmu), Some(stepper), Some(burst)) = (&mut self.pmu, &mut self.stepper, &self.bursts.active)
         else {
-            return;
+            return Ok(());
         };
         let mut full = false;
         for branch in stepper.take_branches() {
-            full = pmu.branches().add(branch);
+            full = match burst.purpose {
+                BurstPurpose::Sample { .. } => pmu.branches().add(branch),
+                BurstPurpose::Pmi(_) => pmu.registers().add_branch(&branch),
+            };
         }
-        let tally = stepper.tally();
-        let spent = tally.steps + tally.runs >= burst.max_steps || burst.began.elapsed() >= MAX_BURST;
-        if full || spent || debugged {
-            self.end_burst();
+        let leaves = match burst.purpose {
+            BurstPurpose::Sample { .. } => false,
+            BurstPurpose::Pmi(levels) => {
+                !pmu.registers().is_collecting_branches() || stepper.leaves_levels(&self.fd, levels)?
+            }
+        };
+        let spent = stepper.position() >= burst.max_steps || burst.began.elapsed() >= MAX_BURST;
+        if full || spent || debugged || leaves {
+            self.finish_burst();
         }
+        Ok(())
     }
 
     /// Ends the burst, if any. Waiting samples get the branches so far.
     pub(super) fn end_burst(&mut self) {
-        let Some(pmu) = &mut self.pmu else { return };
-        pmu.complete_branches();
-        if let Some(stepper) = &mut self.stepper {
-            stepper.set_branch_recording(false);
+        self.finish_burst();
+        if let Some(pmu) = &mut self.pmu {
+            pmu.complete_branches();
         }
-        let Some(burst) = self.bursts.active.take() else {
+    }
+
+    /// Ends the burst, if any. Its sample or PMI gets the branches so far.
+    fn finish_burst(&mut self) {
+        let (Some(pmu), Some(burst)) = (&mut self.pmu, self.bursts.active.take()) else {
             return;
         };
-        let now = pmu.thread_ns();
-        let cost = now.saturating_sub(burst.began_cpu_ns);
-        pmu.set_burst_time(cost);
-        if burst.costs {
-            let pause = pause_after(cost, burst.request.overhead_permille);
-            self.bursts.not_before_cpu_ns = now.saturating_add(pause);
+        let mut last_step = burst.first_step;
+        if let Some(stepper) = &mut self.stepper {
+            stepper.set_branch_recording(false);
+            last_step = stepper.position();
+        }
+        match burst.purpose {
+            BurstPurpose::Sample { overhead_permille } => {
+                pmu.complete_branches();
+                let now = pmu.thread_ns();
+                let cost = now.saturating_sub(burst.began_cpu_ns);
+                pmu.set_burst_time(cost);
+                if let Some(permille) = overhead_permille {
+                    let pause = pause_after(cost, permille);
+                    self.bursts.not_before_cpu_ns = now.saturating_add(pause);
+                }
+            }
+            BurstPurpose::Pmi(_) => {
+                pmu.registers().complete_branches();
+                let stats = self.slot.stats();
+                stats.branch_pmis.inc();
+                stats.branch_steps.add(last_step.saturating_sub(burst.first_step));
+                let ns = u64::try_from(burst.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+                stats.branch_ns.add(ns);
+            }
         }
     }
 
@@ -141,6 +219,7 @@ impl Running {
     pub(super) fn begin_burst_if_due(&mut self, timer: &KickTimer) {
         if let Some(pmu) = &mut self.pmu
             && let Some(request) = pmu.branches().requested()
+            && self.bursts.active.is_none()
         {
             let now_cpu_ns = pmu.thread_ns();
             self.begin_burst(request, now_cpu_ns, timer);
@@ -151,7 +230,7 @@ impl Running {
         if self.exit_is_open || now < self.bursts.not_before_cpu_ns {
             return;
         }
-        if self.is_debugger_attached() || self.stepper.is_none() && self.bursts.config.is_none() {
+        if !self.can_step() {
             self.end_burst();
             return;
         }
@@ -164,6 +243,73 @@ impl Running {
         }) {
             return;
         }
+        let Some(pmu) = &mut self.pmu else { return };
+        let exact = pmu.exact_levels();
+        pmu.branches().begin();
+        let costs = levels.user && !exact.user || levels.kernel && !exact.kernel;
+        let purpose = BurstPurpose::Sample {
+            overhead_permille: costs.then_some(request.overhead_permille),
+        };
+        self.start_stepping(purpose, request.depth, timer);
+    }
+
+    /// Returns `true` if the due PMI must wait for the guest's branch records, or for the end of a
+    /// burst of a sample. Starts the burst for the records.
+    ///
+    /// # Errors
+    /// Returns [`StepError`] if a KVM call fails.
+    pub(super) fn wait_for_branch_records(&mut self, timer: &KickTimer) -> Result<bool, StepError> {
+        let Some(pmu) = &mut self.pmu else {
+            return Ok(false);
+        };
+        if pmu.registers().is_collecting_branches() {
+            return Ok(true);
+        }
+        let Some(request) = pmu.registers().requested_branches() else {
+            return Ok(false);
+        };
+        if self.bursts.active.is_some() {
+            return Ok(true);
+        }
+        if self.exit_is_open {
+            // The next entry completes the exit without executing guest code.
+            self.fd.request_exit();
+            return Ok(true);
+        }
+        self.begin_branch_records(request, timer)
+    }
+
+    /// Starts the burst for the guest's branch records. Returns `false` if none is possible here.
+    /// The records are then empty.
+    fn begin_branch_records(&mut self, request: BranchRequest, timer: &KickTimer) -> Result<bool, StepError> {
+        let can_step = self.can_step();
+        let Some(pmu) = &mut self.pmu else {
+            return Ok(false);
+        };
+        pmu.begin_branch_records();
+        if can_step {
+            let purpose = BurstPurpose::Pmi(request.levels);
+            self.start_stepping(purpose, request.depth, timer);
+            if let Some(stepper) = &mut self.stepper
+                && !stepper.leaves_levels(&self.fd, request.levels)?
+            {
+                return Ok(true);
+            }
+            self.finish_burst();
+        }
+        if let Some(pmu) = &mut self.pmu {
+            pmu.registers().complete_branches();
+        }
+        Ok(false)
+    }
+
+    /// Returns `true` if a burst may step this vCPU.
+    fn can_step(&self) -> bool {
+        !self.is_debugger_attached() && (self.stepper.is_some() || self.bursts.config.is_some())
+    }
+
+    /// Starts a burst of up to `depth` branches.
+    fn start_stepping(&mut self, purpose: BurstPurpose, depth: u16, timer: &KickTimer) {
         if self.stepper.is_none() {
             // The stepper changes registers between two entries, which synchronized registers would
             // override.
@@ -171,19 +317,18 @@ impl Running {
             self.stepper = self.bursts.stepper();
             self.bursts.owns_stepper = true;
         }
-        let (Some(stepper), Some(pmu)) = (&mut self.stepper, &mut self.pmu) else {
+        let (Some(stepper), Some(pmu)) = (&mut self.stepper, &self.pmu) else {
             return;
         };
         stepper.set_branch_recording(true);
-        let exact = pmu.exact_levels();
-        pmu.branches().begin();
-        let tally = stepper.tally();
+        stepper.hold_interrupts(matches!(purpose, BurstPurpose::Pmi(_)));
+        let first_step = stepper.position();
         self.bursts.active = Some(ActiveBurst {
-            request,
+            purpose,
             began: Instant::now(),
-            began_cpu_ns: now,
-            costs: levels.user && !exact.user || levels.kernel && !exact.kernel,
-            max_steps: tally.steps + tally.runs + MAX_STEPS_PER_BRANCH * u64::from(request.depth),
+            began_cpu_ns: pmu.thread_ns(),
+            first_step,
+            max_steps: first_step + MAX_STEPS_PER_BRANCH * u64::from(depth),
         });
         timer.kick_in(MAX_BURST);
     }

@@ -6,12 +6,16 @@
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
 use kvm_bindings::{CpuId, Msrs, kvm_msr_entry};
-use vpmu::registers::{DEBUGCTL_PMU, IA32_DEBUGCTL};
+use vpmu::PmuModel;
+use vpmu::Vendor;
+use vpmu::registers::IA32_DEBUGCTL;
 
-/// IA32_DEBUGCTL.LBR (bit 0): enables branch records. Every processor accepts the bit. No guest
-/// model has branch records, so the bit is dropped. Forwarding it to KVM would start the branch
-/// records of the host.
+/// IA32_DEBUGCTL.LBR (bit 0): enables model-specific branch records, on AMD the record of the last
+/// branch. Every processor accepts the bit. Guests have neither, so the bit is dropped. Forwarding
+/// it to KVM would start the branch records of the host.
 const LBR: u64 = 1 << 0;
+/// DebugCtl bits 5:2 of AMD processors: control of pins that do not exist. KVM drops them, too.
+const AMD_PINS: u64 = 0b1111 << 2;
 /// IA32_DEBUGCTL.BTF (bit 1): single-step on branches. Every processor accepts the bit; KVM drops
 /// it where unsupported.
 const BTF: u64 = 1 << 1;
@@ -25,6 +29,10 @@ const RTM: u64 = 1 << 15;
 /// not allocate.
 #[derive(Debug)]
 pub struct DebugControl {
+    /// Bits that belong to the PMU.
+    pmu: u64,
+    /// Bits that are accepted and dropped.
+    dropped: u64,
     /// Bits that are forwarded to KVM.
     processor: u64,
     /// Bits that KVM retained from the last write.
@@ -33,13 +41,19 @@ pub struct DebugControl {
 }
 
 impl DebugControl {
-    /// Creates the register for a vCPU with this CPUID. Returns `None` if memory is exhausted.
-    pub fn new(cpuid: &CpuId) -> Option<Self> {
+    /// Creates the register for a vCPU with this CPUID and PMU. Returns `None` if memory is
+    /// exhausted.
+    pub fn new(cpuid: &CpuId, model: &PmuModel) -> Option<Self> {
         let entry = kvm_msr_entry {
             index: IA32_DEBUGCTL,
             ..Default::default()
         };
         Some(Self {
+            pmu: model.debug_control_bits(),
+            dropped: match model.vendor() {
+                Vendor::Intel => LBR,
+                Vendor::Amd => LBR | AMD_PINS,
+            },
             processor: processor_bits(cpuid),
             kept: 0,
             msr: Msrs::from_entries(&[entry]).ok()?,
@@ -58,8 +72,8 @@ impl DebugControl {
 
     /// Returns the PMU's bits of a WRMSR value, or `None` if the write must raise #GP.
     pub fn pmu_part(&self, value: u64) -> Option<u64> {
-        let takes = self.processor | LBR | DEBUGCTL_PMU;
-        (value & !takes == 0).then_some(value & DEBUGCTL_PMU)
+        let takes = self.processor | self.dropped | self.pmu;
+        (value & !takes == 0).then_some(value & self.pmu)
     }
 
     /// Forwards the processor's bits of `value` to KVM if they changed.
@@ -109,7 +123,7 @@ mod tests {
             ecx,
             ..Default::default()
         };
-        DebugControl::new(&CpuId::from_entries(&[leaf]).unwrap()).unwrap()
+        DebugControl::new(&CpuId::from_entries(&[leaf]).unwrap(), &PmuModel::INTEL).unwrap()
     }
 
     /// A write to a bit that CPUID does not enumerate raises #GP, as on a processor without it.

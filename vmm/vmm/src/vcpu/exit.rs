@@ -143,7 +143,8 @@ impl Running {
     /// Performs steps 5 and 6 of the run loop: KVM_RUN and the exit.
     pub(super) fn enter(&mut self) -> ExitAction {
         self.exit_clock.end_exit();
-        if let Some(pmu) = &self.pmu {
+        // Steps for the guest's branch records take the VMM's time, not the guest's.
+        if let Some(pmu) = self.pmu.as_ref().filter(|_| !self.bursts.is_for_pmi()) {
             pmu.guest_enter();
         }
         let Exit { why, io_width } = self.fd.run();

@@ -10,7 +10,7 @@ use guest_patching::running::RunningKernelPatcher;
 use guest_patching::sites::{RdpmcSites, VcpuRdpmcSites};
 use kernel_images::packed::PackedSymbols;
 use vm_memory::GuestMemoryMmap;
-use vpmu::Vendor;
+use vpmu::{PmuModel, Vendor};
 
 use super::affinity::Pinning;
 use super::control::RunControl;
@@ -87,8 +87,8 @@ pub struct VcpuFactory {
     pub memory: GuestMemoryMmap,
     /// Linear addresses of RDPMC instructions that are emulated with hardware breakpoints.
     pub breakpoints: Vec<u64>,
-    /// IA32_DEBUGCTL is trapped.
-    pub traps_debug_control: bool,
+    /// PMU model whose bits of IA32_DEBUGCTL are trapped; `None` if the register is not trapped.
+    pub debug_control: Option<PmuModel>,
     /// RDPMC emulation; `None` if RDPMC is not emulated.
     pub rdpmc: Option<RdpmcConfig>,
     /// Single-stepping configuration for the exact backing.
@@ -145,8 +145,8 @@ impl VcpuFactory {
         let masks = vcpu_pmu
             .as_ref()
             .is_some_and(crate::pmu::VcpuPmu::masks_lvtpc_on_delivery);
-        let debug_control = self.traps_debug_control.then(|| {
-            DebugControl::new(kvm.cpuid()).ok_or(VcpuError::Os(
+        let debug_control = self.debug_control.as_ref().map(|model| {
+            DebugControl::new(kvm.cpuid(), model).ok_or(VcpuError::Os(
                 "making an MSR list",
                 io::ErrorKind::OutOfMemory.into(),
             ))

@@ -328,7 +328,7 @@ impl Running {
         {
             pmu.feed_step(&step);
         }
-        self.collect_branches();
+        self.collect_branches()?;
         self.serve_pmu(timer)?;
         self.begin_burst_if_due(timer);
         self.check_guest_kernel().map_err(VcpuFailure::Gate)?;
@@ -377,6 +377,7 @@ impl Running {
         self.overflow_signals.before_entry(&self.fd, signalled);
         self.slot.stats().overflow_signals.add(signalled.into());
         let mut wants_system = self.registers.needs_system_sync();
+        let signalled = self.bursts.defer_signal(signalled);
         if pmu.take_fed_overflow() || signalled {
             let synced = self.registers.synced(&mut self.fd);
             // An early timer signal needs no handling; the sample follows with the next signal.
@@ -409,6 +410,10 @@ impl Running {
 
     /// Delivers a due PMI if possible.
     fn serve_pmi(&mut self, timer: &kick::KickTimer) -> Result<(), VcpuFailure> {
+        if self.bursts.has_active() && self.wait_for_branch_records(timer)? {
+            self.pmi_waits = true;
+            return Ok(());
+        }
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
         // A read may have found the overflow before its signal.
         self.slot.stats().overflows.set(pmu.overflow_count());
@@ -442,8 +447,11 @@ impl Running {
             }
             return Ok(());
         };
-        self.pmi_waits = false;
+        self.pmi_waits = self.wait_for_branch_records(timer)?;
         self.recheck.over();
+        if self.pmi_waits {
+            return Ok(());
+        }
         if let Some(wait) = self.interrupt_before_read().map_err(VcpuFailure::Read)? {
             timer.kick_in(wait);
             return Ok(());

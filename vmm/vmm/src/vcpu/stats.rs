@@ -81,6 +81,12 @@ counters! {
     steps_lost: "single steps that lost track",
     /// Sections of user code that could not be stepped.
     unstepped: "stretches of user code not stepped",
+    /// PMIs before which the guest's branch records were collected.
+    branch_pmis: "PMIs with branch records",
+    /// Single steps and straight-line runs for these records.
+    branch_steps: "steps for branch records",
+    /// Time of these steps.
+    branch_ns: "their time in ns",
     /// HLT exits to user space (none with the in-kernel local APIC).
     hlt: "halts that reached user space",
 }

@@ -133,7 +133,7 @@ impl<'a> VmPlan<'a> {
             control: control.clone(),
             memory: ram.memory().clone(),
             breakpoints,
-            traps_debug_control: model.intel_version() >= 2,
+            debug_control: (model.debug_control_bits() != 0).then_some(model),
             rdpmc: self.rdpmc_parts(loaded, ram, gate, uncounted),
             stepper: self.stepped.then(|| stepping.clone()),
             bursts: pmu

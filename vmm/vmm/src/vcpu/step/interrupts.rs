@@ -95,7 +95,7 @@ impl Stepper {
         if events.nmi.pending != 0 && events.nmi.masked == 0 {
             return Ok(Some(NMI));
         }
-        if state.regs.rflags & RFLAGS_IF == 0 {
+        if state.regs.rflags & RFLAGS_IF == 0 || self.holds_interrupts {
             return Ok(None);
         }
         let lapic = fd.get_lapic()?;
@@ -147,7 +147,9 @@ impl Stepper {
             mp_state: KVM_MP_STATE_HALTED,
         };
         fd.set_mp_state(halted)?;
-        Ok(self.end(&state))
+        let step = self.end(&state);
+        self.halted = true;
+        Ok(step)
     }
 }
 

@@ -349,6 +349,7 @@ impl Stepper {
                 }
             }
         }
+        want.block_interrupts |= self.holds_interrupts && state.cpl() != 0;
         self.strays |= want.step;
         apply(fd, debug, want)?;
         Ok(StepAction::Enter)

@@ -2,8 +2,8 @@
 
 use perf_core::branch::BranchEntry;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
-use vpmu::Vendor;
 use vpmu::exact::{CpuState, GuestMemory, InstructionClass, StepMeter};
+use vpmu::{SteppedLevels, Vendor};
 
 use super::debug::{DebugRequest, GuestDebug};
 use super::decoded::{CurrentStraightRun, RunCache};
@@ -157,6 +157,10 @@ pub struct Stepper {
     pub(super) fresh: Option<VcpuState>,
     /// Step count before which the local APIC timer is delayed.
     pub(super) timer_waits: u64,
+    /// Maskable interrupts are held back until the burst ends.
+    pub(super) holds_interrupts: bool,
+    /// The last instruction was HLT.
+    pub(super) halted: bool,
     /// Flags saved in guest memory may still contain the stepper's trap flag.
     pub(super) strays: bool,
     pub(super) gates: WatchedGates,
@@ -186,6 +190,8 @@ impl Stepper {
             synced: SyncedRegisters::default(),
             fresh: None,
             timer_waits: 0,
+            holds_interrupts: false,
+            halted: false,
             strays: false,
             gates: WatchedGates::default(),
             tally: StepStats::default(),
@@ -219,9 +225,43 @@ impl Stepper {
         self.tally
     }
 
-    /// Starts or stops recording taken branches.
+    /// Returns the number of steps and straight-line runs so far.
+    pub fn position(&self) -> u64 {
+        self.tally.steps + self.tally.runs
+    }
+
+    /// Starts or stops recording taken branches. Interrupts are no longer held back.
     pub fn set_branch_recording(&mut self, on: bool) {
         self.meter.set_branch_recording(on);
+        self.holds_interrupts = false;
+        self.halted = false;
+    }
+
+    /// Holds back maskable interrupts until [`Stepper::set_branch_recording`] is called. Has no
+    /// effect where KVM emulates CPL 0.
+    pub fn hold_interrupts(&mut self, hold: bool) {
+        self.holds_interrupts = hold;
+    }
+
+    /// Returns `true` if the vCPU is outside `levels`, is about to leave them by a system call, or
+    /// has halted.
+    ///
+    /// # Errors
+    /// Returns [`StepError`] if a KVM call fails.
+    pub fn leaves_levels(&self, fd: &VcpuFd, levels: SteppedLevels) -> Result<bool, StepError> {
+        if self.halted {
+            return Ok(true);
+        }
+        let state = match self.fresh {
+            Some(state) => state,
+            None => self.read(fd)?,
+        };
+        Ok(if state.cpl() == 0 {
+            !levels.kernel
+        } else {
+            let calls = || self.code(&state).is_some_and(|code| is_system_call(&code));
+            !levels.user || !levels.kernel && calls()
+        })
     }
 
     /// Removes and returns the recorded branches, oldest first.
@@ -262,6 +302,7 @@ impl Stepper {
     }
 
     pub(super) fn begin(&mut self, state: &VcpuState) -> InstructionClass {
+        self.halted = false;
         let cpu = state.cpu();
         let ahead = self
             .meter
@@ -288,6 +329,11 @@ impl Stepper {
         self.present = None;
         self.under_way = None;
     }
+}
+
+/// Returns `true` for SYSCALL, SYSENTER, INT n and INT3.
+fn is_system_call(code: &[u8; 3]) -> bool {
+    matches!(code, [0x0F, 0x05 | 0x34, _] | [0xCC | 0xCD, _, _])
 }
 
 pub(super) fn apply(fd: &VcpuFd, debug: &mut GuestDebug, want: DebugRequest) -> Result<(), StepError> {

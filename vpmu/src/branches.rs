@@ -1,0 +1,145 @@
+//! Branch records of a guest: architectural LBRs of Intel models and LBR version 2 of AMD models.
+//!
+//! The records are not written while the guest runs. When a PMI is due and the guest has enabled
+//! the records, the VMM single-steps the vCPU and adds the branches that it takes
+//! ([`crate::Vpmu::requested_branches`]). Then the records are frozen, if the guest has requested
+//! this, and the PMI is delivered. Record 0 is the newest.
+//!
+//! References: Intel SDM vol. 3, chapter "Last Branch Records", and vol. 4 for the addresses; AMD
+//! APM vol. 2, section "Last Branch Stack Registers".
+
+/// Maximum number of records of any model.
+pub(crate) const MAX_BRANCH_RECORDS: usize = 32;
+
+/// Role of a register of the branch records.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BranchRegister {
+    /// Enables the records. On Intel models also selects the branches.
+    Control,
+    /// Selects the branches (AMD).
+    Filter,
+    /// Number of records (Intel).
+    Depth,
+    /// Index of the newest record of processors with model-specific records (Intel).
+    Top,
+    /// Source of a branch.
+    From(u8),
+    /// Target of a branch.
+    To(u8),
+    /// Kind of a branch (Intel).
+    Info(u8),
+}
+
+impl BranchRegister {
+    /// Returns the number of the record that the register belongs to.
+    pub(crate) fn record(self) -> Option<u8> {
+        match self {
+            Self::From(n) | Self::To(n) | Self::Info(n) => Some(n),
+            Self::Control | Self::Filter | Self::Depth | Self::Top => None,
+        }
+    }
+}
+
+/// Registers that control the branch records. All zero on models without branch records.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BranchControls {
+    /// Intel's IA32_LBR_CTL, AMD's DBG_EXTN_CFG.
+    pub control: u64,
+    /// AMD's LBR_SELECT.
+    pub filter: u64,
+    /// Number of records.
+    pub depth: u64,
+    /// Intel's MSR_LASTBRANCH_TOS. Has no effect.
+    pub top: u64,
+}
+
+impl BranchControls {
+    /// Returns a control register, or `None` for a register of a record.
+    pub(crate) fn register(&mut self, register: BranchRegister) -> Option<&mut u64> {
+        match register {
+            BranchRegister::Control => Some(&mut self.control),
+            BranchRegister::Filter => Some(&mut self.filter),
+            BranchRegister::Depth => Some(&mut self.depth),
+            BranchRegister::Top => Some(&mut self.top),
+            BranchRegister::From(_) | BranchRegister::To(_) | BranchRegister::Info(_) => None,
+        }
+    }
+
+    /// Returns the number of records.
+    pub(crate) fn records(&self) -> usize {
+        usize::try_from(self.depth).map_or(MAX_BRANCH_RECORDS, |depth| depth.min(MAX_BRANCH_RECORDS))
+    }
+}
+
+/// Registers of one record, in the vendor's format.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BranchRecord {
+    /// Source of the branch.
+    pub from: u64,
+    /// Target of the branch.
+    pub to: u64,
+    /// Kind of the branch (Intel).
+    pub info: u64,
+}
+
+/// Collection of the branches for the due PMI.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum BranchPhase {
+    /// Not started, or no PMI is due.
+    #[default]
+    Idle,
+    /// Branches are being added.
+    Collecting {
+        /// Time at which the collection started, in nanoseconds.
+        began_ns: u64,
+    },
+    /// The records are complete.
+    Complete {
+        /// Time at which the collection started, in nanoseconds.
+        began_ns: u64,
+    },
+}
+
+/// Records of a PMU.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct BranchRecords {
+    pub(crate) records: [BranchRecord; MAX_BRANCH_RECORDS],
+    pub(crate) phase: BranchPhase,
+    /// Number of branches added since the last clearing.
+    added: usize,
+}
+
+impl BranchRecords {
+    /// Returns a register of a record, or `None` for a control register.
+    pub(crate) fn register(&mut self, register: BranchRegister) -> Option<&mut u64> {
+        let record = self.records.get_mut(usize::from(register.record()?))?;
+        match register {
+            BranchRegister::From(_) => Some(&mut record.from),
+            BranchRegister::To(_) => Some(&mut record.to),
+            BranchRegister::Info(_) => Some(&mut record.info),
+            _ => None,
+        }
+    }
+
+    /// Clears all records.
+    pub(crate) fn clear(&mut self) {
+        self.records = [BranchRecord::default(); MAX_BRANCH_RECORDS];
+        self.added = 0;
+    }
+
+    /// Adds the newest of `depth` records.
+    pub(crate) fn push(&mut self, record: BranchRecord, depth: usize) {
+        if let Some(records) = self.records.get_mut(..depth)
+            && !records.is_empty()
+        {
+            records.rotate_right(1);
+            records[0] = record;
+            self.added += 1;
+        }
+    }
+
+    /// Returns whether all of `depth` records are branches added since the last clearing.
+    pub(crate) fn is_full(&self, depth: usize) -> bool {
+        self.added >= depth
+    }
+}

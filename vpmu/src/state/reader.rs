@@ -1,0 +1,37 @@
+//! Reading of the numbers in a saved state.
+
+use super::StateError;
+
+/// Bounds-checked reader for integers.
+pub(super) struct Reader<'a> {
+    pub(super) rest: &'a [u8],
+}
+
+impl Reader<'_> {
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], StateError> {
+        let Some((head, rest)) = self.rest.split_first_chunk::<N>() else {
+            return Err(StateError::Length {
+                have: self.rest.len(),
+                need: N,
+            });
+        };
+        self.rest = rest;
+        Ok(*head)
+    }
+
+    pub(super) fn u8(&mut self) -> Result<u8, StateError> {
+        Ok(u8::from_le_bytes(self.take()?))
+    }
+
+    pub(super) fn u16(&mut self) -> Result<u16, StateError> {
+        Ok(u16::from_le_bytes(self.take()?))
+    }
+
+    pub(super) fn u32(&mut self) -> Result<u32, StateError> {
+        Ok(u32::from_le_bytes(self.take()?))
+    }
+
+    pub(super) fn u64(&mut self) -> Result<u64, StateError> {
+        Ok(u64::from_le_bytes(self.take()?))
+    }
+}

@@ -1,0 +1,142 @@
+//! Branch records: collection before a PMI, and accesses to their registers.
+
+use perf_core::branch::BranchEntry;
+
+use super::Vpmu;
+use crate::SteppedLevels;
+use crate::branches::{BranchPhase, BranchRegister};
+
+/// Branches that must be collected before a PMI.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BranchRequest {
+    /// Privilege levels whose branches the guest records.
+    pub levels: SteppedLevels,
+    /// Number of records.
+    pub depth: u16,
+}
+
+impl Vpmu {
+    /// Returns the branches that must be collected before the due PMI is delivered. Returns `None`
+    /// if no PMI is due, its records are complete or being collected, or the guest has not enabled
+    /// the records or they are frozen.
+    #[inline]
+    pub fn requested_branches(&self) -> Option<BranchRequest> {
+        let branches = self.branches.as_ref()?;
+        let requested = self.pmi_due
+            && branches.phase == BranchPhase::Idle
+            && self.vendor.records_branches(&self.registers);
+        requested.then(|| self.branch_request())
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "at most MAX_BRANCH_RECORDS")]
+    fn branch_request(&self) -> BranchRequest {
+        BranchRequest {
+            levels: self.vendor.branch_levels(&self.registers),
+            depth: self.registers.branches.records() as u16,
+        }
+    }
+
+    /// Returns whether branches are being collected. The due PMI must then wait.
+    #[inline]
+    pub fn is_collecting_branches(&self) -> bool {
+        let branches = self.branches.as_ref();
+        branches.is_some_and(|branches| matches!(branches.phase, BranchPhase::Collecting { .. }))
+    }
+
+    /// Returns the privilege levels that must be stepped to collect the branches.
+    #[inline]
+    pub fn branch_levels(&self) -> SteppedLevels {
+        if self.is_collecting_branches() {
+            self.vendor.branch_levels(&self.registers)
+        } else {
+            SteppedLevels::default()
+        }
+    }
+
+    /// Clears the records and starts to collect branches for the due PMI at `now_ns`, on the clock
+    /// of [`Vpmu::pmi_ready`].
+    pub fn begin_branches(&mut self, now_ns: u64) {
+        if let Some(branches) = &mut self.branches {
+            branches.clear();
+            branches.phase = BranchPhase::Collecting { began_ns: now_ns };
+        }
+    }
+
+    /// Adds a taken branch. Returns whether the records are full or the guest does not record
+    /// branches any longer.
+    pub fn add_branch(&mut self, branch: &BranchEntry) -> bool {
+        let depth = self.registers.branches.records();
+        let Some(branches) = &mut self.branches else {
+            return true;
+        };
+        if !matches!(branches.phase, BranchPhase::Collecting { .. })
+            || !self.vendor.records_branches(&self.registers)
+        {
+            return true;
+        }
+        if !branches.is_full(depth) && self.vendor.selects_branch(&self.registers, branch) {
+            branches.push(self.vendor.branch_record(branch), depth);
+        }
+        branches.is_full(depth)
+    }
+
+    /// Completes the records of the due PMI, and freezes them if the guest has requested this. The
+    /// PMI can be delivered then.
+    pub fn complete_branches(&mut self) {
+        if let Some(branches) = &mut self.branches
+            && let BranchPhase::Collecting { began_ns } = branches.phase
+        {
+            branches.phase = BranchPhase::Complete { began_ns };
+            if self.vendor.records_branches(&self.registers) {
+                self.vendor.freeze_branches(&self.model, &mut self.registers);
+            }
+        }
+    }
+
+    /// Returns the time at which the collection for the PMI that is being delivered at `now_ns`
+    /// started.
+    pub(super) fn pmi_began_ns(&self, now_ns: u64) -> u64 {
+        match self.branches.as_ref().map(|branches| branches.phase) {
+            Some(BranchPhase::Collecting { began_ns } | BranchPhase::Complete { began_ns }) => began_ns,
+            Some(BranchPhase::Idle) | None => now_ns,
+        }
+    }
+
+    /// Discards the progress of the collection, because no PMI is due any longer.
+    pub(super) fn forget_branches(&mut self) {
+        if let Some(branches) = &mut self.branches {
+            branches.phase = BranchPhase::Idle;
+        }
+    }
+
+    /// Returns whether the guest can access the register with the current number of records.
+    pub(super) fn has_branch_register(&self, register: BranchRegister) -> bool {
+        register
+            .record()
+            .is_none_or(|record| usize::from(record) < self.registers.branches.records())
+    }
+
+    /// Returns the value of a register.
+    pub(super) fn branch_register(&mut self, register: BranchRegister) -> u64 {
+        self.stored(register).map_or(0, |value| *value)
+    }
+
+    /// Stores a register. A write to the depth clears the records (SDM vol. 4, 14CFH).
+    pub(super) fn set_branch_register(&mut self, register: BranchRegister, value: u64) {
+        if register == BranchRegister::Depth
+            && let Some(branches) = &mut self.branches
+        {
+            branches.clear();
+        }
+        if let Some(stored) = self.stored(register) {
+            *stored = value;
+        }
+    }
+
+    fn stored(&mut self, register: BranchRegister) -> Option<&mut u64> {
+        match register.record() {
+            Some(_) => self.branches.as_mut()?.register(register),
+            None => self.registers.branches.register(register),
+        }
+    }
+}
