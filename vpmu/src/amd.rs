@@ -10,12 +10,12 @@ use perf_core::branch::{BranchEntry, BranchKind};
 use crate::SteppedLevels;
 use crate::branches::{BranchControls, BranchRecord, BranchRegister};
 use crate::events::{EventRequest, EventSelect};
+use crate::freeze::{DEBUGCTL_FREEZE_BRANCHES_ON_PMI, STATUS_CTR_FRZ, STATUS_LBR_FRZ};
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
 use crate::model::PmuModel;
 use crate::model_name::{PmuGeneration, Vendor};
 use crate::vendor::{
-    DEBUGCTL_FREEZE_BRANCHES_ON_PMI, Register, Registers, STATUS_CTR_FRZ, STATUS_LBR_FRZ, VendorOps,
-    WriteEffect, contain_branch, general_msrs, general_request, selector,
+    Register, Registers, VendorOps, WriteEffect, contain_branch, general_msrs, general_request, selector,
 };
 
 /// PerfEvtSeln (0xC0010000..=0xC0010003). Present on every model.

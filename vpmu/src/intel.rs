@@ -8,12 +8,12 @@ use perf_core::branch::{BranchEntry, BranchKind};
 use crate::SteppedLevels;
 use crate::branches::{BranchControls, BranchRecord, BranchRegister, MAX_BRANCH_RECORDS};
 use crate::events::{EventRequest, EventSelect, EventSelection, decode_fixed};
+use crate::freeze::{DEBUGCTL_FREEZE_BRANCHES_ON_PMI, STATUS_CTR_FRZ, STATUS_LBR_FRZ};
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex, counters_in};
 use crate::model::PmuModel;
 use crate::model_name::Vendor;
 use crate::vendor::{
-    DEBUGCTL_FREEZE_BRANCHES_ON_PMI, Register, Registers, STATUS_CTR_FRZ, STATUS_LBR_FRZ, VendorOps,
-    WriteEffect, contain_branch, general_msrs, general_request, selector,
+    Register, Registers, VendorOps, WriteEffect, contain_branch, general_msrs, general_request, selector,
 };
 
 /// IA32_PMCn (0xC1..=0xC8). Requires CPUID.0AH:EAX\[15:8\] > n. A write stores bits 31:0,

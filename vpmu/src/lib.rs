@@ -55,6 +55,7 @@ pub mod events;
 pub mod exact;
 pub mod fed;
 pub mod filter;
+mod freeze;
 mod host_pmu;
 mod index;
 mod intel;

@@ -3,10 +3,10 @@
 use std::fmt;
 
 use crate::events::{ArchEvent, CountableEvents};
+use crate::freeze::{DEBUGCTL_FREEZE_BRANCHES_ON_PMI, DEBUGCTL_FREEZE_ON_PMI};
 use crate::host_pmu::{CpuidReader, HostPmuProperties};
 use crate::index::{CounterIndex, MAX_FIXED, MAX_GENERAL};
 use crate::model_name::{CounterNumbers, ModelError, PmuGeneration, PmuModelName, Vendor};
-use crate::vendor::{DEBUGCTL_FREEZE_BRANCHES_ON_PMI, DEBUGCTL_FREEZE_ON_PMI};
 use crate::width::CounterWidth;
 
 /// PMU model. All properties are within the limits of the generation.

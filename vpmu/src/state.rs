@@ -455,7 +455,8 @@ const fn vendor_byte(vendor: Vendor) -> u8 {
 }
 
 /// Serializes the model, one byte per field: generation (Intel with and without transactions, and
-/// models with and without branch records, are distinct), version, number of general-purpose counters, fixed counter bitmap, width.
+/// models with and without branch records, are distinct), version, number of general-purpose
+/// counters, fixed counter bitmap, width.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "at most 15 counters of at most 63 bits"

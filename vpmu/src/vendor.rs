@@ -9,6 +9,7 @@ use perf_core::branch::BranchEntry;
 use crate::SteppedLevels;
 use crate::branches::{BranchControls, BranchRecord, BranchRegister};
 use crate::events::{EventRequest, EventSelect, EventSelection, UnitMask, decode};
+use crate::freeze::DEBUGCTL_FREEZE_ON_PMI;
 use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
 use crate::model::PmuModel;
 use crate::model_name::Vendor;
@@ -151,15 +152,6 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     /// Freezes the branch records if the registers request this at a PMI.
     fn freeze_branches(&self, model: &PmuModel, registers: &mut Registers);
 }
-
-/// DebugCtl bit 11 of both vendors: freeze the branch records on PMI.
-pub const DEBUGCTL_FREEZE_BRANCHES_ON_PMI: u64 = 1 << 11;
-/// DebugCtl bit 12 of both vendors: freeze the counters on PMI.
-pub const DEBUGCTL_FREEZE_ON_PMI: u64 = 1 << 12;
-/// Global status bit 58 of both vendors: a PMI has frozen the branch records.
-pub const STATUS_LBR_FRZ: u64 = 1 << 58;
-/// Global status bit 59 of both vendors: a PMI has frozen the counters.
-pub const STATUS_CTR_FRZ: u64 = 1 << 59;
 
 /// Returns whether `levels` contain both ends of a branch.
 pub(crate) fn contain_branch(levels: SteppedLevels, branch: &BranchEntry) -> bool {

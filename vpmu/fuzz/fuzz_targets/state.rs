@@ -12,7 +12,8 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     let v2 = PmuModel::new(PmuGeneration::AmdV2, None, None).expect("the default numbers fit");
     let v5 = PmuModel::new(PmuGeneration::Intel(5), None, None).expect("the default numbers fit");
     let mut events = SimEvents::default();
-    for model in [PmuModel::INTEL, PmuModel::AMD, v2, v5] {
+    let with_branch_records = [PmuModel::INTEL, v5, v2].map(PmuModel::with_branch_records);
+    for model in [PmuModel::INTEL, PmuModel::AMD, v2, v5].into_iter().chain(with_branch_records) {
         let mut vpmu = Vpmu::new(model);
         // A fuzzer cannot guess checksums.
         let mut framed = bytes.to_vec();

@@ -1,0 +1,10 @@
+//! Bits of both vendors by which a PMI freezes counters and branch records.
+
+/// DebugCtl bit 11: freeze the branch records on PMI.
+pub const DEBUGCTL_FREEZE_BRANCHES_ON_PMI: u64 = 1 << 11;
+/// DebugCtl bit 12: freeze the counters on PMI.
+pub const DEBUGCTL_FREEZE_ON_PMI: u64 = 1 << 12;
+/// Global status bit 58: a PMI has frozen the branch records.
+pub const STATUS_LBR_FRZ: u64 = 1 << 58;
+/// Global status bit 59: a PMI has frozen the counters.
+pub const STATUS_CTR_FRZ: u64 = 1 << 59;
