@@ -6,6 +6,7 @@
 
 pub mod available;
 pub mod backing;
+pub mod dirty;
 pub mod touched;
 
 use std::fs::File;
