@@ -12,20 +12,19 @@ use std::hash::{BuildHasher as _, RandomState};
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
 
 use snapshot::memory::CHUNK_BYTES;
 use vm_memory::{Bytes as _, GuestMemoryBackend as _, GuestMemoryError, GuestMemoryRegion as _};
 
 use super::GuestRam;
-use super::touched::TouchedPages;
+use super::touched::{ENTRY_BYTES, EXISTS, PAGEMAP, TouchedPages};
 
 /// Size of a page in bytes.
 pub const PAGE_BYTES: u64 = 4096;
 /// Maximum number of ranges that one scan of a chunk finds: every other page.
 const MAX_REGIONS: usize = 256;
-/// The page table of this process.
-const PAGEMAP: &str = "/proc/self/pagemap";
 
 /// Protocol version of userfaultfd (include/uapi/linux/userfaultfd.h).
 const UFFD_API: u64 = 0xAA;
@@ -159,14 +158,24 @@ enum Method {
     },
 }
 
+/// Progress of a chunk of memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ChunkState {
+    /// Not taken yet. Its pages are dirty unless nobody has touched the chunk.
+    New,
+    /// Taken, and its writes are observed.
+    Observed,
+    /// Taken, and writes may have been missed since.
+    Unknown,
+}
+
 /// The pages of guest memory that were written since they were taken.
 #[derive(Debug)]
 pub struct DirtyPages {
     ram: GuestRam,
     method: Method,
     touched: TouchedPages,
-    /// Chunks that have been taken. All others are dirty unless nobody has touched them.
-    taken: Vec<bool>,
+    chunks: Vec<ChunkState>,
 }
 
 /// Dirty pages of a chunk.
@@ -176,8 +185,6 @@ pub struct DirtyRanges {
     pub ranges: Vec<Range<u64>>,
     /// The chunk was taken for the first time.
     pub is_first: bool,
-    /// The chunk had to be read.
-    pub was_read: bool,
 }
 
 impl DirtyPages {
@@ -200,7 +207,7 @@ impl DirtyPages {
                 buffer: Vec::new(),
             }),
             touched: TouchedPages::of(ram),
-            taken: vec![false; chunks],
+            chunks: vec![ChunkState::New; chunks],
         }
     }
 
@@ -218,35 +225,39 @@ impl DirtyPages {
     pub fn take(&mut self, offset: u64) -> Result<DirtyRanges, GuestMemoryError> {
         let bytes = CHUNK_BYTES.min(self.ram.size_bytes().saturating_sub(offset));
         let chunk = usize::try_from(offset / CHUNK_BYTES).unwrap_or(usize::MAX);
-        let Some(is_taken) = self.taken.get_mut(chunk) else {
+        let Some(&state) = self.chunks.get(chunk) else {
             return Ok(DirtyRanges::default());
         };
-        if !*is_taken && self.touched.is_untouched(&self.ram, offset, bytes) {
+        let is_first = state == ChunkState::New;
+        if is_first && self.touched.is_untouched(&self.ram, offset, bytes) {
             return Ok(DirtyRanges::default());
         }
-        let is_first = !std::mem::replace(is_taken, true);
-        let (ranges, was_read) = match &mut self.method {
+        let pages = usize::try_from(bytes / PAGE_BYTES).unwrap_or(0);
+        let mut dirty = vec![state != ChunkState::Observed; pages];
+        self.chunks[chunk] = ChunkState::Observed;
+        match &mut self.method {
             Method::Protection { protector, pagemap } => {
-                (protect(&self.ram, protector, pagemap, offset, bytes), false)
+                let address = self.ram.memory().get_host_address(self.ram.address_of(offset))?;
+                if protect(pagemap, address as u64, &mut dirty).is_err() {
+                    // The balloon has mapped new memory in place of pages of a snapshot.
+                    dirty.fill(true);
+                    let taken = self.chunks.iter_mut().filter(|state| **state != ChunkState::New);
+                    taken.for_each(|state| *state = ChunkState::Unknown);
+                    let again = protector.register(&self.ram);
+                    if again.and_then(|()| protect(pagemap, address as u64, &mut dirty)).is_ok() {
+                        self.chunks[chunk] = ChunkState::Observed;
+                    }
+                }
             }
             Method::Hashes { keys, hashes, buffer } => {
                 buffer.resize(usize::try_from(bytes).unwrap_or(0), 0);
-                let address = self.ram.address_of(offset);
-                self.ram.memory().read_slice(buffer, address)?;
+                self.ram.memory().read_slice(buffer, self.ram.address_of(offset))?;
                 let first = usize::try_from(offset / PAGE_BYTES).unwrap_or(usize::MAX);
-                let known = hashes.get_mut(first..).unwrap_or_default();
-                let mut ranges = changed_ranges(keys, buffer, known, offset);
-                if is_first {
-                    ranges = vec![offset..offset + bytes];
-                }
-                (ranges, true)
+                compare(keys, buffer, hashes.get_mut(first..).unwrap_or_default(), &mut dirty);
             }
-        };
-        Ok(DirtyRanges {
-            ranges,
-            is_first,
-            was_read,
-        })
+        }
+        let ranges = ranges_of(&dirty, offset);
+        Ok(DirtyRanges { ranges, is_first })
     }
 }
 
@@ -258,34 +269,37 @@ impl Drop for DirtyPages {
     }
 }
 
-/// Finds and protects the written pages of a chunk. If it fails, all pages count as written.
-fn protect(
-    ram: &GuestRam,
-    protector: &WriteProtector,
-    pagemap: &File,
-    offset: u64,
-    bytes: u64,
-) -> Vec<Range<u64>> {
-    let scanned = scan(ram, pagemap, offset, bytes).or_else(|_| {
-        // The balloon maps new memory in place of pages of a snapshot that it gives back.
-        protector.register(ram)?;
-        scan(ram, pagemap, offset, bytes)
-    });
-    scanned.unwrap_or_else(|e| {
-        log::debug!("PAGEMAP_SCAN at {offset:#x}: {e}");
-        vec![offset..offset + bytes]
-    })
+/// Returns the ranges of dirty pages of the chunk at `offset`.
+fn ranges_of(dirty: &[bool], offset: u64) -> Vec<Range<u64>> {
+    let mut ranges: Vec<Range<u64>> = Vec::new();
+    let pages = (0u64..).zip(dirty).filter(|(_, is_dirty)| **is_dirty);
+    for (page, _) in pages {
+        let start = offset + page * PAGE_BYTES;
+        match ranges.last_mut() {
+            Some(last) if last.end == start => last.end += PAGE_BYTES,
+            _ => ranges.push(start..start + PAGE_BYTES),
+        }
+    }
+    ranges
 }
 
-fn scan(ram: &GuestRam, pagemap: &File, offset: u64, bytes: u64) -> io::Result<Vec<Range<u64>>> {
-    let address = ram.memory().get_host_address(ram.address_of(offset));
-    let start = address.map_err(io::Error::other)? as u64;
+/// Marks and protects the written pages at `address`, and marks those that have no page table entry
+/// any more, because they were given back: not all kernels report them as written if the page table
+/// itself is gone.
+fn protect(pagemap: &File, address: u64, dirty: &mut [bool]) -> io::Result<()> {
+    let mut entries = vec![0; dirty.len() * ENTRY_BYTES];
+    let entry_bytes = ENTRY_BYTES as u64;
+    pagemap.read_exact_at(&mut entries, address / PAGE_BYTES * entry_bytes)?;
+    let (entries, _) = entries.as_chunks();
+    for (is_dirty, entry) in dirty.iter_mut().zip(entries) {
+        *is_dirty |= u64::from_le_bytes(*entry) & EXISTS == 0;
+    }
     let mut regions = [PageRegion::default(); MAX_REGIONS];
     let mut args = ScanArgs {
         size: size_of::<ScanArgs>() as u64,
         flags: SCAN_AND_PROTECT,
-        start,
-        end: start + bytes,
+        start: address,
+        end: address + dirty.len() as u64 * PAGE_BYTES,
         walk_end: 0,
         vec: regions.as_mut_ptr() as u64,
         vec_len: regions.len() as u64,
@@ -299,33 +313,27 @@ fn scan(ram: &GuestRam, pagemap: &File, offset: u64, bytes: u64) -> io::Result<V
     // outlive it. The protected range is guest memory, whose contents do not change.
     let found = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut args) };
     let found = usize::try_from(found).map_err(|_| io::Error::last_os_error())?;
-    let mut ranges: Vec<Range<u64>> = Vec::with_capacity(found + 1);
-    for region in regions.iter().take(found) {
-        ranges.push(region.start - start + offset..region.end - start + offset);
-    }
     // A chunk has no more ranges than the array. Otherwise the rest would be lost.
-    if args.walk_end < start + bytes {
-        ranges.push(args.walk_end.max(start) - start + offset..offset + bytes);
+    let rest = PageRegion {
+        start: args.walk_end,
+        end: args.end,
+        categories: PAGE_IS_WRITTEN,
+    };
+    for region in regions.iter().take(found).chain([&rest]) {
+        let page = |at: u64| usize::try_from(at.saturating_sub(address) / PAGE_BYTES).unwrap_or(0);
+        let range = page(region.start)..page(region.end);
+        dirty.get_mut(range).unwrap_or_default().fill(true);
     }
-    Ok(ranges)
+    Ok(())
 }
 
-/// Updates the hashes of pages, and returns the ranges of those that have changed.
-fn changed_ranges(keys: &RandomState, data: &[u8], known: &mut [u64], offset: u64) -> Vec<Range<u64>> {
-    let mut ranges: Vec<Range<u64>> = Vec::new();
+/// Updates the hashes of pages, and marks those that have changed.
+fn compare(keys: &RandomState, data: &[u8], known: &mut [u64], dirty: &mut [bool]) {
     let pages = data.chunks(usize::try_from(PAGE_BYTES).unwrap_or(1));
-    for (at, (page, known)) in (0u64..).zip(pages.zip(known)) {
+    for ((page, known), is_dirty) in pages.zip(known).zip(dirty) {
         let hash = keys.hash_one(page);
-        if std::mem::replace(known, hash) == hash {
-            continue;
-        }
-        let start = offset + at * PAGE_BYTES;
-        match ranges.last_mut() {
-            Some(last) if last.end == start => last.end += PAGE_BYTES,
-            _ => ranges.push(start..start + PAGE_BYTES),
-        }
+        *is_dirty |= std::mem::replace(known, hash) != hash;
     }
-    ranges
 }
 
 #[cfg(test)]
@@ -390,11 +398,13 @@ mod tests {
             read.unwrap();
             assert_eq!(all(&mut dirty), [page(7), page(9)]);
             assert_eq!(all(&mut dirty), []);
+            memory.write_slice(&[1; 4096], GuestAddress(5 * CHUNK)).unwrap();
+            assert_eq!(all(&mut dirty), [5 * CHUNK..6 * CHUNK]);
             ram.clear().unwrap();
             let found = all(&mut dirty);
-            for lost in [5, 6, 9].map(page) {
+            for lost in [page(5), page(6), page(9), page(5 * CHUNK / PAGE_BYTES)] {
                 let is_in = |range: &Range<u64>| range.start <= lost.start && lost.end <= range.end;
-                assert!(found.iter().any(is_in), "{found:?}");
+                assert!(found.iter().any(is_in), "{lost:?} {found:?}");
             }
         }
     }
@@ -416,6 +426,26 @@ mod tests {
         }
         assert!(!TouchedPages::of(&ram).is_untouched(&ram, 0, CHUNK));
         assert!(TouchedPages::of(&ram).is_untouched(&ram, CHUNK, CHUNK));
+    }
+
+    /// The balloon of a restored VM replaces pages of the memory file.
+    #[test]
+    fn new_mappings_are_in_the_dirty_set() {
+        for protector in protectors() {
+            let file = tempfile::tempfile().unwrap();
+            file.set_len(MIN_RAM_BYTES).unwrap();
+            let mut ram = GuestRam::new(MIN_RAM_BYTES).unwrap();
+            ram.map_snapshot(&file).unwrap();
+            ram.memory().write_slice(&[1; 4096], GuestAddress(CHUNK)).unwrap();
+            let mut dirty = DirtyPages::observe(&ram, protector.as_ref());
+            all(&mut dirty);
+            assert_eq!(all(&mut dirty), []);
+            ram.map_snapshot(&file).unwrap();
+            let found = all(&mut dirty);
+            assert!(found.iter().any(|range| range.contains(&CHUNK)), "{found:?}");
+            all(&mut dirty);
+            assert_eq!(all(&mut dirty), []);
+        }
     }
 
     /// Pages that a restored VM has not read are in the memory file.

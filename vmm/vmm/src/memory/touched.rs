@@ -8,13 +8,13 @@ use vm_memory::GuestMemoryBackend as _;
 use super::GuestRam;
 
 /// Pages of this process (proc_pid_pagemap(5)).
-const PAGEMAP: &str = "/proc/self/pagemap";
+pub(super) const PAGEMAP: &str = "/proc/self/pagemap";
 /// Size of a page in bytes.
 const PAGE_BYTES: u64 = 4096;
 /// Size of an entry of the pagemap in bytes.
-const ENTRY_BYTES: usize = 8;
+pub(super) const ENTRY_BYTES: usize = 8;
 /// Entry bits: the page is in RAM (63) or swapped out (62).
-const EXISTS: u64 = 3 << 62;
+pub(super) const EXISTS: u64 = 3 << 62;
 
 /// The page table of the mappings of guest RAM.
 #[derive(Debug)]
