@@ -244,16 +244,26 @@ impl DirtyPages {
                     let taken = self.chunks.iter_mut().filter(|state| **state != ChunkState::New);
                     taken.for_each(|state| *state = ChunkState::Unknown);
                     let again = protector.register(&self.ram);
-                    if again.and_then(|()| protect(pagemap, address as u64, &mut dirty)).is_ok() {
+                    if again
+                        .and_then(|()| protect(pagemap, address as u64, &mut dirty))
+                        .is_ok()
+                    {
                         self.chunks[chunk] = ChunkState::Observed;
                     }
                 }
             }
             Method::Hashes { keys, hashes, buffer } => {
                 buffer.resize(usize::try_from(bytes).unwrap_or(0), 0);
-                self.ram.memory().read_slice(buffer, self.ram.address_of(offset))?;
+                self.ram
+                    .memory()
+                    .read_slice(buffer, self.ram.address_of(offset))?;
                 let first = usize::try_from(offset / PAGE_BYTES).unwrap_or(usize::MAX);
-                compare(keys, buffer, hashes.get_mut(first..).unwrap_or_default(), &mut dirty);
+                compare(
+                    keys,
+                    buffer,
+                    hashes.get_mut(first..).unwrap_or_default(),
+                    &mut dirty,
+                );
             }
         }
         let ranges = ranges_of(&dirty, offset);

@@ -24,12 +24,14 @@ use vm_memory::{Bytes as _, GuestMemoryError};
 use vpmu::EventFilter;
 use vpmu::filter::FilterAction;
 
+use super::migrate::Migration;
 use crate::devices::Bus;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::chips::IrqchipState;
 use crate::kvm::saved_vcpu::VcpuStateLayout;
 use crate::kvm::vm_fd::VmFd;
 use crate::memory::GuestRam;
+use crate::memory::dirty::WriteProtector;
 use crate::memory::touched::TouchedPages;
 use crate::pmu::VmPmu;
 use crate::vcpu::control::{RunControl, RunState};
@@ -93,6 +95,10 @@ pub struct SnapshotSource {
     pub(super) kernel: (&'static str, Range<u64>),
     /// Settings of the VM that a snapshot cannot include.
     pub(super) unsupported: Vec<&'static str>,
+    /// CPUID leaves of each possible vCPU: number of the vCPU, and the leaves as in a snapshot.
+    pub(super) cpuid: Vec<(u8, Vec<[u32; 7]>)>,
+    /// Finds written memory; `None` if the host's kernel cannot.
+    pub(super) protector: Option<Arc<WriteProtector>>,
 }
 
 impl std::fmt::Debug for SnapshotSource {
@@ -151,13 +157,7 @@ impl Snapshot {
         source: &Arc<SnapshotSource>,
         options: BTreeMap<String, String>,
     ) -> Result<Self, SnapshotError> {
-        let mut unsupported = source.unsupported.clone();
-        if let Some(pci) = source.bus.pci() {
-            unsupported.extend(pci.unsupported_in_snapshot());
-        }
-        if !unsupported.is_empty() {
-            return Err(SnapshotError::Unsupported(unsupported.join(", ")));
-        }
+        source.check_supported()?;
         if source.registry.taken().any(|slot| slot.is_stop_requested()) {
             return Err(SnapshotError::Busy("a vCPU is being removed"));
         }
@@ -347,6 +347,24 @@ impl Snapshot {
         }
         Ok(encode(&self.machine)?)
     }
+
+    /// Returns the state file of a VM whose memory `migration` has read.
+    ///
+    /// # Errors
+    /// Returns [`SnapshotError::Order`] before all memory has been read since the pause, and
+    /// [`SnapshotError::Format`] if the state is too large.
+    pub fn state_without_memory(&self, migration: &Migration) -> Result<Vec<u8>, SnapshotError> {
+        if !self.is_ready() || !migration.is_complete() {
+            return Err(SnapshotError::Order);
+        }
+        Ok(encode(&self.machine)?)
+    }
+
+    /// Returns whether the states of all parts are known.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        self.phase == Phase::Ready
+    }
 }
 
 impl Drop for Snapshot {
@@ -369,6 +387,21 @@ impl Drop for Snapshot {
 }
 
 impl SnapshotSource {
+    /// Checks that a snapshot can include all parts of the VM.
+    ///
+    /// # Errors
+    /// Returns [`SnapshotError::Unsupported`] with those that it cannot.
+    pub(super) fn check_supported(&self) -> Result<(), SnapshotError> {
+        let mut unsupported = self.unsupported.clone();
+        if let Some(pci) = self.bus.pci() {
+            unsupported.extend(pci.unsupported_in_snapshot());
+        }
+        if unsupported.is_empty() {
+            return Ok(());
+        }
+        Err(SnapshotError::Unsupported(unsupported.join(", ")))
+    }
+
     /// Makes the vCPUs process their pending requests.
     fn deliver(&self) {
         self.control.wake_parked();
@@ -418,7 +451,7 @@ pub(super) fn report_claims(claimed: io::Result<Vec<String>>) {
     }
 }
 
-fn saved_filter(filter: &EventFilter) -> SavedFilter {
+pub(super) fn saved_filter(filter: &EventFilter) -> SavedFilter {
     let entries = filter.entries().iter();
     SavedFilter {
         allows: filter.action() == FilterAction::Allow,
