@@ -2,6 +2,7 @@
 
 mod config;
 mod error;
+pub mod host_check;
 pub mod migrate;
 mod pending_setup;
 mod plan;

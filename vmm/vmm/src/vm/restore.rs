@@ -7,6 +7,7 @@ use std::sync::Arc;
 use guest_patching::finder::TextRange;
 use guest_patching::sites;
 use kernel_images::packed::PackedSymbols;
+use kvm_bindings::CpuId;
 use snapshot::diff::{self, DiffError};
 use snapshot::memory::{self, MemoryFileError};
 use snapshot::state::{MachineShape, SavedFilter, SavedKernel, SavedMachine, SavedVcpu, SavedVcpuPmu};
@@ -241,16 +242,7 @@ impl NewMachine<'_> {
         accepts_losses: bool,
     ) -> Result<(), RestoreError> {
         let id = saved.id;
-        let leaves: Vec<[u32; 7]> = here.cpuid().as_slice().iter().map(cpuid_leaf).collect();
-        if let Some((leaf, _)) = leaves.iter().zip(&saved.cpuid).find(|(a, b)| a != b) {
-            return Err(RestoreError::Cpuid {
-                vcpu: id,
-                leaf: leaf[0],
-            });
-        }
-        if leaves.len() != saved.cpuid.len() {
-            return Err(RestoreError::Impossible("another number of CPUID leaves"));
-        }
+        check_cpuid(here.cpuid(), saved)?;
         if saved.pmu.stray_trap_flags && !self.can_step {
             return Err(RestoreError::TrapFlags);
         }
@@ -315,6 +307,21 @@ impl NewMachine<'_> {
             }),
         }
     }
+}
+
+/// Checks that the CPUID of a vCPU is the saved one.
+pub(super) fn check_cpuid(here: &CpuId, saved: &SavedVcpu) -> Result<(), RestoreError> {
+    let leaves: Vec<[u32; 7]> = here.as_slice().iter().map(cpuid_leaf).collect();
+    if let Some((leaf, _)) = leaves.iter().zip(&saved.cpuid).find(|(a, b)| a != b) {
+        return Err(RestoreError::Cpuid {
+            vcpu: saved.id,
+            leaf: leaf[0],
+        });
+    }
+    if leaves.len() != saved.cpuid.len() {
+        return Err(RestoreError::Impossible("another number of CPUID leaves"));
+    }
+    Ok(())
 }
 
 /// Returns whether a guest cannot tell two TSC frequencies apart.

@@ -76,6 +76,9 @@ pub enum SnapshotError {
     /// The locks of disk images cannot be changed.
     #[error("the locks of the disk images cannot be changed")]
     Devices(#[source] io::Error),
+    /// A VM that has moved cannot go on here.
+    #[error("the image of {0} is used by another process, where the VM may run; end it here with `ctl stop`")]
+    InUse(String),
     /// The state cannot be encoded.
     #[error(transparent)]
     Format(#[from] FormatError),
@@ -136,6 +139,8 @@ pub struct Snapshot {
     was_paused: bool,
     /// The devices' host resources are shared with the process to which the VM moves.
     shares_devices: bool,
+    /// The VM may run elsewhere, so it stays paused when the snapshot is dropped.
+    is_committed: bool,
     phase: Phase,
     machine: Box<SavedMachine>,
     touched: TouchedPages,
@@ -191,6 +196,7 @@ impl Snapshot {
             source: source.clone(),
             was_paused,
             shares_devices: false,
+            is_committed: false,
             phase: Phase::Settling,
             machine: Box::new(machine),
             touched: TouchedPages::of(&source.ram),
@@ -326,6 +332,47 @@ impl Snapshot {
         pci.map_or(Ok(()), |pci| pci.share().map_err(SnapshotError::Devices))
     }
 
+    /// Gives up the devices' host resources, because the VM is about to run in another process. It stays
+    /// paused until [`Snapshot::take_back`], whatever happens.
+    ///
+    /// # Errors
+    /// Returns [`SnapshotError::Order`] unless the state is known, and [`SnapshotError::Devices`] if the
+    /// host refuses.
+    pub fn commit(&mut self) -> Result<(), SnapshotError> {
+        if !self.is_ready() {
+            return Err(SnapshotError::Order);
+        }
+        self.is_committed = true;
+        self.shares_devices = true;
+        let pci = self.source.bus.pci();
+        pci.map_or(Ok(()), |pci| pci.release().map_err(SnapshotError::Devices))
+    }
+
+    /// Returns whether the VM may run elsewhere.
+    #[must_use]
+    pub fn is_committed(&self) -> bool {
+        self.is_committed
+    }
+
+    /// Makes the VM this process's again, because it does not run elsewhere.
+    ///
+    /// # Errors
+    /// Returns [`SnapshotError::InUse`] if another process uses a disk image, and
+    /// [`SnapshotError::Devices`] if the host refuses.
+    pub fn take_back(&mut self) -> Result<(), SnapshotError> {
+        if self.is_committed {
+            let claimed = self.source.bus.pci().map_or(Ok(Vec::new()), |pci| pci.claim());
+            let used = claimed.map_err(SnapshotError::Devices)?;
+            if !used.is_empty() {
+                // Locks of the other images must not be kept from the process that runs the VM.
+                self.release_devices();
+                return Err(SnapshotError::InUse(used.join(", ")));
+            }
+            self.is_committed = false;
+        }
+        Ok(())
+    }
+
     /// Gives up the devices' host resources for the process to which the VM has moved. The VM has
     /// ended.
     pub fn release_devices(&self) {
@@ -370,7 +417,7 @@ impl Snapshot {
 impl Drop for Snapshot {
     fn drop(&mut self) {
         let source = &self.source;
-        if source.control.state() == RunState::Stopped {
+        if source.control.state() == RunState::Stopped || self.is_committed {
             return;
         }
         if let Some(pci) = source.bus.pci() {
