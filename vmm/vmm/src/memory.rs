@@ -298,6 +298,15 @@ impl GuestRam {
         read.map_err(io::Error::other)
     }
 
+    /// Writes `data` to RAM at `offset`. The range must not contain the hole below 4 GiB.
+    ///
+    /// # Errors
+    /// Returns an error if the range is not RAM.
+    pub fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        let written = self.mem.write_slice(data, self.address_of(offset));
+        written.map_err(io::Error::other)
+    }
+
     /// Returns the size of the RAM above 4 GiB in bytes.
     pub fn high_bytes(&self) -> u64 {
         self.size_bytes - self.low_end()

@@ -127,15 +127,6 @@ pub enum RestoreError {
 }
 
 impl RestoredMachine {
-    /// Returns the events that CPUID announces to the guest, which do not depend on who counts them
-    /// here. `None` if CPUID announces none.
-    #[must_use]
-    pub fn announced_events(&self) -> Option<CountableEvents> {
-        let leaves = &self.state.vcpus.first()?.cpuid;
-        let &[.., eax, ebx, ecx, edx] = leaves.iter().find(|leaf| leaf[0] == LEAF_ARCH_PERFMON)?;
-        (eax != 0).then(|| CountableEvents::of_leaf_a(CpuidRegs { eax, ebx, ecx, edx }))
-    }
-
     /// Returns `true` if the VM is the one that was saved, and not one of several with its memory.
     pub(super) fn is_moved(&self) -> bool {
         matches!(self.memory, RestoredMemory::Moved(_))
@@ -181,6 +172,15 @@ impl RestoredMachine {
         let present = vcpus.iter().map(|(id, _)| VcpuSet::of(*id));
         (present.fold(VcpuSet::default(), VcpuSet::with), vcpus)
     }
+}
+
+/// Returns the events that the CPUID of a saved machine announces to the guest, which do not depend on
+/// who counts them here. `None` if CPUID announces none.
+#[must_use]
+pub fn announced_events(saved: &SavedMachine) -> Option<CountableEvents> {
+    let leaves = &saved.vcpus.first()?.cpuid;
+    let &[.., eax, ebx, ecx, edx] = leaves.iter().find(|leaf| leaf[0] == LEAF_ARCH_PERFMON)?;
+    (eax != 0).then(|| CountableEvents::of_leaf_a(CpuidRegs { eax, ebx, ecx, edx }))
 }
 
 /// Parts of a new machine that are restored.
