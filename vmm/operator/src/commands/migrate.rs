@@ -174,11 +174,11 @@ fn send(mut client: Client, socket: &UnixStream, options: MigrateOptions) -> Res
         );
     }
     Ok(format!(
-        "{name}: runs as {} in process {} of its host; it was paused for {:.1} ms; {} MiB of memory sent in {} rounds and {:.2} s\n",
+        "{name}: runs as {} in process {} of its host; it was paused for {:.1} ms; {} KiB of memory sent in {} rounds and {:.2} s\n",
         one_line(&sent.arrival.name),
         sent.arrival.pid,
         sent.downtime.as_secs_f64() * 1e3,
-        sent.bytes >> 20,
+        sent.bytes >> 10,
         sent.rounds,
         sent.duration.as_secs_f64()
     ))

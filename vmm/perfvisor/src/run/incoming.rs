@@ -121,9 +121,8 @@ impl Requester {
     pub(super) fn report_failure(&self, why: &str) {
         let reported = match self.0.take() {
             None => Ok(()),
-            Some(Reply::Line(stream)) => {
-                migration::answer(&stream, &MigrationResult::Failed(why.to_owned())).map_err(StreamError::from)
-            }
+            Some(Reply::Line(stream)) => migration::answer(&stream, &MigrationResult::Failed(why.to_owned()))
+                .map_err(StreamError::from),
             Some(Reply::Stream(mut stream)) => stream::refuse(&mut stream, why),
         };
         report_absence(reported);

@@ -16,6 +16,7 @@ use crate::cli::restore::saved_backing;
 use crate::values::SecurityProfile;
 use guest_patching::rdpmc::RdpmcMode;
 use operator::input;
+use snapshot::state::SavedMachine;
 use vmm::boot::KernelSource;
 use vmm::kvm::cpuid;
 use vmm::kvm::execution;
@@ -26,7 +27,6 @@ use vmm::memory::MemoryBackingConfig;
 use vmm::pmu::fit::{FittedModel, fit};
 use vmm::pmu::{OperatorLimits, PmuConfig, backing};
 use vmm::timers::MuxChoice;
-use snapshot::state::SavedMachine;
 use vmm::vm::restore::{announced_events, event_filter};
 use vmm::vm::{DebuggerConfig, VmConfig};
 
