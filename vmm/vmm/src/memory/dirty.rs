@@ -88,28 +88,33 @@ struct PageRegion {
     categories: u64,
 }
 
-/// The permission to write-protect memory of this process, which a confined process cannot get.
+/// The means to write-protect memory of this process and to find what was written. A confined process
+/// cannot open them.
 #[derive(Debug)]
-pub struct WriteProtector(OwnedFd);
+pub struct WriteProtector {
+    userfaultfd: OwnedFd,
+    pagemap: File,
+}
 
 impl WriteProtector {
-    /// Opens it. Returns `None` if the kernel is older than Linux 6.7 or built without it.
+    /// Opens them. Returns `None` if the kernel is older than Linux 6.7 or built without them.
     #[must_use]
     pub fn open() -> Option<Self> {
+        let pagemap = File::open(PAGEMAP).ok()?;
         let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | UFFD_USER_MODE_ONLY;
         // SAFETY: the call takes integers.
         let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
         let fd = i32::try_from(fd).ok().filter(|fd| *fd >= 0)?;
         // SAFETY: the descriptor was just created and has no other owner.
-        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        let userfaultfd = unsafe { OwnedFd::from_raw_fd(fd) };
         let mut api = UffdApi {
             api: UFFD_API,
             features: UFFD_FEATURE_WP_ASYNC,
             ioctls: 0,
         };
         // SAFETY: the call reads and writes one `struct uffdio_api`, which outlives it.
-        let done = unsafe { libc::ioctl(fd.as_raw_fd(), UFFDIO_API, &raw mut api) };
-        (done == 0).then_some(Self(fd))
+        let done = unsafe { libc::ioctl(userfaultfd.as_raw_fd(), UFFDIO_API, &raw mut api) };
+        (done == 0).then_some(Self { userfaultfd, pagemap })
     }
 
     /// Prepares all memory of `ram` for protection.
@@ -124,7 +129,7 @@ impl WriteProtector {
             // SAFETY: the call reads and writes one `struct uffdio_register`, which outlives it. The
             // range is guest memory, whose contents do not change. Accesses go on as before, because
             // the kernel lifts each protection itself.
-            if unsafe { libc::ioctl(self.0.as_raw_fd(), UFFDIO_REGISTER, &raw mut range) } != 0 {
+            if unsafe { libc::ioctl(self.userfaultfd.as_raw_fd(), UFFDIO_REGISTER, &raw mut range) } != 0 {
                 return Err(io::Error::last_os_error());
             }
         }
@@ -136,7 +141,14 @@ impl WriteProtector {
         for region in ram.memory().iter() {
             let mut range = [region.as_ptr() as u64, region.len()];
             // SAFETY: the call reads one `struct uffdio_range`, which has two 64-bit fields.
-            if unsafe { libc::ioctl(self.0.as_raw_fd(), UFFDIO_UNREGISTER, range.as_mut_ptr()) } != 0 {
+            if unsafe {
+                libc::ioctl(
+                    self.userfaultfd.as_raw_fd(),
+                    UFFDIO_UNREGISTER,
+                    range.as_mut_ptr(),
+                )
+            } != 0
+            {
                 log::debug!("UFFDIO_UNREGISTER: {}", io::Error::last_os_error());
             }
         }
@@ -146,10 +158,7 @@ impl WriteProtector {
 /// How written pages are found.
 #[derive(Debug)]
 enum Method {
-    Protection {
-        protector: Arc<WriteProtector>,
-        pagemap: File,
-    },
+    Protection(Arc<WriteProtector>),
     /// A keyed hash of each page, which a guest cannot predict.
     Hashes {
         keys: RandomState,
@@ -192,12 +201,9 @@ impl DirtyPages {
     #[must_use]
     pub fn observe(ram: &GuestRam, protector: Option<&Arc<WriteProtector>>) -> Self {
         let chunks = usize::try_from(ram.size_bytes().div_ceil(CHUNK_BYTES)).unwrap_or(0);
-        let protection = protector.and_then(|protector| {
-            let pagemap = File::open(PAGEMAP).ok()?;
-            protector.register(ram).ok()?;
-            let protector = protector.clone();
-            Some(Method::Protection { protector, pagemap })
-        });
+        let protector = protector.filter(|protector| protector.register(ram).is_ok());
+        let pagemap = protector.and_then(|protector| protector.pagemap.try_clone().ok());
+        let protection = protector.cloned().map(Method::Protection);
         let pages = usize::try_from(ram.size_bytes() / PAGE_BYTES).unwrap_or(0);
         Self {
             ram: ram.clone(),
@@ -206,7 +212,7 @@ impl DirtyPages {
                 hashes: vec![0; pages],
                 buffer: Vec::new(),
             }),
-            touched: TouchedPages::of(ram),
+            touched: pagemap.map_or_else(|| TouchedPages::of(ram), |file| TouchedPages::in_file(ram, file)),
             chunks: vec![ChunkState::New; chunks],
         }
     }
@@ -236,7 +242,8 @@ impl DirtyPages {
         let mut dirty = vec![state != ChunkState::Observed; pages];
         self.chunks[chunk] = ChunkState::Observed;
         match &mut self.method {
-            Method::Protection { protector, pagemap } => {
+            Method::Protection(protector) => {
+                let pagemap = &protector.pagemap;
                 let address = self.ram.memory().get_host_address(self.ram.address_of(offset))?;
                 if protect(pagemap, address as u64, &mut dirty).is_err() {
                     // The balloon has mapped new memory in place of pages of a snapshot.
@@ -273,7 +280,7 @@ impl DirtyPages {
 
 impl Drop for DirtyPages {
     fn drop(&mut self) {
-        if let Method::Protection { protector, .. } = &self.method {
+        if let Method::Protection(protector) = &self.method {
             protector.unregister(&self.ram);
         }
     }

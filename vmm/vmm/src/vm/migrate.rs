@@ -280,8 +280,14 @@ mod tests {
         let mut migration = Migration::begin(vm.snapshots(), BTreeMap::new()).unwrap();
         let copy = GuestRam::new(migration.memory_bytes()).unwrap();
         let all = copy_round(&mut migration, &copy, false);
+        let counts = || [0x88_0000, 0xA8_0000].map(|at| memory.read_obj::<u32>(GuestAddress(at)).unwrap());
         for round in 0..5 {
-            std::thread::sleep(std::time::Duration::from_millis(20));
+            let before = counts();
+            let is_written = || counts().iter().zip(&before).all(|(now, before)| now != before);
+            assert!((0..5000).any(|_| {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+                is_written()
+            }));
             if round == 1 {
                 // A page becomes zeros.
                 memory.write_slice(&[0; 4096], GuestAddress(0x50_0000)).unwrap();
@@ -298,11 +304,10 @@ mod tests {
         snapshot::decode(&snapshot.state_without_memory(&migration).unwrap()).unwrap();
         assert_eq!(copy_round(&mut migration, &copy, true), 0, "nobody writes");
         drop((snapshot, migration));
-        let count = || memory.read_obj::<u32>(GuestAddress(0x88_0000)).unwrap();
-        let before = count();
+        let before = counts();
         assert!((0..5000).any(|_| {
             std::thread::sleep(std::time::Duration::from_millis(1));
-            count() != before
+            counts() != before
         }));
     }
 
