@@ -312,6 +312,7 @@ impl Call {
             | Call::Counts
             | Call::GuestViewResult { .. }
             | Call::Exits
+            | Call::MmdsGet
             | Call::Code { .. }
             | Call::ProcessMemory { .. }
             | Call::ProcessCode { .. } => MAX_REPLY,

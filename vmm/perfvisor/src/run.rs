@@ -171,7 +171,7 @@ fn run_for(
     let probe = privileges::with_perfmon_capability(HostProbe::run);
     opener.install();
     // The helpers do not share the memory that is received, and the VM is paused for a short time.
-    let (saved, arrival) = match incoming {
+    let (saved, mut arrival) = match incoming {
         Some(incoming) => {
             let (args, machine, arrival) = incoming.receive(args, &kvm, &probe, &stop_signals)?;
             (Some((args, machine)), Some(arrival))
@@ -190,6 +190,9 @@ fn run_for(
     let (name, ends) = ServerSockets::open(args)?;
     let devices = devices::create_devices(args, &name, log, &broker)?;
     let (mut devices, balloon, metadata) = (devices.all, devices.balloon, devices.metadata);
+    if let Some(arrival) = &mut arrival {
+        arrival.restore_metadata(metadata.as_deref());
+    }
     // All sockets of the host's network and files of other processes are open. A process to be
     // jailed has no other thread yet.
     let jail = jail::separate(args, &config)?;

@@ -22,6 +22,8 @@ use crate::memory::CHUNK_BYTES;
 
 /// First bytes of a stream: magic, version of this protocol, and two zeros.
 pub const PREAMBLE: [u8; 8] = *b"PVMG\x01\0\0\0";
+/// Optional field of the state file in [`Message::State`]: the document of the metadata service.
+pub const METADATA_FIELD: &str = "_metadata";
 /// Maximum number of rounds in which memory is sent.
 pub const MAX_ROUNDS: u32 = 64;
 /// Maximum number of bytes of memory in a frame.

@@ -26,12 +26,14 @@ use control_api::peer;
 use control_api::protocol::{VmInfo, VmState};
 use control_api::request;
 use control_api::socket_dir::{Socket, SocketError};
+use mmds::service::MetadataService;
 use operator::commands::snapshot::{self as source, SnapshotCommandError};
 use operator::signals::BlockedSignals;
 use perf_core::error_line;
 use perf_core::pmu::host::HostProbe;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use serde_json::Value;
 use snapshot::FormatError;
 use snapshot::state::SavedMachine;
 use snapshot::stream::StreamError;
@@ -177,7 +179,7 @@ fn check_devices(args: &RunArgs, saved: &SavedMachine) -> Result<(), IncomingErr
 #[derive(Debug)]
 pub(super) enum Incoming {
     /// Another process of this host runs it.
-    Local(LocalVm),
+    Local(Box<LocalVm>),
     /// It arrives as bytes.
     Stream(Box<IncomingStream>),
 }
@@ -223,7 +225,7 @@ impl Incoming {
             let offered = match migration::receive_offer(&stream) {
                 Ok(Offer::Connection(vm)) => {
                     requester.0.set(Some(Reply::Line(stream)));
-                    return Ok(Some(Self::Local(LocalVm::new(vm)?)));
+                    return Ok(Some(Self::Local(Box::new(LocalVm::new(vm)?))));
                 }
                 Ok(Offer::Stream) => IncomingStream::open(stream, 1, requester),
                 Err(e) => Err(e.into()),
@@ -285,6 +287,7 @@ impl LocalVm {
             read.map_err(IncomingError::Memory)
         })?;
         let state = snapshot::decode(&source::read_state(&mut client)?)?;
+        let metadata = source::read_metadata(&mut client)?;
         client.call(request::SnapshotShareDisks)?;
         let restored = machine_args(args, &state)?;
         log::info!(
@@ -302,8 +305,9 @@ impl LocalVm {
             process,
             paused_at,
             stays_paused,
+            metadata,
         };
-        Ok((restored, machine, Arrival::Local(arrival)))
+        Ok((restored, machine, Arrival::Local(Box::new(arrival))))
     }
 }
 
@@ -311,7 +315,7 @@ impl LocalVm {
 #[derive(Debug)]
 pub(super) enum Arrival {
     /// The other process is on this host.
-    Local(LocalArrival),
+    Local(Box<LocalArrival>),
     /// The VM arrived as bytes.
     Stream(Box<IncomingStream>),
 }
@@ -323,6 +327,8 @@ pub(super) struct LocalArrival {
     process: Option<OwnedFd>,
     paused_at: Instant,
     stays_paused: bool,
+    /// Document of the metadata service.
+    metadata: Option<Value>,
 }
 
 impl Arrival {
@@ -343,6 +349,23 @@ impl Arrival {
                 Some(VmOrigin { name, pid })
             }
             Self::Stream(vm) => vm.origin(),
+        }
+    }
+
+    /// Gives the document of the VM's metadata service to the one of this process.
+    pub(super) fn restore_metadata(&mut self, service: Option<&MetadataService>) {
+        let document = match self {
+            Self::Local(vm) => vm.metadata.take(),
+            Self::Stream(vm) => vm.take_metadata(),
+        };
+        match (document, service) {
+            (None, _) => {}
+            (Some(_), None) => log::warn!("the VM's metadata document is lost; use --mmds to keep it"),
+            (Some(document), Some(service)) => {
+                if let Err(e) = service.put(document) {
+                    log::warn!("the VM's metadata document is lost: {}", error_line(&e));
+                }
+            }
         }
     }
 

@@ -389,6 +389,10 @@ mod tests {
         n * PAGE_BYTES..(n + 1) * PAGE_BYTES
     }
 
+    fn chunk(n: u64) -> Range<u64> {
+        n * CHUNK..(n + 1) * CHUNK
+    }
+
     /// A write that is missed would be lost when the VM moves: those of the VMM, of the kernel for the
     /// VMM, and the disappearance of pages that are given back.
     #[test]
@@ -400,12 +404,11 @@ mod tests {
             let mut dirty = DirtyPages::observe(&ram, protector.as_ref());
             assert_eq!(dirty.reads_all(), protector.is_none());
             // Nobody has touched the other chunks.
-            assert_eq!(all(&mut dirty), [0..CHUNK]);
+            assert_eq!(all(&mut dirty), [chunk(0)]);
             assert_eq!(all(&mut dirty), []);
             memory.write_obj(2u8, GuestAddress(0x6fff)).unwrap();
             memory.write_obj(2u8, GuestAddress(3 * CHUNK)).unwrap();
-            let third = 3 * CHUNK..4 * CHUNK;
-            assert_eq!(all(&mut dirty), [page(6), third]);
+            assert_eq!(all(&mut dirty), [page(6), chunk(3)]);
             assert_eq!(all(&mut dirty), []);
             let file = tempfile::tempfile().unwrap();
             file.set_len(4096).unwrap();
@@ -416,7 +419,7 @@ mod tests {
             assert_eq!(all(&mut dirty), [page(7), page(9)]);
             assert_eq!(all(&mut dirty), []);
             memory.write_slice(&[1; 4096], GuestAddress(5 * CHUNK)).unwrap();
-            assert_eq!(all(&mut dirty), [5 * CHUNK..6 * CHUNK]);
+            assert_eq!(all(&mut dirty), [chunk(5)]);
             ram.clear().unwrap();
             let found = all(&mut dirty);
             for lost in [page(5), page(6), page(9), page(5 * CHUNK / PAGE_BYTES)] {
@@ -436,7 +439,7 @@ mod tests {
         for byte in [1u8, 2] {
             let mut dirty = DirtyPages::observe(&ram, Some(&protector));
             ram.memory().write_obj(byte, GuestAddress(0)).unwrap();
-            assert_eq!(all(&mut dirty), [0..CHUNK]);
+            assert_eq!(all(&mut dirty), [chunk(0)]);
             ram.memory().write_obj(byte, GuestAddress(0x8000)).unwrap();
             assert_eq!(all(&mut dirty), [page(8)]);
             drop(dirty);
@@ -474,7 +477,8 @@ mod tests {
             let mut ram = GuestRam::new(MIN_RAM_BYTES).unwrap();
             ram.map_snapshot(&file).unwrap();
             let mut dirty = DirtyPages::observe(&ram, protector.as_ref());
-            assert_eq!(all(&mut dirty), [0..MIN_RAM_BYTES]);
+            let first = all(&mut dirty);
+            assert!(first.len() == 1 && first[0] == (0..MIN_RAM_BYTES), "{first:?}");
             assert_eq!(all(&mut dirty), []);
             ram.memory().write_obj(1u8, GuestAddress(0x3000)).unwrap();
             let _: u8 = ram.memory().read_obj(GuestAddress(0x4000)).unwrap();

@@ -30,7 +30,7 @@ const MAX_RANGES: usize = 1024;
 const MAX_READ_CHUNKS: u32 = 8;
 const MAX_CHUNKS: u32 = 256;
 /// A page of zeros.
-static ZERO_PAGE: [u8; PAGE_BYTES as usize] = [0; PAGE_BYTES as usize];
+static ZERO_PAGE: [u8; 4096] = [0; 4096];
 
 /// A piece of a round.
 #[derive(Debug, Default)]

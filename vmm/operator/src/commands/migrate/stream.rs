@@ -15,11 +15,14 @@ use control_api::migration::{MigrationPiece, MigrationStart};
 use control_api::protocol::VmState;
 use control_api::request;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use snapshot::format::MAX_STATE_BYTES;
+use snapshot::FormatError;
+use snapshot::format::{MAX_STATE_BYTES, with_optional_field};
 use snapshot::memory::CHUNK_BYTES;
-use snapshot::stream::{self, Message, MessageReader, StreamArrival, StreamError, StreamHello};
+use snapshot::stream::{
+    self, METADATA_FIELD, Message, MessageReader, StreamArrival, StreamError, StreamHello,
+};
 
-use super::super::snapshot::{SnapshotCommandError, pause, read_state};
+use super::super::snapshot::{SnapshotCommandError, pause, read_metadata, read_state};
 
 /// Maximum number of rounds while the guest runs.
 const MAX_ROUNDS: u32 = 30;
@@ -49,6 +52,9 @@ pub enum SendVmError {
     /// The VM sends something else than requested.
     #[error("the VM sends other memory than requested; use the same version of Perfvisor as the VM")]
     WrongPiece,
+    /// The VM's state is invalid.
+    #[error("the state of the VM")]
+    State(#[source] FormatError),
     /// The connection fails.
     #[error(transparent)]
     Stream(#[from] StreamError),
@@ -133,11 +139,11 @@ impl<'s> Destination<'s> {
 
     /// Sends a message, which may stay in the buffer.
     fn send(&mut self, message: &Message<'_>) -> Result<(), SendVmError> {
-        stream::send(&mut self.writer, message).or_else(|e| Err(self.reason(e)))
+        stream::send(&mut self.writer, message).map_err(|e| self.reason(e))
     }
 
     fn flush(&mut self) -> Result<(), SendVmError> {
-        self.writer.flush().or_else(|e| Err(self.reason(e.into())))
+        self.writer.flush().map_err(|e| self.reason(e.into()))
     }
 
     /// Returns why the other side has closed the connection, if it says so.
@@ -190,7 +196,10 @@ pub fn send_vm(
     pause(client)?;
     bytes += send_round(client, &mut to, memory_bytes)?;
     client.call(request::SnapshotShareDisks)?;
-    let state = read_state(client)?;
+    let mut state = read_state(client)?;
+    if let Some(document) = read_metadata(client)? {
+        state = with_optional_field(&state, METADATA_FIELD, document).map_err(SendVmError::State)?;
+    }
     to.send(&Message::State(&state))?;
     to.expect(&Message::Ready)?;
     to.check_waits()?;

@@ -12,10 +12,12 @@ use control_api::migration::VmOrigin;
 use operator::commands::one_line;
 use operator::signals::BlockedSignals;
 use perf_core::pmu::host::HostProbe;
-use snapshot::memory::CHUNK_BYTES;
+use serde_json::Value;
+use snapshot::format::optional_field;
 use snapshot::state::SavedMachine;
 use snapshot::stream::{
-    self, MAX_ROUNDS, Message, MessageReader, StreamArrival, StreamError, StreamHello, read_preamble,
+    self, MAX_ROUNDS, METADATA_FIELD, Message, MessageReader, StreamArrival, StreamError, StreamHello,
+    read_preamble,
 };
 use vmm::kvm::host::Kvm;
 use vmm::memory::GuestRam;
@@ -39,14 +41,13 @@ const BUFFER_BYTES: usize = 256 << 10;
 const SIGNAL_CHECK_FRAMES: u64 = 64;
 /// ID of the boot of this host.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
-/// Zeros for a frame of them.
-static ZEROS: [u8; CHUNK_BYTES as usize] = [0; CHUNK_BYTES as usize];
 
 /// A VM that arrives as a stream.
 #[derive(Debug)]
 pub(in crate::run) struct IncomingStream {
     reader: MessageReader<BufReader<UnixStream>>,
     hello: StreamHello,
+    metadata: Option<Value>,
 }
 
 impl IncomingStream {
@@ -69,7 +70,11 @@ impl IncomingStream {
         // The name goes into messages of one line.
         hello.name = one_line(&hello.name);
         requester.0.set(Some(Reply::Stream(refusal)));
-        Ok(Self { reader, hello })
+        Ok(Self {
+            reader,
+            hello,
+            metadata: None,
+        })
     }
 
     /// Receives the VM, whose memory is sent while it still runs.
@@ -140,7 +145,7 @@ impl IncomingStream {
                     data.len() as u64
                 }
                 Message::Zeros { offset, bytes } => {
-                    write(offset, &ZEROS[..usize::try_from(bytes).unwrap_or(0)])?;
+                    write(offset, &vec![0; usize::try_from(bytes).unwrap_or(0)])?;
                     bytes
                 }
                 Message::RoundEnd => {
@@ -151,7 +156,10 @@ impl IncomingStream {
                     self.send(&Message::Received)?;
                     0
                 }
-                Message::State(state) => return Ok((snapshot::decode(state)?, all)),
+                Message::State(state) => {
+                    self.metadata = optional_field(state, METADATA_FIELD)?;
+                    return Ok((snapshot::decode(state)?, all));
+                }
                 _ => return Err(IncomingError::Unexpected),
             };
             in_round += bytes;
@@ -165,6 +173,11 @@ impl IncomingStream {
 
     fn send(&mut self, message: &Message<'_>) -> Result<(), StreamError> {
         stream::send(self.reader.stream().get_mut(), message)
+    }
+
+    /// Takes the document of the VM's metadata service.
+    pub(super) fn take_metadata(&mut self) -> Option<Value> {
+        self.metadata.take()
     }
 
     /// Returns the name of the VM where it comes from.
