@@ -42,6 +42,7 @@ mod exits;
 pub mod migration;
 pub mod nearest;
 pub mod peer;
+mod plug;
 pub mod protocol;
 pub mod rate_limit;
 mod reading;

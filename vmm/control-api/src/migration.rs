@@ -5,11 +5,15 @@
 //! process then is the VM's client: it takes a snapshot over that connection, and ends the VM when it
 //! has built its own. If either process dies before, the VM's connection closes, and the VM goes on.
 //! The answer is one line with a [`MigrationResult`].
+//!
+//! With `--stream`, and with an inherited socket, `ctl` sends the VM as bytes instead, and remains its
+//! client (crate `snapshot`, module `stream`).
 
+use std::fmt;
 use std::io::{self, Read as _, Write as _};
-use std::os::fd::AsRawFd as _;
+use std::os::fd::{AsRawFd as _, RawFd};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use schemars::JsonSchema;
@@ -20,6 +24,10 @@ use crate::peer;
 
 /// Prefix of the address of a Unix socket.
 const UNIX: &str = "unix:";
+/// Prefix of an inherited descriptor.
+const FD: &str = "fd:";
+/// First byte of a stream, which another crate defines.
+const STREAM: u8 = b'P';
 /// The byte that precedes the connection to the VM: version of this protocol.
 const VERSION: u8 = 1;
 /// Time limit for the byte with the connection.
@@ -27,32 +35,67 @@ const OFFER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum length of an answer in bytes.
 const MAX_ANSWER: u64 = 64 << 10;
 
-/// Address of a process that waits for a VM: `unix:PATH`.
+/// Address of a process that waits for a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MigrationAddress(PathBuf);
+pub enum MigrationAddress {
+    /// `unix:PATH`: a Unix socket.
+    Unix(PathBuf),
+    /// `fd:N`: an inherited descriptor of a connected stream socket.
+    Fd(RawFd),
+}
 
 /// The reason why an address is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("must be unix:PATH with the path of a Unix socket; other hosts are unsupported")]
+#[error(
+    "must be unix:PATH with the path of a Unix socket, or fd:N with the number of an inherited, connected \
+     socket; forward a Unix socket to reach another host (ssh -L)"
+)]
 pub struct MigrationAddressError;
 
 impl std::str::FromStr for MigrationAddress {
     type Err = MigrationAddressError;
 
     fn from_str(text: &str) -> Result<Self, MigrationAddressError> {
+        if let Some(number) = text.strip_prefix(FD) {
+            let number = number.parse().ok().filter(|number| *number >= 0);
+            return number.map(Self::Fd).ok_or(MigrationAddressError);
+        }
         match text.strip_prefix(UNIX) {
-            Some(path) if !path.is_empty() => Ok(Self(path.into())),
+            Some(path) if !path.is_empty() => Ok(Self::Unix(path.into())),
             _ => Err(MigrationAddressError),
         }
     }
 }
 
-impl MigrationAddress {
-    /// Returns the path of the socket.
-    #[must_use]
-    pub fn path(&self) -> &Path {
-        &self.0
+impl fmt::Display for MigrationAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unix(path) => write!(f, "{UNIX}{}", path.display()),
+            Self::Fd(number) => write!(f, "{FD}{number}"),
+        }
     }
+}
+
+/// Reply to the request that begins to observe memory. The machine's description is in the file with
+/// the reply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct MigrationStart {
+    /// Size of guest memory in bytes.
+    pub memory_bytes: u64,
+    /// Size of the description in bytes.
+    pub bytes: u64,
+}
+
+/// A piece of a round. The contents of `pages` are in the file with the reply, one range after the
+/// other.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct MigrationPiece {
+    /// Ranges of pages with contents: offset in memory and length, in bytes.
+    pub pages: Vec<(u64, u64)>,
+    /// Ranges of pages that have become zeros.
+    pub zeros: Vec<(u64, u64)>,
+    /// Offset of the next piece; the size of memory at the end of the round.
+    pub next: u64,
 }
 
 /// Answer of the process to which a VM was to move.
@@ -110,12 +153,21 @@ pub fn offer(mut stream: &UnixStream, vm: UnixStream) -> io::Result<Option<Migra
     }
 }
 
-/// Receives the connection to the VM that `stream` offers. Only this user and root may offer one.
+/// A VM that is offered to a waiting process.
+#[derive(Debug)]
+pub enum Offer {
+    /// The connection to the VM, which runs on this host.
+    Connection(UnixStream),
+    /// The VM follows as bytes, of which the first one has been read.
+    Stream,
+}
+
+/// Receives the offer of a VM. Only this user and root may offer one.
 ///
 /// # Errors
 /// Returns the error of the socket, [`io::ErrorKind::PermissionDenied`] if it is another user's, and
 /// [`io::ErrorKind::InvalidData`] if something else is sent.
-pub fn receive_offer(stream: &UnixStream) -> io::Result<UnixStream> {
+pub fn receive_offer(stream: &UnixStream) -> io::Result<Offer> {
     let uid = peer::peer_uid(stream)?;
     if uid != 0 && uid != peer::own_uid() {
         return Err(io::ErrorKind::PermissionDenied.into());
@@ -124,12 +176,15 @@ pub fn receive_offer(stream: &UnixStream) -> io::Result<UnixStream> {
     let mut version = [0];
     let received = stream.recv_with_fd(&mut version);
     let (count, file) = received.map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
+    if count == 1 && version == [STREAM] && file.is_none() {
+        return Ok(Offer::Stream);
+    }
     let file = file.filter(|_| count == 1 && version == [VERSION]);
     let vm: std::os::fd::OwnedFd = file.ok_or(io::ErrorKind::InvalidData)?.into();
     let vm = UnixStream::from(vm);
     // Fails unless the descriptor is a Unix socket.
     vm.peer_addr()?;
-    Ok(vm)
+    Ok(Offer::Connection(vm))
 }
 
 /// Answers an offer. An error means that nobody waits for the answer any more.
@@ -147,16 +202,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_name_a_unix_socket() {
-        let address: MigrationAddress = "unix:/run/a".parse().unwrap();
-        assert_eq!(address.path(), Path::new("/run/a"));
-        for text in ["", "unix:", "/run/a", "tcp:1.2.3.4:5", "fd:3"] {
+    fn addresses_name_a_socket() {
+        for text in ["unix:/run/a", "fd:3"] {
+            let address: MigrationAddress = text.parse().unwrap();
+            assert_eq!(address.to_string(), text);
+        }
+        for text in ["", "unix:", "/run/a", "tcp:1.2.3.4:5", "fd:", "fd:-1", "fd:x"] {
             assert_eq!(
                 text.parse::<MigrationAddress>(),
                 Err(MigrationAddressError),
                 "{text}"
             );
         }
+    }
+
+    #[test]
+    fn stream_is_recognized_by_its_first_byte() {
+        let (mut client, server) = UnixStream::pair().unwrap();
+        client.write_all(b"PVMG").unwrap();
+        assert!(matches!(receive_offer(&server).unwrap(), Offer::Stream));
+        let mut rest = [0; 3];
+        (&server).read_exact(&mut rest).unwrap();
+        assert_eq!(&rest, b"VMG");
     }
 
     #[test]
@@ -170,7 +237,9 @@ mod tests {
         });
         let expected = moved.clone();
         let receiver = std::thread::spawn(move || {
-            let mut received = receive_offer(&server).unwrap();
+            let Offer::Connection(mut received) = receive_offer(&server).unwrap() else {
+                panic!("no connection");
+            };
             received.write_all(b"x").unwrap();
             answer(&server, &moved).unwrap();
         });

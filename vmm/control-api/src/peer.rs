@@ -5,7 +5,7 @@ use std::ffi::CString;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::mem::size_of;
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -93,6 +93,48 @@ pub fn connect_within(path: &Path, patience: Duration) -> io::Result<UnixStream>
     Ok(stream)
 }
 
+/// Returns a copy of the inherited descriptor `number`, which must be a connected stream socket of any
+/// family.
+///
+/// # Errors
+/// Returns the error of the system call, [`io::ErrorKind::InvalidInput`] for a socket of another type,
+/// and [`io::ErrorKind::NotConnected`].
+#[expect(clippy::cast_possible_truncation, reason = "the size of an integer")]
+pub fn inherited_stream(number: RawFd) -> io::Result<UnixStream> {
+    // SAFETY: the call takes integers, and fails unless the descriptor is open.
+    let copy = unsafe { libc::fcntl(number, libc::F_DUPFD_CLOEXEC, 3) };
+    if copy < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor was just created and has no other owner.
+    let stream = unsafe { UnixStream::from_raw_fd(copy) };
+    let mut kind: libc::c_int = 0;
+    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: `kind` and `len` are live locals, and `len` is the size of `kind`.
+    let result = unsafe {
+        libc::getsockopt(
+            copy,
+            libc::SOL_SOCKET,
+            libc::SO_TYPE,
+            (&raw mut kind).cast(),
+            &mut len,
+        )
+    };
+    if result != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    if kind != libc::SOCK_STREAM {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let mut address = [0u8; 128];
+    let mut len = address.len() as libc::socklen_t;
+    // SAFETY: `address` and `len` are live locals, and `len` is the size of `address`.
+    match unsafe { libc::getpeername(copy, address.as_mut_ptr().cast(), &mut len) } {
+        0 => Ok(stream),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// Returns the effective user ID of this process.
 pub fn own_uid() -> u32 {
     // SAFETY: `geteuid` has no parameters and cannot fail.
@@ -150,6 +192,25 @@ mod tests {
             .open(path)
             .and_then(|mut f| f.write_all(b"x"));
         assert!(written.is_err());
+    }
+
+    #[test]
+    fn only_connected_stream_sockets_are_inherited() {
+        let (a, mut b) = UnixStream::pair().unwrap();
+        let mut copy = inherited_stream(a.as_raw_fd()).unwrap();
+        b.write_all(b"x").unwrap();
+        let mut byte = [0];
+        copy.read_exact(&mut byte).unwrap();
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let kind = |fd: RawFd| inherited_stream(fd).unwrap_err();
+        assert_eq!(kind(listener.as_raw_fd()).kind(), io::ErrorKind::NotConnected);
+        let tcp = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        inherited_stream(tcp.as_raw_fd()).unwrap();
+        let (datagram, _other) = std::os::unix::net::UnixDatagram::pair().unwrap();
+        assert_eq!(kind(datagram.as_raw_fd()).kind(), io::ErrorKind::InvalidInput);
+        let file = sealed_text("t", b"").unwrap();
+        assert_eq!(kind(file.as_raw_fd()).raw_os_error(), Some(libc::ENOTSOCK));
+        assert_eq!(kind(i32::MAX).raw_os_error(), Some(libc::EBADF));
     }
 
     /// Both ends of a local socket pair belong to this user.

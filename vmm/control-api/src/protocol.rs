@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::balloon::BalloonInfo;
 pub use crate::exits::{ExitsOfReason, VcpuExits};
 use crate::migration::VmOrigin;
+pub use crate::plug::{VcpuPlug, VcpuRefusal};
 
 /// Version of the protocol, which the client's first request contains.
 pub const PROTOCOL: u32 = 1;
@@ -228,6 +229,18 @@ pub enum Call {
         /// Ends the VM.
         stop: bool,
     },
+    /// Begins to observe the memory of a VM that is to move as bytes. Reply:
+    /// [`crate::migration::MigrationStart`], and a memfd with a state file that describes the machine.
+    MigrationStart,
+    /// Reads a piece of a round: memory that was written since the preceding round, from offset 0 on in
+    /// order. Reply: [`crate::migration::MigrationPiece`], and a memfd with the bytes.
+    MigrationMemory {
+        /// 0, or end of the previous piece.
+        offset: u64,
+    },
+    /// Gives up the images of the disks. From now on the VM resumes only by `snapshot_end` or
+    /// `resume`, and not when the connection closes, because it may run elsewhere. Reply: null.
+    MigrationCommit,
     /// Requests the exits of the vCPUs to user space by reason, since the first such call of this
     /// connection, which starts counting and timing them. Reply: a list of [`VcpuExits`].
     Exits,
@@ -305,6 +318,7 @@ impl Call {
             | Call::Counts
             | Call::GuestViewResult { .. }
             | Call::Exits
+            | Call::MmdsGet
             | Call::Code { .. }
             | Call::ProcessMemory { .. }
             | Call::ProcessCode { .. } => MAX_REPLY,
@@ -451,32 +465,6 @@ pub enum ClientRole {
     /// Only observing and counting is allowed, through the observers' socket; no request that
     /// changes the VM or reveals its memory.
     Observer,
-}
-
-/// State of vCPU hot-plug.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct VcpuPlug {
-    /// Present vCPUs.
-    pub present: Vec<u32>,
-    /// Maximum number of vCPUs.
-    pub max: u32,
-    /// Plugged-in vCPUs that the guest has not acknowledged yet.
-    pub unnoticed: Vec<u32>,
-    /// vCPUs that the guest was asked to eject and has not ejected yet.
-    pub asked_for: Vec<u32>,
-    /// vCPUs that the guest has ejected and that are about to stop.
-    pub leaving: Vec<u32>,
-    /// vCPUs that the guest refused to accept or to eject at the last request.
-    pub refused: Vec<VcpuRefusal>,
-}
-
-/// Refusal of a guest to accept or to eject a vCPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct VcpuRefusal {
-    /// The vCPU.
-    pub vcpu: u32,
-    /// Status argument of the _OST method (ACPI 6.5, tables 6.74 and 6.75).
-    pub status: u32,
 }
 
 /// Events of a vCPU that was plugged in.

@@ -9,6 +9,7 @@ use serde::de::DeserializeOwned;
 
 use crate::balloon::BalloonInfo;
 use crate::counts::VcpuCounts;
+use crate::migration::{self, MigrationPiece};
 use crate::protocol::{
     self, Call, EventReading, GuestViews, HostRingInfo, KernelInfo, KernelSymbolsReply, OpenedEvent,
     RingInfo, RingLoss, SamplingParams, SnapshotId, VmInfo,
@@ -250,6 +251,17 @@ requests! {
         /// Ends the VM.
         stop: bool,
     } => ();
+    /// Begins to observe the memory of a VM that is to move as bytes. Reply: [`MigrationStart`], and a
+    /// memfd with a state file that describes the machine.
+    MigrationStart => migration::MigrationStart;
+    /// Reads a piece of a round: memory that was written since the preceding round. Reply:
+    /// [`MigrationPiece`], and a memfd with the bytes.
+    MigrationMemory {
+        /// 0, or end of the previous piece.
+        offset: u64,
+    } => MigrationPiece;
+    /// Gives up the images of the disks. The VM does not resume when the connection closes.
+    MigrationCommit => ();
     /// Requests the exits of the vCPUs to user space by reason, since the first such call of this
     /// connection. Reply: a list of [`protocol::VcpuExits`].
     Exits => Vec<protocol::VcpuExits>;

@@ -102,6 +102,19 @@ impl BlockedSignals {
         }
     }
 
+    /// Returns whether a stop signal is pending, which [`BlockedSignals::wait`] has not received yet.
+    #[must_use]
+    pub fn is_stop_pending(&self) -> bool {
+        let mut pending = MaybeUninit::<libc::sigset_t>::uninit();
+        // SAFETY: sigpending initializes the set if it succeeds, and sigismember only reads it.
+        unsafe {
+            libc::sigpending(pending.as_mut_ptr()) == 0
+                && STOP_SIGNALS
+                    .iter()
+                    .any(|signal| libc::sigismember(pending.as_ptr(), *signal) == 1)
+        }
+    }
+
     /// Starts a thread that receives the signals for the lifetime of the process.
     ///
     /// # Errors

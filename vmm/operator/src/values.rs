@@ -126,6 +126,11 @@ pub fn parse_interval(text: &str) -> Result<Duration, ValueError> {
     }
 }
 
+/// Parses a downtime in milliseconds.
+pub fn parse_downtime(text: &str) -> Result<Duration, ValueError> {
+    integer_in_range(1..=600_000u64)(text).map(Duration::from_millis)
+}
+
 /// Parses the field separator. As in perf, `\t` is a tab.
 pub fn parse_separator(text: &str) -> Result<String, ValueError> {
     match text {

@@ -299,8 +299,8 @@ pub struct RunArgs {
         help_heading = "Kernel"
     )]
     pub restore: Option<PathBuf>,
-    /// Wait for the VM that `perfvisor ctl NAME migrate unix:PATH` moves to this process. It determines
-    /// the machine; give the disks, other tap devices and the consoles again.
+    /// Wait for the VM that `perfvisor ctl NAME migrate` moves to this process, at unix:PATH or an inherited
+    /// socket fd:N. It determines the machine; give the disks, other tap devices and the consoles again.
     #[arg(
         long,
         value_name = "ADDRESS",

@@ -37,7 +37,7 @@ use vpmu::perf_core_events::MAX_EVENTS_PER_COUNTER;
 
 use crate::background::{self, DaemonStartup};
 use crate::cli::RunArgs;
-use crate::cli::restore::{options_of_guest, saved_backing};
+use crate::cli::restore::options_of_guest;
 use crate::devices::{self};
 use crate::stop_handler::StopHandler;
 use control_api::socket_dir::{self, Socket, SocketError};
@@ -60,7 +60,6 @@ use vmm::vcpu::control::{ResetPolicy, RunControl, StopReason};
 use vmm::vcpu::registry::VcpuRegistry;
 use vmm::vcpu::{kick, stats};
 use vmm::vm::restart::Restarter;
-use vmm::vm::restore::event_filter;
 use vmm::vm::{PendingKvmSetup, RunningVm, Vm, VmConfig, VmParts};
 
 /// Number of descriptors of a VM without vCPUs, including a margin for clients and devices.
@@ -173,23 +172,18 @@ fn run_for(
     let probe = privileges::with_perfmon_capability(HostProbe::run);
     opener.install();
     // The helpers do not share the memory that is received, and the VM is paused for a short time.
-    let (saved, arrival) = match incoming {
+    let (saved, mut arrival) = match incoming {
         Some(incoming) => {
-            let (args, machine, arrival) = incoming.receive(args)?;
+            let (args, machine, arrival) = incoming.receive(args, &kvm, &probe, &stop_signals)?;
             (Some((args, machine)), Some(arrival))
         }
         None => (snapshot, None),
     };
     let (restored_args, saved) = saved.unzip();
     let args = restored_args.as_ref().unwrap_or(args);
-    let mut config = machine::build_config(args, &kvm, &probe)?;
+    let state = saved.as_ref().map(|saved| &*saved.state);
+    let mut config = machine::restored_config(args, &kvm, &probe, state)?;
     config.kernel_reader = Some(kernel_reader);
-    if let Some(saved) = &saved {
-        let filter = event_filter(&saved.state.filter).map_err(RunError::RestoredFilter)?;
-        config.pmu.filter = Arc::new(filter);
-        config.pmu.saved_policy = Some(saved_backing(&saved.state.options));
-        config.backability = saved.announced_events().unwrap_or(config.backability);
-    }
     warn_if_few_descriptors(descriptors, &config, &probe);
 
     // Configuration errors end the start before any thread runs.
@@ -197,6 +191,9 @@ fn run_for(
     let (name, ends) = ServerSockets::open(args)?;
     let devices = devices::create_devices(args, &name, log, &broker)?;
     let (mut devices, balloon, metadata) = (devices.all, devices.balloon, devices.metadata);
+    if let Some(arrival) = &mut arrival {
+        arrival.restore_metadata(metadata.as_deref());
+    }
     // All sockets of the host's network and files of other processes are open. A process to be
     // jailed has no other thread yet.
     let jail = jail::separate(args, &config)?;
@@ -246,7 +243,7 @@ fn run_for(
     let controlled = match &arrival {
         Some(arrival) => ControlledVm {
             guest: arrival.description(),
-            moved_from: Some(arrival.origin()),
+            moved_from: arrival.origin(),
             ..controlled
         },
         None => controlled,

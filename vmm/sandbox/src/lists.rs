@@ -474,6 +474,9 @@ fn main() -> Vec<AllowedSyscall> {
             0xb2, // SET_PMU_EVENT_FILTER
         ],
     ));
+    // A VM that moves: UFFDIO_REGISTER, UFFDIO_UNREGISTER and PAGEMAP_SCAN.
+    list.extend(ioctls(0xaa, &[0x00, 0x01]));
+    list.extend(ioctls(b'f', &[16]));
     list.extend(ioctls(KVMIO, KVM_VM));
     // The main thread sets up hot-plugged vCPUs.
     list.extend(ioctls(KVMIO, KVM_VCPU));

@@ -12,6 +12,7 @@
 //! | [`format`](mod@format) | frame of the state file: magic, version, length, checksum |
 //! | [`state`] | types of the saved state |
 //! | [`memory`] | checksums of the memory file |
+//! | [`stream`] | frames of a VM that moves to another host |
 //! | [`diff`] | snapshots that contain the changes since another one |
 //!
 //! Start with [`format::encode`] and [`format::decode`].
@@ -29,6 +30,7 @@ pub mod diff;
 pub mod format;
 pub mod memory;
 pub mod state;
+pub mod stream;
 
 pub use bytes::Bytes;
 pub use format::{FormatError, decode, encode};

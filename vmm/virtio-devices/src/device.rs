@@ -203,8 +203,8 @@ pub trait VirtioDevice: Send {
         Ok(true)
     }
 
-    /// Gives up the host's resources of this device, which is stopped and never starts again in this
-    /// process.
+    /// Gives up the host's resources of this device, which is stopped and does not start again in this
+    /// process before [`VirtioDevice::claim`].
     ///
     /// # Errors
     /// Returns the error of the host.

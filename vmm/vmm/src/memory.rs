@@ -6,6 +6,7 @@
 
 pub mod available;
 pub mod backing;
+pub mod dirty;
 pub mod touched;
 
 use std::fs::File;
@@ -295,6 +296,15 @@ impl GuestRam {
         let address = self.address_of(offset);
         let read = self.mem.read_exact_volatile_from(address, &mut file, bytes);
         read.map_err(io::Error::other)
+    }
+
+    /// Writes `data` to RAM at `offset`. The range must not contain the hole below 4 GiB.
+    ///
+    /// # Errors
+    /// Returns an error if the range is not RAM.
+    pub fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        let written = self.mem.write_slice(data, self.address_of(offset));
+        written.map_err(io::Error::other)
     }
 
     /// Returns the size of the RAM above 4 GiB in bytes.

@@ -2,6 +2,8 @@
 
 mod config;
 mod error;
+pub mod host_check;
+pub mod migrate;
 mod pending_setup;
 mod plan;
 pub mod restart;
@@ -26,12 +28,14 @@ use crate::kvm::memslot::MemorySlots;
 use crate::kvm::saved_vcpu::VcpuStateLayout;
 use crate::kvm::stepping::BREAKPOINTS;
 use crate::memory::GuestRam;
+use crate::memory::dirty::WriteProtector;
 use crate::numbers::VcpuNumbers;
 use crate::pmu::VmPmu;
 use crate::vcpu::control::{ResetPolicy, RunControl, StopReason};
 use crate::vcpu::kicker::Kicker;
 use crate::vcpu::kvm_vcpu::KvmVcpu;
 use crate::vcpu::registry::VcpuRegistry;
+use crate::vcpu::saved::cpuid_leaf;
 pub use config::{DebuggerConfig, HaltPolling, ParseHaltPollingError, VmConfig};
 pub use error::VmError;
 use guest_patching::rdpmc::RdpmcMode;
@@ -203,6 +207,8 @@ impl Vm {
                 fd: fd.clone(),
             }),
         };
+        let leaves = |vcpu: &KvmVcpu| vcpu.cpuid().as_slice().iter().map(cpuid_leaf).collect();
+        let cpuid = (0..).zip(vcpus.iter().map(leaves)).collect();
         let registry = VcpuRegistry::new(vcpus, factory, control.clone(), bus.cpu_plug().cloned());
         let registry = Arc::new(registry);
         let snapshots = SnapshotSource {
@@ -216,6 +222,8 @@ impl Vm {
             shape,
             kernel: (format_name(&loaded.kind), loaded.kernel.clone()),
             unsupported: plan.unsupported_in_snapshot(),
+            cpuid,
+            protector: WriteProtector::open().map(Arc::new),
         };
         Ok(Self {
             registry,

@@ -189,6 +189,12 @@ fn requests_match_version_1() {
         request::SnapshotEnd { stop: true },
         r#"{"id":7,"call":"snapshot_end","stop":true}"#,
     );
+    asks(request::MigrationStart, r#"{"id":7,"call":"migration_start"}"#);
+    asks(
+        request::MigrationMemory { offset: 4096 },
+        r#"{"id":7,"call":"migration_memory","offset":4096}"#,
+    );
+    asks(request::MigrationCommit, r#"{"id":7,"call":"migration_commit"}"#);
     asks(request::GuestView, r#"{"id":7,"call":"guest_view"}"#);
     asks(
         request::GuestViewResult { generation: 5 },

@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 use clap::{Args, Subcommand};
 
 use super::limits::limits_text;
-use super::migrate::{self, MigrateError};
+use super::migrate::{self, MigrateError, MigrateOptions};
 use super::ps::vcpu_count_text;
 use super::snapshot::{self, SnapshotCommandError};
 use super::{DONE, OperatorCommandError, OutputError, connect, print};
 use crate::exit::ExitStatus;
 use crate::input;
-use crate::values::{integer_in_range, parse_seconds};
+use crate::values::{integer_in_range, parse_downtime, parse_seconds};
 use control_api::balloon::BalloonInfo;
 use control_api::client::{Client, ClientError};
 use control_api::migration::MigrationAddress;
@@ -107,12 +107,24 @@ pub enum CtlAction {
         #[arg(long)]
         stop: bool,
     },
-    /// Move the VM to another process of this host, which `perfvisor run --incoming unix:PATH` has
-    /// started. If that fails, the VM goes on here.
+    /// Move the VM to another process, which `perfvisor run --incoming ADDRESS` has started on this host
+    /// or, with --stream, on any. If that fails, the VM goes on here.
     Migrate {
-        /// Address of the waiting process: unix:PATH.
+        /// Address of the waiting process: unix:PATH, or fd:N for an inherited, connected socket, which
+        /// implies --stream.
         #[arg(value_name = "ADDRESS")]
         address: MigrationAddress,
+        /// Send the VM as bytes, to another host whose socket is forwarded (ssh -L). Memory is sent while
+        /// the guest runs, and what the guest has written meanwhile is sent again, in up to 30 rounds.
+        #[arg(long)]
+        stream: bool,
+        /// With --stream, pause the VM when a round takes at most this time, in milliseconds [default:
+        /// 300]
+        #[arg(long, value_name = "MS", value_parser = parse_downtime)]
+        downtime: Option<Duration>,
+        /// With --stream, pause the VM after 30 rounds even if the last one took longer.
+        #[arg(long)]
+        force: bool,
     },
     /// Select who gets the host's counters if there are too few.
     Share {
@@ -220,8 +232,19 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
         ))?;
         return Ok(DONE);
     }
-    if let CtlAction::Migrate { address } = &args.action {
-        print(&migrate::migrate(client, address)?)?;
+    if let CtlAction::Migrate {
+        address,
+        stream,
+        downtime,
+        force,
+    } = &args.action
+    {
+        let options = MigrateOptions {
+            stream: *stream,
+            downtime: *downtime,
+            force: *force,
+        };
+        print(&migrate::migrate(client, address, options)?)?;
         return Ok(DONE);
     }
     match args.action {

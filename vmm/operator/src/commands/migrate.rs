@@ -1,12 +1,18 @@
-//! Moves a VM to another process of this host: `perfvisor ctl NAME migrate unix:PATH`.
+//! Moves a VM to another process of this host, `perfvisor ctl NAME migrate unix:PATH`, or to another
+//! host ([`stream`]).
+
+mod stream;
 
 use std::io;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use control_api::client::Client;
 use control_api::migration::{self, MigrationAddress, MigrationResult};
 use control_api::peer;
+use perf_core::error_line;
+use stream::{DowntimeLimit, SendFailure, SendVmError};
 
 use super::{one_line, ps};
 
@@ -30,8 +36,23 @@ pub enum MigrateError {
         #[source]
         source: io::Error,
     },
+    #[error("fd:{number}: it must be an inherited descriptor of a connected stream socket")]
+    Inherited {
+        number: i32,
+        #[source]
+        source: io::Error,
+    },
+    #[error(
+        "--downtime and --force: a VM that moves within this host is paused while memory is copied; add --stream, or omit them"
+    )]
+    NoStream,
     #[error("{name} has not moved and goes on: {why}")]
     Failed { name: String, why: String },
+    #[error(
+        "{name} may run at its destination, and is paused here: {why}; if it does not run there, `perfvisor \
+        ctl {name} resume` continues it, otherwise `perfvisor ctl {name} stop` ends it"
+    )]
+    Undecided { name: String, why: String },
     #[error(
         "the process that received {0} has ended without an answer; `perfvisor ps` shows where the VM runs"
     )]
@@ -54,13 +75,40 @@ pub(super) fn find_moved(left: &Client) -> Option<Client> {
     own.filter_map(connect).find(is_moved)
 }
 
+/// Default of the time during which a VM may be paused.
+const DEFAULT_DOWNTIME: Duration = Duration::from_millis(300);
+
+/// How a VM is moved.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct MigrateOptions {
+    pub(super) stream: bool,
+    pub(super) downtime: Option<Duration>,
+    pub(super) force: bool,
+}
+
 /// Moves the VM of `client` to the process at `address`. Returns a message of success.
 ///
 /// # Errors
-/// Returns a [`MigrateError`]; the VM goes on, except after [`MigrateError::NoAnswer`], where that is
-/// unknown.
-pub(super) fn migrate(client: Client, address: &MigrationAddress) -> Result<String, MigrateError> {
-    let path = address.path();
+/// Returns a [`MigrateError`]; the VM goes on, except after [`MigrateError::NoAnswer`] and
+/// [`MigrateError::Undecided`], where that is unknown.
+pub(super) fn migrate(
+    client: Client,
+    address: &MigrationAddress,
+    options: MigrateOptions,
+) -> Result<String, MigrateError> {
+    let path = match address {
+        MigrationAddress::Unix(path) => path,
+        MigrationAddress::Fd(number) => {
+            let socket = peer::inherited_stream(*number).map_err(|source| MigrateError::Inherited {
+                number: *number,
+                source,
+            })?;
+            return send(client, &socket, options);
+        }
+    };
+    if !options.stream && (options.force || options.downtime.is_some()) {
+        return Err(MigrateError::NoStream);
+    }
     let failed = |source: io::Error| match source.kind() {
         io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
             MigrateError::NobodyWaits(path.to_owned())
@@ -71,10 +119,17 @@ pub(super) fn migrate(client: Client, address: &MigrationAddress) -> Result<Stri
         },
     };
     let receiver = peer::connect_within(path, ACCEPT_TIMEOUT).map_err(failed)?;
+    if options.stream {
+        return send(client, &receiver, options);
+    }
+    hand_over(client, &receiver).map_err(failed)?
+}
+
+/// Moves the VM of `client` to the process at the other end of `receiver`, which takes it over itself.
+fn hand_over(client: Client, receiver: &UnixStream) -> io::Result<Result<String, MigrateError>> {
     let name = client.info().name.clone();
-    let vm = client.into_stream();
-    let result = migration::offer(&receiver, vm).map_err(failed)?;
-    match result {
+    let result = migration::offer(receiver, client.into_stream())?;
+    Ok(match result {
         None => Err(MigrateError::NoAnswer(name)),
         // The text comes from another process.
         Some(MigrationResult::Failed(why)) => Err(MigrateError::Failed {
@@ -87,5 +142,44 @@ pub(super) fn migrate(client: Client, address: &MigrationAddress) -> Result<Stri
             moved.pid,
             Duration::from_nanos(moved.downtime_ns).as_secs_f64() * 1e3
         )),
+    })
+}
+
+/// Sends the VM of `client` as bytes to the process at the other end of `socket`.
+fn send(mut client: Client, socket: &UnixStream, options: MigrateOptions) -> Result<String, MigrateError> {
+    let name = client.info().name.clone();
+    let limit = DowntimeLimit {
+        downtime: options.downtime.unwrap_or(DEFAULT_DOWNTIME),
+        force: options.force,
+    };
+    let sent = stream::send_vm(&mut client, socket, limit).map_err(|failure| {
+        // The text may come from another host.
+        let line = |error: &SendVmError| one_line(&error_line(error));
+        let name = name.clone();
+        match &failure {
+            SendFailure::Stays(error) => MigrateError::Failed {
+                name,
+                why: line(error),
+            },
+            SendFailure::Undecided(error) => MigrateError::Undecided {
+                name,
+                why: line(error),
+            },
+        }
+    })?;
+    if let Some(error) = &sent.left_over {
+        log::warn!(
+            "{name} is paused here and has not ended: {}; end it with `perfvisor ctl {name} stop`",
+            error_line(error)
+        );
     }
+    Ok(format!(
+        "{name}: runs as {} in process {} of its host; it was paused for {:.1} ms; {} KiB of memory sent in {} rounds and {:.2} s\n",
+        one_line(&sent.arrival.name),
+        sent.arrival.pid,
+        sent.downtime.as_secs_f64() * 1e3,
+        sent.bytes >> 10,
+        sent.rounds,
+        sent.duration.as_secs_f64()
+    ))
 }

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use control_api::client::{Client, ClientError};
 use control_api::request;
 use control_api::snapshot::{SnapshotPiece, SnapshotProgress, SnapshotState};
+use serde_json::Value;
 use snapshot::diff::{BaseSnapshot, DiffError, DiffWriter};
 use snapshot::format::MAX_STATE_BYTES;
 use snapshot::memory::CHUNK_BYTES;
@@ -363,6 +364,19 @@ pub fn read_state(client: &mut Client) -> Result<Vec<u8>, ClientError> {
     let mut state = vec![0; bytes.min(MAX_STATE_BYTES)];
     data.read_exact_at(&mut state, 0)?;
     Ok(state)
+}
+
+/// Returns the document of the VM's metadata service, or `None` without one.
+///
+/// # Errors
+/// Returns a [`ClientError`] if the VM does not answer.
+pub fn read_metadata(client: &mut Client) -> Result<Option<Value>, ClientError> {
+    match client.call(request::MmdsGet) {
+        Ok(document) => Ok(Some(document).filter(|document| !document.is_null())),
+        // The VM has no metadata service.
+        Err(ClientError::Refused(_)) => Ok(None),
+        Err(e) => Err(e),
+    }
 }
 
 /// Pauses the VM, waits until its state is known, and returns the size of guest memory in bytes.

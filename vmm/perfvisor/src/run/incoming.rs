@@ -1,4 +1,6 @@
-//! Takes a VM over from another process of this host: `run --incoming unix:PATH`.
+//! Takes a VM over from another process: `run --incoming unix:PATH`.
+//!
+//! A process of another host sends the VM as bytes ([`stream`]). Within this host:
 //!
 //! 1. [`Incoming::wait`], before this process has helpers and blocks signals, waits for the connection
 //!    to the VM.
@@ -10,32 +12,46 @@
 //! If this process fails or dies before the last step, the connection to the VM closes, and the VM
 //! goes on where it was.
 
+mod stream;
+
 use std::cell::Cell;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use control_api::client::{Client, ClientError};
-use control_api::migration::{self, MigrationResult, MovedVm, VmOrigin};
+use control_api::migration::{self, MigrationAddress, MigrationResult, MovedVm, Offer, VmOrigin};
+use control_api::peer;
 use control_api::protocol::{VmInfo, VmState};
 use control_api::request;
 use control_api::socket_dir::{Socket, SocketError};
+use mmds::service::MetadataService;
 use operator::commands::snapshot::{self as source, SnapshotCommandError};
+use operator::signals::BlockedSignals;
+use perf_core::error_line;
+use perf_core::pmu::host::HostProbe;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use serde_json::Value;
 use snapshot::FormatError;
+use snapshot::state::SavedMachine;
+use snapshot::stream::StreamError;
+use stream::IncomingStream;
+use vmm::kvm::host::Kvm;
 use vmm::memory::{GuestRam, MemoryError};
-use vmm::vm::RunningVm;
 use vmm::vm::restore::{RestoredMachine, RestoredMemory};
+use vmm::vm::{RunningVm, VmError};
 
+use super::error::RunError;
 use super::restore::{machine_args, saved_addresses};
 use crate::cli::RunArgs;
 use crate::cli::restore::MachineOptionsError;
 
 /// File permissions of the socket: its user only.
 const SOCKET_MODE: u32 = 0o600;
+/// Virtio device ID of disks.
+const VIRTIO_BLOCK: u32 = 2;
 /// Time limit for the end of a process whose connection has closed.
 const END_TIMEOUT: Timespec = Timespec {
     tv_sec: 10,
@@ -47,12 +63,28 @@ const END_TIMEOUT: Timespec = Timespec {
 pub enum IncomingError {
     #[error("--incoming")]
     Listen(#[from] SocketError),
-    #[error("--incoming unix:{}", path.display())]
+    #[error("--incoming {address}")]
     Accept {
-        path: PathBuf,
+        address: MigrationAddress,
         #[source]
         source: io::Error,
     },
+    #[error("--incoming fd:{number}: it must be an inherited descriptor of a connected stream socket")]
+    Inherited {
+        number: i32,
+        #[source]
+        source: io::Error,
+    },
+    #[error("--incoming: the VM cannot be received")]
+    Stream(#[from] StreamError),
+    #[error("--incoming: the source sends something else than a VM")]
+    Unexpected,
+    #[error("--incoming: this process was ended, and the VM goes on where it was")]
+    Stopped,
+    #[error("--incoming")]
+    Config(#[source] Box<RunError>),
+    #[error("--incoming")]
+    Host(#[source] VmError),
     #[error("--incoming: the VM to be moved")]
     Source(#[from] ClientError),
     #[error("--incoming: the VM to be moved")]
@@ -67,43 +99,94 @@ pub enum IncomingError {
     Memory(#[source] io::Error),
     #[error("--incoming: {0} network devices are given, the VM has {1}; give a --net for each")]
     Networks(usize, usize),
+    #[error("--incoming: {0} disks are given, the VM has {1}; give a --disk for each")]
+    Disks(usize, usize),
     #[error("--incoming: `perfvisor ctl migrate` was ended, and the VM goes on where it was")]
     Cancelled,
 }
 
-/// The process that waits for the result of a migration.
+/// A process that waits for the result of a migration.
+#[derive(Debug)]
+enum Reply {
+    /// It waits for a line.
+    Line(UnixStream),
+    /// It has sent the VM as bytes.
+    Stream(UnixStream),
+}
+
+/// The process that waits for the result of a migration, if there is one.
 #[derive(Default)]
-pub(super) struct Requester(Cell<Option<UnixStream>>);
+pub(super) struct Requester(Cell<Option<Reply>>);
 
 impl Requester {
     /// Reports that the VM has not moved, unless it has.
     pub(super) fn report_failure(&self, why: &str) {
-        self.answer(&MigrationResult::Failed(why.to_owned()));
+        let reported = match self.0.take() {
+            None => Ok(()),
+            Some(Reply::Line(stream)) => migration::answer(&stream, &MigrationResult::Failed(why.to_owned()))
+                .map_err(StreamError::from),
+            Some(Reply::Stream(mut stream)) => stream::refuse(&mut stream, why),
+        };
+        report_absence(reported);
     }
 
-    fn answer(&self, result: &MigrationResult) {
-        if let Some(stream) = self.0.take()
-            && let Err(e) = migration::answer(&stream, result)
-        {
-            log::warn!("nobody waits for the result of the migration: {e}");
+    /// Reports that a VM of this host has moved.
+    fn report_move(&self, moved: MovedVm) {
+        if let Some(Reply::Line(stream)) = self.0.take() {
+            let answered = migration::answer(&stream, &MigrationResult::Moved(moved));
+            report_absence(answered.map_err(StreamError::from));
         }
     }
 
-    /// Returns whether the process has ended.
+    /// Returns whether the process that waits for a line has ended.
     fn has_ended(&self) -> bool {
-        let Some(stream) = self.0.take() else {
+        let Some(reply) = self.0.take() else {
             return false;
         };
-        let mut fds = [PollFd::new(&stream, PollFlags::RDHUP)];
-        let ended = poll(&mut fds, Some(&Timespec::default())).is_ok_and(|count| count > 0);
-        self.0.set(Some(stream));
+        let ended = match &reply {
+            Reply::Line(stream) => {
+                let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
+                poll(&mut fds, Some(&Timespec::default())).is_ok_and(|count| count > 0)
+            }
+            Reply::Stream(_) => false,
+        };
+        self.0.set(Some(reply));
         ended
     }
 }
 
-/// A VM that another process runs and that is to move here.
+fn report_absence(reported: Result<(), StreamError>) {
+    if let Err(e) = reported {
+        log::warn!("nobody waits for the result of the migration: {}", error_line(&e));
+    }
+}
+
+/// Checks that the command line has as many disks and network devices as a saved machine.
+fn check_devices(args: &RunArgs, saved: &SavedMachine) -> Result<(), IncomingError> {
+    let networks = saved_addresses(saved).count();
+    if networks != args.net.len() {
+        return Err(IncomingError::Networks(args.net.len(), networks));
+    }
+    let disks = saved.devices.iter().filter(|device| device.id == VIRTIO_BLOCK);
+    let disks = disks.count();
+    if disks != args.disk.len() {
+        return Err(IncomingError::Disks(args.disk.len(), disks));
+    }
+    Ok(())
+}
+
+/// A VM that is to move here.
 #[derive(Debug)]
-pub(super) struct Incoming {
+pub(super) enum Incoming {
+    /// Another process of this host runs it.
+    Local(Box<LocalVm>),
+    /// It arrives as bytes.
+    Stream(Box<IncomingStream>),
+}
+
+/// A VM that another process of this host runs.
+#[derive(Debug)]
+pub(super) struct LocalVm {
     client: Client,
     /// The other process, if this process can see it.
     process: Option<OwnedFd>,
@@ -118,37 +201,79 @@ impl Incoming {
         let Some(address) = &args.incoming else {
             return Ok(None);
         };
-        let failed = |source| IncomingError::Accept {
-            path: address.path().to_owned(),
-            source,
-        };
-        let socket = Socket::bind_at(address.path(), SOCKET_MODE)?;
-        socket.listener.set_nonblocking(false).map_err(failed)?;
-        log::info!("waiting for a VM at unix:{}", address.path().display());
-        let vm = loop {
-            let (stream, _) = socket.listener.accept().map_err(failed)?;
-            match migration::receive_offer(&stream) {
-                Ok(vm) => {
-                    requester.0.set(Some(stream));
-                    break vm;
-                }
-                Err(e) => log::warn!("unix:{}: an offer is refused: {e}", address.path().display()),
+        let path = match address {
+            MigrationAddress::Unix(path) => path,
+            MigrationAddress::Fd(number) => {
+                let socket = peer::inherited_stream(*number).map_err(|source| IncomingError::Inherited {
+                    number: *number,
+                    source,
+                })?;
+                log::info!("waiting for a VM at {address}");
+                let vm = IncomingStream::open(socket, 0, requester)?;
+                return Ok(Some(Self::Stream(Box::new(vm))));
             }
         };
-        let client = Client::over(vm)?;
-        let pid = i32::try_from(client.info().pid).ok().and_then(Pid::from_raw);
-        let process = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
-        Ok(Some(Self { client, process }))
+        let failed = |source| IncomingError::Accept {
+            address: address.clone(),
+            source,
+        };
+        let socket = Socket::bind_at(path, SOCKET_MODE)?;
+        socket.listener.set_nonblocking(false).map_err(failed)?;
+        log::info!("waiting for a VM at {address}");
+        loop {
+            let (stream, _) = socket.listener.accept().map_err(failed)?;
+            let offered = match migration::receive_offer(&stream) {
+                Ok(Offer::Connection(vm)) => {
+                    requester.0.set(Some(Reply::Line(stream)));
+                    return Ok(Some(Self::Local(Box::new(LocalVm::new(vm)?))));
+                }
+                Ok(Offer::Stream) => IncomingStream::open(stream, 1, requester),
+                Err(e) => Err(e.into()),
+            };
+            match offered {
+                Ok(vm) => return Ok(Some(Self::Stream(Box::new(vm)))),
+                Err(e) => log::warn!("{address}: an offer is refused: {}", error_line(&e)),
+            }
+        }
     }
 
-    /// Pauses the VM and receives it. Returns `args` with the options of its machine.
+    /// Receives the VM. Returns `args` with the options of its machine.
     ///
     /// # Errors
     /// Returns an [`IncomingError`], in which case the VM goes on where it was.
     pub(super) fn receive(
         self,
         args: &RunArgs,
+        kvm: &Kvm,
+        probe: &HostProbe,
+        signals: &BlockedSignals,
     ) -> Result<(RunArgs, RestoredMachine, Arrival), IncomingError> {
+        let (mut restored, machine, arrival) = match self {
+            Self::Local(vm) => vm.receive(args)?,
+            Self::Stream(vm) => vm.receive(args, kvm, probe, signals)?,
+        };
+        for disk in &mut restored.disk {
+            disk.shared_lock = true;
+        }
+        check_devices(&restored, &machine.state)?;
+        // The default address follows from the name of the VM and of the tap device.
+        for (net, address) in restored.net.iter_mut().zip(saved_addresses(&machine.state)) {
+            net.mac = net.mac.or(Some(address));
+        }
+        Ok((restored, machine, arrival))
+    }
+}
+
+impl LocalVm {
+    fn new(vm: UnixStream) -> Result<Self, IncomingError> {
+        let client = Client::over(vm)?;
+        let pid = i32::try_from(client.info().pid).ok().and_then(Pid::from_raw);
+        let process = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+        Ok(Self { client, process })
+    }
+
+    /// Pauses the VM and receives it.
+    fn receive(self, args: &RunArgs) -> Result<(RunArgs, RestoredMachine, Arrival), IncomingError> {
         let Self { mut client, process } = self;
         let stays_paused = client.info().state == VmState::Paused;
         let paused_at = Instant::now();
@@ -162,19 +287,9 @@ impl Incoming {
             read.map_err(IncomingError::Memory)
         })?;
         let state = snapshot::decode(&source::read_state(&mut client)?)?;
+        let metadata = source::read_metadata(&mut client)?;
         client.call(request::SnapshotShareDisks)?;
-        let mut restored = machine_args(args, &state)?;
-        for disk in &mut restored.disk {
-            disk.shared_lock = true;
-        }
-        let addresses: Vec<_> = saved_addresses(&state).collect();
-        if addresses.len() != restored.net.len() {
-            return Err(IncomingError::Networks(restored.net.len(), addresses.len()));
-        }
-        // The default address follows from the name of the VM and of the tap device.
-        for (net, address) in restored.net.iter_mut().zip(addresses) {
-            net.mac = net.mac.or(Some(address));
-        }
+        let restored = machine_args(args, &state)?;
         log::info!(
             "received {} from process {}",
             client.info().name,
@@ -185,42 +300,103 @@ impl Incoming {
             memory: RestoredMemory::Moved(ram),
             accepts_losses: args.restore_loses,
         };
-        let arrival = Arrival {
+        let arrival = LocalArrival {
             client,
             process,
             paused_at,
             stays_paused,
+            metadata,
         };
-        Ok((restored, machine, arrival))
+        Ok((restored, machine, Arrival::Local(Box::new(arrival))))
     }
 }
 
 /// A VM that has been received, and that the other process still has.
 #[derive(Debug)]
-pub(super) struct Arrival {
+pub(super) enum Arrival {
+    /// The other process is on this host.
+    Local(Box<LocalArrival>),
+    /// The VM arrived as bytes.
+    Stream(Box<IncomingStream>),
+}
+
+/// A VM that has been received from another process of this host.
+#[derive(Debug)]
+pub(super) struct LocalArrival {
     client: Client,
     process: Option<OwnedFd>,
     paused_at: Instant,
     stays_paused: bool,
+    /// Document of the metadata service.
+    metadata: Option<Value>,
 }
 
 impl Arrival {
     /// Returns a description of the guest.
     pub(super) fn description(&self) -> String {
-        format!("moved from {}", self.client.info().name)
+        let name = match self {
+            Self::Local(vm) => &vm.client.info().name,
+            Self::Stream(vm) => vm.name(),
+        };
+        format!("moved from {name}")
     }
 
-    /// Returns the other process.
-    pub(super) fn origin(&self) -> VmOrigin {
-        let VmInfo { name, pid, .. } = self.client.info().clone();
-        VmOrigin { name, pid }
+    /// Returns the other process, if it is on this host.
+    pub(super) fn origin(&self) -> Option<VmOrigin> {
+        match self {
+            Self::Local(vm) => {
+                let VmInfo { name, pid, .. } = vm.client.info().clone();
+                Some(VmOrigin { name, pid })
+            }
+            Self::Stream(vm) => vm.origin(),
+        }
     }
 
-    /// Ends the VM in the other process, and starts it here as VM `name`.
+    /// Gives the document of the VM's metadata service to the one of this process.
+    pub(super) fn restore_metadata(&mut self, service: Option<&MetadataService>) {
+        let document = match self {
+            Self::Local(vm) => vm.metadata.take(),
+            Self::Stream(vm) => vm.take_metadata(),
+        };
+        match (document, service) {
+            (None, _) => {}
+            (Some(_), None) => log::warn!("the VM's metadata document is lost; use --mmds to keep it"),
+            (Some(document), Some(service)) => {
+                if let Err(e) = service.put(document) {
+                    log::warn!("the VM's metadata document is lost: {}", error_line(&e));
+                }
+            }
+        }
+    }
+
+    /// Ends the VM in the other process, or waits until it does not run there, and starts it here as VM
+    /// `name`.
     ///
     /// # Errors
     /// Returns an [`IncomingError`], in which case the VM goes on where it was.
     pub(super) fn take_over(
+        self,
+        running: &RunningVm,
+        name: &str,
+        requester: &Requester,
+    ) -> Result<(), IncomingError> {
+        match self {
+            Self::Local(vm) => vm.take_over(running, name, requester),
+            Self::Stream(mut vm) => {
+                let stays_paused = vm.wait_for_run()?;
+                // From here on the VM runs here whatever happens.
+                requester.0.take();
+                running.take_over(stays_paused);
+                vm.report_run(name);
+                log::info!("{} runs here", vm.name());
+                Ok(())
+            }
+        }
+    }
+}
+
+impl LocalArrival {
+    fn take_over(
         mut self,
         running: &RunningVm,
         name: &str,
@@ -242,11 +418,11 @@ impl Arrival {
             self.client.info().name,
             downtime.as_secs_f64() * 1e3
         );
-        requester.answer(&MigrationResult::Moved(MovedVm {
+        requester.report_move(MovedVm {
             name: name.to_owned(),
             pid: sandbox::host_pid(),
             downtime_ns: nanoseconds(downtime),
-        }));
+        });
         Ok(())
     }
 
@@ -273,7 +449,7 @@ mod tests {
     #[test]
     fn end_of_the_requester_is_noticed() {
         let (mut end, stream) = UnixStream::pair().unwrap();
-        let requester = Requester(Cell::new(Some(stream)));
+        let requester = Requester(Cell::new(Some(Reply::Line(stream))));
         assert!(!requester.has_ended());
         requester.report_failure("no");
         let mut answer = String::new();
@@ -281,7 +457,7 @@ mod tests {
         assert_eq!(answer, "{\"failed\":\"no\"}\n");
 
         let (end, stream) = UnixStream::pair().unwrap();
-        let requester = Requester(Cell::new(Some(stream)));
+        let requester = Requester(Cell::new(Some(Reply::Line(stream))));
         drop(end);
         assert!(requester.has_ended());
         requester.report_failure("nobody hears it");

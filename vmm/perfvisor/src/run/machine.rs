@@ -12,9 +12,11 @@ use vpmu::{
 
 use super::error::RunError;
 use crate::cli::RunArgs;
+use crate::cli::restore::saved_backing;
 use crate::values::SecurityProfile;
 use guest_patching::rdpmc::RdpmcMode;
 use operator::input;
+use snapshot::state::SavedMachine;
 use vmm::boot::KernelSource;
 use vmm::kvm::cpuid;
 use vmm::kvm::execution;
@@ -26,6 +28,7 @@ use vmm::pmu::branches::{self, BranchRecordsError};
 use vmm::pmu::fit::{FittedModel, fit};
 use vmm::pmu::{OperatorLimits, PmuConfig, backing};
 use vmm::timers::MuxChoice;
+use vmm::vm::restore::{announced_events, event_filter};
 use vmm::vm::{DebuggerConfig, VmConfig};
 
 /// Default command line of a Linux kernel: serial console, and settings for a machine without
@@ -349,6 +352,26 @@ fn denied_event_words(vendor: Vendor, filter: &EventFilter) -> impl Iterator<Ite
     ]
     .into_iter()
     .filter_map(move |(word, selection)| (!filter.allows(selection)).then_some(word))
+}
+
+/// Returns the configuration of a machine that is restored from `saved`, or of a new one.
+///
+/// # Errors
+/// Returns the errors of [`build_config`], and [`RunError::RestoredFilter`] for an invalid event filter.
+pub(super) fn restored_config(
+    args: &RunArgs,
+    kvm: &Kvm,
+    probe: &HostProbe,
+    saved: Option<&SavedMachine>,
+) -> Result<VmConfig, RunError> {
+    let mut config = build_config(args, kvm, probe)?;
+    if let Some(saved) = saved {
+        let filter = event_filter(&saved.filter).map_err(RunError::RestoredFilter)?;
+        config.pmu.filter = Arc::new(filter);
+        config.pmu.saved_policy = Some(saved_backing(&saved.options));
+        config.backability = announced_events(saved).unwrap_or(config.backability);
+    }
+    Ok(config)
 }
 
 #[cfg(test)]

@@ -1,6 +1,8 @@
 //! `ctl migrate` and `run --incoming`: a VM moves to another process, and exactly one process runs it
 //! whatever fails.
 
+mod stream;
+
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read};
 use std::os::unix::fs::PermissionsExt as _;
@@ -9,6 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use control_api::client::Client;
+use control_api::migration::Offer;
 use control_api::snapshot::SnapshotPiece;
 use control_api::{migration, request};
 
@@ -266,10 +269,10 @@ fn vm_that_cannot_move_goes_on() {
         text.starts_with("perfvisor: error: one has not moved and goes on: "),
         "{text}"
     );
-    assert!(text.contains("2 virtio devices, this machine has 1"), "{text}");
+    assert!(text.contains("0 disks are given, the VM has 1"), "{text}");
     assert_eq!(text.lines().count(), 1);
     assert_eq!(receiver.wait(), Some(2));
-    assert!(receiver.said_count("2 virtio devices, this machine has 1") > 0);
+    assert!(receiver.said_count("0 disks are given, the VM has 1") > 0);
     source.assert_goes_on();
 
     let mut receiver = source.receiver(&["--net", "tap=none0", "--disk", &source.path("disk")]);
@@ -280,6 +283,68 @@ fn vm_that_cannot_move_goes_on() {
     );
     assert_eq!(receiver.wait(), Some(2));
     source.assert_goes_on();
+}
+
+/// A tap device that is removed on drop.
+struct Tap(String);
+
+impl Tap {
+    /// Creates a tap device, or prints why the test is skipped.
+    fn create(name: &str) -> Option<Self> {
+        let name = format!("{name}{}", std::process::id());
+        let created = Command::new("ip")
+            .args(["tuntap", "add", "dev", &name, "mode", "tap"])
+            .stderr(Stdio::null())
+            .status();
+        if !created.is_ok_and(|status| status.success()) {
+            test_support::skip::skipped("no tap device can be created here", false);
+            return None;
+        }
+        Some(Self(name))
+    }
+
+    fn option(&self) -> String {
+        format!("tap={},vhost=off,mmds=on", self.0)
+    }
+}
+
+impl Drop for Tap {
+    fn drop(&mut self) {
+        let _ = Command::new("ip").args(["link", "del", &self.0]).status();
+    }
+}
+
+/// The document of the metadata service moves with the VM, within this host and as bytes.
+#[test]
+fn metadata_moves_with_the_vm() {
+    let taps = [Tap::create("pvm"), Tap::create("pvn")];
+    let [Some(first), Some(second)] = &taps else {
+        return;
+    };
+    let (first, second) = (first.option(), second.option());
+    let Some(source) = Source::start(&["--mmds", "--net", &first]) else {
+        return;
+    };
+    let control = |vm: &VmProcess, name: &str| {
+        let path = vm.runtime.path().join(format!("perfvisor/{name}.sock"));
+        Client::connect_at(&path, None, Duration::from_secs(10)).unwrap()
+    };
+    let data = serde_json::json!({"a": {"b": 1}});
+    let mut client = control(&source.vm, "one");
+    client.call(request::MmdsPut { data: data.clone() }).unwrap();
+    drop(client);
+    let disk = source.path("disk");
+    let two = source.receiver(&["--disk", &disk, "--mmds", "--net", &second]);
+    stdout_of(&mut source.vm.operator(&["ctl", "one", "migrate", &source.address()]));
+    assert_eq!(control(&two, "two").call(request::MmdsGet).unwrap(), data);
+
+    drop(source.vm);
+    let address = format!("unix:{}", source.files.path().join("in").display());
+    let args = ["--incoming", &address, "--disk", &disk, "--mmds", "--net", &first];
+    let three = VmProcess::spawn(Command::new(PROGRAM), "three", &args, Stdio::null()).unwrap();
+    eventually("it waits", || three.said_count("waiting for a VM") > 0);
+    stdout_of(&mut two.command(&["ctl", "two", "migrate", "--stream", &address]));
+    assert_eq!(control(&three, "three").call(request::MmdsGet).unwrap(), data);
 }
 
 /// A receiver that disappears when it has everything but the VM's end leaves a running VM with its disk
@@ -295,7 +360,10 @@ fn receiver_that_disappears_leaves_a_running_vm() {
         .spawn()
         .unwrap();
     let (stream, _) = listener.accept().unwrap();
-    let mut client = Client::over(migration::receive_offer(&stream).unwrap()).unwrap();
+    let Offer::Connection(vm) = migration::receive_offer(&stream).unwrap() else {
+        panic!("no connection");
+    };
+    let mut client = Client::over(vm).unwrap();
     eventually("it is ready", || client.call(request::Snapshot).unwrap().ready);
     client.call(request::SnapshotEnd { stop: false }).unwrap();
     let refused = client.call(request::SnapshotShareDisks).unwrap_err().to_string();

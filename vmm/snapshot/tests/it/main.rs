@@ -3,3 +3,4 @@
 mod diff;
 mod format;
 mod memory;
+mod stream;

@@ -253,7 +253,8 @@ impl FileLock {
         self.try_set(libc::F_WRLCK)
     }
 
-    /// Releases the lock before the file is closed. The file must not be used any more.
+    /// Releases the lock before the file is closed. The file must not be used before
+    /// [`FileLock::claim`].
     ///
     /// # Errors
     /// Returns the error of fcntl(2).

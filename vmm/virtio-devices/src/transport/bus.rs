@@ -245,7 +245,8 @@ impl PciBus {
         Ok(used)
     }
 
-    /// Gives up the host's resources of the stopped devices, which never start again in this process.
+    /// Gives up the host's resources of the stopped devices, which do not start again in this process
+    /// before [`PciBus::claim`].
     ///
     /// # Errors
     /// Returns the error of the host.

@@ -39,6 +39,7 @@ use crate::pmu::VmPmu;
 use crate::vcpu::control::{RunControl, RunState};
 use crate::vcpu::registry::VcpuRegistry;
 use crate::vcpu::slot::VcpuSlot;
+use crate::vm::migrate::Migration;
 use crate::vm::save::{Snapshot, SnapshotSource};
 use control_api::counts::VcpuCounts;
 use control_api::migration::VmOrigin;
@@ -263,6 +264,8 @@ struct Connection {
     exits: Option<ExitWatch>,
     /// A snapshot that this client takes.
     snapshot: Option<Snapshot>,
+    /// Observation of the memory of a VM that this client moves.
+    migration: Option<Migration>,
 }
 
 /// Result of serving a connection.
@@ -310,6 +313,8 @@ pub struct ControlServer {
     /// flag is `true` if the symbols are those of the running kernel.
     symbols: Option<(bool, Arc<PackedSymbols>, KernelSymbolsReply, File)>,
     processes: GuestProcesses,
+    /// The pause of a VM that may run where it was to move.
+    undecided: Option<Snapshot>,
 }
 
 impl ControlServer {
@@ -324,6 +329,7 @@ impl ControlServer {
             spare: spare(),
             symbols: None,
             processes: GuestProcesses::default(),
+            undecided: None,
         }
     }
 
@@ -484,6 +490,7 @@ impl ControlServer {
                 self.connections.insert(id, connection);
             }
             ConnectionFate::Ends => {
+                self.keep_undecided(&mut connection);
                 if connection.start_closing()
                     && ops
                         .modify(Events::with_data(&connection.stream, id, EventSet::OUT))
@@ -497,7 +504,8 @@ impl ControlServer {
         }
     }
 
-    fn end(&mut self, connection: Connection, ops: &mut EventOps) {
+    fn end(&mut self, mut connection: Connection, ops: &mut EventOps) {
+        self.keep_undecided(&mut connection);
         let _ = ops.remove(Events::empty(&connection.stream));
         drop(connection);
         if std::mem::take(&mut self.listeners_removed) {
@@ -598,6 +606,7 @@ impl Connection {
             events: None,
             exits: None,
             snapshot: None,
+            migration: None,
         }
     }
 
@@ -609,6 +618,7 @@ impl Connection {
         self.events = None;
         self.exits = None;
         self.snapshot = None;
+        self.migration = None;
         self.greeted = false;
         (1..=MAX_UNSENT).contains(&self.outgoing.len())
     }

@@ -8,13 +8,13 @@ use vm_memory::GuestMemoryBackend as _;
 use super::GuestRam;
 
 /// Pages of this process (proc_pid_pagemap(5)).
-const PAGEMAP: &str = "/proc/self/pagemap";
+pub(super) const PAGEMAP: &str = "/proc/self/pagemap";
 /// Size of a page in bytes.
 const PAGE_BYTES: u64 = 4096;
 /// Size of an entry of the pagemap in bytes.
-const ENTRY_BYTES: usize = 8;
+pub(super) const ENTRY_BYTES: usize = 8;
 /// Entry bits: the page is in RAM (63) or swapped out (62).
-const EXISTS: u64 = 3 << 62;
+pub(super) const EXISTS: u64 = 3 << 62;
 
 /// The page table of the mappings of guest RAM.
 #[derive(Debug)]
@@ -28,13 +28,24 @@ impl TouchedPages {
     /// Opens the page table of `ram`. Without access to it, all memory counts as touched.
     #[must_use]
     pub fn of(ram: &GuestRam) -> Self {
-        // A page of a file has the contents of the file before it is touched.
-        let is_anonymous = !ram.restored && !ram.kind.shared;
-        let pagemap = is_anonymous.then(|| File::open(PAGEMAP).ok()).flatten();
         Self {
-            pagemap,
+            pagemap: Self::is_known(ram).then(|| File::open(PAGEMAP).ok()).flatten(),
             entries: Vec::new(),
         }
+    }
+
+    /// Uses the page table of `ram` in an open file of this process.
+    pub(super) fn in_file(ram: &GuestRam, pagemap: File) -> Self {
+        Self {
+            pagemap: Self::is_known(ram).then_some(pagemap),
+            entries: Vec::new(),
+        }
+    }
+
+    /// Returns whether pages that are not in the page table have no contents. A page of a file has the
+    /// contents of the file before it is touched.
+    fn is_known(ram: &GuestRam) -> bool {
+        !ram.restored && !ram.kind.shared
     }
 
     /// Returns whether all of the `bytes` bytes of `ram` at `offset` are known to be zeros because

@@ -57,6 +57,14 @@ impl PendingKvmSetup {
         }
     }
 
+    /// Starts no threads.
+    pub(super) fn none() -> Self {
+        Self {
+            vm: None,
+            probe: None,
+        }
+    }
+
     /// Returns the VM with its interrupt controllers and timer, but without memory and vCPUs.
     pub(super) fn take_vm(&mut self, kvm: &Kvm) -> Result<VmFd, VmError> {
         let made = self.vm.take().and_then(|thread| thread.join().ok());

@@ -400,6 +400,29 @@ impl<'a> VmPlan<'a> {
         log::warn!("programs of the guest that use RDPMC {effect}; {remedy}");
     }
 
+    /// Returns the properties of the machine that determine CPUID.
+    pub(super) fn guest_cpuid<'m>(
+        &'m self,
+        model: &'m PmuModel,
+        fd: &VmFd,
+        tsc_khz: u32,
+        gate: bool,
+        shows_steal_time: bool,
+    ) -> GuestCpuidConfig<'m> {
+        let config = self.config;
+        GuestCpuidConfig {
+            pmu: model,
+            backability: config.backability,
+            cpus: config.cpus.max(),
+            tsc_khz,
+            tsc_deadline: fd.has_tsc_deadline(),
+            nested: config.nested,
+            signature: config.cpu_signature,
+            shows_steal_time,
+            enters_handlers: gate || self.stepped,
+        }
+    }
+
     /// Creates and configures KVM's vCPU `id`.
     pub(super) fn make_vcpu(
         &self,
@@ -415,17 +438,7 @@ impl<'a> VmPlan<'a> {
         let host_khz = vcpu.get_tsc_khz()?;
         let saved_khz = parts.saved_tsc_khz.filter(|saved| is_same_tsc(*saved, host_khz));
         let tsc_khz = saved_khz.unwrap_or(host_khz);
-        let cpu = GuestCpuidConfig {
-            pmu: &parts.model,
-            backability: config.backability,
-            cpus: config.cpus.max(),
-            tsc_khz,
-            tsc_deadline: fd.has_tsc_deadline(),
-            nested: config.nested,
-            signature: config.cpu_signature,
-            shows_steal_time: parts.shows_steal_time,
-            enters_handlers: parts.gate || self.stepped,
-        };
+        let cpu = self.guest_cpuid(&parts.model, fd, tsc_khz, parts.gate, parts.shows_steal_time);
         let table = cpuid::for_vcpu(&parts.supported, cpu, id)?;
         vcpu.set_cpuid2(&table)?;
         if config.own_pmu.is_some() {

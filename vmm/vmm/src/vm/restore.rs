@@ -7,6 +7,7 @@ use std::sync::Arc;
 use guest_patching::finder::TextRange;
 use guest_patching::sites;
 use kernel_images::packed::PackedSymbols;
+use kvm_bindings::CpuId;
 use snapshot::diff::{self, DiffError};
 use snapshot::memory::{self, MemoryFileError};
 use snapshot::state::{MachineShape, SavedFilter, SavedKernel, SavedMachine, SavedVcpu, SavedVcpuPmu};
@@ -126,15 +127,6 @@ pub enum RestoreError {
 }
 
 impl RestoredMachine {
-    /// Returns the events that CPUID announces to the guest, which do not depend on who counts them
-    /// here. `None` if CPUID announces none.
-    #[must_use]
-    pub fn announced_events(&self) -> Option<CountableEvents> {
-        let leaves = &self.state.vcpus.first()?.cpuid;
-        let &[.., eax, ebx, ecx, edx] = leaves.iter().find(|leaf| leaf[0] == LEAF_ARCH_PERFMON)?;
-        (eax != 0).then(|| CountableEvents::of_leaf_a(CpuidRegs { eax, ebx, ecx, edx }))
-    }
-
     /// Returns `true` if the VM is the one that was saved, and not one of several with its memory.
     pub(super) fn is_moved(&self) -> bool {
         matches!(self.memory, RestoredMemory::Moved(_))
@@ -180,6 +172,15 @@ impl RestoredMachine {
         let present = vcpus.iter().map(|(id, _)| VcpuSet::of(*id));
         (present.fold(VcpuSet::default(), VcpuSet::with), vcpus)
     }
+}
+
+/// Returns the events that the CPUID of a saved machine announces to the guest, which do not depend on
+/// who counts them here. `None` if CPUID announces none.
+#[must_use]
+pub fn announced_events(saved: &SavedMachine) -> Option<CountableEvents> {
+    let leaves = &saved.vcpus.first()?.cpuid;
+    let &[.., eax, ebx, ecx, edx] = leaves.iter().find(|leaf| leaf[0] == LEAF_ARCH_PERFMON)?;
+    (eax != 0).then(|| CountableEvents::of_leaf_a(CpuidRegs { eax, ebx, ecx, edx }))
 }
 
 /// Parts of a new machine that are restored.
@@ -241,16 +242,7 @@ impl NewMachine<'_> {
         accepts_losses: bool,
     ) -> Result<(), RestoreError> {
         let id = saved.id;
-        let leaves: Vec<[u32; 7]> = here.cpuid().as_slice().iter().map(cpuid_leaf).collect();
-        if let Some((leaf, _)) = leaves.iter().zip(&saved.cpuid).find(|(a, b)| a != b) {
-            return Err(RestoreError::Cpuid {
-                vcpu: id,
-                leaf: leaf[0],
-            });
-        }
-        if leaves.len() != saved.cpuid.len() {
-            return Err(RestoreError::Impossible("another number of CPUID leaves"));
-        }
+        check_cpuid(here.cpuid(), saved)?;
         if saved.pmu.stray_trap_flags && !self.can_step {
             return Err(RestoreError::TrapFlags);
         }
@@ -315,6 +307,21 @@ impl NewMachine<'_> {
             }),
         }
     }
+}
+
+/// Checks that the CPUID of a vCPU is the saved one.
+pub(super) fn check_cpuid(here: &CpuId, saved: &SavedVcpu) -> Result<(), RestoreError> {
+    let leaves: Vec<[u32; 7]> = here.as_slice().iter().map(cpuid_leaf).collect();
+    if let Some((leaf, _)) = leaves.iter().zip(&saved.cpuid).find(|(a, b)| a != b) {
+        return Err(RestoreError::Cpuid {
+            vcpu: saved.id,
+            leaf: leaf[0],
+        });
+    }
+    if leaves.len() != saved.cpuid.len() {
+        return Err(RestoreError::Impossible("another number of CPUID leaves"));
+    }
+    Ok(())
 }
 
 /// Returns whether a guest cannot tell two TSC frequencies apart.

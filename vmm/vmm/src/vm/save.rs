@@ -24,12 +24,14 @@ use vm_memory::{Bytes as _, GuestMemoryError};
 use vpmu::EventFilter;
 use vpmu::filter::FilterAction;
 
+use super::migrate::Migration;
 use crate::devices::Bus;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::chips::IrqchipState;
 use crate::kvm::saved_vcpu::VcpuStateLayout;
 use crate::kvm::vm_fd::VmFd;
 use crate::memory::GuestRam;
+use crate::memory::dirty::WriteProtector;
 use crate::memory::touched::TouchedPages;
 use crate::pmu::VmPmu;
 use crate::vcpu::control::{RunControl, RunState};
@@ -74,6 +76,9 @@ pub enum SnapshotError {
     /// The locks of disk images cannot be changed.
     #[error("the locks of the disk images cannot be changed")]
     Devices(#[source] io::Error),
+    /// A VM that has moved cannot go on here.
+    #[error("the image of {0} is used by another process, where the VM may run; end it here with `ctl stop`")]
+    InUse(String),
     /// The state cannot be encoded.
     #[error(transparent)]
     Format(#[from] FormatError),
@@ -93,6 +98,10 @@ pub struct SnapshotSource {
     pub(super) kernel: (&'static str, Range<u64>),
     /// Settings of the VM that a snapshot cannot include.
     pub(super) unsupported: Vec<&'static str>,
+    /// CPUID leaves of each possible vCPU: number of the vCPU, and the leaves as in a snapshot.
+    pub(super) cpuid: Vec<(u8, Vec<[u32; 7]>)>,
+    /// Finds written memory; `None` if the host's kernel cannot.
+    pub(super) protector: Option<Arc<WriteProtector>>,
 }
 
 impl std::fmt::Debug for SnapshotSource {
@@ -130,6 +139,8 @@ pub struct Snapshot {
     was_paused: bool,
     /// The devices' host resources are shared with the process to which the VM moves.
     shares_devices: bool,
+    /// The VM may run elsewhere, so it stays paused when the snapshot is dropped.
+    is_committed: bool,
     phase: Phase,
     machine: Box<SavedMachine>,
     touched: TouchedPages,
@@ -151,13 +162,7 @@ impl Snapshot {
         source: &Arc<SnapshotSource>,
         options: BTreeMap<String, String>,
     ) -> Result<Self, SnapshotError> {
-        let mut unsupported = source.unsupported.clone();
-        if let Some(pci) = source.bus.pci() {
-            unsupported.extend(pci.unsupported_in_snapshot());
-        }
-        if !unsupported.is_empty() {
-            return Err(SnapshotError::Unsupported(unsupported.join(", ")));
-        }
+        source.check_supported()?;
         if source.registry.taken().any(|slot| slot.is_stop_requested()) {
             return Err(SnapshotError::Busy("a vCPU is being removed"));
         }
@@ -191,6 +196,7 @@ impl Snapshot {
             source: source.clone(),
             was_paused,
             shares_devices: false,
+            is_committed: false,
             phase: Phase::Settling,
             machine: Box::new(machine),
             touched: TouchedPages::of(&source.ram),
@@ -326,6 +332,47 @@ impl Snapshot {
         pci.map_or(Ok(()), |pci| pci.share().map_err(SnapshotError::Devices))
     }
 
+    /// Gives up the devices' host resources, because the VM is about to run in another process. It stays
+    /// paused until [`Snapshot::take_back`], whatever happens.
+    ///
+    /// # Errors
+    /// Returns [`SnapshotError::Order`] unless the state is known, and [`SnapshotError::Devices`] if the
+    /// host refuses.
+    pub fn commit(&mut self) -> Result<(), SnapshotError> {
+        if !self.is_ready() {
+            return Err(SnapshotError::Order);
+        }
+        self.is_committed = true;
+        self.shares_devices = true;
+        let pci = self.source.bus.pci();
+        pci.map_or(Ok(()), |pci| pci.release().map_err(SnapshotError::Devices))
+    }
+
+    /// Returns whether the VM may run elsewhere.
+    #[must_use]
+    pub fn is_committed(&self) -> bool {
+        self.is_committed
+    }
+
+    /// Makes the VM this process's again, because it does not run elsewhere.
+    ///
+    /// # Errors
+    /// Returns [`SnapshotError::InUse`] if another process uses a disk image, and
+    /// [`SnapshotError::Devices`] if the host refuses.
+    pub fn take_back(&mut self) -> Result<(), SnapshotError> {
+        if self.is_committed {
+            let claimed = self.source.bus.pci().map_or(Ok(Vec::new()), |pci| pci.claim());
+            let used = claimed.map_err(SnapshotError::Devices)?;
+            if !used.is_empty() {
+                // Locks of the other images must not be kept from the process that runs the VM.
+                self.release_devices();
+                return Err(SnapshotError::InUse(used.join(", ")));
+            }
+            self.is_committed = false;
+        }
+        Ok(())
+    }
+
     /// Gives up the devices' host resources for the process to which the VM has moved. The VM has
     /// ended.
     pub fn release_devices(&self) {
@@ -347,12 +394,30 @@ impl Snapshot {
         }
         Ok(encode(&self.machine)?)
     }
+
+    /// Returns the state file of a VM whose memory `migration` has read.
+    ///
+    /// # Errors
+    /// Returns [`SnapshotError::Order`] before all memory has been read since the pause, and
+    /// [`SnapshotError::Format`] if the state is too large.
+    pub fn state_without_memory(&self, migration: &Migration) -> Result<Vec<u8>, SnapshotError> {
+        if !self.is_ready() || !migration.is_complete() {
+            return Err(SnapshotError::Order);
+        }
+        Ok(encode(&self.machine)?)
+    }
+
+    /// Returns whether the states of all parts are known.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        self.phase == Phase::Ready
+    }
 }
 
 impl Drop for Snapshot {
     fn drop(&mut self) {
         let source = &self.source;
-        if source.control.state() == RunState::Stopped {
+        if source.control.state() == RunState::Stopped || self.is_committed {
             return;
         }
         if let Some(pci) = source.bus.pci() {
@@ -369,6 +434,21 @@ impl Drop for Snapshot {
 }
 
 impl SnapshotSource {
+    /// Checks that a snapshot can include all parts of the VM.
+    ///
+    /// # Errors
+    /// Returns [`SnapshotError::Unsupported`] with those that it cannot.
+    pub(super) fn check_supported(&self) -> Result<(), SnapshotError> {
+        let mut unsupported = self.unsupported.clone();
+        if let Some(pci) = self.bus.pci() {
+            unsupported.extend(pci.unsupported_in_snapshot());
+        }
+        if unsupported.is_empty() {
+            return Ok(());
+        }
+        Err(SnapshotError::Unsupported(unsupported.join(", ")))
+    }
+
     /// Makes the vCPUs process their pending requests.
     fn deliver(&self) {
         self.control.wake_parked();
@@ -418,7 +498,7 @@ pub(super) fn report_claims(claimed: io::Result<Vec<String>>) {
     }
 }
 
-fn saved_filter(filter: &EventFilter) -> SavedFilter {
+pub(super) fn saved_filter(filter: &EventFilter) -> SavedFilter {
     let entries = filter.entries().iter();
     SavedFilter {
         allows: filter.action() == FilterAction::Allow,

@@ -2,6 +2,7 @@
 //! counts and PMIs.
 
 mod backing;
+mod rounds;
 
 use std::fs::File;
 use std::io::{self, Write};

@@ -97,7 +97,11 @@ impl ControlServer {
                 FailureKind::Invalid,
                 "a snapshot of the VM is being taken; try again after its end",
             ),
-            Call::Pause | Call::Resume => self.pause(connection, call == Call::Pause),
+            Call::Pause => self.pause(connection, true),
+            Call::Resume => {
+                self.decide()?;
+                self.pause(connection, false)
+            }
             Call::Stop => {
                 vm.control.stop(StopReason::Operator);
                 vm.registry.kicker().kick();
@@ -183,6 +187,9 @@ impl ControlServer {
             Call::SnapshotState => connection.snapshot_state(),
             Call::SnapshotShareDisks => connection.share_disks(),
             Call::SnapshotEnd { stop } => self.end_snapshot(connection, stop),
+            Call::MigrationStart => self.migration_start(connection),
+            Call::MigrationMemory { offset } => connection.migration_memory(offset),
+            Call::MigrationCommit => connection.commit_migration(),
             Call::Exits => value(self.exits(connection)),
             Call::Code { cr3, address, length } => self.code(cr3, address, length),
         }
@@ -414,6 +421,9 @@ fn may_observe(call: &Call) -> Result<(), Failure> {
         | Call::SnapshotState
         | Call::SnapshotShareDisks
         | Call::SnapshotEnd { .. }
+        | Call::MigrationStart
+        | Call::MigrationMemory { .. }
+        | Call::MigrationCommit
         | Call::ProcessCode { .. }
         | Call::ProcessMemory { .. } => {
             "samples, symbols and snapshots show the guest's memory: an observer counts (perfvisor stat)"

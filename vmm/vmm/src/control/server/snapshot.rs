@@ -1,5 +1,6 @@
-//! Requests that take a snapshot.
+//! Requests that take a snapshot or move the VM.
 
+use control_api::migration::{MigrationPiece, MigrationStart};
 use control_api::peer;
 use control_api::protocol::{Failure, FailureKind};
 use control_api::snapshot::{SnapshotPiece, SnapshotProgress, SnapshotState};
@@ -10,6 +11,7 @@ use super::answer::{to_value, value};
 use super::{Connection, ControlServer, FdSource, RequestOutcome};
 use crate::control::session::fail;
 use crate::vcpu::control::StopReason;
+use crate::vm::migrate::Migration;
 use crate::vm::save::{Snapshot, SnapshotError};
 
 impl ControlServer {
@@ -19,10 +21,37 @@ impl ControlServer {
         others.chain([connection]).any(|c| c.snapshot.is_some())
     }
 
+    /// Keeps the VM paused after the end of a connection over which it may have moved.
+    pub(super) fn keep_undecided(&mut self, connection: &mut Connection) {
+        if let Some(snapshot) = connection.snapshot.take_if(|snapshot| snapshot.is_committed()) {
+            log::warn!(
+                "the VM may run where it was to move; it stays paused here: if it does not run there, \
+                `perfvisor ctl {name} resume` continues it, otherwise `perfvisor ctl {name} stop` ends it",
+                name = self.vm.name
+            );
+            self.undecided = Some(snapshot);
+        }
+    }
+
+    /// Continues a VM that stayed paused because it may have moved, and does not run elsewhere.
+    pub(super) fn decide(&mut self) -> Result<(), Failure> {
+        if let Some(snapshot) = &mut self.undecided {
+            snapshot.take_back().or_else(refused)?;
+            self.undecided = None;
+        }
+        Ok(())
+    }
+
     /// Begins or continues the snapshot of this client.
     pub(super) fn snapshot(&self, connection: &mut Connection) -> Result<RequestOutcome, Failure> {
         let snapshot = match &mut connection.snapshot {
             Some(snapshot) => snapshot,
+            None if self.undecided.is_some() => {
+                return fail(
+                    FailureKind::Invalid,
+                    "the VM may have moved; decide with `ctl resume` or `ctl stop`",
+                );
+            }
             None if self.connections.values().any(|c| c.snapshot.is_some()) => {
                 return fail(
                     FailureKind::Limit,
@@ -50,16 +79,39 @@ impl ControlServer {
         connection: &mut Connection,
         stop: bool,
     ) -> Result<RequestOutcome, Failure> {
-        let Some(snapshot) = connection.snapshot.take() else {
+        let Some(mut snapshot) = connection.snapshot.take() else {
             return refused(SnapshotError::Order);
         };
+        connection.migration = None;
         if stop {
             self.vm.control.stop(StopReason::Operator);
             self.vm.registry.kicker().kick();
             snapshot.release_devices();
+        } else if let Err(e) = snapshot.take_back() {
+            connection.snapshot = Some(snapshot);
+            return refused(e);
         }
         drop(snapshot);
         value(Value::Null)
+    }
+
+    /// Begins to observe the memory of a VM that is to move.
+    pub(super) fn migration_start(&self, connection: &mut Connection) -> Result<RequestOutcome, Failure> {
+        let others = self.connections.values();
+        if others.chain([&*connection]).any(|c| c.migration.is_some()) {
+            return fail(
+                FailureKind::Limit,
+                "the VM is being moved already; try again after the end",
+            );
+        }
+        let begun = Migration::begin(&self.vm.snapshots, self.vm.options.clone());
+        let migration = connection.migration.insert(begun.or_else(refused)?);
+        let machine = migration.machine().or_else(refused)?;
+        let info = MigrationStart {
+            memory_bytes: migration.memory_bytes(),
+            bytes: machine.len() as u64,
+        };
+        with_file(to_value(info)?, "machine", &machine)
     }
 }
 
@@ -77,6 +129,29 @@ impl Connection {
         with_file(to_value(info)?, "memory", &piece.data)
     }
 
+    /// Returns the next piece of memory of a VM that is to move.
+    pub(super) fn migration_memory(&mut self, offset: u64) -> Result<RequestOutcome, Failure> {
+        let is_paused = self.snapshot.as_ref().is_some_and(Snapshot::is_ready);
+        let migration = self.migration.as_mut();
+        let piece = migration.map_or(Err(SnapshotError::Order), |m| m.read_memory(offset, is_paused));
+        let piece = piece.or_else(refused)?;
+        let info = MigrationPiece {
+            pages: piece.pages,
+            zeros: piece.zeros,
+            next: piece.next,
+        };
+        with_file(to_value(info)?, "memory", &piece.data)
+    }
+
+    /// Leaves the VM to another process.
+    pub(super) fn commit_migration(&mut self) -> Result<RequestOutcome, Failure> {
+        let is_complete = self.migration.as_ref().is_some_and(Migration::is_complete);
+        let snapshot = self.snapshot.as_mut().filter(|_| is_complete);
+        let committed = snapshot.map_or(Err(SnapshotError::Order), Snapshot::commit);
+        committed.or_else(refused)?;
+        value(Value::Null)
+    }
+
     /// Lets the process that continues the VM open its disks.
     pub(super) fn share_disks(&mut self) -> Result<RequestOutcome, Failure> {
         let snapshot = self.snapshot.as_mut();
@@ -87,8 +162,11 @@ impl Connection {
 
     /// Returns the state of the VM.
     pub(super) fn snapshot_state(&self) -> Result<RequestOutcome, Failure> {
-        let snapshot = self.snapshot.as_ref();
-        let state = snapshot.map_or(Err(SnapshotError::Order), Snapshot::state);
+        let state = match (&self.snapshot, &self.migration) {
+            (Some(snapshot), Some(migration)) => snapshot.state_without_memory(migration),
+            (Some(snapshot), None) => snapshot.state(),
+            (None, _) => Err(SnapshotError::Order),
+        };
         let state = state.or_else(refused)?;
         let info = SnapshotState {
             bytes: state.len() as u64,
@@ -108,7 +186,9 @@ fn with_file(reply: Value, name: &str, bytes: &[u8]) -> Result<RequestOutcome, F
 fn refused<T>(error: SnapshotError) -> Result<T, Failure> {
     let kind = match &error {
         SnapshotError::Unsupported(_) | SnapshotError::Trap => FailureKind::Unsupported,
-        SnapshotError::Busy(_) | SnapshotError::Ended | SnapshotError::Order => FailureKind::Invalid,
+        SnapshotError::Busy(_) | SnapshotError::Ended | SnapshotError::Order | SnapshotError::InUse(_) => {
+            FailureKind::Invalid
+        }
         SnapshotError::Devices(_)
         | SnapshotError::Vcpu(_)
         | SnapshotError::Kvm(_)

@@ -1,6 +1,7 @@
 //! A guest counts on under another backing than that of its snapshot.
 
 use vmm::kvm::execution;
+use vmm::vm::restore::announced_events;
 
 use super::*;
 
@@ -69,7 +70,7 @@ fn restored_guest_counts_by_steps_exactly() {
         skip::skipped("this host's KVM cannot single-step guests", false);
         return;
     }
-    config.backability = saved.announced_events().unwrap();
+    config.backability = announced_events(&saved.state).unwrap();
     let (values, changes) = restored(&config, saved, cut);
     assert!(
         values.len() > 300 && changes == 1,
@@ -86,7 +87,7 @@ fn counter_that_would_stand_still_needs_consent() {
         return;
     };
     let mut config = with_policy(BackingPolicy::None);
-    config.backability = saved.announced_events().unwrap();
+    config.backability = announced_events(&saved.state).unwrap();
     assert_refused(&config, &saved, "the guest counts cycles", |_| ());
     assert_refused(&config, &saved, "--restore-loses", |_| ());
 

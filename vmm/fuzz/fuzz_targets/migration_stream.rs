@@ -1,0 +1,57 @@
+//! Fuzzes the reader of the stream of a VM that moves to another host. It must not panic, its memory
+//! must be bounded, and the ranges that it accepts must be guest memory. A message that it accepts must
+//! survive a round trip.
+//!
+//! Input: frames without checksums, which are added: one byte for the kind, two for the length, and the
+//! payload. An input that begins with `PVMG` is a stream as it is sent.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use snapshot::stream::{Message, MessageReader, read_preamble, send};
+
+const MEMORY: u64 = 32 << 20;
+
+fn framed(mut data: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    while let [kind, low, high, rest @ ..] = data {
+        let length = usize::from(u16::from_le_bytes([*low, *high])).min(rest.len());
+        let (payload, next) = rest.split_at(length);
+        let header = [u32::from(*kind).to_le_bytes(), (length as u32).to_le_bytes()].concat();
+        let mut crc = crc32fast::Hasher::new();
+        crc.update(&header);
+        crc.update(payload);
+        bytes.extend(header);
+        bytes.extend(crc.finalize().to_le_bytes());
+        bytes.extend(payload);
+        data = next;
+    }
+    bytes
+}
+
+fuzz_target!(|data: &[u8]| {
+    let mut raw = data;
+    let bytes = if read_preamble(&mut raw, 0).is_ok() {
+        raw.to_vec()
+    } else {
+        framed(data)
+    };
+    let mut reader = MessageReader::new(&bytes[..]);
+    reader.set_memory_bytes(MEMORY);
+    while let Ok(message) = reader.receive() {
+        match &message {
+            Message::Pages { offset, data } => assert!(offset + data.len() as u64 <= MEMORY),
+            Message::Zeros { offset, bytes } => assert!(offset + bytes <= MEMORY),
+            Message::Machine(state) | Message::State(state) => {
+                let _ = snapshot::decode(state);
+            }
+            // Invalid UTF-8 is replaced, which may exceed the limit.
+            Message::Failed(_) => continue,
+            _ => {}
+        }
+        let mut again = Vec::new();
+        send(&mut again, &message).expect("it fits");
+        let mut reader = MessageReader::new(&again[..]);
+        reader.set_memory_bytes(MEMORY);
+        assert_eq!(reader.receive().expect("it is valid"), message);
+    }
+});

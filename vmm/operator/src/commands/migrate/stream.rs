@@ -1,0 +1,417 @@
+//! Sends a VM as bytes: `perfvisor ctl NAME migrate --stream unix:PATH`, or with `fd:N`.
+//!
+//! This process is a client of the VM. It sends memory in rounds while the guest runs, pauses the VM when
+//! a round is short enough, and sends the last round and the state. docs/architecture.md explains which
+//! process has the VM when a message is lost.
+
+use std::fs;
+use std::io::{self, BufWriter, Write as _};
+use std::os::unix::fs::FileExt as _;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use control_api::client::{Client, ClientError};
+use control_api::migration::{MigrationPiece, MigrationStart};
+use control_api::protocol::VmState;
+use control_api::request;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use snapshot::FormatError;
+use snapshot::format::{MAX_STATE_BYTES, with_optional_field};
+use snapshot::memory::CHUNK_BYTES;
+use snapshot::stream::{
+    self, METADATA_FIELD, Message, MessageReader, StreamArrival, StreamError, StreamHello,
+};
+
+use super::super::snapshot::{SnapshotCommandError, pause, read_metadata, read_state};
+
+/// Maximum number of rounds while the guest runs.
+const MAX_ROUNDS: u32 = 30;
+/// Time limit for each message of the other side, and for sending one.
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(60);
+/// Minimum interval of requests for memory: a VM accepts 1000 requests a second.
+const REQUEST_INTERVAL: Duration = Duration::from_millis(1);
+/// Size of the buffer of the connection in bytes.
+const BUFFER_BYTES: usize = 256 << 10;
+/// Maximum number of bytes of a piece that is accepted from a VM.
+const MAX_PIECE_BYTES: u64 = 2 * CHUNK_BYTES;
+/// ID of the boot of this host.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// Error of sending a VM.
+#[derive(Debug, thiserror::Error)]
+pub enum SendVmError {
+    /// The VM cannot be read.
+    #[error("the VM")]
+    Vm(#[from] ClientError),
+    /// The VM cannot be paused or saved.
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotCommandError),
+    /// The file of a reply cannot be read.
+    #[error("the VM's memory cannot be received")]
+    Transfer(#[source] io::Error),
+    /// The VM sends something else than requested.
+    #[error("the VM sends other memory than requested; use the same version of Perfvisor as the VM")]
+    WrongPiece,
+    /// The VM's state is invalid.
+    #[error("the state of the VM")]
+    State(#[source] FormatError),
+    /// The connection fails.
+    #[error(transparent)]
+    Stream(#[from] StreamError),
+    /// The other side refuses the VM.
+    #[error("{0}")]
+    Refused(String),
+    /// The other side sends another message than expected.
+    #[error("the other side sends an unexpected message")]
+    Unexpected,
+    /// The guest writes memory too fast.
+    #[error(
+        "the guest writes memory faster than it can be sent: round {rounds} still took {} ms; use a \
+        longer --downtime, or --force, which pauses the VM for about that time",
+        round.as_millis()
+    )]
+    NotConverging {
+        /// Number of rounds.
+        rounds: u32,
+        /// Duration of the last round.
+        round: Duration,
+    },
+}
+
+/// Outcome of a failed move.
+#[derive(Debug)]
+pub enum SendFailure {
+    /// The VM goes on where it was.
+    Stays(SendVmError),
+    /// The VM may run on the other side, and stays paused here.
+    Undecided(SendVmError),
+}
+
+impl<E: Into<SendVmError>> From<E> for SendFailure {
+    fn from(error: E) -> Self {
+        Self::Stays(error.into())
+    }
+}
+
+/// When the VM is paused.
+#[derive(Clone, Copy, Debug)]
+pub struct DowntimeLimit {
+    /// Maximum duration of the last round.
+    pub downtime: Duration,
+    /// Pause the VM even if a round takes longer.
+    pub force: bool,
+}
+
+/// A VM that has been sent.
+#[derive(Debug)]
+pub struct SentVm {
+    /// The process in which it runs.
+    pub arrival: StreamArrival,
+    /// Number of rounds, including the one of the paused VM.
+    pub rounds: u32,
+    /// Number of bytes of memory that were sent.
+    pub bytes: u64,
+    /// Duration of the whole move.
+    pub duration: Duration,
+    /// Time during which the VM was paused.
+    pub downtime: Duration,
+    /// The VM runs there, and its process here has not answered the request to end.
+    pub left_over: Option<ClientError>,
+}
+
+/// The connection to the other side.
+struct Destination<'s> {
+    socket: &'s UnixStream,
+    writer: BufWriter<&'s UnixStream>,
+    reader: MessageReader<&'s UnixStream>,
+}
+
+impl<'s> Destination<'s> {
+    fn new(socket: &'s UnixStream) -> io::Result<Self> {
+        socket.set_read_timeout(Some(MESSAGE_TIMEOUT))?;
+        socket.set_write_timeout(Some(MESSAGE_TIMEOUT))?;
+        Ok(Self {
+            socket,
+            writer: BufWriter::with_capacity(BUFFER_BYTES, socket),
+            reader: MessageReader::new(socket),
+        })
+    }
+
+    /// Sends a message, which may stay in the buffer.
+    fn send(&mut self, message: &Message<'_>) -> Result<(), SendVmError> {
+        stream::send(&mut self.writer, message).map_err(|e| self.reason(e))
+    }
+
+    fn flush(&mut self) -> Result<(), SendVmError> {
+        self.writer.flush().map_err(|e| self.reason(e.into()))
+    }
+
+    /// Returns why the other side has closed the connection, if it says so.
+    fn reason(&mut self, error: StreamError) -> SendVmError {
+        match self.reader.receive() {
+            Ok(Message::Failed(why)) => SendVmError::Refused(why),
+            _ => error.into(),
+        }
+    }
+
+    /// Sends what is in the buffer and waits for `expected`.
+    fn expect(&mut self, expected: &Message<'_>) -> Result<(), SendVmError> {
+        self.flush()?;
+        match self.reader.receive()? {
+            Message::Failed(why) => Err(SendVmError::Refused(why)),
+            other if other == *expected => Ok(()),
+            _ => Err(SendVmError::Unexpected),
+        }
+    }
+
+    /// Fails if the other side has sent something or is gone, although it should wait.
+    fn check_waits(&mut self) -> Result<(), SendVmError> {
+        let mut fds = [PollFd::new(self.socket, PollFlags::IN)];
+        if poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0) {
+            return match self.reader.receive()? {
+                Message::Failed(why) => Err(SendVmError::Refused(why)),
+                _ => Err(SendVmError::Unexpected),
+            };
+        }
+        Ok(())
+    }
+}
+
+/// Sends the VM of `client` over `socket`.
+///
+/// # Errors
+/// Returns [`SendFailure::Stays`] if the VM goes on, and [`SendFailure::Undecided`] if nobody knows
+/// whether it runs on the other side.
+pub fn send_vm(
+    client: &mut Client,
+    socket: &UnixStream,
+    limit: DowntimeLimit,
+) -> Result<SentVm, SendFailure> {
+    let started = Instant::now();
+    let mut to = Destination::new(socket).map_err(|e| SendVmError::Stream(e.into()))?;
+    let memory_bytes = introduce(client, &mut to)?;
+    let (rounds, mut bytes) = send_rounds(client, &mut to, memory_bytes, limit)?;
+    let paused = client.call(request::Status)?.state == VmState::Paused;
+    let paused_at = Instant::now();
+    pause(client)?;
+    bytes += send_round(client, &mut to, memory_bytes)?;
+    client.call(request::SnapshotShareDisks)?;
+    let mut state = read_state(client)?;
+    if let Some(document) = read_metadata(client)? {
+        state = with_optional_field(&state, METADATA_FIELD, document).map_err(SendVmError::State)?;
+    }
+    to.send(&Message::State(&state))?;
+    to.expect(&Message::Ready)?;
+    to.check_waits()?;
+    client.call(request::MigrationCommit)?;
+    let arrival = match run(&mut to, paused) {
+        Ok(arrival) => arrival,
+        Err(SendFailure::Stays(error)) => {
+            client
+                .call(request::SnapshotEnd { stop: false })
+                .map_err(|e| SendFailure::Undecided(e.into()))?;
+            return Err(SendFailure::Stays(error));
+        }
+        Err(undecided) => return Err(undecided),
+    };
+    let downtime = paused_at.elapsed();
+    let ended = client.call(request::SnapshotEnd { stop: true });
+    Ok(SentVm {
+        arrival,
+        rounds: rounds + 1,
+        bytes,
+        duration: started.elapsed(),
+        downtime,
+        left_over: ended.err().filter(|e| !e.is_gone()),
+    })
+}
+
+/// Tells the other side to run the VM. The VM does not run there if the request cannot be sent, or if
+/// the other side says so.
+fn run(to: &mut Destination<'_>, paused: bool) -> Result<StreamArrival, SendFailure> {
+    to.flush()?;
+    // Not by the buffer, which would be written once more when it is dropped. After an error, the other
+    // side gets at most a part of the frame.
+    if let Err(e) = stream::send(&mut &*to.socket, &Message::Run { paused }) {
+        return Err(to.reason(e).into());
+    }
+    match to.reader.receive() {
+        Ok(Message::Running(arrival)) => Ok(arrival),
+        Ok(Message::Failed(why)) => Err(SendFailure::Stays(SendVmError::Refused(why))),
+        Ok(_) => Err(SendFailure::Undecided(SendVmError::Unexpected)),
+        Err(e) => Err(SendFailure::Undecided(e.into())),
+    }
+}
+
+/// Begins to observe the VM's memory, and describes the VM to the other side. Returns the size of
+/// memory in bytes when the other side has accepted it.
+fn introduce(client: &mut Client, to: &mut Destination<'_>) -> Result<u64, SendVmError> {
+    let (start, file): (MigrationStart, _) = client.call_with_file(request::MigrationStart)?;
+    let size = usize::try_from(start.bytes).unwrap_or(usize::MAX);
+    let mut machine = vec![0; size.min(MAX_STATE_BYTES)];
+    file.read_exact_at(&mut machine, 0)
+        .map_err(SendVmError::Transfer)?;
+    let info = client.info();
+    let hello = StreamHello {
+        name: info.name.clone(),
+        pid: info.pid,
+        boot_id: fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_owned(),
+        memory_bytes: start.memory_bytes,
+    };
+    let begun = to.writer.write_all(&stream::PREAMBLE);
+    begun.map_err(StreamError::from)?;
+    to.send(&Message::Hello(hello))?;
+    to.send(&Message::Machine(&machine))?;
+    to.expect(&Message::Accepted)?;
+    Ok(start.memory_bytes)
+}
+
+/// Sends rounds of memory while the guest runs, until one is short enough. Returns their number, and
+/// that of bytes.
+///
+/// The pages that are written during a round are sent in the next one. If the rounds become shorter, the
+/// next one takes less time than the last one, which is therefore the estimate.
+fn send_rounds(
+    client: &mut Client,
+    to: &mut Destination<'_>,
+    memory_bytes: u64,
+    limit: DowntimeLimit,
+) -> Result<(u32, u64), SendVmError> {
+    let mut sent = 0;
+    for rounds in 1.. {
+        let began = Instant::now();
+        let bytes = send_round(client, to, memory_bytes)?;
+        let round = began.elapsed();
+        sent += bytes;
+        log::info!("round {rounds}: {} KiB in {} ms", bytes >> 10, round.as_millis());
+        if round <= limit.downtime {
+            return Ok((rounds, sent));
+        }
+        if rounds == MAX_ROUNDS {
+            if limit.force {
+                return Ok((rounds, sent));
+            }
+            return Err(SendVmError::NotConverging { rounds, round });
+        }
+    }
+    Ok((0, sent))
+}
+
+/// Sends the memory that was written since the preceding round, and waits until the other side has it.
+/// Returns the number of bytes.
+fn send_round(client: &mut Client, to: &mut Destination<'_>, memory_bytes: u64) -> Result<u64, SendVmError> {
+    let (mut offset, mut sent) = (0, 0);
+    let mut buffer = Vec::new();
+    while offset < memory_bytes {
+        let asked = Instant::now();
+        let (piece, file): (MigrationPiece, _) =
+            client.call_with_file(request::MigrationMemory { offset })?;
+        let bytes = check_piece(&piece, offset, memory_bytes).ok_or(SendVmError::WrongPiece)?;
+        buffer.resize(usize::try_from(bytes).unwrap_or(usize::MAX), 0);
+        file.read_exact_at(&mut buffer, 0)
+            .map_err(SendVmError::Transfer)?;
+        let mut rest = &buffer[..];
+        for &(offset, bytes) in &piece.pages {
+            let (data, after) = rest.split_at(usize::try_from(bytes).unwrap_or(usize::MAX).min(rest.len()));
+            to.send(&Message::Pages { offset, data })?;
+            rest = after;
+        }
+        for &(offset, bytes) in &piece.zeros {
+            to.send(&Message::Zeros { offset, bytes })?;
+        }
+        to.check_waits()?;
+        offset = piece.next;
+        sent += bytes;
+        if offset < memory_bytes {
+            std::thread::sleep(REQUEST_INTERVAL.saturating_sub(asked.elapsed()));
+        }
+    }
+    to.send(&Message::RoundEnd)?;
+    to.expect(&Message::Received)?;
+    Ok(sent)
+}
+
+/// Returns the number of bytes in the file of a piece, or `None` if the piece is impossible.
+fn check_piece(piece: &MigrationPiece, offset: u64, memory_bytes: u64) -> Option<u64> {
+    let mut ranges = piece.pages.iter().chain(&piece.zeros);
+    let fits = ranges.all(|(start, bytes)| {
+        *start >= offset
+            && *bytes <= CHUNK_BYTES
+            && start.checked_add(*bytes).is_some_and(|end| end <= piece.next)
+    });
+    let bytes = piece
+        .pages
+        .iter()
+        .try_fold(0u64, |sum, (_, bytes)| sum.checked_add(*bytes))?;
+    (fits && piece.next > offset && piece.next <= memory_bytes && bytes <= MAX_PIECE_BYTES).then_some(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A VM that is not trusted cannot make this command allocate without bound, or loop.
+    #[test]
+    fn impossible_pieces_are_refused() {
+        const MEMORY: u64 = 32 << 20;
+        let check = |pages: &[(u64, u64)], zeros: &[(u64, u64)], next| {
+            let piece = MigrationPiece {
+                pages: pages.to_vec(),
+                zeros: zeros.to_vec(),
+                next,
+            };
+            check_piece(&piece, 2 << 20, MEMORY)
+        };
+        assert_eq!(check(&[(2 << 20, 4096)], &[(3 << 20, 4096)], 4 << 20), Some(4096));
+        assert_eq!(check(&[], &[], MEMORY), Some(0));
+        for (pages, next) in [
+            (vec![(0, 4096)], 4 << 20),
+            (vec![(4 << 20, 4096)], 4 << 20),
+            (vec![(2 << 20, u64::MAX)], 4 << 20),
+            (vec![(2 << 20, (2 << 20) + 4096)], 8 << 20),
+            (vec![(2 << 20, 2 << 20); 3], 8 << 20),
+            (vec![], 2 << 20),
+            (vec![], MEMORY + 1),
+        ] {
+            assert_eq!(check(&pages, &[], next), None, "{pages:?} {next}");
+        }
+        assert_eq!(check(&[], &[(0, 4096)], 4 << 20), None);
+    }
+
+    /// If the request to run the VM cannot have reached the other side, the VM goes on. Otherwise it
+    /// must not.
+    #[test]
+    fn vm_goes_on_only_if_the_other_side_cannot_run_it() {
+        let outcome = |answer: &dyn Fn(UnixStream)| {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            answer(theirs);
+            run(&mut Destination::new(&ours).unwrap(), false)
+        };
+        assert!(matches!(outcome(&drop), Err(SendFailure::Stays(_))));
+        let said = |message: Message<'static>| {
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            stream::send(&mut theirs, &message).unwrap();
+            run(&mut Destination::new(&ours).unwrap(), true)
+        };
+        let refused = said(Message::Failed("no".to_owned()));
+        assert!(matches!(refused, Err(SendFailure::Stays(SendVmError::Refused(why))) if why == "no"));
+        let arrival = StreamArrival {
+            name: "a".to_owned(),
+            pid: 7,
+        };
+        assert!(said(Message::Running(arrival)).is_ok());
+        assert!(matches!(said(Message::Ready), Err(SendFailure::Undecided(_))));
+        // The request is received, and nothing is answered.
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let other = std::thread::spawn(move || {
+            let mut reader = MessageReader::new(&theirs);
+            assert_eq!(reader.receive().unwrap(), Message::Run { paused: true });
+        });
+        let silent = run(&mut Destination::new(&ours).unwrap(), true);
+        assert!(matches!(
+            silent,
+            Err(SendFailure::Undecided(SendVmError::Stream(StreamError::Closed)))
+        ));
+        other.join().unwrap();
+    }
+}

@@ -1,0 +1,243 @@
+//! Receives a VM as bytes: from `perfvisor ctl NAME migrate --stream`, on this host or another.
+//!
+//! The stream is untrusted: frames and ranges are bounded by [`snapshot::stream`], the state is checked
+//! like that of a snapshot, and nothing runs before all of it has been received.
+
+use std::io::{BufReader, Read as _};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use control_api::migration::VmOrigin;
+use operator::commands::one_line;
+use operator::signals::BlockedSignals;
+use perf_core::pmu::host::HostProbe;
+use serde_json::Value;
+use snapshot::format::optional_field;
+use snapshot::state::SavedMachine;
+use snapshot::stream::{
+    self, MAX_ROUNDS, METADATA_FIELD, Message, MessageReader, StreamArrival, StreamError, StreamHello,
+    read_preamble,
+};
+use vmm::kvm::host::Kvm;
+use vmm::memory::GuestRam;
+use vmm::vm::host_check::check_host;
+use vmm::vm::restore::{RestoredMachine, RestoredMemory};
+
+use super::super::machine::restored_config;
+use super::super::restore::machine_args;
+use super::{Arrival, IncomingError, Reply, Requester, check_devices};
+use crate::cli::RunArgs;
+
+/// Time limit for each message of the source.
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time limit for the source to notice that the VM is refused.
+const REFUSAL_TIMEOUT: Duration = Duration::from_secs(2);
+/// Maximum number of bytes that are read and ignored after a refusal.
+const MAX_IGNORED_BYTES: u64 = 1 << 30;
+/// Size of the buffer of the connection in bytes.
+const BUFFER_BYTES: usize = 256 << 10;
+/// Number of frames after which the signals that end this process are checked.
+const SIGNAL_CHECK_FRAMES: u64 = 64;
+/// ID of the boot of this host.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// A VM that arrives as a stream.
+#[derive(Debug)]
+pub(in crate::run) struct IncomingStream {
+    reader: MessageReader<BufReader<UnixStream>>,
+    hello: StreamHello,
+    metadata: Option<Value>,
+}
+
+impl IncomingStream {
+    /// Reads the greeting of the source, of which `read` bytes have been read. From then on `requester`
+    /// reports failures to it.
+    ///
+    /// # Errors
+    /// Returns a [`StreamError`] if something else is sent.
+    pub(super) fn open(stream: UnixStream, read: usize, requester: &Requester) -> Result<Self, StreamError> {
+        let refusal = stream.try_clone()?;
+        stream.set_read_timeout(Some(MESSAGE_TIMEOUT))?;
+        stream.set_write_timeout(Some(MESSAGE_TIMEOUT))?;
+        let mut buffered = BufReader::with_capacity(BUFFER_BYTES, stream);
+        read_preamble(&mut buffered, read)?;
+        let mut reader = MessageReader::new(buffered);
+        let mut hello = match reader.receive()? {
+            Message::Hello(hello) => hello,
+            _ => return Err(StreamError::Preamble),
+        };
+        // The name goes into messages of one line.
+        hello.name = one_line(&hello.name);
+        requester.0.set(Some(Reply::Stream(refusal)));
+        Ok(Self {
+            reader,
+            hello,
+            metadata: None,
+        })
+    }
+
+    /// Receives the VM, whose memory is sent while it still runs.
+    ///
+    /// # Errors
+    /// Returns an [`IncomingError`], in which case the VM goes on where it was.
+    pub(super) fn receive(
+        mut self,
+        args: &RunArgs,
+        kvm: &Kvm,
+        probe: &HostProbe,
+        signals: &BlockedSignals,
+    ) -> Result<(RunArgs, RestoredMachine, Arrival), IncomingError> {
+        let machine = self.receive_machine()?;
+        let restored = machine_args(args, &machine)?;
+        if restored.memory != self.hello.memory_bytes {
+            return Err(IncomingError::Unexpected);
+        }
+        check_devices(&restored, &machine)?;
+        let config = restored_config(&restored, kvm, probe, Some(&machine));
+        let config = config.map_err(|e| IncomingError::Config(Box::new(e)))?;
+        check_host(kvm, &config, &machine).map_err(IncomingError::Host)?;
+        let ram = GuestRam::new(self.hello.memory_bytes)?;
+        self.reader.set_memory_bytes(ram.size_bytes());
+        self.send(&Message::Accepted)?;
+        let received_at = Instant::now();
+        let (state, bytes) = self.receive_rounds(&ram, signals)?;
+        log::info!(
+            "received {}: {} MiB of memory in {:.2} s",
+            self.hello.name,
+            bytes >> 20,
+            received_at.elapsed().as_secs_f64()
+        );
+        if state.memory.bytes != ram.size_bytes() {
+            return Err(IncomingError::Unexpected);
+        }
+        let restored = machine_args(args, &state)?;
+        let machine = RestoredMachine {
+            state: Box::new(state),
+            memory: RestoredMemory::Moved(ram),
+            accepts_losses: args.restore_loses,
+        };
+        Ok((restored, machine, Arrival::Stream(Box::new(self))))
+    }
+
+    fn receive_machine(&mut self) -> Result<SavedMachine, IncomingError> {
+        match self.reader.receive()? {
+            Message::Machine(state) => Ok(snapshot::decode(state)?),
+            _ => Err(IncomingError::Unexpected),
+        }
+    }
+
+    /// Receives memory until the state. Returns the state and the number of bytes of memory.
+    fn receive_rounds(
+        &mut self,
+        ram: &GuestRam,
+        signals: &BlockedSignals,
+    ) -> Result<(SavedMachine, u64), IncomingError> {
+        let write = |offset, data: &[u8]| ram.write_at(offset, data).map_err(IncomingError::Memory);
+        let (mut rounds, mut in_round, mut all) = (0, 0u64, 0u64);
+        for frames in 1u64.. {
+            if frames.is_multiple_of(SIGNAL_CHECK_FRAMES) && signals.is_stop_pending() {
+                return Err(IncomingError::Stopped);
+            }
+            let bytes = match self.reader.receive()? {
+                Message::Pages { offset, data } => {
+                    write(offset, data)?;
+                    data.len() as u64
+                }
+                Message::Zeros { offset, bytes } => {
+                    write(offset, &vec![0; usize::try_from(bytes).unwrap_or(0)])?;
+                    bytes
+                }
+                Message::RoundEnd => {
+                    (rounds, in_round) = (rounds + 1, 0);
+                    if rounds > MAX_ROUNDS {
+                        return Err(IncomingError::Unexpected);
+                    }
+                    self.send(&Message::Received)?;
+                    0
+                }
+                Message::State(state) => {
+                    self.metadata = optional_field(state, METADATA_FIELD)?;
+                    return Ok((snapshot::decode(state)?, all));
+                }
+                _ => return Err(IncomingError::Unexpected),
+            };
+            in_round += bytes;
+            all += bytes;
+            if in_round > ram.size_bytes() {
+                return Err(IncomingError::Unexpected);
+            }
+        }
+        Err(IncomingError::Unexpected)
+    }
+
+    fn send(&mut self, message: &Message<'_>) -> Result<(), StreamError> {
+        stream::send(self.reader.stream().get_mut(), message)
+    }
+
+    /// Takes the document of the VM's metadata service.
+    pub(super) fn take_metadata(&mut self) -> Option<Value> {
+        self.metadata.take()
+    }
+
+    /// Returns the name of the VM where it comes from.
+    pub(super) fn name(&self) -> &str {
+        &self.hello.name
+    }
+
+    /// Returns the other process, if it is on this host.
+    pub(super) fn origin(&self) -> Option<VmOrigin> {
+        let own = std::fs::read_to_string(BOOT_ID).unwrap_or_default();
+        let is_own_host = !own.is_empty() && own.trim() == self.hello.boot_id;
+        is_own_host.then(|| VmOrigin {
+            name: self.hello.name.clone(),
+            pid: self.hello.pid,
+        })
+    }
+
+    /// Waits until the VM does not run in the other process any more. Returns whether it was paused
+    /// there.
+    ///
+    /// # Errors
+    /// Returns an [`IncomingError`], in which case the VM must not run here.
+    pub(super) fn wait_for_run(&mut self) -> Result<bool, IncomingError> {
+        self.send(&Message::Ready)?;
+        match self.reader.receive()? {
+            Message::Run { paused } => Ok(paused),
+            _ => Err(IncomingError::Unexpected),
+        }
+    }
+
+    /// Reports that the VM runs here as `name`.
+    pub(super) fn report_run(&mut self, name: &str) {
+        let arrival = StreamArrival {
+            name: name.to_owned(),
+            pid: sandbox::host_pid(),
+        };
+        if let Err(e) = self.send(&Message::Running(arrival)) {
+            log::warn!(
+                "the other side does not know that {} runs here, and keeps it paused: {}",
+                self.hello.name,
+                perf_core::error_line(&e)
+            );
+        }
+    }
+}
+
+/// Reports over `stream` that the VM does not run here.
+pub(super) fn refuse(stream: &mut UnixStream, why: &str) -> Result<(), StreamError> {
+    stream::send(stream, &Message::Failed(why.to_owned()))?;
+    // A connection that is closed with unread data may lose the message.
+    stream.shutdown(Shutdown::Write)?;
+    stream.set_read_timeout(Some(REFUSAL_TIMEOUT))?;
+    let until = Instant::now() + REFUSAL_TIMEOUT;
+    let mut buffer = vec![0; BUFFER_BYTES];
+    let mut ignored = 0;
+    while ignored < MAX_IGNORED_BYTES && Instant::now() < until {
+        match stream.read(&mut buffer) {
+            Ok(0) | Err(_) => break,
+            Ok(count) => ignored += count as u64,
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,501 @@
+//! A VM that moves as bytes: `ctl migrate --stream`, and `fd:N` at both ends.
+
+use std::io::Write as _;
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+
+use snapshot::stream::{Message, MessageReader, PREAMBLE, StreamHello, send};
+
+use super::*;
+
+/// Guest code for [`WRITER_PAGES`] pages from 4 MiB on. Each pass increments the first word of each
+/// page, if it is the number of the preceding passes. Otherwise the guest ends the VM with status 85.
+const WRITER: [u8; 38] = [
+    0xBB, 0x00, 0x00, 0x00, 0x00, // mov ebx, 0
+    0xBF, 0x00, 0x00, 0x40, 0x00, // pass: mov edi, 0x400000
+    0x39, 0x1F, // page: cmp [edi], ebx
+    0x75, 0x13, // jne fail
+    0xFF, 0x07, // inc dword [edi]
+    0x81, 0xC7, 0x00, 0x10, 0x00, 0x00, // add edi, 4096
+    0x81, 0xFF, 0x00, 0x00, 0x80, 0x00, // cmp edi, 0x800000
+    0x72, 0xEC, // jb page
+    0x43, // inc ebx
+    0xEB, 0xE4, // jmp pass
+    0xB0, 0x2A, // fail: mov al, 42
+    0xE6, 0xF4, // out 0xf4, al
+    0xF4, // hlt
+];
+const WRITER_PAGES: u64 = 1024;
+
+/// Returns a multiboot kernel with this code.
+fn kernel(code: &[u8]) -> Vec<u8> {
+    let load = 0x10_0000u32;
+    let (magic, flags) = (0x1BAD_B002u32, 0x1_0003u32);
+    let sum = 0u32.wrapping_sub(magic).wrapping_sub(flags);
+    let header = [magic, flags, sum, load, load, 0, load + 0x1000, load + 32];
+    let header = header.iter().flat_map(|word| word.to_le_bytes());
+    header.chain(code.iter().copied()).collect()
+}
+
+/// A VM named `one` whose guest writes memory all the time.
+fn writer(files: &tempfile::TempDir) -> Option<VmProcess> {
+    let path = files.path().join("kernel");
+    fs::write(&path, kernel(&WRITER)).unwrap();
+    let args = ["--kernel", path.to_str().unwrap(), "--console", "none"];
+    let vm = VmProcess::spawn(Command::new(PROGRAM), "one", &args, Stdio::null())?;
+    eventually("it runs", || state_of(&vm, "one").starts_with("one: running"));
+    Some(vm)
+}
+
+/// Starts VM `name`, which waits for a VM at `address`.
+fn waiting(name: &str, address: &str, stdin: Stdio) -> VmProcess {
+    let args = ["--incoming", address, "--console", "none"];
+    let vm = VmProcess::spawn(Command::new(PROGRAM), name, &args, stdin).unwrap();
+    eventually("it waits", || vm.said_count("waiting for a VM") > 0);
+    vm
+}
+
+/// The memory that arrives is that of the moment at which the guest was paused, although it writes
+/// 4 MiB all the time: a page of another moment ends the VM.
+#[test]
+fn memory_is_consistent_under_a_guest_that_writes_it() {
+    let files = tempfile::tempdir().unwrap();
+    let Some(mut vm) = writer(&files) else { return };
+    let address = format!("unix:{}", files.path().join("in").display());
+    let mut name = "one".to_owned();
+    for round in 0..3 {
+        let next = format!("vm{round}");
+        let receiver = waiting(&next, &address, Stdio::null());
+        let args = [
+            "ctl",
+            &name,
+            "migrate",
+            "--stream",
+            &address,
+            "--downtime",
+            "2000",
+        ];
+        let text = stdout_of(&mut vm.command(&args));
+        let expected = format!(
+            "{name}: runs as {next} in process {} of its host; ",
+            receiver.pid()
+        );
+        assert!(text.starts_with(&expected), "{text}");
+        let sent_kib: u64 = text
+            .split_once(" ms; ")
+            .and_then(|(_, rest)| rest.split(' ').next()?.parse().ok())
+            .unwrap();
+        // All pages once, and those that were written meanwhile.
+        assert!(sent_kib > WRITER_PAGES * 4 + 256, "{text}");
+        assert_eq!(vm.wait(), Some(0), "the source ends");
+        (vm, name) = (receiver, next);
+        std::thread::sleep(Duration::from_millis(300));
+        let status = state_of(&vm, &name);
+        assert!(status.starts_with(&format!("{name}: running")), "{status}");
+    }
+    assert!(
+        vm.child.try_wait().unwrap().is_none(),
+        "the guest has found an old page"
+    );
+}
+
+/// Receives rounds of memory at `listener`, each of which takes at least 10 ms, and refuses the VM when
+/// all have been sent. Returns the number of rounds.
+fn receive_slowly(listener: &UnixListener) -> u32 {
+    let (stream, _) = listener.accept().unwrap();
+    let mut preamble = [0; PREAMBLE.len()];
+    (&stream).read_exact(&mut preamble).unwrap();
+    let mut reader = MessageReader::new(&stream);
+    reader.set_memory_bytes(1 << 40);
+    let mut rounds = 0;
+    loop {
+        let answer = match reader.receive() {
+            Ok(Message::Machine(_)) => Message::Accepted,
+            Ok(Message::RoundEnd) => {
+                std::thread::sleep(Duration::from_millis(10));
+                rounds += 1;
+                Message::Received
+            }
+            Ok(Message::State(_)) => Message::Failed("it is too slow".to_owned()),
+            Ok(_) => continue,
+            Err(_) => return rounds,
+        };
+        send(&mut &stream, &answer).unwrap();
+    }
+}
+
+/// If no round is short enough, the VM goes on, with one clear line, unless the user accepts a longer
+/// pause.
+#[test]
+fn guest_that_writes_too_fast_goes_on() {
+    let files = tempfile::tempdir().unwrap();
+    let Some(vm) = writer(&files) else { return };
+    let path = files.path().join("in");
+    let listener = UnixListener::bind(&path).unwrap();
+    let address = format!("unix:{}", path.display());
+    let args = ["ctl", "one", "migrate", "--stream", &address, "--downtime", "5"];
+    let migrate = |options: &[&str]| {
+        std::thread::scope(|scope| {
+            let rounds = scope.spawn(|| receive_slowly(&listener));
+            let (status, text) = said(&mut vm.command(&[&args[..], options].concat()));
+            assert_eq!((status, text.lines().count()), (Some(2), 1), "{text}");
+            assert!(state_of(&vm, "one").starts_with("one: running"));
+            (rounds.join().unwrap(), text)
+        })
+    };
+    let (rounds, text) = migrate(&[]);
+    let why = "one has not moved and goes on: the guest writes memory faster than it can be sent: round 30 still took ";
+    assert!(rounds == 30 && text.contains(why), "{rounds} {text}");
+    let (rounds, text) = migrate(&["--force"]);
+    let why = "one has not moved and goes on: it is too slow";
+    // One more round while the VM is paused.
+    assert!(rounds == 31 && text.contains(why), "{rounds} {text}");
+}
+
+/// A service manager or ssh may pass the connection to both ends.
+#[test]
+fn vm_moves_over_inherited_sockets() {
+    let files = tempfile::tempdir().unwrap();
+    let Some(mut vm) = writer(&files) else { return };
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let socket = |end: UnixStream| Stdio::from(OwnedFd::from(end));
+    let receiver = waiting("two", "fd:0", socket(theirs));
+    let mut command = vm.command(&["ctl", "one", "migrate", "fd:0", "--downtime", "2000"]);
+    let out = command.stdin(socket(ours)).output().unwrap();
+    assert_eq!(out.status.code(), Some(0), "{out:?}");
+    assert_eq!(vm.wait(), Some(0));
+    assert!(state_of(&receiver, "two").starts_with("two: running"));
+
+    let (status, text) = said(&mut receiver.command(&["ctl", "two", "migrate", "fd:0"]));
+    assert!(
+        status == Some(2) && text.contains("fd:0: it must be an inherited descriptor"),
+        "{text}"
+    );
+    let (status, text) = said(&mut receiver.command(&["run", "--name", "x", "--incoming", "fd:77"]));
+    assert!(
+        status == Some(2) && text.contains("fd:77: it must be an inherited descriptor"),
+        "{text}"
+    );
+}
+
+/// The connection is cut in the frame of this kind, the `occurrence`-th one, after `kept` bytes.
+#[derive(Clone, Copy, Debug)]
+struct Cut {
+    kind: u32,
+    occurrence: u32,
+    kept: usize,
+}
+
+/// Forwards frames up to the cut, and then closes both connections.
+fn forward(mut from: UnixStream, mut to: UnixStream, preamble: usize, cut: Cut) {
+    let mut seen = 0;
+    let copy = |from: &mut UnixStream, count: usize| -> Option<Vec<u8>> {
+        let mut bytes = vec![0; count];
+        from.read_exact(&mut bytes).ok()?;
+        Some(bytes)
+    };
+    let mut forward_one = |head: usize| -> Option<()> {
+        let mut frame = copy(&mut from, head)?;
+        if head == 12 {
+            let number = |at: usize| u32::from_le_bytes(*frame[at..].first_chunk().unwrap());
+            let (kind, length) = (number(0), number(4));
+            frame.extend(copy(&mut from, usize::try_from(length).unwrap())?);
+            if kind == cut.kind {
+                seen += 1;
+                if seen == cut.occurrence {
+                    let _ = to.write_all(&frame[..cut.kept]);
+                    return None;
+                }
+            }
+        }
+        to.write_all(&frame).ok()
+    };
+    let mut next = if preamble > 0 {
+        forward_one(preamble)
+    } else {
+        Some(())
+    };
+    while next.is_some() {
+        next = forward_one(12);
+    }
+    let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
+}
+
+impl Source {
+    /// Moves the VM through a connection that is cut. Returns the message of `ctl`.
+    fn migrate_through(&self, cut: Cut) -> (Option<i32>, String) {
+        let path = self.path("cut");
+        let _ = fs::remove_file(&path);
+        let listener = UnixListener::bind(&path).unwrap();
+        let destination = self.path("in");
+        let proxy = std::thread::spawn(move || {
+            let (source, _) = listener.accept().unwrap();
+            let destination = UnixStream::connect(destination).unwrap();
+            let (back, there) = (source.try_clone().unwrap(), destination.try_clone().unwrap());
+            let answers = std::thread::spawn(move || forward(there, back, 0, cut));
+            forward(source, destination, PREAMBLE.len(), cut);
+            answers.join().unwrap();
+        });
+        let address = format!("unix:{path}");
+        let args = [
+            "ctl",
+            "one",
+            "migrate",
+            "--stream",
+            &address,
+            "--downtime",
+            "5000",
+        ];
+        let outcome = said(&mut self.vm.operator(&args));
+        proxy.join().unwrap();
+        outcome
+    }
+
+    fn assert_runs(&self) {
+        assert!(state_of(&self.vm, "one").starts_with("one: running"));
+        let before = self.vm.cpu_time();
+        eventually("the guest goes on", || self.vm.cpu_time() > before);
+    }
+}
+
+/// Wherever the connection is cut, at most one process runs the VM, and the other one says so. Only if
+/// the cut hides whether the destination has the order to run the VM, the source is paused until the
+/// user decides.
+#[test]
+fn exactly_one_process_runs_the_vm_wherever_the_stream_is_cut() {
+    let Some(mut source) = Source::start(&[]) else {
+        return;
+    };
+    let disk = source.path("disk");
+    let before_commit = [
+        (1, 1),
+        (2, 1),
+        (16, 1),
+        (3, 1),
+        (5, 1),
+        (17, 1),
+        (5, 2),
+        (17, 2),
+        (6, 1),
+        (18, 1),
+    ];
+    for (kind, occurrence) in before_commit {
+        for kept in [0, 7] {
+            let cut = Cut {
+                kind,
+                occurrence,
+                kept,
+            };
+            let mut receiver = source.receiver(&["--disk", &disk]);
+            let (status, text) = source.migrate_through(cut);
+            assert_eq!((status, text.lines().count()), (Some(2), 1), "{cut:?} {text}");
+            assert!(text.contains("one has not moved and goes on: "), "{cut:?} {text}");
+            if kind == 1 {
+                // Nobody has introduced itself, so the receiver still waits.
+                assert!(receiver.child.try_wait().unwrap().is_none());
+                drop(receiver);
+                let _ = fs::remove_file(source.path("in"));
+            } else {
+                assert_eq!(receiver.wait(), Some(2), "{cut:?}");
+                assert_eq!(receiver.said_count("perfvisor: error: "), 1, "{cut:?}");
+            }
+            source.assert_runs();
+        }
+    }
+    source.assert_goes_on();
+
+    // The order to run is lost.
+    for kept in [0, 12] {
+        let mut receiver = source.receiver(&["--disk", &disk]);
+        let (status, text) = source.migrate_through(Cut {
+            kind: 7,
+            occurrence: 1,
+            kept,
+        });
+        assert_eq!((status, text.lines().count()), (Some(2), 1), "{text}");
+        assert!(
+            text.contains("one may run at its destination, and is paused here: "),
+            "{text}"
+        );
+        assert_eq!(receiver.wait(), Some(2));
+        assert!(state_of(&source.vm, "one").starts_with("one: paused"));
+        assert!(
+            source
+                .vm
+                .said_count("the VM may run where it was to move; it stays paused here")
+                > 0
+        );
+        let (status, text) = said(&mut source.vm.operator(&["ctl", "one", "snapshot", "/no/such"]));
+        assert!(status == Some(2), "{text}");
+        stdout_of(&mut source.vm.operator(&["ctl", "one", "resume"]));
+        source.assert_runs();
+    }
+    source.assert_goes_on();
+
+    // The answer is lost.
+    let receiver = source.receiver(&["--disk", &disk]);
+    let (status, text) = source.migrate_through(Cut {
+        kind: 19,
+        occurrence: 1,
+        kept: 0,
+    });
+    assert!(
+        status == Some(2) && text.contains("one may run at its destination, and is paused here: "),
+        "{text}"
+    );
+    assert!(state_of(&receiver, "two").starts_with("two: running"));
+    assert!(state_of(&source.vm, "one").starts_with("one: paused"));
+    let (status, text) = said(&mut source.vm.operator(&["ctl", "one", "resume"]));
+    assert!(
+        status == Some(2)
+            && text.contains("the image of disk0 is used by another process, where the VM may run"),
+        "{text}"
+    );
+    assert!(state_of(&source.vm, "one").starts_with("one: paused"));
+    stdout_of(&mut source.vm.operator(&["ctl", "one", "stop"]));
+    assert_eq!(source.vm.wait(), Some(0));
+    source.assert_disk_is_locked();
+    assert!(state_of(&receiver, "two").starts_with("two: running"));
+}
+
+/// The reason of a refusal that the destination can see in advance comes before the pause.
+#[test]
+fn destination_says_what_it_lacks() {
+    let Some(source) = Source::start(&[]) else { return };
+    let mut receiver = source.receiver(&[]);
+    let args = ["ctl", "one", "migrate", "--stream", &source.address()];
+    let (status, text) = said(&mut source.vm.operator(&args));
+    assert_eq!((status, text.lines().count()), (Some(2), 1), "{text}");
+    let why =
+        "one has not moved and goes on: --incoming: 0 disks are given, the VM has 1; give a --disk for each";
+    assert!(text.contains(why), "{text}");
+    assert_eq!(receiver.wait(), Some(2));
+    assert_eq!(receiver.said_count("received one"), 0);
+    source.assert_runs();
+
+    // What it finds out while the VM is paused.
+    let mut receiver = source.receiver(&["--disk", "/no/such/image"]);
+    let (status, text) = said(&mut source.vm.operator(&args));
+    assert_eq!((status, text.lines().count()), (Some(2), 1), "{text}");
+    assert!(text.contains("/no/such/image"), "{text}");
+    assert_eq!(receiver.wait(), Some(2));
+    source.assert_goes_on();
+
+    let line = said(
+        &mut source
+            .vm
+            .operator(&["ctl", "one", "migrate", "unix:/a", "--force"]),
+    );
+    assert!(line.0 == Some(2) && line.1.contains("add --stream"), "{}", line.1);
+}
+
+/// `ctl` that is killed while memory is sent leaves a running VM, and the receiver ends.
+#[test]
+fn killed_ctl_leaves_a_running_vm() {
+    let Some(source) = Source::start(&[]) else { return };
+    let listener = UnixListener::bind(source.path("in")).unwrap();
+    let args = ["ctl", "one", "migrate", "--stream", &source.address()];
+    let mut command = source.vm.operator(&args);
+    let ctl = Killed(
+        command
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap(),
+    );
+    let (stream, _) = listener.accept().unwrap();
+    let mut reader = MessageReader::new(&stream);
+    let mut preamble = [0; PREAMBLE.len()];
+    (&stream).read_exact(&mut preamble).unwrap();
+    assert!(matches!(reader.receive().unwrap(), Message::Hello(_)));
+    assert!(matches!(reader.receive().unwrap(), Message::Machine(_)));
+    // Another client cannot move the VM meanwhile.
+    let (status, text) =
+        said(
+            &mut source
+                .vm
+                .operator(&["ctl", "one", "migrate", "--stream", &source.address()]),
+        );
+    assert!(
+        status == Some(2) && text.contains("the VM is being moved already"),
+        "{text}"
+    );
+    send(&mut &stream, &Message::Accepted).unwrap();
+    reader.set_memory_bytes(1 << 40);
+    assert!(matches!(reader.receive().unwrap(), Message::Pages { .. }));
+    drop(ctl);
+    source.assert_goes_on();
+    drop((stream, listener));
+    fs::remove_file(source.path("in")).unwrap();
+    let receiver = source.receiver(&["--disk", &source.path("disk")]);
+    stdout_of(&mut source.vm.operator(&args));
+    assert!(state_of(&receiver, "two").starts_with("two: running"));
+}
+
+/// A hostile source gets one line, and the receiver neither starts nor allocates anything.
+#[test]
+fn hostile_stream_is_refused_in_one_line() {
+    let files = tempfile::tempdir().unwrap();
+    if !crate::common::vm::has_kvm() {
+        return;
+    }
+    let path = files.path().join("in");
+    let address = format!("unix:{}", path.display());
+    let mut receiver = waiting("two", &address, Stdio::null());
+    for garbage in [&b"GET / HTTP/1.1\r\n"[..], b"PVMX", b"PVMG\x09\0\0\0", b""] {
+        let mut stream = UnixStream::connect(&path).unwrap();
+        stream.write_all(garbage).unwrap();
+        drop(stream);
+    }
+    eventually("all are refused", || {
+        receiver.said_count("an offer is refused") == 4
+    });
+    assert_eq!(receiver.said_count("speaks version 9"), 1);
+    let mut stream = UnixStream::connect(&path).unwrap();
+    stream.write_all(&PREAMBLE).unwrap();
+    let hello = StreamHello {
+        name: "a\nb".to_owned(),
+        pid: 1,
+        boot_id: String::new(),
+        memory_bytes: 1 << 60,
+    };
+    send(&mut stream, &Message::Hello(hello)).unwrap();
+    let machine = snapshot::SavedMachine::default();
+    send(
+        &mut stream,
+        &Message::Machine(&snapshot::encode(&machine).unwrap()),
+    )
+    .unwrap();
+    let mut reader = MessageReader::new(stream);
+    let Message::Failed(why) = reader.receive().unwrap() else {
+        panic!("it is accepted");
+    };
+    assert!(why.contains("the source sends something else than a VM"), "{why}");
+    assert_eq!(receiver.wait(), Some(2));
+    assert_eq!(receiver.said_count("perfvisor: error: "), 1);
+}
+
+/// On the same host, `stat` continues in the process that received the VM.
+#[test]
+fn stat_follows_a_vm_that_moves_as_bytes() {
+    let Some(source) = Source::start(&[]) else { return };
+    let mut command = source
+        .vm
+        .operator(&["stat", "one", "-e", "task-clock", "-I", "300"]);
+    let mut stat = Killed(
+        command
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap(),
+    );
+    let mut lines = BufReader::new(stat.0.stderr.take().unwrap())
+        .lines()
+        .map(Result::unwrap);
+    let receiver = source.receiver_beside();
+    let args = ["ctl", "one", "migrate", "--stream", &source.address()];
+    stdout_of(&mut source.vm.operator(&args));
+    let moved = format!("one has moved to process {} as two; its last ", receiver.0.id());
+    assert!(lines.any(|line| line.contains(&moved)));
+}

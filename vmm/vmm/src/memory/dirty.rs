@@ -1,0 +1,488 @@
+//! Finds the pages of guest memory that have been written since the last look, whoever wrote them: the
+//! guest, KVM, a device of the VMM or the kernel on its behalf.
+//!
+//! The host's kernel write-protects pages and lifts the protection at the first write, without a message
+//! (`UFFD_FEATURE_WP_ASYNC` of userfaultfd(2) and `PAGEMAP_SCAN`, Linux 6.7). KVM's own log
+//! (`KVM_GET_DIRTY_LOG`) would miss the writes of the VMM. On older kernels, all pages are read and
+//! their hashes compared.
+#![expect(unsafe_code, reason = "userfaultfd(2) and ioctl(2)")]
+
+use std::fs::File;
+use std::hash::{BuildHasher as _, RandomState};
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::os::unix::fs::FileExt as _;
+use std::sync::Arc;
+
+use snapshot::memory::CHUNK_BYTES;
+use vm_memory::{Bytes as _, GuestMemoryBackend as _, GuestMemoryError, GuestMemoryRegion as _};
+
+use super::GuestRam;
+use super::touched::{ENTRY_BYTES, EXISTS, PAGEMAP, TouchedPages};
+
+/// Size of a page in bytes.
+pub const PAGE_BYTES: u64 = 4096;
+/// Maximum number of ranges that one scan of a chunk finds: every other page.
+const MAX_REGIONS: usize = 256;
+
+/// Protocol version of userfaultfd (include/uapi/linux/userfaultfd.h).
+const UFFD_API: u64 = 0xAA;
+/// Faults of the kernel need no permission, because none is delivered.
+const UFFD_USER_MODE_ONLY: libc::c_int = 1;
+/// The kernel lifts a protection itself.
+const UFFD_FEATURE_WP_ASYNC: u64 = 1 << 15;
+/// `UFFDIO_API`, `UFFDIO_REGISTER` and `UFFDIO_UNREGISTER`.
+const UFFDIO_API: libc::c_ulong = 0xC018_AA3F;
+const UFFDIO_REGISTER: libc::c_ulong = 0xC020_AA00;
+const UFFDIO_UNREGISTER: libc::c_ulong = 0x8010_AA01;
+/// Registration for write protection.
+const REGISTER_MODE_WP: u64 = 1 << 1;
+/// `PAGEMAP_SCAN` (include/uapi/linux/fs.h).
+const PAGEMAP_SCAN: libc::c_ulong = 0xC060_6610;
+/// Category of pages that are not write-protected.
+const PAGE_IS_WRITTEN: u64 = 1 << 1;
+/// Protects the pages that are found, and fails if a page cannot be.
+const SCAN_AND_PROTECT: u64 = 1 | 1 << 1;
+
+/// `struct uffdio_api`.
+#[repr(C)]
+struct UffdApi {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+
+/// `struct uffdio_register`.
+#[repr(C)]
+struct UffdRegister {
+    start: u64,
+    len: u64,
+    mode: u64,
+    ioctls: u64,
+}
+
+/// `struct pm_scan_arg`.
+#[repr(C)]
+struct ScanArgs {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+/// `struct page_region`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct PageRegion {
+    start: u64,
+    end: u64,
+    categories: u64,
+}
+
+/// The means to write-protect memory of this process and to find what was written. A confined process
+/// cannot open them.
+#[derive(Debug)]
+pub struct WriteProtector {
+    userfaultfd: OwnedFd,
+    pagemap: File,
+}
+
+impl WriteProtector {
+    /// Opens them. Returns `None` if the kernel is older than Linux 6.7 or built without them.
+    #[must_use]
+    pub fn open() -> Option<Self> {
+        let pagemap = File::open(PAGEMAP).ok()?;
+        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | UFFD_USER_MODE_ONLY;
+        // SAFETY: the call takes integers.
+        let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
+        let fd = i32::try_from(fd).ok().filter(|fd| *fd >= 0)?;
+        // SAFETY: the descriptor was just created and has no other owner.
+        let userfaultfd = unsafe { OwnedFd::from_raw_fd(fd) };
+        let mut api = UffdApi {
+            api: UFFD_API,
+            features: UFFD_FEATURE_WP_ASYNC,
+            ioctls: 0,
+        };
+        // SAFETY: the call reads and writes one `struct uffdio_api`, which outlives it.
+        let done = unsafe { libc::ioctl(userfaultfd.as_raw_fd(), UFFDIO_API, &raw mut api) };
+        (done == 0).then_some(Self { userfaultfd, pagemap })
+    }
+
+    /// Prepares all memory of `ram` for protection.
+    fn register(&self, ram: &GuestRam) -> io::Result<()> {
+        for region in ram.memory().iter() {
+            let mut range = UffdRegister {
+                start: region.as_ptr() as u64,
+                len: region.len(),
+                mode: REGISTER_MODE_WP,
+                ioctls: 0,
+            };
+            // SAFETY: the call reads and writes one `struct uffdio_register`, which outlives it. The
+            // range is guest memory, whose contents do not change. Accesses go on as before, because
+            // the kernel lifts each protection itself.
+            if unsafe { libc::ioctl(self.userfaultfd.as_raw_fd(), UFFDIO_REGISTER, &raw mut range) } != 0 {
+                return Err(io::Error::last_os_error());
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes all protection.
+    fn unregister(&self, ram: &GuestRam) {
+        for region in ram.memory().iter() {
+            let mut range = [region.as_ptr() as u64, region.len()];
+            // SAFETY: the call reads one `struct uffdio_range`, which has two 64-bit fields.
+            if unsafe {
+                libc::ioctl(
+                    self.userfaultfd.as_raw_fd(),
+                    UFFDIO_UNREGISTER,
+                    range.as_mut_ptr(),
+                )
+            } != 0
+            {
+                log::debug!("UFFDIO_UNREGISTER: {}", io::Error::last_os_error());
+            }
+        }
+    }
+}
+
+/// How written pages are found.
+#[derive(Debug)]
+enum Method {
+    Protection(Arc<WriteProtector>),
+    /// A keyed hash of each page, which a guest cannot predict.
+    Hashes {
+        keys: RandomState,
+        hashes: Vec<u64>,
+        buffer: Vec<u8>,
+    },
+}
+
+/// Progress of a chunk of memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ChunkState {
+    /// Not taken yet. Its pages are dirty unless nobody has touched the chunk.
+    New,
+    /// Taken, and its writes are observed.
+    Observed,
+    /// Taken, and writes may have been missed since.
+    Unknown,
+}
+
+/// The pages of guest memory that were written since they were taken.
+#[derive(Debug)]
+pub struct DirtyPages {
+    ram: GuestRam,
+    method: Method,
+    touched: TouchedPages,
+    chunks: Vec<ChunkState>,
+}
+
+/// Dirty pages of a chunk.
+#[derive(Debug, Default)]
+pub struct DirtyRanges {
+    /// Offsets in RAM, in ascending order.
+    pub ranges: Vec<Range<u64>>,
+    /// The chunk was taken for the first time.
+    pub is_first: bool,
+}
+
+impl DirtyPages {
+    /// Begins to observe all of `ram`. `protector` must be the only one that observes it.
+    #[must_use]
+    pub fn observe(ram: &GuestRam, protector: Option<&Arc<WriteProtector>>) -> Self {
+        let chunks = usize::try_from(ram.size_bytes().div_ceil(CHUNK_BYTES)).unwrap_or(0);
+        let protector = protector.filter(|protector| protector.register(ram).is_ok());
+        let pagemap = protector.and_then(|protector| protector.pagemap.try_clone().ok());
+        let protection = protector.cloned().map(Method::Protection);
+        let pages = usize::try_from(ram.size_bytes() / PAGE_BYTES).unwrap_or(0);
+        Self {
+            ram: ram.clone(),
+            method: protection.unwrap_or_else(|| Method::Hashes {
+                keys: RandomState::new(),
+                hashes: vec![0; pages],
+                buffer: Vec::new(),
+            }),
+            touched: pagemap.map_or_else(|| TouchedPages::of(ram), |file| TouchedPages::in_file(ram, file)),
+            chunks: vec![ChunkState::New; chunks],
+        }
+    }
+
+    /// Returns whether all memory is read in each round.
+    #[must_use]
+    pub fn reads_all(&self) -> bool {
+        matches!(self.method, Method::Hashes { .. })
+    }
+
+    /// Takes the dirty pages of the chunk at `offset`, which are clean until they are written again.
+    /// The caller reads them afterwards.
+    ///
+    /// # Errors
+    /// Returns the error of reading guest memory.
+    pub fn take(&mut self, offset: u64) -> Result<DirtyRanges, GuestMemoryError> {
+        let bytes = CHUNK_BYTES.min(self.ram.size_bytes().saturating_sub(offset));
+        let chunk = usize::try_from(offset / CHUNK_BYTES).unwrap_or(usize::MAX);
+        let Some(&state) = self.chunks.get(chunk) else {
+            return Ok(DirtyRanges::default());
+        };
+        let is_first = state == ChunkState::New;
+        if is_first && self.touched.is_untouched(&self.ram, offset, bytes) {
+            return Ok(DirtyRanges::default());
+        }
+        let pages = usize::try_from(bytes / PAGE_BYTES).unwrap_or(0);
+        let mut dirty = vec![state != ChunkState::Observed; pages];
+        self.chunks[chunk] = ChunkState::Observed;
+        match &mut self.method {
+            Method::Protection(protector) => {
+                let pagemap = &protector.pagemap;
+                let address = self.ram.memory().get_host_address(self.ram.address_of(offset))?;
+                if protect(pagemap, address as u64, &mut dirty).is_err() {
+                    // The balloon has mapped new memory in place of pages of a snapshot.
+                    dirty.fill(true);
+                    let taken = self.chunks.iter_mut().filter(|state| **state != ChunkState::New);
+                    taken.for_each(|state| *state = ChunkState::Unknown);
+                    let again = protector.register(&self.ram);
+                    if again
+                        .and_then(|()| protect(pagemap, address as u64, &mut dirty))
+                        .is_ok()
+                    {
+                        self.chunks[chunk] = ChunkState::Observed;
+                    }
+                }
+            }
+            Method::Hashes { keys, hashes, buffer } => {
+                buffer.resize(usize::try_from(bytes).unwrap_or(0), 0);
+                self.ram
+                    .memory()
+                    .read_slice(buffer, self.ram.address_of(offset))?;
+                let first = usize::try_from(offset / PAGE_BYTES).unwrap_or(usize::MAX);
+                compare(
+                    keys,
+                    buffer,
+                    hashes.get_mut(first..).unwrap_or_default(),
+                    &mut dirty,
+                );
+            }
+        }
+        let ranges = ranges_of(&dirty, offset);
+        Ok(DirtyRanges { ranges, is_first })
+    }
+}
+
+impl Drop for DirtyPages {
+    fn drop(&mut self) {
+        if let Method::Protection(protector) = &self.method {
+            protector.unregister(&self.ram);
+        }
+    }
+}
+
+/// Returns the ranges of dirty pages of the chunk at `offset`.
+fn ranges_of(dirty: &[bool], offset: u64) -> Vec<Range<u64>> {
+    let mut ranges: Vec<Range<u64>> = Vec::new();
+    let pages = (0u64..).zip(dirty).filter(|(_, is_dirty)| **is_dirty);
+    for (page, _) in pages {
+        let start = offset + page * PAGE_BYTES;
+        match ranges.last_mut() {
+            Some(last) if last.end == start => last.end += PAGE_BYTES,
+            _ => ranges.push(start..start + PAGE_BYTES),
+        }
+    }
+    ranges
+}
+
+/// Marks and protects the written pages at `address`, and marks those that have no page table entry
+/// any more, because they were given back: not all kernels report them as written if the page table
+/// itself is gone.
+fn protect(pagemap: &File, address: u64, dirty: &mut [bool]) -> io::Result<()> {
+    let mut entries = vec![0; dirty.len() * ENTRY_BYTES];
+    let entry_bytes = ENTRY_BYTES as u64;
+    pagemap.read_exact_at(&mut entries, address / PAGE_BYTES * entry_bytes)?;
+    let (entries, _) = entries.as_chunks();
+    for (is_dirty, entry) in dirty.iter_mut().zip(entries) {
+        *is_dirty |= u64::from_le_bytes(*entry) & EXISTS == 0;
+    }
+    let mut regions = [PageRegion::default(); MAX_REGIONS];
+    let mut args = ScanArgs {
+        size: size_of::<ScanArgs>() as u64,
+        flags: SCAN_AND_PROTECT,
+        start: address,
+        end: address + dirty.len() as u64 * PAGE_BYTES,
+        walk_end: 0,
+        vec: regions.as_mut_ptr() as u64,
+        vec_len: regions.len() as u64,
+        max_pages: 0,
+        category_inverted: 0,
+        category_mask: PAGE_IS_WRITTEN,
+        category_anyof_mask: 0,
+        return_mask: PAGE_IS_WRITTEN,
+    };
+    // SAFETY: the call reads and writes `args`, and writes at most `vec_len` entries of `regions`. Both
+    // outlive it. The protected range is guest memory, whose contents do not change.
+    let found = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut args) };
+    let found = usize::try_from(found).map_err(|_| io::Error::last_os_error())?;
+    // A chunk has no more ranges than the array. Otherwise the rest would be lost.
+    let rest = PageRegion {
+        start: args.walk_end,
+        end: args.end,
+        categories: PAGE_IS_WRITTEN,
+    };
+    for region in regions.iter().take(found).chain([&rest]) {
+        let page = |at: u64| usize::try_from(at.saturating_sub(address) / PAGE_BYTES).unwrap_or(0);
+        let range = page(region.start)..page(region.end);
+        dirty.get_mut(range).unwrap_or_default().fill(true);
+    }
+    Ok(())
+}
+
+/// Updates the hashes of pages, and marks those that have changed.
+fn compare(keys: &RandomState, data: &[u8], known: &mut [u64], dirty: &mut [bool]) {
+    let pages = data.chunks(usize::try_from(PAGE_BYTES).unwrap_or(1));
+    for ((page, known), is_dirty) in pages.zip(known).zip(dirty) {
+        let hash = keys.hash_one(page);
+        *is_dirty |= std::mem::replace(known, hash) != hash;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read as _;
+
+    use vm_memory::GuestAddress;
+
+    use super::*;
+    use crate::memory::MIN_RAM_BYTES;
+
+    const CHUNK: u64 = CHUNK_BYTES;
+
+    fn protectors() -> Vec<Option<Arc<WriteProtector>>> {
+        let protector = WriteProtector::open().map(Arc::new);
+        if protector.is_none() {
+            eprintln!("SKIP: this kernel cannot observe writes");
+        }
+        protector.into_iter().map(Some).chain([None]).collect()
+    }
+
+    fn all(dirty: &mut DirtyPages) -> Vec<Range<u64>> {
+        let chunks = (0..MIN_RAM_BYTES / CHUNK).map(|i| i * CHUNK);
+        let found = chunks.flat_map(|at| dirty.take(at).unwrap().ranges);
+        let mut ranges: Vec<Range<u64>> = Vec::new();
+        for range in found {
+            match ranges.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => ranges.push(range),
+            }
+        }
+        ranges
+    }
+
+    fn page(n: u64) -> Range<u64> {
+        n * PAGE_BYTES..(n + 1) * PAGE_BYTES
+    }
+
+    fn chunk(n: u64) -> Range<u64> {
+        n * CHUNK..(n + 1) * CHUNK
+    }
+
+    /// A write that is missed would be lost when the VM moves: those of the VMM, of the kernel for the
+    /// VMM, and the disappearance of pages that are given back.
+    #[test]
+    fn writes_of_ours_are_in_the_dirty_set() {
+        for protector in protectors() {
+            let ram = GuestRam::new(MIN_RAM_BYTES).unwrap();
+            let memory = ram.memory();
+            memory.write_slice(&[1; 3 * 4096], GuestAddress(0x5000)).unwrap();
+            let mut dirty = DirtyPages::observe(&ram, protector.as_ref());
+            assert_eq!(dirty.reads_all(), protector.is_none());
+            // Nobody has touched the other chunks.
+            assert_eq!(all(&mut dirty), [chunk(0)]);
+            assert_eq!(all(&mut dirty), []);
+            memory.write_obj(2u8, GuestAddress(0x6fff)).unwrap();
+            memory.write_obj(2u8, GuestAddress(3 * CHUNK)).unwrap();
+            assert_eq!(all(&mut dirty), [page(6), chunk(3)]);
+            assert_eq!(all(&mut dirty), []);
+            let file = tempfile::tempfile().unwrap();
+            file.set_len(4096).unwrap();
+            ram.read_from(0x7000, &file, 4096).unwrap();
+            let mut random = File::open("/dev/urandom").unwrap().take(4096);
+            let read = memory.read_exact_volatile_from(GuestAddress(0x9000), random.get_mut(), 4096);
+            read.unwrap();
+            assert_eq!(all(&mut dirty), [page(7), page(9)]);
+            assert_eq!(all(&mut dirty), []);
+            memory.write_slice(&[1; 4096], GuestAddress(5 * CHUNK)).unwrap();
+            assert_eq!(all(&mut dirty), [chunk(5)]);
+            ram.clear().unwrap();
+            let found = all(&mut dirty);
+            for lost in [page(5), page(6), page(9), page(5 * CHUNK / PAGE_BYTES)] {
+                let is_in = |range: &Range<u64>| range.start <= lost.start && lost.end <= range.end;
+                assert!(found.iter().any(is_in), "{lost:?} {found:?}");
+            }
+        }
+    }
+
+    /// A cancelled move must leave memory as it was.
+    #[test]
+    fn memory_can_be_observed_again() {
+        let Some(protector) = WriteProtector::open().map(Arc::new) else {
+            return;
+        };
+        let ram = GuestRam::new(MIN_RAM_BYTES).unwrap();
+        for byte in [1u8, 2] {
+            let mut dirty = DirtyPages::observe(&ram, Some(&protector));
+            ram.memory().write_obj(byte, GuestAddress(0)).unwrap();
+            assert_eq!(all(&mut dirty), [chunk(0)]);
+            ram.memory().write_obj(byte, GuestAddress(0x8000)).unwrap();
+            assert_eq!(all(&mut dirty), [page(8)]);
+            drop(dirty);
+        }
+        assert!(!TouchedPages::of(&ram).is_untouched(&ram, 0, CHUNK));
+        assert!(TouchedPages::of(&ram).is_untouched(&ram, CHUNK, CHUNK));
+    }
+
+    /// The balloon of a restored VM replaces pages of the memory file.
+    #[test]
+    fn new_mappings_are_in_the_dirty_set() {
+        for protector in protectors() {
+            let file = tempfile::tempfile().unwrap();
+            file.set_len(MIN_RAM_BYTES).unwrap();
+            let mut ram = GuestRam::new(MIN_RAM_BYTES).unwrap();
+            ram.map_snapshot(&file).unwrap();
+            ram.memory().write_slice(&[1; 4096], GuestAddress(CHUNK)).unwrap();
+            let mut dirty = DirtyPages::observe(&ram, protector.as_ref());
+            all(&mut dirty);
+            assert_eq!(all(&mut dirty), []);
+            ram.map_snapshot(&file).unwrap();
+            let found = all(&mut dirty);
+            assert!(found.iter().any(|range| range.contains(&CHUNK)), "{found:?}");
+            all(&mut dirty);
+            assert_eq!(all(&mut dirty), []);
+        }
+    }
+
+    /// Pages that a restored VM has not read are in the memory file.
+    #[test]
+    fn memory_of_a_snapshot_is_dirty_at_first() {
+        for protector in protectors() {
+            let file = tempfile::tempfile().unwrap();
+            file.set_len(MIN_RAM_BYTES).unwrap();
+            let mut ram = GuestRam::new(MIN_RAM_BYTES).unwrap();
+            ram.map_snapshot(&file).unwrap();
+            let mut dirty = DirtyPages::observe(&ram, protector.as_ref());
+            let first = all(&mut dirty);
+            assert!(first.len() == 1 && first[0] == (0..MIN_RAM_BYTES), "{first:?}");
+            assert_eq!(all(&mut dirty), []);
+            ram.memory().write_obj(1u8, GuestAddress(0x3000)).unwrap();
+            let _: u8 = ram.memory().read_obj(GuestAddress(0x4000)).unwrap();
+            assert_eq!(all(&mut dirty), [page(3)]);
+        }
+    }
+}

@@ -1,0 +1,326 @@
+//! Memory of a VM that moves to another host while its guest runs.
+//!
+//! The client drives a [`Migration`] as it does a [`Snapshot`](super::save::Snapshot):
+//!
+//! 1. [`Migration::begin`] begins to observe memory. [`Migration::machine`] describes the VM for the
+//!    checks of the destination.
+//! 2. [`Migration::read_memory`], repeated from offset 0 to the end, is one round: it returns the pages
+//!    that were written since the preceding round, and in the first round all.
+//! 3. When the client has paused the VM with a snapshot, one more round completes the memory.
+//!
+//! Dropping the migration ends the observation. The guest goes on as before.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use snapshot::encode;
+use snapshot::memory::CHUNK_BYTES;
+use snapshot::state::{SavedDevice, SavedKernel, SavedMachine, SavedMemory, SavedVcpu};
+use vm_memory::Bytes as _;
+
+use super::save::{SnapshotError, SnapshotSource, saved_filter};
+use crate::memory::dirty::{DirtyPages, PAGE_BYTES};
+
+/// Number of bytes of memory from which on a piece ends. It has at most one chunk more.
+const PIECE_BYTES: u64 = 2 << 20;
+/// Maximum number of ranges in a piece, except for those of the last chunk.
+const MAX_RANGES: usize = 1024;
+/// Maximum number of chunks that one [`Migration::read_memory`] examines, if all memory must be read for
+/// that, and otherwise.
+const MAX_READ_CHUNKS: u32 = 8;
+const MAX_CHUNKS: u32 = 256;
+/// A page of zeros.
+static ZERO_PAGE: [u8; 4096] = [0; 4096];
+
+/// A piece of a round.
+#[derive(Debug, Default)]
+pub struct DirtyPiece {
+    /// Ranges with contents: offset in RAM and length, in bytes.
+    pub pages: Vec<(u64, u64)>,
+    /// Ranges that consist of zeros and may not have before.
+    pub zeros: Vec<(u64, u64)>,
+    /// Contents of `pages`.
+    pub data: Vec<u8>,
+    /// Offset of the next piece; the size of RAM at the end of the round.
+    pub next: u64,
+}
+
+/// A VM that is about to move.
+#[derive(Debug)]
+pub struct Migration {
+    source: Arc<SnapshotSource>,
+    options: BTreeMap<String, String>,
+    dirty: DirtyPages,
+    /// Offset of the next piece in bytes.
+    next: u64,
+    /// The VM was paused for a snapshot at the beginning of the round.
+    is_last_round: bool,
+}
+
+impl Migration {
+    /// Begins to observe the memory of the VM. `options` are the options of the command line that
+    /// determine the machine.
+    ///
+    /// # Errors
+    /// Returns [`SnapshotError::Unsupported`] with all parts of the VM that cannot move.
+    pub fn begin(
+        source: &Arc<SnapshotSource>,
+        options: BTreeMap<String, String>,
+    ) -> Result<Self, SnapshotError> {
+        source.check_supported()?;
+        let dirty = DirtyPages::observe(&source.ram, source.protector.as_ref());
+        if dirty.reads_all() {
+            log::warn!(
+                "this host's kernel cannot tell which memory the guest writes (Linux 6.7 can); all of it is read in each round"
+            );
+        }
+        Ok(Self {
+            source: source.clone(),
+            options,
+            dirty,
+            next: 0,
+            is_last_round: false,
+        })
+    }
+
+    /// Returns a state file with the properties of the machine, and without its state.
+    ///
+    /// # Errors
+    /// Returns [`SnapshotError::Format`] if it is too large.
+    pub fn machine(&self) -> Result<Vec<u8>, SnapshotError> {
+        let source = &self.source;
+        let cpuid = source.cpuid.iter();
+        let devices = source.bus.pci().map(|pci| pci.save()).unwrap_or_default();
+        Ok(encode(&SavedMachine {
+            saved_by: env!("CARGO_PKG_VERSION").to_owned(),
+            options: self.options.clone(),
+            shape: source.shape.clone(),
+            filter: saved_filter(&source.pmu.filter()),
+            kernel: SavedKernel {
+                format: source.kernel.0.to_owned(),
+                ..SavedKernel::default()
+            },
+            vcpus: cpuid
+                .map(|(id, cpuid)| SavedVcpu {
+                    id: *id,
+                    cpuid: cpuid.clone(),
+                    ..SavedVcpu::default()
+                })
+                .collect(),
+            devices: devices
+                .into_iter()
+                .map(|device| SavedDevice {
+                    id: device.id,
+                    name: device.name,
+                    config: device.config,
+                    ..SavedDevice::default()
+                })
+                .collect(),
+            memory: SavedMemory {
+                bytes: source.ram.size_bytes(),
+                crcs: Vec::new(),
+                base: None,
+            },
+            ..SavedMachine::default()
+        })?)
+    }
+
+    /// Returns the size of guest memory in bytes.
+    #[must_use]
+    pub fn memory_bytes(&self) -> u64 {
+        self.source.ram.size_bytes()
+    }
+
+    /// Returns the next piece of a round. `is_paused` tells whether the VM is paused by a snapshot whose
+    /// state is known. Pages that were written and consist of zeros as before may be omitted.
+    ///
+    /// # Errors
+    /// Returns [`SnapshotError::Order`] unless `offset` is 0 or the end of the preceding piece, and
+    /// [`SnapshotError::Memory`] if memory cannot be read.
+    pub fn read_memory(&mut self, offset: u64, is_paused: bool) -> Result<DirtyPiece, SnapshotError> {
+        let bytes = self.memory_bytes();
+        if offset >= bytes || offset != 0 && offset != self.next {
+            return Err(SnapshotError::Order);
+        }
+        if offset == 0 {
+            self.is_last_round = is_paused;
+        }
+        let max_chunks = if self.dirty.reads_all() {
+            MAX_READ_CHUNKS
+        } else {
+            MAX_CHUNKS
+        };
+        let mut piece = DirtyPiece::default();
+        let mut at = offset;
+        for _ in 0..max_chunks {
+            if at >= bytes || piece.is_full() {
+                break;
+            }
+            self.read_chunk(at, &mut piece)?;
+            at = bytes.min(at + CHUNK_BYTES);
+        }
+        self.next = at;
+        piece.next = at;
+        Ok(piece)
+    }
+
+    fn read_chunk(&mut self, offset: u64, piece: &mut DirtyPiece) -> Result<(), SnapshotError> {
+        let dirty = self.dirty.take(offset)?;
+        let ram = &self.source.ram;
+        for range in dirty.ranges {
+            let start = piece.data.len();
+            let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
+            piece.data.resize(start.saturating_add(bytes), 0);
+            let address = ram.address_of(range.start);
+            ram.memory().read_slice(&mut piece.data[start..], address)?;
+            piece.keep_pages(start, range.start, !dirty.is_first);
+        }
+        Ok(())
+    }
+
+    /// Returns whether all memory has been read since the VM was paused.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        self.is_last_round && self.next == self.memory_bytes()
+    }
+}
+
+impl DirtyPiece {
+    fn is_full(&self) -> bool {
+        self.data.len() as u64 >= PIECE_BYTES || self.pages.len() + self.zeros.len() >= MAX_RANGES
+    }
+
+    /// Keeps the pages among the data from `start` on that are not zeros. The data belongs to `offset`.
+    /// With `needs_zeros`, the other pages are listed.
+    fn keep_pages(&mut self, start: usize, offset: u64, needs_zeros: bool) {
+        let mut kept = start;
+        let mut at = start;
+        while at < self.data.len() {
+            let end = at + ZERO_PAGE.len();
+            let page = offset + (at - start) as u64;
+            if self.data[at..end] != ZERO_PAGE {
+                self.data.copy_within(at..end, kept);
+                kept += ZERO_PAGE.len();
+                extend(&mut self.pages, page);
+            } else if needs_zeros {
+                extend(&mut self.zeros, page);
+            }
+            at = end;
+        }
+        self.data.truncate(kept);
+    }
+}
+
+/// Adds the page at `offset` to ranges of at most a chunk.
+fn extend(ranges: &mut Vec<(u64, u64)>, offset: u64) {
+    match ranges.last_mut() {
+        Some((start, bytes)) if *start + *bytes == offset && *bytes < CHUNK_BYTES => *bytes += PAGE_BYTES,
+        _ => ranges.push((offset, PAGE_BYTES)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::GuestAddress;
+
+    use super::*;
+    use crate::memory::GuestRam;
+    use crate::testing;
+    use crate::vm::RunningVm;
+    use crate::vm::save::Snapshot;
+
+    /// Guest code that increments the 32-bit numbers at 0x880000 and 0xa80000 forever.
+    const COUNT: [u8; 14] = [
+        0xFF, 0x05, 0x00, 0x00, 0x88, 0x00, 0xFF, 0x05, 0x00, 0x00, 0xA8, 0x00, 0xEB, 0xF2,
+    ];
+
+    /// Copies the pieces of a round to `copy`, and returns the number of bytes.
+    fn copy_round(migration: &mut Migration, copy: &GuestRam, is_paused: bool) -> u64 {
+        let (mut offset, mut sent) = (0, 0);
+        while offset < migration.memory_bytes() {
+            let piece = migration.read_memory(offset, is_paused).unwrap();
+            let mut data = &piece.data[..];
+            for (start, bytes) in piece.pages {
+                let (page, rest) = data.split_at(usize::try_from(bytes).unwrap());
+                copy.memory().write_slice(page, GuestAddress(start)).unwrap();
+                (data, sent) = (rest, sent + bytes);
+            }
+            for (start, bytes) in piece.zeros {
+                let zeros = vec![0; usize::try_from(bytes).unwrap()];
+                copy.memory().write_slice(&zeros, GuestAddress(start)).unwrap();
+            }
+            assert!(data.is_empty() && piece.next > offset);
+            offset = piece.next;
+        }
+        sent
+    }
+
+    fn contents(ram: &GuestRam) -> Vec<u8> {
+        let mut bytes = vec![0; usize::try_from(ram.size_bytes()).unwrap()];
+        ram.memory().read_slice(&mut bytes, GuestAddress(0)).unwrap();
+        bytes
+    }
+
+    fn paused(vm: &RunningVm) -> Snapshot {
+        let mut snapshot = Snapshot::begin(vm.snapshots(), BTreeMap::new()).unwrap();
+        while !snapshot.advance().unwrap() {
+            std::thread::sleep(std::time::Duration::from_micros(50));
+        }
+        snapshot
+    }
+
+    /// What arrives is the memory at the pause, whatever the guest has written between the rounds.
+    #[test]
+    fn rounds_add_up_to_the_memory_of_the_paused_vm() {
+        let Some(vm) = testing::vm(&COUNT, |_| ()) else {
+            return;
+        };
+        let memory = vm.ram().memory();
+        memory.write_slice(&[5; 8192], GuestAddress(0x50_0000)).unwrap();
+        let mut migration = Migration::begin(vm.snapshots(), BTreeMap::new()).unwrap();
+        let copy = GuestRam::new(migration.memory_bytes()).unwrap();
+        let all = copy_round(&mut migration, &copy, false);
+        let counts = || [0x88_0000, 0xA8_0000].map(|at| memory.read_obj::<u32>(GuestAddress(at)).unwrap());
+        for round in 0..5 {
+            let before = counts();
+            let is_written = || counts().iter().zip(&before).all(|(now, before)| now != before);
+            assert!((0..5000).any(|_| {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+                is_written()
+            }));
+            if round == 1 {
+                // A page becomes zeros.
+                memory.write_slice(&[0; 4096], GuestAddress(0x50_0000)).unwrap();
+            }
+            let sent = copy_round(&mut migration, &copy, false);
+            assert!(sent >= 8192 && sent < all, "{sent} {all}");
+        }
+        assert!(!migration.is_complete());
+        let snapshot = paused(&vm);
+        assert!(snapshot.state_without_memory(&migration).is_err());
+        copy_round(&mut migration, &copy, true);
+        assert!(migration.is_complete());
+        assert!(contents(&copy) == contents(vm.ram()));
+        snapshot::decode(&snapshot.state_without_memory(&migration).unwrap()).unwrap();
+        assert_eq!(copy_round(&mut migration, &copy, true), 0, "nobody writes");
+        drop((snapshot, migration));
+        let before = counts();
+        assert!((0..5000).any(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+            counts() != before
+        }));
+    }
+
+    #[test]
+    fn pieces_are_read_in_order() {
+        let Some(vm) = testing::halted_vm() else { return };
+        let mut migration = Migration::begin(vm.snapshots(), BTreeMap::new()).unwrap();
+        assert!(migration.read_memory(4096, false).is_err());
+        let next = migration.read_memory(0, false).unwrap().next;
+        assert!(migration.read_memory(next + CHUNK_BYTES, false).is_err());
+        assert!(migration.read_memory(migration.memory_bytes(), false).is_err());
+        let machine = snapshot::decode(&migration.machine().unwrap()).unwrap();
+        assert_eq!(machine.vcpus.len(), 2);
+        assert!(!machine.vcpus[0].cpuid.is_empty());
+    }
+}
