@@ -179,7 +179,6 @@ impl VendorOps for Amd {
                 })
             }
             DEBUG_CTL if model.has_branch_records() => Some(Register::DebugControl),
-            address if model.has_branch_records() => branch_register(address).map(Register::Branch),
             _ => None,
         }
     }
@@ -201,10 +200,6 @@ impl VendorOps for Amd {
                 WriteEffect::Store(value & (model.counters_mask() | freeze_status(model)))
             }
             Register::DebugControl => WriteEffect::Store(value & model.debug_control_bits()),
-            Register::Branch(BranchRegister::Control) => WriteEffect::Store(value & LBR_ENABLE),
-            Register::Branch(BranchRegister::Filter) => WriteEffect::Store(value & LBR_SELECT_MASK),
-            Register::Branch(BranchRegister::From(_)) => WriteEffect::Store(value),
-            Register::Branch(BranchRegister::To(_)) => WriteEffect::Store(value & !TO_RESERVED),
             // The global status ignores writes. The remaining registers have no address on AMD
             // models.
             _ => WriteEffect::Dropped,
@@ -319,6 +314,21 @@ impl VendorOps for Amd {
 
     fn capabilities(&self, _: &PmuModel) -> u64 {
         0
+    }
+
+    fn branch_register(&self, model: &PmuModel, msr: MsrAddress) -> Option<BranchRegister> {
+        branch_register(msr.0).filter(|_| model.has_branch_records())
+    }
+
+    fn write_branch_register(&self, register: BranchRegister, value: u64) -> WriteEffect {
+        match register {
+            BranchRegister::Control => WriteEffect::Store(value & LBR_ENABLE),
+            BranchRegister::Filter => WriteEffect::Store(value & LBR_SELECT_MASK),
+            BranchRegister::From(_) => WriteEffect::Store(value),
+            BranchRegister::To(_) => WriteEffect::Store(value & !TO_RESERVED),
+            // These registers have no address on AMD models.
+            BranchRegister::Depth | BranchRegister::Top | BranchRegister::Info(_) => WriteEffect::Dropped,
+        }
     }
 
     fn records_branches(&self, registers: &Registers) -> bool {

@@ -304,7 +304,6 @@ impl VendorOps for Intel {
             IA32_PERF_GLOBAL_STATUS_RESET => from(2, Register::GlobalStatusReset),
             IA32_PERF_GLOBAL_STATUS_SET => from(4, Register::GlobalStatusSet),
             IA32_PERF_GLOBAL_INUSE => from(4, Register::GlobalInUse),
-            address if model.has_branch_records() => branch_register(address).map(Register::Branch),
             _ => None,
         }
     }
@@ -336,7 +335,6 @@ impl VendorOps for Intel {
             // state.
             Register::GlobalStatusSet => checked(value, counters | settable_status(model.intel_version())),
             Register::DebugControl => checked(value, model.debug_control_bits()),
-            Register::Branch(register) => write_branch_register(register, value),
             Register::Absent => WriteEffect::Dropped,
             Register::GlobalStatus | Register::GlobalInUse | Register::Capabilities => WriteEffect::Fault,
         }
@@ -502,6 +500,14 @@ impl VendorOps for Intel {
         } else {
             CAPABILITIES_FW_WRITE
         }
+    }
+
+    fn branch_register(&self, model: &PmuModel, msr: MsrAddress) -> Option<BranchRegister> {
+        branch_register(msr.0).filter(|_| model.has_branch_records())
+    }
+
+    fn write_branch_register(&self, register: BranchRegister, value: u64) -> WriteEffect {
+        write_branch_register(register, value)
     }
 
     fn records_branches(&self, registers: &Registers) -> bool {

@@ -39,8 +39,6 @@ pub enum Register {
     Capabilities,
     /// Debug control, of which only the freeze-on-PMI bits belong to the PMU.
     DebugControl,
-    /// Register of the branch records.
-    Branch(BranchRegister),
     /// Register that reads as 0 and ignores writes.
     Absent,
 }
@@ -135,6 +133,12 @@ pub trait VendorOps: Sync + std::fmt::Debug {
 
     /// Returns the value of IA32_PERF_CAPABILITIES.
     fn capabilities(&self, model: &PmuModel) -> u64;
+
+    /// Returns the register of the branch records at an MSR address, or `None` if an access faults.
+    fn branch_register(&self, model: &PmuModel, msr: MsrAddress) -> Option<BranchRegister>;
+
+    /// Returns the effect of writing `value` to a register of the branch records.
+    fn write_branch_register(&self, register: BranchRegister, value: u64) -> WriteEffect;
 
     /// Returns whether the branch records are enabled and not frozen.
     fn records_branches(&self, registers: &Registers) -> bool;

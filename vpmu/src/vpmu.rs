@@ -249,7 +249,7 @@ impl Vpmu {
     /// Handles a guest RDMSR.
     pub fn read_msr(&mut self, msr: MsrAddress, events: &mut dyn CounterEvents) -> MsrReadOutcome {
         let Some(register) = self.vendor.register(&self.model, msr) else {
-            return MsrReadOutcome::InjectGp;
+            return self.read_branch_register(msr);
         };
         MsrReadOutcome::Value(match register {
             Register::Selector(counter) => self.registers.selectors[counter.slot()],
@@ -265,10 +265,6 @@ impl Vpmu {
             Register::GlobalInUse => self.vendor.in_use(&self.model, &self.registers),
             Register::Capabilities => self.vendor.capabilities(&self.model),
             Register::DebugControl => self.registers.debug_control,
-            Register::Branch(register) if !self.has_branch_register(register) => {
-                return MsrReadOutcome::InjectGp;
-            }
-            Register::Branch(register) => self.branch_register(register),
             Register::GlobalStatusReset | Register::GlobalStatusSet | Register::Absent => 0,
         })
     }
@@ -281,7 +277,7 @@ impl Vpmu {
         events: &mut dyn CounterEvents,
     ) -> MsrWriteOutcome {
         let Some(register) = self.vendor.register(&self.model, msr) else {
-            return MsrWriteOutcome::InjectGp;
+            return self.write_branch_register(msr, value);
         };
         let value = match self.vendor.write(&self.model, register, value) {
             WriteEffect::Store(value) => value,
@@ -289,10 +285,6 @@ impl Vpmu {
             WriteEffect::Fault => return MsrWriteOutcome::InjectGp,
         };
         match register {
-            Register::Branch(register) if !self.has_branch_register(register) => {
-                return MsrWriteOutcome::InjectGp;
-            }
-            Register::Branch(register) => self.set_branch_register(register, value),
             Register::Selector(counter) => {
                 let differing = self.registers.selectors[counter.slot()] ^ value;
                 if differing != 0 {

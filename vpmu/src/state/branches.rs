@@ -5,7 +5,7 @@ use super::{StateError, VERSION_WITH_BRANCHES};
 use crate::branches::{BranchControls, BranchRecords, BranchRegister};
 use crate::model::PmuModel;
 use crate::registers;
-use crate::vendor::{Register, Registers, WriteEffect};
+use crate::vendor::{Registers, WriteEffect};
 use crate::vpmu::Vpmu;
 
 impl Vpmu {
@@ -45,9 +45,7 @@ pub(super) fn read_branches(
     // A register that the vendor lacks keeps its initial value.
     let mut checked = |register, value| {
         let initial = at_reset.register(register).map_or(0, |initial| *initial);
-        if value == initial
-            || ops.write(model, Register::Branch(register), value) == WriteEffect::Store(value)
-        {
+        if value == initial || ops.write_branch_register(register, value) == WriteEffect::Store(value) {
             Ok(value)
         } else {
             Err(StateError::Impossible("a branch record has reserved bits"))

@@ -2,9 +2,11 @@
 
 use perf_core::branch::BranchEntry;
 
-use super::Vpmu;
+use super::{MsrReadOutcome, MsrWriteOutcome, Vpmu};
 use crate::SteppedLevels;
 use crate::branches::{BranchPhase, BranchRegister};
+use crate::index::MsrAddress;
+use crate::vendor::WriteEffect;
 
 /// Branches that must be collected before a PMI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,27 +111,45 @@ impl Vpmu {
         }
     }
 
-    /// Returns whether the guest can access the register with the current number of records.
-    pub(super) fn has_branch_register(&self, register: BranchRegister) -> bool {
-        register
-            .record()
-            .is_none_or(|record| usize::from(record) < self.registers.branches.records())
+    /// Returns the register at an MSR address that belongs to no other part of the PMU, or `None` if
+    /// an access faults.
+    fn branch_register(&self, msr: MsrAddress) -> Option<BranchRegister> {
+        let register = self.vendor.branch_register(&self.model, msr)?;
+        let depth = self.registers.branches.records();
+        let exists = register.record().is_none_or(|record| usize::from(record) < depth);
+        exists.then_some(register)
     }
 
-    /// Returns the value of a register.
-    pub(super) fn branch_register(&mut self, register: BranchRegister) -> u64 {
-        self.stored(register).map_or(0, |value| *value)
+    /// Handles a guest RDMSR of an address that belongs to no other part of the PMU.
+    #[cold]
+    pub(super) fn read_branch_register(&mut self, msr: MsrAddress) -> MsrReadOutcome {
+        let stored = self
+            .branch_register(msr)
+            .and_then(|register| self.stored(register));
+        stored.map_or(MsrReadOutcome::InjectGp, |value| MsrReadOutcome::Value(*value))
     }
 
-    /// Stores a register. A write to the depth clears the records (SDM vol. 4, 14CFH).
-    pub(super) fn set_branch_register(&mut self, register: BranchRegister, value: u64) {
-        if register == BranchRegister::Depth
-            && let Some(branches) = &mut self.branches
-        {
-            branches.clear();
-        }
-        if let Some(stored) = self.stored(register) {
-            *stored = value;
+    /// Handles a guest WRMSR to an address that belongs to no other part of the PMU. A write to the
+    /// depth clears the records (SDM vol. 4, 14CFH).
+    #[cold]
+    pub(super) fn write_branch_register(&mut self, msr: MsrAddress, value: u64) -> MsrWriteOutcome {
+        let Some(register) = self.branch_register(msr) else {
+            return MsrWriteOutcome::InjectGp;
+        };
+        match self.vendor.write_branch_register(register, value) {
+            WriteEffect::Store(value) => {
+                if register == BranchRegister::Depth
+                    && let Some(branches) = &mut self.branches
+                {
+                    branches.clear();
+                }
+                if let Some(stored) = self.stored(register) {
+                    *stored = value;
+                }
+                MsrWriteOutcome::Done
+            }
+            WriteEffect::Dropped => MsrWriteOutcome::Done,
+            WriteEffect::Fault => MsrWriteOutcome::InjectGp,
         }
     }
 

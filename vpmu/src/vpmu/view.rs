@@ -57,8 +57,7 @@ impl Vpmu {
             Register::GlobalControl => self.registers.global_control = value,
             Register::GlobalStatus => self.registers.global_status = value,
             Register::DebugControl => self.registers.debug_control = value,
-            Register::Branch(_)
-            | Register::GlobalStatusReset
+            Register::GlobalStatusReset
             | Register::GlobalStatusSet
             | Register::GlobalInUse
             | Register::Capabilities

@@ -102,6 +102,29 @@ fn snapshot_can_end_the_vm() {
     });
 }
 
+/// A restored guest keeps its branch records, whatever the default is here, and a guest without them
+/// gets none.
+#[test]
+fn branch_records_follow_the_guest() {
+    for (given, expected) in [("on", true), ("off", false)] {
+        let Some(mut vm) = spinning(&["--pmu", "amd-v2", "--lbr", given]) else {
+            return;
+        };
+        let dir = take(&vm, &["--stop"]);
+        assert_eq!(vm.wait(), Some(0));
+        let restored = restore(&dir, &[]);
+        eventually("it runs", || {
+            state_of(&restored, "two").starts_with("two: running, 1 vCPU\n")
+        });
+        let again = restored.runtime.path().join("again");
+        stdout_of(&mut restored.command(&["ctl", "two", "snapshot", again.to_str().unwrap()]));
+        let state = fs::read(again.join("state")).unwrap();
+        let model = b" counters of 48 bits and branch records";
+        let has_records = state.windows(model.len()).any(|bytes| bytes == model);
+        assert_eq!(has_records, expected, "--lbr {given}");
+    }
+}
+
 /// A failed snapshot leaves no directory, and the VM goes on.
 #[test]
 fn failed_snapshot_leaves_nothing_behind() {

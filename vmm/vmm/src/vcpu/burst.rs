@@ -354,6 +354,28 @@ impl Running {
 mod tests {
     use super::*;
 
+    /// A signal during a burst of another purpose is handled at once, and one that waits is handled
+    /// after the burst.
+    #[test]
+    fn signal_waits_for_end_of_branch_records() {
+        let burst = |purpose| ActiveBurst {
+            purpose,
+            began: Instant::now(),
+            began_cpu_ns: 0,
+            first_step: 0,
+            max_steps: 0,
+        };
+        let mut bursts = Bursts::default();
+        assert!(bursts.defer_signal(true) && !bursts.defer_signal(false));
+        let overhead_permille = None;
+        bursts.active = Some(burst(BurstPurpose::Sample { overhead_permille }));
+        assert!(bursts.defer_signal(true) && !bursts.is_for_pmi());
+        bursts.active = Some(burst(BurstPurpose::Pmi(SteppedLevels::default())));
+        assert!(!bursts.defer_signal(true) && !bursts.defer_signal(false));
+        bursts.active = None;
+        assert!(bursts.defer_signal(false) && !bursts.defer_signal(false));
+    }
+
     #[test]
     fn pause_bounds_the_share_of_bursts() {
         assert_eq!(pause_after(100, 50), 1900);

@@ -6,9 +6,8 @@
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
 use kvm_bindings::{CpuId, Msrs, kvm_msr_entry};
-use vpmu::PmuModel;
-use vpmu::Vendor;
 use vpmu::registers::IA32_DEBUGCTL;
+use vpmu::{PmuModel, Vendor};
 
 /// IA32_DEBUGCTL.LBR (bit 0): enables model-specific branch records, on AMD the record of the last
 /// branch. Every processor accepts the bit. Guests have neither, so the bit is dropped. Forwarding
@@ -115,15 +114,20 @@ fn processor_bits(cpuid: &CpuId) -> u64 {
 mod tests {
     use super::*;
     use kvm_bindings::kvm_cpuid_entry2;
+    use vpmu::PmuGeneration;
 
     fn with(ebx: u32, ecx: u32) -> DebugControl {
+        of(&PmuModel::INTEL, ebx, ecx)
+    }
+
+    fn of(model: &PmuModel, ebx: u32, ecx: u32) -> DebugControl {
         let leaf = kvm_cpuid_entry2 {
             function: 7,
             ebx,
             ecx,
             ..Default::default()
         };
-        DebugControl::new(&CpuId::from_entries(&[leaf]).unwrap(), &PmuModel::INTEL).unwrap()
+        DebugControl::new(&CpuId::from_entries(&[leaf]).unwrap(), model).unwrap()
     }
 
     /// A write to a bit that CPUID does not enumerate raises #GP, as on a processor without it.
@@ -140,6 +144,23 @@ mod tests {
         }
         assert_eq!(with(0, 1 << 24).pmu_part(1 << 2 | 1 << 12), Some(1 << 12));
         assert_eq!(with(1 << 11, 0).pmu_part(1 << 15), Some(0));
+    }
+
+    /// With branch records a PMI can freeze them. AMD processors ignore the bits of former pins.
+    #[test]
+    fn debugctl_accepts_freezing_of_branch_records() {
+        let v2 = PmuModel::new(PmuGeneration::AmdV2, None, None).unwrap();
+        for (model, dropped) in [(PmuModel::INTEL, 0b1u64), (v2, 0b11_1101)] {
+            let control = of(&model.with_branch_records(), 0, 0);
+            for bit in 0..64 {
+                let expected = match bit {
+                    11 | 12 => Some(1 << bit),
+                    1 => Some(0),
+                    _ => (dropped >> bit & 1 != 0).then_some(0),
+                };
+                assert_eq!(control.pmu_part(1 << bit), expected, "{model}: bit {bit}");
+            }
+        }
     }
 
     /// A guest cannot start branch recording on the host processor.

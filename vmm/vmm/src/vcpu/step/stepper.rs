@@ -339,3 +339,18 @@ fn is_system_call(code: &[u8; 3]) -> bool {
 pub(super) fn apply(fd: &VcpuFd, debug: &mut GuestDebug, want: DebugRequest) -> Result<(), StepError> {
     Ok(debug.apply(fd, want)?)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn system_calls_are_recognized() {
+        for code in [[0x0F, 0x05, 0], [0x0F, 0x34, 0], [0xCD, 0x80, 0], [0xCC, 0, 0]] {
+            assert!(is_system_call(&code), "{code:x?}");
+        }
+        for code in [[0x0F, 0x1F, 0], [0x90, 0x0F, 0x05], [0xE8, 0, 0]] {
+            assert!(!is_system_call(&code), "{code:x?}");
+        }
+    }
+}
