@@ -476,26 +476,36 @@ fn hostile_stream_is_refused_in_one_line() {
     assert_eq!(receiver.said_count("perfvisor: error: "), 1);
 }
 
-/// On the same host, `stat` continues in the process that received the VM.
+/// On the same host, `stat` and `exits` continue in the process that received the VM.
 #[test]
-fn stat_follows_a_vm_that_moves_as_bytes() {
+fn observers_follow_a_vm_that_moves_as_bytes() {
     let Some(source) = Source::start(&[]) else { return };
-    let mut command = source
-        .vm
-        .operator(&["stat", "one", "-e", "task-clock", "-I", "300"]);
-    let mut stat = Killed(
-        command
-            .stdout(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap(),
-    );
-    let mut lines = BufReader::new(stat.0.stderr.take().unwrap())
-        .lines()
-        .map(Result::unwrap);
+    let observe = |args: &[&str]| {
+        let mut command = source.vm.operator(args);
+        let command = command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut observer = Killed(command.spawn().unwrap());
+        let lines = BufReader::new(observer.0.stderr.take().unwrap()).lines();
+        (observer, lines.map(Result::unwrap))
+    };
+    let (_stat, mut of_stat) = observe(&["stat", "one", "-e", "task-clock", "-I", "300"]);
+    let (mut exits, mut of_exits) = observe(&["exits", "one", "--json", "--no-trace"]);
+    // Both must have connected to the VM before it moves.
+    std::thread::sleep(Duration::from_secs(1));
     let receiver = source.receiver_beside();
     let args = ["ctl", "one", "migrate", "--stream", &source.address()];
     stdout_of(&mut source.vm.operator(&args));
-    let moved = format!("one has moved to process {} as two; its last ", receiver.0.id());
-    assert!(lines.any(|line| line.contains(&moved)));
+    let moved = format!("one has moved to process {} as two; its ", receiver.0.id());
+    assert!(of_stat.any(|line| line.contains(&moved)));
+    assert!(of_exits.any(|line| line.contains(&moved)));
+    interrupt(&exits);
+    assert!(exits.0.wait().unwrap().success());
+    let mut text = String::new();
+    exits
+        .0
+        .stdout
+        .as_mut()
+        .unwrap()
+        .read_to_string(&mut text)
+        .unwrap();
+    assert!(text.contains("\"total\":true"), "{text}");
 }
