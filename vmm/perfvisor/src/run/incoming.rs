@@ -79,7 +79,7 @@ pub enum IncomingError {
     Stream(#[from] StreamError),
     #[error("--incoming: the source sends something else than a VM")]
     Unexpected,
-    #[error("--incoming: this process was ended, and the VM goes on where it was")]
+    #[error("--incoming: the receiving process was ended by a signal")]
     Stopped,
     #[error("--incoming")]
     Config(#[source] Box<RunError>),

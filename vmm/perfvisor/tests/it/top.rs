@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::host::Host;
 use crate::common::pty::{Settings, pseudo_terminal, set_window_size, settings};
-use crate::common::vm::{PROGRAM, SpinningVm};
+use crate::common::vm::{PROGRAM, SpinningVm, eventually, stdout_of};
 
 struct TestVm(SpinningVm);
 
@@ -254,6 +254,41 @@ fn every_exit_of_top_restores_terminal() {
     let (status, shown) = leave_by(&mut vm, |vm, _, _| vm.0.child.kill().unwrap());
     assert_eq!(status.code(), Some(0));
     assert!(shown.contains("the VM has exited"));
+}
+
+/// The view goes on in the process to which the VM moves.
+#[test]
+fn top_follows_a_vm_that_moves() {
+    let Some(mut vm) = TestVm::spinning() else { return };
+    let mut top = OnTerminal::start(&mut vm.top(&["test", "-d", "0.3"]));
+    top.shows(&["spin_hot"]);
+    let socket = vm.0.runtime.path().join("in");
+    let address = format!("unix:{}", socket.display());
+    let mut receiver = vm.0.operator(&[
+        "run",
+        "--name",
+        "two",
+        "--incoming",
+        &address,
+        "--console",
+        "none",
+    ]);
+    let mut receiver = receiver.stderr(Stdio::null()).spawn().unwrap();
+    eventually("it waits", || socket.exists());
+    stdout_of(&mut vm.0.operator(&["ctl", "test", "migrate", &address]));
+    assert_eq!(vm.0.wait(), Some(0));
+    // Several updates.
+    std::thread::sleep(Duration::from_secs(2));
+    assert!(
+        top.child.try_wait().unwrap().is_none(),
+        "it has ended with the first process"
+    );
+    top.types(b"q");
+    let (status, shown) = top.ended();
+    assert_eq!(status.code(), Some(0));
+    assert!(!shown.contains("the VM has exited"));
+    stdout_of(&mut vm.0.operator(&["ctl", "two", "stop"]));
+    receiver.wait().unwrap();
 }
 
 /// The text output for several VMs has one row per VM and the functions of all, and names the

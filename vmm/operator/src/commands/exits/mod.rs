@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 
+use super::migrate::find_moved;
 use super::select::name_or_pid;
 use super::{DONE, OperatorCommandError, WaitResult, connect, is_reader_closed, print, wait_until};
 use crate::exit::ExitStatus;
@@ -89,23 +90,16 @@ pub struct ExitsArgs {
 pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, OperatorCommandError> {
     let signals = StopSignals::block().map_err(OperatorCommandError::Signals)?;
     let name = name_or_pid(args.name.as_deref(), args.pid);
-    let mut client = connect(name.as_deref(), args.socket.as_deref())?;
-    let mut watch = ExitObserver::begin(&mut client)?;
-    let mut trace = if args.no_trace {
-        Err(TraceError::NotWanted)
-    } else {
-        ExitTrace::begin(client.info().pid)
-    };
+    let mut vm = ObservedVm::begin(connect(name.as_deref(), args.socket.as_deref())?, args)?;
     let start = Instant::now();
     let end = args.duration.map(|d| start + d);
     let mut next = args.interval.map(|i| start + i);
-    let (mut printed_at, mut total) = (Duration::ZERO, ExitTotals::default());
-    let (mut since, mut longest) = (ExitTotals::default(), ExitMaxima::default());
+    let (mut printed_at, mut since) = (Duration::ZERO, ExitTotals::default());
     loop {
         let look = Instant::now() + READ_INTERVAL;
         let until = [end, next].into_iter().flatten().fold(look, Instant::min);
         let woken = loop {
-            let drain = if trace.is_ok() {
+            let drain = if vm.trace.is_ok() {
                 Instant::now() + DRAIN_INTERVAL
             } else {
                 until
@@ -114,41 +108,30 @@ pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, OperatorCommandError> {
             if woken == WaitResult::Signal || Instant::now() >= until {
                 break woken;
             }
-            if let Ok(trace) = &mut trace {
+            if let Ok(trace) = &mut vm.trace {
                 trace.drain();
             }
         };
         let now = Instant::now();
         let over = woken == WaitResult::Signal || end.is_some_and(|end| now >= end) || is_reader_closed();
-        let gone = match watch.look(&mut client) {
-            Ok(mut seen) => {
-                seen.traced = trace.as_mut().map(ExitTrace::look).unwrap_or_default();
-                total.update_from(seen, &mut longest);
-                false
-            }
-            Err(ref e) if e.is_gone() => true,
-            Err(e) => return Err(e.into()),
-        };
+        let gone = !vm.look(args)?;
         let at = now.duration_since(start);
         if let (Some(due), Some(interval)) = (next, args.interval)
             && (now >= due || over || gone)
         {
-            let grown = total.difference_since(&since, &std::mem::take(&mut longest));
-            show(
-                &grown,
-                args,
-                at,
-                at.saturating_sub(printed_at),
-                OutputSection::Interval,
-            )?;
-            since = total.clone();
+            let grown = vm
+                .total
+                .difference_since(&since, &std::mem::take(&mut vm.longest));
+            let length = at.saturating_sub(printed_at);
+            show(&grown, args, at, length, OutputSection::Interval)?;
+            since = vm.total.clone();
             printed_at = at;
             next = Some((due + interval).max(now));
         }
         if over || gone {
-            show(&total, args, at, at, OutputSection::Total)?;
+            show(&vm.total, args, at, at, OutputSection::Total)?;
             if !args.json {
-                print(&watch.remarks(&total, &trace))?;
+                print(&vm.watch.remarks(&vm.total, &vm.trace))?;
             }
             if gone {
                 let ms = READ_INTERVAL.as_millis();
@@ -156,6 +139,79 @@ pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, OperatorCommandError> {
             }
             return Ok(DONE);
         }
+    }
+}
+
+/// A VM whose exits are observed, in one process after the other if it moves.
+struct ObservedVm {
+    client: Client,
+    watch: ExitObserver,
+    trace: Result<ExitTrace, TraceError>,
+    /// Exits in the processes that the VM has left.
+    left: ExitTotals,
+    /// Exits in the present process.
+    present: ExitTotals,
+    /// Sum of both.
+    total: ExitTotals,
+    /// Maxima since the last output.
+    longest: ExitMaxima,
+}
+
+impl ObservedVm {
+    fn begin(mut client: Client, args: &ExitsArgs) -> Result<Self, OperatorCommandError> {
+        let watch = ExitObserver::begin(&mut client)?;
+        let trace = if args.no_trace {
+            Err(TraceError::NotWanted)
+        } else {
+            ExitTrace::begin(client.info().pid)
+        };
+        Ok(Self {
+            client,
+            watch,
+            trace,
+            left: ExitTotals::default(),
+            present: ExitTotals::default(),
+            total: ExitTotals::default(),
+            longest: ExitMaxima::default(),
+        })
+    }
+
+    /// Reads the exits, or continues in the process to which the VM has moved. Returns `false` if the VM
+    /// has exited.
+    fn look(&mut self, args: &ExitsArgs) -> Result<bool, OperatorCommandError> {
+        match self.watch.look(&mut self.client) {
+            Ok(mut seen) => {
+                seen.traced = self.trace.as_mut().map(ExitTrace::look).unwrap_or_default();
+                self.present.update_from(seen, &mut self.longest);
+                self.total = self.left.plus(&self.present);
+                Ok(true)
+            }
+            Err(ref e) if e.is_gone() => self.follow(args),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    /// Continues in the process to which the VM has moved. Returns `false` if it has not moved.
+    fn follow(&mut self, args: &ExitsArgs) -> Result<bool, OperatorCommandError> {
+        let Some(moved) = find_moved(&self.client) else {
+            return Ok(false);
+        };
+        let there = Self {
+            left: self.total.clone(),
+            total: self.total.clone(),
+            longest: std::mem::take(&mut self.longest),
+            ..Self::begin(moved, args)?
+        };
+        let left = std::mem::replace(self, there);
+        let (from, to) = (left.client.info(), self.client.info());
+        log::warn!(
+            "{} has moved to process {} as {}; its exits in the last {} ms there are not counted",
+            from.name,
+            to.pid,
+            to.name,
+            READ_INTERVAL.as_millis()
+        );
+        Ok(true)
     }
 }
 

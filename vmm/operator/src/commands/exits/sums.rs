@@ -41,6 +41,17 @@ pub(in super::super) type ExitKey = (Option<u32>, String);
 /// Timed exits by vCPU and reason.
 pub(in super::super) type TimedExits = BTreeMap<ExitKey, ExitTotal>;
 
+/// Adds the exits of another process to `sum`.
+fn add(sum: &mut TimedExits, other: &TimedExits) {
+    for (key, exits) in other {
+        let sum = sum.entry(key.clone()).or_default();
+        sum.count = sum.count.saturating_add(exits.count);
+        sum.timed = sum.timed.saturating_add(exits.timed);
+        sum.time_ns = sum.time_ns.saturating_add(exits.time_ns);
+        sum.max_ns = sum.max_ns.max(exits.max_ns);
+    }
+}
+
 /// A reading of a VM's exits.
 #[derive(Debug, Default)]
 pub(in super::super) struct ExitReading {
@@ -90,6 +101,18 @@ impl ExitTotals {
             kvms: kvms.collect(),
             traced: grown(&self.traced, &before.traced, &longest.traced),
         }
+    }
+
+    /// Returns the exits of this and of another process of the VM.
+    pub(super) fn plus(&self, other: &Self) -> Self {
+        let mut sum = self.clone();
+        for (key, count) in &other.kvms {
+            let sum = sum.kvms.entry(key.clone()).or_default();
+            *sum = sum.saturating_add(*count);
+        }
+        add(&mut sum.ours, &other.ours);
+        add(&mut sum.traced, &other.traced);
+        sum
     }
 
     /// Returns the sums over all vCPUs.
@@ -196,6 +219,28 @@ pub(super) mod tests {
     fn both(ours: Vec<VcpuExits>, kvms: Vec<KvmStatistic>) -> ExitReading {
         let traced = Vec::new();
         ExitReading { ours, kvms, traced }
+    }
+
+    /// The totals of a VM that has moved include its exits in both processes.
+    #[test]
+    fn exits_of_both_processes_are_added() {
+        let total = |count, time_ns, max_ns| {
+            let mut total = ExitTotals::default();
+            let reading = both(
+                vec![seen(0, "kick", count, time_ns, max_ns)],
+                vec![statistic(0, count)],
+            );
+            total.update_from(reading, &mut ExitMaxima::default());
+            total
+        };
+        let sum = total(2, 900, 800).plus(&total(3, 100, 60));
+        let exits = sum.ours[&(Some(0), "kick".to_owned())];
+        assert_eq!(
+            (exits.count, exits.timed, exits.time_ns, exits.max_ns),
+            (5, 5, 1000, 800)
+        );
+        assert_eq!(sum.kvms[&(Some(0), "exits".to_owned())], 5);
+        assert_eq!(ExitTotals::default().plus(&sum), sum);
     }
 
     /// The maximum of an interval covers all of its readings; the total has the overall maximum.

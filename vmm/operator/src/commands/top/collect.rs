@@ -15,6 +15,7 @@ use super::names::{CodeLocation, LiveSymbols, MAX_LOCATIONS};
 use super::rows::{ExitRow, RateCell, SymbolRow, VcpuRow, VmScreen};
 use crate::commands::exits::ExitObserver;
 use crate::commands::exits::sums::{ExitMaxima, ExitTotals};
+use crate::commands::migrate::find_moved;
 use crate::commands::{NAP, OperatorCommandError, check_sampling_support, one_line};
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{
@@ -130,6 +131,21 @@ impl Collector {
             longest: ExitMaxima::default(),
             only: vcpus,
         })
+    }
+
+    /// Continues in the process to which the VM has moved, with the samples and symbols so far. Returns
+    /// `false` if it has not moved.
+    pub(super) fn follow(&mut self, args: &TopArgs, stop: &AtomicBool) -> Result<bool, OperatorCommandError> {
+        let Some(moved) = find_moved(&self.client) else {
+            return Ok(false);
+        };
+        let left = std::mem::replace(self, Self::open(moved, args, stop)?);
+        self.names = left.names;
+        self.places = left.places;
+        self.processes = left.processes;
+        self.samples = left.samples;
+        self.lost = left.lost;
+        Ok(true)
     }
 
     /// Discards the collected samples.

@@ -267,7 +267,9 @@ fn look(
             Ok(()) => collector.reset(),
             Err(RecvTimeoutError::Disconnected) => return Ok(()),
             Err(RecvTimeoutError::Timeout) => match collector.take(Instant::now())? {
-                CollectResult::Gone => return Ok(()),
+                // With --all, the process to which it has moved is found as another VM.
+                CollectResult::Gone if args.all || !collector.follow(args, stop)? => return Ok(()),
+                CollectResult::Gone => next = Instant::now() + args.delay,
                 CollectResult::Screen(seen) => {
                     if !tell(seen) {
                         return Ok(());

@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::ops::{Deref, DerefMut};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -165,6 +165,22 @@ impl VmProcess {
         vm_pid(self.child.id())
     }
 
+    /// Returns the CPU time consumed by the first vCPU's thread.
+    pub fn cpu_time(&self) -> Duration {
+        cpu_time(&self.vcpu_schedstat())
+    }
+
+    /// Returns the file with the scheduler's statistics of the first vCPU's thread.
+    pub fn vcpu_schedstat(&self) -> PathBuf {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
+        let of_vcpu = |task: std::io::Result<std::fs::DirEntry>| {
+            let path = task.ok()?.path();
+            let name = std::fs::read_to_string(path.join("comm")).ok()?;
+            (name.trim() == "vcpu0").then(|| path.join("schedstat"))
+        };
+        tasks.filter_map(of_vcpu).next().expect("it has a vCPU")
+    }
+
     /// Returns the number of open descriptors of the process.
     pub fn descriptors(&self) -> usize {
         let files = std::fs::read_dir(format!("/proc/{}/fd", self.pid()));
@@ -221,18 +237,6 @@ impl SpinningVm {
         let spins = lines.any(|line| line.unwrap_or_default().contains("spinning"));
         assert!(spins, "the guest does not spin: {:?}", process.said());
         Some(Self(process))
-    }
-
-    /// Returns the CPU time consumed by the first vCPU's thread.
-    pub fn cpu_time(&self) -> Duration {
-        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
-        let of_vcpu = |task: std::io::Result<std::fs::DirEntry>| {
-            let path = task.ok()?.path();
-            let name = std::fs::read_to_string(path.join("comm")).ok()?;
-            (name.trim() == "vcpu0").then(|| std::fs::read_to_string(path.join("schedstat")).unwrap())
-        };
-        let schedstat = tasks.filter_map(of_vcpu).next().expect("it has a vCPU");
-        Duration::from_nanos(schedstat.split(' ').next().unwrap().parse().unwrap())
     }
 
     /// Calls `look` with a duration in seconds, and repeats with twice the duration until the first
@@ -304,6 +308,12 @@ pub fn ps_until_all_answer(mut ps: impl FnMut() -> String) -> String {
         !text.contains("not_responding") && !text.contains("not responding")
     });
     text
+}
+
+/// Returns the CPU time of a thread from its file of the scheduler's statistics.
+pub fn cpu_time(schedstat: &Path) -> Duration {
+    let text = std::fs::read_to_string(schedstat).unwrap();
+    Duration::from_nanos(text.split(' ').next().unwrap().parse().unwrap())
 }
 
 /// Waits for a condition that must become true. The time limit applies to failing tests only.

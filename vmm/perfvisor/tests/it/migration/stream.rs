@@ -4,12 +4,15 @@ use std::io::Write as _;
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 
 use snapshot::stream::{Message, MessageReader, PREAMBLE, StreamHello, send};
 
 use super::*;
+use crate::common::vm::cpu_time;
 
-/// Guest code for [`WRITER_PAGES`] pages from 4 MiB on. Each pass increments the first word of each
+/// Guest code for the 1024 pages from 4 MiB on. Each pass increments the first word of each
 /// page, if it is the number of the preceding passes. Otherwise the guest ends the VM with status 85.
 const WRITER: [u8; 38] = [
     0xBB, 0x00, 0x00, 0x00, 0x00, // mov ebx, 0
@@ -26,7 +29,6 @@ const WRITER: [u8; 38] = [
     0xE6, 0xF4, // out 0xf4, al
     0xF4, // hlt
 ];
-const WRITER_PAGES: u64 = 1024;
 
 /// Returns a multiboot kernel with this code.
 fn kernel(code: &[u8]) -> Vec<u8> {
@@ -62,35 +64,44 @@ fn waiting(name: &str, address: &str, stdin: Stdio) -> VmProcess {
 fn memory_is_consistent_under_a_guest_that_writes_it() {
     let files = tempfile::tempdir().unwrap();
     let Some(mut vm) = writer(&files) else { return };
-    let address = format!("unix:{}", files.path().join("in").display());
+    let path = |name: &str| files.path().join(name).to_str().unwrap().to_owned();
+    let (inner, outer) = (format!("unix:{}", path("in")), format!("unix:{}", path("out")));
     let mut name = "one".to_owned();
     for round in 0..3 {
         let next = format!("vm{round}");
-        let receiver = waiting(&next, &address, Stdio::null());
+        let receiver = waiting(&next, &inner, Stdio::null());
+        // The guest runs between the first round and the last one.
+        let (vcpu, is_first) = (vm.vcpu_schedstat(), AtomicBool::new(true));
+        let wait = move |kind| {
+            if kind == RECEIVED && is_first.swap(false, Ordering::Relaxed) {
+                let until = cpu_time(&vcpu) + Duration::from_millis(30);
+                eventually("the guest runs", || cpu_time(&vcpu) >= until);
+            }
+        };
+        let proxy = proxy(&path("out"), &path("in"), Cut::NEVER, wait);
         let args = [
             "ctl",
             &name,
             "migrate",
             "--stream",
-            &address,
+            &outer,
             "--downtime",
-            "2000",
+            "100000",
         ];
         let text = stdout_of(&mut vm.command(&args));
+        proxy.join().unwrap();
         let expected = format!(
             "{name}: runs as {next} in process {} of its host; ",
             receiver.pid()
         );
         assert!(text.starts_with(&expected), "{text}");
-        let sent_kib: u64 = text
-            .split_once(" ms; ")
-            .and_then(|(_, rest)| rest.split(' ').next()?.parse().ok())
-            .unwrap();
-        // All pages once, and those that were written meanwhile.
-        assert!(sent_kib > WRITER_PAGES * 4 + 256, "{text}");
         assert_eq!(vm.wait(), Some(0), "the source ends");
         (vm, name) = (receiver, next);
-        std::thread::sleep(Duration::from_millis(300));
+        let vcpu = vm.vcpu_schedstat();
+        let until = cpu_time(&vcpu) + Duration::from_millis(100);
+        eventually("the guest checks its memory", || {
+            vm.child.try_wait().unwrap().is_some() || cpu_time(&vcpu) >= until
+        });
         let status = state_of(&vm, &name);
         assert!(status.starts_with(&format!("{name}: running")), "{status}");
     }
@@ -187,8 +198,21 @@ struct Cut {
     kept: usize,
 }
 
-/// Forwards frames up to the cut, and then closes both connections.
-fn forward(mut from: UnixStream, mut to: UnixStream, preamble: usize, cut: Cut) {
+impl Cut {
+    /// No frame has this kind.
+    const NEVER: Self = Self {
+        kind: 0,
+        occurrence: 1,
+        kept: 0,
+    };
+}
+
+/// Kind of the frame by which the destination confirms a round.
+const RECEIVED: u32 = 17;
+
+/// Forwards frames up to the cut, and then closes both connections. `before` is called with the kind of
+/// each frame before it is forwarded.
+fn forward(mut from: UnixStream, mut to: UnixStream, preamble: usize, cut: Cut, before: &dyn Fn(u32)) {
     let mut seen = 0;
     let copy = |from: &mut UnixStream, count: usize| -> Option<Vec<u8>> {
         let mut bytes = vec![0; count];
@@ -201,6 +225,7 @@ fn forward(mut from: UnixStream, mut to: UnixStream, preamble: usize, cut: Cut) 
             let number = |at: usize| u32::from_le_bytes(*frame[at..].first_chunk().unwrap());
             let (kind, length) = (number(0), number(4));
             frame.extend(copy(&mut from, usize::try_from(length).unwrap())?);
+            before(kind);
             if kind == cut.kind {
                 seen += 1;
                 if seen == cut.occurrence {
@@ -222,21 +247,32 @@ fn forward(mut from: UnixStream, mut to: UnixStream, preamble: usize, cut: Cut) 
     let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
 }
 
+/// Forwards a connection to `path` to the socket `destination`.
+fn proxy(
+    path: &str,
+    destination: &str,
+    cut: Cut,
+    before: impl Fn(u32) + Sync + Send + 'static,
+) -> JoinHandle<()> {
+    let _ = fs::remove_file(path);
+    let listener = UnixListener::bind(path).unwrap();
+    let destination = destination.to_owned();
+    std::thread::spawn(move || {
+        let (source, _) = listener.accept().unwrap();
+        let destination = UnixStream::connect(destination).unwrap();
+        let (back, there) = (source.try_clone().unwrap(), destination.try_clone().unwrap());
+        std::thread::scope(|scope| {
+            scope.spawn(|| forward(there, back, 0, cut, &before));
+            forward(source, destination, PREAMBLE.len(), cut, &before);
+        });
+    })
+}
+
 impl Source {
     /// Moves the VM through a connection that is cut. Returns the message of `ctl`.
     fn migrate_through(&self, cut: Cut) -> (Option<i32>, String) {
         let path = self.path("cut");
-        let _ = fs::remove_file(&path);
-        let listener = UnixListener::bind(&path).unwrap();
-        let destination = self.path("in");
-        let proxy = std::thread::spawn(move || {
-            let (source, _) = listener.accept().unwrap();
-            let destination = UnixStream::connect(destination).unwrap();
-            let (back, there) = (source.try_clone().unwrap(), destination.try_clone().unwrap());
-            let answers = std::thread::spawn(move || forward(there, back, 0, cut));
-            forward(source, destination, PREAMBLE.len(), cut);
-            answers.join().unwrap();
-        });
+        let proxy = proxy(&path, &self.path("in"), cut, |_| ());
         let address = format!("unix:{path}");
         let args = [
             "ctl",
@@ -476,26 +512,36 @@ fn hostile_stream_is_refused_in_one_line() {
     assert_eq!(receiver.said_count("perfvisor: error: "), 1);
 }
 
-/// On the same host, `stat` continues in the process that received the VM.
+/// On the same host, `stat` and `exits` continue in the process that received the VM.
 #[test]
-fn stat_follows_a_vm_that_moves_as_bytes() {
+fn observers_follow_a_vm_that_moves_as_bytes() {
     let Some(source) = Source::start(&[]) else { return };
-    let mut command = source
-        .vm
-        .operator(&["stat", "one", "-e", "task-clock", "-I", "300"]);
-    let mut stat = Killed(
-        command
-            .stdout(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap(),
-    );
-    let mut lines = BufReader::new(stat.0.stderr.take().unwrap())
-        .lines()
-        .map(Result::unwrap);
+    let observe = |args: &[&str]| {
+        let mut command = source.vm.operator(args);
+        let command = command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut observer = Killed(command.spawn().unwrap());
+        let lines = BufReader::new(observer.0.stderr.take().unwrap()).lines();
+        (observer, lines.map(Result::unwrap))
+    };
+    let (_stat, mut of_stat) = observe(&["stat", "one", "-e", "task-clock", "-I", "300"]);
+    let (mut exits, mut of_exits) = observe(&["exits", "one", "--json", "--no-trace"]);
+    // Both must have connected to the VM before it moves.
+    std::thread::sleep(Duration::from_secs(1));
     let receiver = source.receiver_beside();
     let args = ["ctl", "one", "migrate", "--stream", &source.address()];
     stdout_of(&mut source.vm.operator(&args));
-    let moved = format!("one has moved to process {} as two; its last ", receiver.0.id());
-    assert!(lines.any(|line| line.contains(&moved)));
+    let moved = format!("one has moved to process {} as two; its ", receiver.0.id());
+    assert!(of_stat.any(|line| line.contains(&moved)));
+    assert!(of_exits.any(|line| line.contains(&moved)));
+    interrupt(&exits);
+    assert!(exits.0.wait().unwrap().success());
+    let mut text = String::new();
+    exits
+        .0
+        .stdout
+        .as_mut()
+        .unwrap()
+        .read_to_string(&mut text)
+        .unwrap();
+    assert!(text.contains("\"total\":true"), "{text}");
 }
