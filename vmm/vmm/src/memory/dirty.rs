@@ -155,7 +155,7 @@ impl WriteProtector {
     }
 }
 
-/// How written pages are found.
+/// The method by which written pages are found.
 #[derive(Debug)]
 enum Method {
     Protection(Arc<WriteProtector>),

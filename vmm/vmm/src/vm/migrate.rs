@@ -25,10 +25,10 @@ use crate::memory::dirty::{DirtyPages, PAGE_BYTES};
 const PIECE_BYTES: u64 = 2 << 20;
 /// Maximum number of ranges in a piece, except for those of the last chunk.
 const MAX_RANGES: usize = 1024;
-/// Maximum number of chunks that one [`Migration::read_memory`] examines, if all memory must be read for
-/// that, and otherwise.
-const MAX_READ_CHUNKS: u32 = 8;
+/// Maximum number of chunks that one [`Migration::read_memory`] examines, and number of bytes that it reads
+/// from which on it ends. Each call delays the main loop.
 const MAX_CHUNKS: u32 = 256;
+const MAX_READ_BYTES: u64 = 16 << 20;
 /// A page of zeros.
 static ZERO_PAGE: [u8; 4096] = [0; 4096];
 
@@ -145,18 +145,13 @@ impl Migration {
         if offset == 0 {
             self.is_last_round = is_paused;
         }
-        let max_chunks = if self.dirty.reads_all() {
-            MAX_READ_CHUNKS
-        } else {
-            MAX_CHUNKS
-        };
         let mut piece = DirtyPiece::default();
-        let mut at = offset;
-        for _ in 0..max_chunks {
-            if at >= bytes || piece.is_full() {
+        let (mut at, mut read) = (offset, 0);
+        for _ in 0..MAX_CHUNKS {
+            if at >= bytes || piece.is_full() || read >= MAX_READ_BYTES {
                 break;
             }
-            self.read_chunk(at, &mut piece)?;
+            read += self.read_chunk(at, &mut piece)?;
             at = bytes.min(at + CHUNK_BYTES);
         }
         self.next = at;
@@ -164,18 +159,22 @@ impl Migration {
         Ok(piece)
     }
 
-    fn read_chunk(&mut self, offset: u64, piece: &mut DirtyPiece) -> Result<(), SnapshotError> {
+    /// Adds the dirty pages of a chunk to `piece`. Returns the number of bytes that were read.
+    fn read_chunk(&mut self, offset: u64, piece: &mut DirtyPiece) -> Result<u64, SnapshotError> {
         let dirty = self.dirty.take(offset)?;
         let ram = &self.source.ram;
+        let mut read = if self.dirty.reads_all() { CHUNK_BYTES } else { 0 };
         for range in dirty.ranges {
             let start = piece.data.len();
-            let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
-            piece.data.resize(start.saturating_add(bytes), 0);
+            let bytes = range.end - range.start;
+            let size = usize::try_from(bytes).unwrap_or(usize::MAX);
+            piece.data.resize(start.saturating_add(size), 0);
             let address = ram.address_of(range.start);
             ram.memory().read_slice(&mut piece.data[start..], address)?;
             piece.keep_pages(start, range.start, !dirty.is_first);
+            read += bytes;
         }
-        Ok(())
+        Ok(read)
     }
 
     /// Returns whether all memory has been read since the VM was paused.
@@ -309,6 +308,28 @@ mod tests {
             std::thread::sleep(std::time::Duration::from_millis(1));
             counts() != before
         }));
+    }
+
+    /// Memory that was touched and consists of zeros is read, and not sent.
+    #[test]
+    fn piece_of_zeros_reads_a_limited_number_of_bytes() {
+        let Some(vm) = testing::halted_vm() else { return };
+        let bytes = vm.ram().size_bytes();
+        let zeros = vec![0; usize::try_from(bytes - (4 << 20)).unwrap()];
+        vm.ram()
+            .memory()
+            .write_slice(&zeros, GuestAddress(4 << 20))
+            .unwrap();
+        let mut migration = Migration::begin(vm.snapshots(), BTreeMap::new()).unwrap();
+        let mut offset = 0;
+        while offset < bytes {
+            let next = migration.read_memory(offset, false).unwrap().next;
+            assert!(
+                next - offset <= MAX_READ_BYTES + CHUNK_BYTES,
+                "{offset:#x} {next:#x}"
+            );
+            offset = next;
+        }
     }
 
     #[test]
