@@ -43,7 +43,7 @@ pub struct CounterView {
 impl Vpmu {
     /// Sets a register to its value in another PMU of the same model, without the side effects of a
     /// guest write. Used to show or save the state of a PMU that is emulated elsewhere; see
-    /// [`PmuModel::state_msrs`]. Returns whether the model has this register.
+    /// [`PmuModel::state_msrs`](crate::PmuModel::state_msrs). Returns whether the model has this register.
     pub fn load_register(&mut self, msr: MsrAddress, value: u64) -> bool {
         let Some(register) = self.vendor.register(&self.model, msr) else {
             return false;
