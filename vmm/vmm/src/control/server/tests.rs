@@ -394,6 +394,7 @@ fn observer_may_only_count() {
         "open",
         "ring",
         "host_ring",
+        "thread_switches",
         "chains",
         "ring_losses",
         "kernel",

@@ -6,7 +6,8 @@ use vmm::vm::restore::announced_events;
 use super::*;
 
 /// Enables counter 0 for cycles and counter 1 for changes of backings. Writes the low 16 bits of
-/// counter 0 to the serial port 500 times, and counter 1 once.
+/// counter 0 to the serial port 10,000 times, so that most of them follow a late snapshot, and counter 1
+/// once.
 const CODE: [u8; 67] = [
     0x31, 0xD2, // xor edx, edx
     0xB9, 0x86, 0x01, 0x00, 0x00, // mov ecx, 0x186
@@ -15,7 +16,7 @@ const CODE: [u8; 67] = [
     0xB9, 0x87, 0x01, 0x00, 0x00, // mov ecx, 0x187
     0xB8, 0xFF, 0x0D, 0x43, 0x00, // mov eax, 0x430dff: changes of backings
     0x0F, 0x30, // wrmsr
-    0xBE, 0xF4, 0x01, 0x00, 0x00, // mov esi, 500
+    0xBE, 0x10, 0x27, 0x00, 0x00, // mov esi, 10000
     0xB9, 0xC1, 0x00, 0x00, 0x00, // next: mov ecx, 0xc1
     0x0F, 0x32, // rdmsr
     0x66, 0xBA, 0xF8, 0x03, // mov dx, 0x3f8
