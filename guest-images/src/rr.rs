@@ -1,5 +1,7 @@
-//! Builds an archive with rr and its libraries from a Debian package, to be added to a guest's initrd.
+//! Builds an archive with rr, gdb and their libraries from Debian packages, to be added to a guest's
+//! initrd.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -8,12 +10,12 @@ use crate::deb::DebianArchive;
 use crate::linux::{BuildError, add_libraries, archive_in_memory, io_error, read, read_libraries, write};
 use crate::progress::ProgressLog;
 
-/// Package of rr, and its program.
-const PACKAGE: &str = "rr";
-const PROGRAM: &str = "usr/bin/rr";
+/// Programs of the archive and their packages. `gdb-minimal` has no Python, which rr does not need.
+const PROGRAMS: [(&str, &str); 2] = [("rr", "usr/bin/rr"), ("gdb-minimal", "usr/bin/gdb")];
 
-/// Libraries and programs that rr loads into the processes that it records.
-const RR_LIBRARIES: &str = "usr/lib/rr";
+/// Directories of files that rr needs: what it loads into the processes that it records, and the
+/// descriptions of registers that it sends to gdb.
+const RR_DIRECTORIES: [&str; 2] = ["usr/lib/rr", "usr/share/rr"];
 
 /// Returns the archive (cpio, uncompressed) below Cargo's target directory. Builds it if needed.
 ///
@@ -43,17 +45,25 @@ pub fn ensure(target_dir: &Path, progress: &ProgressLog) -> Result<PathBuf, Buil
 /// Unpacks the packages below `root` and returns the archive.
 fn build(base: &Path, root: &Path, progress: &ProgressLog) -> Result<Vec<u8>, BuildError> {
     let mut packages = DebianArchive::new(&base.join("debs"), progress)?;
-    for deb in packages.fetch(&[PACKAGE])? {
+    for deb in packages.fetch(&PROGRAMS.map(|(package, _)| package))? {
         packages.unpack(&deb, root)?;
     }
-    let _collecting = progress.begin("collecting the libraries of rr");
-    let libraries = closure::complete(&mut packages, PACKAGE, root, PROGRAM)?;
-    let mut files = vec![(PROGRAM.to_owned(), read(&root.join(PROGRAM))?)];
-    let loaded = root.join(RR_LIBRARIES);
-    for entry in fs::read_dir(&loaded).map_err(io_error(&loaded))? {
-        let entry = entry.map_err(io_error(&loaded))?;
-        let name = entry.file_name().to_string_lossy().into_owned();
-        files.push((format!("{RR_LIBRARIES}/{name}"), read(&entry.path())?));
+    let _collecting = progress.begin("collecting the libraries of rr and gdb");
+    let mut libraries = BTreeMap::new();
+    let mut files = Vec::new();
+    for (package, program) in PROGRAMS {
+        libraries.extend(closure::complete(&mut packages, package, root, program)?);
+        files.push((program.to_owned(), read(&root.join(program))?));
+    }
+    for directory in RR_DIRECTORIES {
+        let unpacked = root.join(directory);
+        for entry in fs::read_dir(&unpacked).map_err(io_error(&unpacked))? {
+            let path = entry.map_err(io_error(&unpacked))?.path();
+            if path.is_file() {
+                let name = path.file_name().unwrap_or_default().to_string_lossy();
+                files.push((format!("{directory}/{name}"), read(&path)?));
+            }
+        }
     }
     let libraries = read_libraries(&libraries)?;
     archive_in_memory(|archive| {
@@ -62,10 +72,10 @@ fn build(base: &Path, root: &Path, progress: &ProgressLog) -> Result<Vec<u8>, Bu
             "usr/bin",
             "usr/lib",
             "usr/lib/x86_64-linux-gnu",
-            RR_LIBRARIES,
+            "usr/share",
             "lib64",
         ];
-        for directory in directories {
+        for directory in directories.into_iter().chain(RR_DIRECTORIES) {
             archive.directory(directory)?;
         }
         for (path, data) in &files {

@@ -117,7 +117,7 @@ pub fn qemu_with(needs: QemuNeeds) -> Result<&'static Qemu, ArtefactError> {
         .map_err(Clone::clone)
 }
 
-/// Returns the archive with rr for guests.
+/// Returns the archive with rr and gdb for guests.
 ///
 /// # Errors
 /// Returns an error if a package cannot be fetched.

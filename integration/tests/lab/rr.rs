@@ -14,20 +14,29 @@ use integration::test_host::TestHost;
 
 use crate::exact::stepped;
 
-/// Records and replays a static program, a program with threads and a dynamically linked one of
-/// Debian. Section `uptime` has the guest's uptime after each.
+/// Records and replays a static program, a program with threads that rr switches within their loops,
+/// and a dynamically linked one of Debian, and steps a replay backwards in gdb. Section `uptime` has
+/// the guest's uptime after each.
 const SCRIPT: &str = r#"
 export _RR_TRACE_DIR=/tmp/rr LANG=C.UTF-8
 sysctl -w kernel.yama.ptrace_scope=0 >/dev/null
+# gdb connects to rr over the loopback interface.
+ip link set lo up
 failed=
 timed() {
 	section "$@" || failed="$failed $1"
 	read -r _up _ </proc/uptime
 	echo "$1 $_up" >>/tmp/uptime
 }
-timed known rr record -n known 200
+in_gdb() {
+	rr replay /tmp/rr/known-0 -- -batch -ex 'break *_start+27' -ex 'continue' -ex 'print $rip' -ex 'delete' \
+		-ex 'stepi 21' -ex 'print $rip' -ex 'reverse-stepi 21' -ex 'print $rip' -ex 'continue' \
+		-ex 'break *_start+27' -ex 'reverse-continue' -ex 'print $rip' -ex 'print $rdi' </dev/null
+}
+timed known rr record -n known 20
 timed known-replay rr replay -a
-timed threads rr record -n threads 2 100x
+timed gdb in_gdb
+timed threads rr record -n -c 3000 threads 2 20000x
 timed threads-replay rr replay -a
 timed xz sh -c 'rr record -n /usr/bin/xz --version >/tmp/recorded'
 timed xz-replay sh -c 'rr replay -a >/tmp/replayed'
@@ -56,12 +65,26 @@ fn run_rr(name: &str, pmu: &str, arguments: &[&str]) -> GuestRun {
         .unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Checks the status of every step.
+/// Checks the status of every step, and that gdb came back to where it was, and from the end of the
+/// program to the last round of its loop.
 fn check(run: &GuestRun) {
     eprintln!("uptime after each step:\n{}{run}", run.section("uptime"));
     assert_eq!(run.section("failed").trim(), "", "{run}");
-    assert!(run.section("version").contains("liblzma"), "{run}");
     run.expect_success();
+    let printed: Vec<&str> = run
+        .section("gdb")
+        .lines()
+        .filter_map(|line| line.strip_prefix('$')?.split_once(" = "))
+        .map(|(_, value)| value)
+        .collect();
+    let [start, later, again, last, left] = printed[..] else {
+        panic!("gdb printed {printed:?}:\n{run}");
+    };
+    assert_eq!(start, again, "21 instructions forwards and backwards");
+    assert_ne!(start, later, "a loop of two instructions");
+    // The loop counts down, and ends at 0.
+    assert!(start == last && left == "1", "{printed:?}");
+    assert!(run.section("version").contains("liblzma"), "{run}");
 }
 
 #[test]

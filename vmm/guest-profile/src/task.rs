@@ -34,6 +34,44 @@ pub struct TaskLayout {
     mm: u64,
     maps: Option<MapsLayout>,
     list: Option<ListLayout>,
+    single_step: Option<SingleStepLayout>,
+}
+
+/// Members that show that a debugger in the guest single-steps a task.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+struct SingleStepLayout {
+    /// Offset in `task_struct` of the flags with `TIF_SINGLESTEP`.
+    flags: u64,
+    /// Number of that flag.
+    bit: u32,
+    /// Offset in `task_struct` of the flags of ptrace, 0 if the task is not traced.
+    ptrace: u64,
+}
+
+impl SingleStepLayout {
+    fn new(btf: &Btf, release: &str) -> Option<Self> {
+        Some(Self {
+            flags: btf.offset_of("task_struct", "thread_info.flags")?,
+            bit: single_step_bit(release)?,
+            ptrace: btf.offset_of("task_struct", "ptrace")?,
+        })
+    }
+}
+
+/// Returns the number of `TIF_SINGLESTEP` in a kernel with this release string, or `None` if it is
+/// unknown. The type information has no numbers of flags (`arch/x86/include/asm/thread_info.h`).
+fn single_step_bit(release: &str) -> Option<u32> {
+    let mut numbers = release
+        .split(|c: char| !c.is_ascii_digit())
+        .map(str::parse::<u32>);
+    let version = (numbers.next()?.ok()?, numbers.next()?.ok()?);
+    match version {
+        // Patches for real-time kernels add a flag before this one.
+        _ if release.contains("rt") => None,
+        (..=5, _) | (6, ..=12) => Some(4),
+        (6, 13..=17) => Some(5),
+        _ => None,
+    }
 }
 
 /// Locations from which all tasks are found.
@@ -156,6 +194,9 @@ impl TaskLayout {
             mm: member("mm")?,
             maps: MapsLayout::new(btf, address("vmemmap_base")),
             list: list(),
+            single_step: image
+                .release()
+                .and_then(|release| SingleStepLayout::new(btf, release)),
         })
     }
 
@@ -315,16 +356,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     /// Returns the current task of the CPU with the given per-CPU base
     /// ([`GuestRegs::kernel_per_cpu_base`]).
     pub fn current(&mut self, per_cpu_base: u64, budget: &mut WalkBudget) -> Option<Task> {
-        let slot = per_cpu_base.wrapping_add(self.layout.current);
-        let task = match self.space.read_u64(slot, budget) {
-            Ok(task) => task,
-            Err(_) => {
-                // With page-table isolation, the user tables do not map the task. Use the kernel's
-                // tables.
-                self.space = self.space.kernel_sibling();
-                self.space.read_u64(slot, budget).ok()?
-            }
-        };
+        let task = self.current_address(per_cpu_base, budget)?;
         let mut comm = [0; COMM_LEN];
         self.kernel_bytes(task.wrapping_add(self.layout.comm), &mut comm, budget)?;
         Some(Task {
@@ -333,6 +365,30 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
             mm: self.kernel_u64(task.wrapping_add(self.layout.mm), budget)?,
             comm,
         })
+    }
+
+    /// Returns the address of the current task of the CPU with the given per-CPU base.
+    fn current_address(&mut self, per_cpu_base: u64, budget: &mut WalkBudget) -> Option<u64> {
+        let slot = per_cpu_base.wrapping_add(self.layout.current);
+        match self.space.read_u64(slot, budget) {
+            Ok(task) => Some(task),
+            Err(_) => {
+                // With page-table isolation, the user tables do not map the task. Use the kernel's
+                // tables.
+                self.space = self.space.kernel_sibling();
+                self.space.read_u64(slot, budget).ok()
+            }
+        }
+    }
+
+    /// Returns whether a debugger in the guest single-steps the current task (`PTRACE_SINGLESTEP`).
+    /// `None` if the kernel's flags are unknown or cannot be read.
+    pub fn is_single_stepped(&mut self, per_cpu_base: u64, budget: &mut WalkBudget) -> Option<bool> {
+        let step = self.layout.single_step?;
+        let task = self.current_address(per_cpu_base, budget)?;
+        let flags = self.kernel_u64(task.wrapping_add(step.flags), budget)?;
+        let stepped = flags & 1u64.checked_shl(step.bit)? != 0;
+        Some(stepped && self.kernel_u32(task.wrapping_add(step.ptrace), budget)? != 0)
     }
 
     /// Returns the address of the vDSO in process memory `mm`.

@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
-use kvm_bindings::KVM_MP_STATE_HALTED;
+use kvm_bindings::{KVM_MP_STATE_HALTED, kvm_regs, kvm_sregs};
 use perf_core::branch::BranchFilter;
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::VcpuId;
@@ -749,6 +749,21 @@ impl VcpuPmu {
     /// [`GuestSamplingContext::begin_search`] has returned `true`.
     pub fn find_kernel(&mut self, fd: &VcpuFd) {
         VcpuSampleRegs::new(fd, &self.vm.probe, &mut self.samples, ExitRegisters::default()).find_kernel();
+    }
+
+    /// Returns whether a debugger in the guest single-steps the current task, with the registers at
+    /// the exit. Starts a search for the guest's kernel if it is unknown.
+    pub fn is_task_single_stepped(&mut self, fd: &VcpuFd, regs: &kvm_regs, sregs: &kvm_sregs) -> bool {
+        if self.vm.probe.is_kernel_unknown() {
+            if self.vm.probe.begin_search() {
+                self.find_kernel(fd);
+            }
+            return false;
+        }
+        let mut known = ExitRegisters::default();
+        known.set_general(regs);
+        known.set_system(sregs);
+        VcpuSampleRegs::new(fd, &self.vm.probe, &mut self.samples, known).is_single_stepped()
     }
 
     /// Returns the counters as the guest programmed them.

@@ -151,6 +151,11 @@ impl GuestSamplingContext {
         self.kernel.store(None);
     }
 
+    /// Returns `true` if the guest's kernel has not been found.
+    pub fn is_kernel_unknown(&self) -> bool {
+        self.kernel.load().is_none()
+    }
+
     /// Returns `true` if a search for the kernel must start now, in which case the caller must
     /// start it. Returns `false` if the kernel is known, a search is in progress, or the last
     /// search failed very recently.
@@ -473,14 +478,10 @@ impl<'a> VcpuSampleRegs<'a> {
     fn task(&mut self, told: &mut usize) -> Option<Task> {
         let kernel = self.kernel.get_or_insert_with(|| self.guest.kernel.load());
         kernel.as_ref()?.tasks.as_ref().ok()?;
-        let base = match self.memory.per_cpu_base {
-            Some(base) => base,
-            None => self.regs_with_kernel_gs()?.kernel_per_cpu_base()?,
-        };
+        let base = self.per_cpu_base()?;
         self.walk_regs()?;
         let layout = self.kernel.as_ref()?.as_ref()?.tasks.as_ref().ok()?;
         let memory = &mut *self.memory;
-        memory.per_cpu_base = Some(base);
         let mut budget = WalkBudget::new(TASK_READS, None);
         let mut reader = TaskReader::new(layout, &self.guest.memory, &self.known.regs)?;
         let task = reader.current(base, &mut budget)?;
@@ -494,6 +495,32 @@ impl<'a> VcpuSampleRegs<'a> {
             );
         }
         Some(task)
+    }
+
+    /// Returns the base of the kernel's data of this vCPU.
+    fn per_cpu_base(&mut self) -> Option<u64> {
+        let base = match self.memory.per_cpu_base {
+            Some(base) => base,
+            None => self.regs_with_kernel_gs()?.kernel_per_cpu_base()?,
+        };
+        self.memory.per_cpu_base = Some(base);
+        Some(base)
+    }
+
+    /// Returns whether a debugger in the guest single-steps the current task; `false` if the kernel
+    /// does not tell.
+    pub fn is_single_stepped(&mut self) -> bool {
+        let mut stepped = || {
+            let kernel = self.kernel.get_or_insert_with(|| self.guest.kernel.load());
+            kernel.as_ref()?.tasks.as_ref().ok()?;
+            let base = self.per_cpu_base()?;
+            self.walk_regs()?;
+            let layout = self.kernel.as_ref()?.as_ref()?.tasks.as_ref().ok()?;
+            let mut budget = WalkBudget::new(TASK_READS, None);
+            TaskReader::new(layout, &self.guest.memory, &self.known.regs)?
+                .is_single_stepped(base, &mut budget)
+        };
+        stepped().unwrap_or(false)
     }
 
     /// Stores the user frames of a call chain, for their mappings.

@@ -31,6 +31,8 @@ const CR0_PE: u64 = 1 << 0;
 const BREAKPOINT: u32 = 3;
 /// DR6.B0 to B3: breakpoint conditions that were met (SDM vol. 3 §19.2.3).
 const DR6_BREAKPOINTS: u64 = 0xf;
+/// BS: the exception is due to the trap flag.
+const DR6_SINGLE_STEP: u64 = 1 << 14;
 
 /// Borrowed parts of a vCPU that handle an exit. The file descriptor is excluded because it lends
 /// the exit data.
@@ -233,6 +235,13 @@ impl Running {
             && let Some(step) = stepper.stopped(&mut self.fd, stop)?
         {
             pmu.feed_step(&step);
+            // The trap flag may also be the one of a debugger in the guest.
+            if stop.dr6 & DR6_SINGLE_STEP != 0
+                && let Some(state) = stepper.stopped_in_user()
+                && pmu.is_task_single_stepped(&self.fd, &state.regs, &state.sregs)
+            {
+                step::debug::inject_guest_exception(&self.fd, stop).map_err(VcpuFailure::Debug)?;
+            }
             return Ok(LoopAction::Repeat);
         }
         // The exit belongs to the guest: INT3, trap flag, or a breakpoint that the guest set.

@@ -1,6 +1,6 @@
 //! Tests with the processes of a small synthetic guest.
 
-use super::super::{ListLayout, MapsLayout, VM_EXEC};
+use super::super::{ListLayout, MapsLayout, SingleStepLayout, VM_EXEC, single_step_bit};
 use super::*;
 use crate::task::cache::CacheLayout;
 use crate::testing::TestGuest;
@@ -47,6 +47,7 @@ fn layout() -> TaskLayout {
             tasks: 24,
             pgd: 8,
         }),
+        single_step: None,
     }
 }
 
@@ -84,6 +85,55 @@ fn guest() -> (TestGuest, KernelTables) {
         la57: false,
     };
     (g, tables)
+}
+
+/// A task is single-stepped if it is traced and has the flag of this kernel.
+#[test]
+fn task_of_a_stepping_debugger_is_recognized() {
+    let (mut g, tables) = guest();
+    let per_cpu_base = DIRECT + 0x3800;
+    g.put(per_cpu_base - DIRECT, TASK);
+    let mut layout = layout();
+    let mut stepped = |layout: &TaskLayout, flags: u64, ptrace: u64| {
+        g.put(TASK - DIRECT + 32, flags);
+        g.put(TASK - DIRECT + 40, ptrace);
+        TaskReader::under(layout, &g.ram[..], tables.root, tables.la57)
+            .is_single_stepped(per_cpu_base, &mut budget())
+    };
+    assert_eq!(stepped(&layout, 1 << 4, 1), None, "an unknown kernel");
+    layout.single_step = Some(SingleStepLayout {
+        flags: 32,
+        bit: 4,
+        ptrace: 40,
+    });
+    for (flags, ptrace, is_stepped) in [
+        (1 << 4, 1, true),
+        (1 << 4, 0, false),
+        (!(1 << 4), 1, false),
+        (0, 0, false),
+    ] {
+        assert_eq!(
+            stepped(&layout, flags, ptrace),
+            Some(is_stepped),
+            "{flags:#x}, {ptrace}"
+        );
+    }
+}
+
+#[test]
+fn flag_of_single_steps_depends_on_the_release() {
+    for (release, bit) in [
+        ("6.1.0-56-cloud-amd64", Some(4)),
+        ("5.10.0-8-amd64", Some(4)),
+        ("6.12.57+deb13-amd64", Some(4)),
+        ("6.16.3", Some(5)),
+        ("6.12.57+deb13-rt-amd64", None),
+        ("7.0.0", None),
+        ("6", None),
+        ("", None),
+    ] {
+        assert_eq!(single_step_bit(release), bit, "{release}");
+    }
 }
 
 fn budget() -> WalkBudget {

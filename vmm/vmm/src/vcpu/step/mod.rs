@@ -392,6 +392,9 @@ impl Stepper {
             stop.dr6,
             self.ahead()
         );
+        // After a step from the kernel, no instruction of user code has executed.
+        let in_user = state.cpl() == 3 && (self.mode == SteppingMode::Rest || self.began_in_user());
+        self.stopped_in_user = in_user.then_some(state);
         if stop.exception == 3 {
             return Ok(None);
         }

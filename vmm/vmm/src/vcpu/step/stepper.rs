@@ -155,6 +155,8 @@ pub struct Stepper {
     pub(super) synced: SyncedRegisters,
     /// Registers at the last stop, if still valid.
     pub(super) fresh: Option<VcpuState>,
+    /// Registers at the last stop, if it was after an instruction of user code.
+    pub(super) stopped_in_user: Option<VcpuState>,
     /// Step count before which the local APIC timer is delayed.
     pub(super) timer_waits: u64,
     /// Maskable interrupts are held back until the burst ends.
@@ -189,6 +191,7 @@ impl Stepper {
             runs: RunCache::default(),
             synced: SyncedRegisters::default(),
             fresh: None,
+            stopped_in_user: None,
             timer_waits: 0,
             holds_interrupts: false,
             halted: false,
@@ -280,6 +283,11 @@ impl Stepper {
         if let SteppingMode::UserOnly(way) = &mut self.mode {
             *way = UserResumeMethod::Walked(0);
         }
+    }
+
+    /// Returns the registers at the last stop, if it was after an instruction of user code.
+    pub fn stopped_in_user(&self) -> Option<&VcpuState> {
+        self.stopped_in_user.as_ref()
     }
 
     /// Returns `true` if only user code is counted and the guest is in its kernel.
