@@ -1,0 +1,176 @@
+//! Snapshots at random exits: the outputs of the source and of the restored VM, with their counts and
+//! PMIs, are equal to that of a VM without a cut.
+//!
+//! `make snapshots` takes a thousand of each guest. A failure names the seed of its snapshot;
+//! `PERFVISOR_SNAPSHOT_SEED` begins with it. The seed determines where the guest is interrupted, but
+//! not the exit that follows, because the host schedules the vCPU.
+
+use std::hash::{BuildHasher as _, RandomState};
+
+use snapshot::state::SavedVcpu;
+use vpmu::{PmiShare, Vpmu};
+
+use super::*;
+
+/// Code of `paced.s`.
+const PACED: &[u8] = include_bytes!("paced.bin");
+/// Rounds of the paced guest that read a counter by RDPMC, each with one byte of output.
+const READS: usize = 12;
+/// Other rounds of the paced guest.
+const PACED_ROUNDS: u32 = 30;
+/// Address at which the paced guest stores 1 while it waits for a PMI that only the limit can delay.
+const WAITS: u64 = 0x1a_0008;
+/// Vector of the paced guest's PMI.
+const VECTOR: usize = 0x40;
+/// PMIs per second of the paced guest. The first 16 are not delayed.
+const PMI_LIMIT: u32 = 150;
+/// Number of snapshots of each test, unless `PERFVISOR_SNAPSHOTS` is set.
+const SNAPSHOTS: usize = 20;
+/// Maximum time from an output to the snapshot, in microseconds.
+const MAX_DELAY_US: u64 = 1000;
+
+/// Offsets of registers in the page of the local APIC.
+const XAPIC_ISR: usize = 0x100;
+const XAPIC_IRR: usize = 0x200;
+const XAPIC_LVTPC: usize = 0x340;
+
+/// Returns the value of an environment variable that is a number.
+fn number_in(variable: &str) -> Option<u64> {
+    let value = std::env::var(variable).ok()?;
+    Some(
+        value
+            .parse()
+            .unwrap_or_else(|_| panic!("{variable}={value} is not a number")),
+    )
+}
+
+fn snapshots() -> usize {
+    number_in("PERFVISOR_SNAPSHOTS").map_or(SNAPSHOTS, |number| usize::try_from(number).unwrap())
+}
+
+/// Numbers of snapshots with each state of the PMI.
+#[derive(Debug, Default)]
+struct MetStates {
+    /// A counter has overflowed, and the PMI is not delivered.
+    due: usize,
+    /// The PMI is due, and LVTPC is masked.
+    masked: usize,
+    /// The PMI is due and delayed by the limit.
+    throttled: usize,
+    /// The PMI is due, and the guest has executed nothing since an emulated RDPMC.
+    behind_rdpmc: usize,
+    /// The PMI is requested from the local APIC, or its handler runs.
+    in_service: usize,
+}
+
+impl MetStates {
+    fn record(&mut self, saved: &RestoredMachine) {
+        let vcpu = &saved.state.vcpus[0];
+        self.in_service += usize::from(is_in_service(vcpu));
+        if !is_pmi_due(&vcpu.pmu.registers.0) {
+            return;
+        }
+        self.due += 1;
+        let mut waits = [0];
+        memory_file(saved).read_exact_at(&mut waits, WAITS).unwrap();
+        let is_masked = vcpu.lapic.0[XAPIC_LVTPC + 2] & 1 != 0;
+        self.masked += usize::from(is_masked);
+        self.throttled += usize::from(waits == [1]);
+        self.behind_rdpmc += usize::from(!is_masked && vcpu.pmu.last_rdpmc.is_some());
+    }
+}
+
+/// Returns `true` if a PMI is due in a saved PMU, whose model depends on the host.
+fn is_pmi_due(registers: &[u8]) -> bool {
+    let is_due = |model| {
+        let mut pmu = Vpmu::new(model);
+        pmu.restore_before_use(registers).map(|()| pmu.pmi_pending())
+    };
+    let model = PmuModel::INTEL;
+    is_due(model)
+        .or_else(|_| is_due(model.with_transactions()))
+        .unwrap()
+}
+
+/// Returns `true` if the paced guest's vector is requested or in service, or an NMI is.
+fn is_in_service(vcpu: &SavedVcpu) -> bool {
+    let at = VECTOR / 32 * 16 + VECTOR % 32 / 8;
+    let requested = vcpu.lapic.0[XAPIC_IRR + at] | vcpu.lapic.0[XAPIC_ISR + at];
+    requested >> (VECTOR % 8) & 1 != 0 || vcpu.pmu.nmi_sent
+}
+
+/// Waits until the source has written `length` bytes or ended, and then for `delay`.
+fn run_until(source: &TestVm, length: usize, delay: Duration) {
+    while source.output.len() < length && source.vm.control().reason().is_none() {
+        std::hint::spin_loop();
+    }
+    let start = Instant::now();
+    while start.elapsed() < delay {
+        std::hint::spin_loop();
+    }
+}
+
+/// Takes `number` snapshots, each of a new VM, and compares the outputs of the source and of the
+/// restored VM with that of a VM without a cut, which is returned. Each snapshot follows a random byte
+/// of one of `parts`, which are lengths of the beginning of the output. Returns `None` without KVM.
+pub(super) fn cut_at_random(config: &VmConfig, number: usize, parts: &[usize]) -> Option<Vec<u8>> {
+    let expected = TestVm::start(config, None)?.finish();
+    let (start, mut met, mut taken) = (Instant::now(), MetStates::default(), 0);
+    let first = number_in("PERFVISOR_SNAPSHOT_SEED").unwrap_or_else(|| RandomState::new().hash_one(0));
+    let mut seed = first;
+    while taken < number {
+        let part = parts[usize::try_from(seed >> 60).unwrap() % parts.len()];
+        let target = usize::try_from(seed >> 33).unwrap() % part.min(expected.len());
+        let source = TestVm::start(config, None).unwrap();
+        run_until(
+            &source,
+            target,
+            Duration::from_micros((seed >> 16) % MAX_DELAY_US),
+        );
+        if let Some((saved, cut)) = source.snapshot() {
+            taken += 1;
+            met.record(&saved);
+            let which = format!("snapshot {taken} with PERFVISOR_SNAPSHOT_SEED={seed}, at byte {cut}");
+            let restored = TestVm::start(config, Some(saved)).unwrap();
+            assert!(source.finish() == expected, "{which}: the source differs");
+            let joined = [&expected[..cut], &restored.finish()].concat();
+            assert!(joined == expected, "{which}: the restored VM differs");
+        }
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+    }
+    let elapsed = start.elapsed().as_secs();
+    eprintln!("{number} snapshots from seed {first} in {elapsed} s, of which {met:?}");
+    Some(expected)
+}
+
+/// A snapshot at any exit neither loses nor repeats an instruction, a count or a PMI, in the restored
+/// VM and in the source.
+#[test]
+fn output_and_counts_are_equal_with_and_without_the_cut() {
+    let Some(output) = cut_at_random(&config(GUEST), snapshots(), &[usize::MAX]) else {
+        return;
+    };
+    let [counted, _, pmis, status, after] = results(&output)[..] else {
+        panic!("no results")
+    };
+    // Four port exits a round are not RDPMC; the results follow.
+    assert_eq!((counted, pmis, status & 2, after), (4 * ROUNDS, 1, 0, 1));
+}
+
+/// A PMI that is due, masked, delayed by the limit or behind an RDPMC at the cut is delivered once, and
+/// before a read that shows its overflow.
+#[test]
+fn each_pmi_is_delivered_once_with_and_without_the_cut() {
+    let mut config = config(PACED);
+    config.pmu.pmi_limit = PMI_LIMIT;
+    // The share would delay PMIs of the reads.
+    config.pmu.pmi_share = PmiShare::UNLIMITED;
+    let Some(output) = cut_at_random(&config, snapshots(), &[READS, usize::MAX]) else {
+        return;
+    };
+    let reads = u32::try_from(READS).unwrap();
+    // Seven port exits a round, and four more while LVTPC is masked. Three follow the last PMI.
+    let counts = [7 * PACED_ROUNDS + 4 * PACED_ROUNDS / 2, 0u32.wrapping_sub(4)];
+    let expected = [counts[0], counts[1], reads + PACED_ROUNDS, 0, reads];
+    assert_eq!(results(&output), expected);
+}
