@@ -183,6 +183,10 @@ pub struct SavedVcpuPmu {
     /// Flags in guest memory may contain the trap flag of the single-stepper.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub stray_trap_flags: bool,
+    /// Address and privilege level of a repeated string instruction that the exact backing has seen
+    /// iterate and not complete.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unfinished_repeat: Option<(u64, u8)>,
 }
 
 /// PMI that a guest handles.

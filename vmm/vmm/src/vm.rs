@@ -23,6 +23,7 @@ use crate::boot::{self, LoadedGuest};
 use crate::devices::Bus;
 use crate::devices::cpu_plug::VcpuSet;
 use crate::kvm::chips::IrqchipState;
+use crate::kvm::cpuid;
 use crate::kvm::host::Kvm;
 use crate::kvm::memslot::MemorySlots;
 use crate::kvm::saved_vcpu::VcpuStateLayout;
@@ -172,7 +173,10 @@ impl Vm {
             pmu: &pmu,
             loaded: &loaded,
             saved_tsc_khz: saved.as_ref().map(|saved| saved.state.shape.tsc_khz),
-            shows_steal_time: saved.is_some() || !plan.stepped,
+            shows_steal_time: saved.as_ref().map_or(!plan.stepped, |saved| {
+                let first = saved.state.vcpus.first();
+                first.is_some_and(|vcpu| cpuid::shows_stolen_time(&vcpu.cpuid))
+            }),
         };
         let vcpus = (0..config.cpus.max()).map(|id| plan.make_vcpu(kvm, &fd, &parts, id));
         let vcpus = vcpus.collect::<Result<Vec<KvmVcpu>, VmError>>()?;

@@ -288,6 +288,29 @@ impl StepMeter {
         self.pending = None;
     }
 
+    /// Returns the address and privilege level of a repeated string instruction that has iterated and
+    /// is unfinished at `cpu`, for a snapshot.
+    pub fn unfinished_at(&self, cpu: &CpuState) -> Option<(u64, u8)> {
+        let here = (cpu.rip, cpu.cpl);
+        let iterated_in_step = self.pending.as_ref().is_some_and(|pending| {
+            let before = &pending.before;
+            pending.instruction.is_some_and(|instruction| {
+                (before.rip, before.cpl) == here
+                    && is_repeated(&instruction)
+                    && element_count(&instruction, before) != element_count(&instruction, cpu)
+            })
+        });
+        if iterated_in_step {
+            return Some(here);
+        }
+        self.unfinished
+    }
+
+    /// Restores the unfinished instruction of [`StepMeter::unfinished_at`].
+    pub fn restore_unfinished(&mut self, unfinished: Option<(u64, u8)>) {
+        self.unfinished = unfinished;
+    }
+
     /// Begins a step from the state `cpu`.
     pub fn begin(&mut self, cpu: &CpuState, memory: &mut dyn GuestMemory) -> InstructionClass {
         let instruction = decode(cpu, cpu.rip, memory);

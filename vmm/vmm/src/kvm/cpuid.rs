@@ -261,6 +261,13 @@ fn hide_stolen_time(entries: &mut [kvm_cpuid_entry2]) {
     }
 }
 
+/// Returns `true` if the CPUID leaves of a saved vCPU show stolen time.
+pub(crate) fn shows_stolen_time(leaves: &[[u32; 7]]) -> bool {
+    leaves
+        .iter()
+        .any(|[function, _, _, eax, ..]| *function == KVM_FEATURES_LEAF && eax & STEAL_TIME != 0)
+}
+
 fn has_virtualisation(entries: &[kvm_cpuid_entry2]) -> bool {
     entries.iter().any(|entry| match entry.function {
         1 => entry.ecx & LEAF1_ECX_VMX != 0,

@@ -198,9 +198,9 @@ impl Running {
                 }
                 if self.save_phase == SavePhase::Settling {
                     if self.has_open_exit() {
-                        return self.complete_open_exit();
+                        return self.complete_exit_for_snapshot();
                     }
-                    self.finish_settling();
+                    self.finish_settling()?;
                 }
                 self.pause()?;
                 return Ok(LoopAction::Repeat);
@@ -320,14 +320,10 @@ impl Running {
 
     /// Performs steps 2 to 4 of the run loop.
     fn before_entry(&mut self, timer: &kick::KickTimer) -> Result<EntryAction, VcpuFailure> {
-        let Some(pmu) = &mut self.pmu else {
+        if self.pmu.is_none() {
             return self.prepare_entry();
-        };
-        if let Some(stepper) = &mut self.stepper
-            && let Some(step) = stepper.settle(&self.fd)?
-        {
-            pmu.feed_step(&step);
         }
+        self.settle_step()?;
         self.collect_branches()?;
         self.serve_pmu(timer)?;
         self.begin_burst_if_due(timer);

@@ -16,9 +16,11 @@ use vpmu::StateError;
 
 use super::control::RunState;
 use super::debugctl::DebugControl;
+use super::failure::VcpuFailure;
 use super::rdpmc::{LastRdpmc, PendingNmi};
-use super::running::{ExitCompletion, Running, Vcpu};
+use super::running::{ExitCompletion, LoopAction, Running, Vcpu};
 use super::step::Stepper;
+use super::step::state::VcpuState;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::saved_vcpu::VcpuStateLayout;
 
@@ -46,8 +48,31 @@ pub enum SaveVcpuError {
 }
 
 impl Running {
+    /// Completes the last exit for a snapshot. The step that it ends is counted after a register write
+    /// of its instruction takes effect, as without the snapshot.
+    pub(super) fn complete_exit_for_snapshot(&mut self) -> Result<LoopAction, VcpuFailure> {
+        if self.stepper.is_some() {
+            self.settle_step()?;
+            if let Some(pmu) = &mut self.pmu {
+                pmu.reconcile();
+            }
+        }
+        self.complete_open_exit()
+    }
+
+    /// Counts the step that the last exit has completed. A run of instructions ends where the vCPU is.
+    pub(super) fn settle_step(&mut self) -> Result<(), VcpuFailure> {
+        if let (Some(stepper), Some(pmu)) = (&mut self.stepper, &mut self.pmu)
+            && let Some(step) = stepper.settle(&self.fd)?
+        {
+            pmu.feed_step(&step);
+        }
+        Ok(())
+    }
+
     /// Counts the instruction of the completed exit, and reports that the vCPU is settled.
-    pub(super) fn finish_settling(&mut self) {
+    pub(super) fn finish_settling(&mut self) -> Result<(), VcpuFailure> {
+        self.settle_step()?;
         if let Some(pmu) = &mut self.pmu {
             pmu.reconcile();
         }
@@ -57,6 +82,7 @@ impl Running {
         }
         self.save_phase = SavePhase::Settled;
         self.slot.request_queue().answer_settled();
+        Ok(())
     }
 
     /// Counts the instruction that an exit has completed.
@@ -94,6 +120,13 @@ impl Running {
         let mut saved = layout
             .save(self.id, &self.fd)
             .map_err(|e| SaveVcpuError::Kvm(self.id, e))?;
+        let unfinished_repeat = match &self.stepper {
+            None => None,
+            Some(stepper) => {
+                let state = VcpuState::read(&self.fd).map_err(|e| SaveVcpuError::Kvm(self.id, e))?;
+                stepper.unfinished_repeat(&state.cpu())
+            }
+        };
         let leaves = self.kept.cpuid().as_slice().iter();
         saved.cpuid = leaves.map(cpuid_leaf).collect();
         let (nmi_sent, nmi_repetitions) = self.sent_nmi.saved();
@@ -111,6 +144,7 @@ impl Running {
             nmi_repetitions,
             stray_trap_flags: self.stepper.as_ref().is_some_and(Stepper::has_strays)
                 || self.bursts.has_strays(),
+            unfinished_repeat,
         };
         Ok(saved)
     }
@@ -143,6 +177,9 @@ impl Vcpu {
         }
         if saved.stray_trap_flags {
             self.stepper = self.bursts.stepper_for_strays();
+        }
+        if let Some(stepper) = &mut self.stepper {
+            stepper.restore_unfinished_repeat(saved.unfinished_repeat);
         }
         self.lvtpc.restore_handled(saved.handled_pmi);
         if let Some(rdpmc) = &mut self.rdpmc {

@@ -248,7 +248,9 @@ impl<'a> VmPlan<'a> {
     pub(super) fn unsupported_in_snapshot(&self) -> Vec<&'static str> {
         let config = self.config;
         let options = [
-            ("--backing exact", self.stepped),
+            // Flags in guest memory and system calls under way may contain the stepper's trap flag, if
+            // KVM does not emulate CPL 0.
+            ("--backing exact", self.stepped && config.pmu.stepping.user),
             ("--backing kvm", config.own_pmu.is_some()),
             ("--rdpmc hwbp", self.traps && config.rdpmc == RdpmcMode::Hwbp),
             ("--gdb", config.debugger.is_some()),
@@ -588,6 +590,16 @@ mod tests {
         assert!(VmPlan::of(&config).unsupported_in_snapshot().is_empty());
         config.nested = true;
         assert_eq!(VmPlan::of(&config).unsupported_in_snapshot(), ["--nested"]);
+    }
+
+    /// A stepper that sets the trap flag may leave it in guest memory; an emulating KVM needs none.
+    #[test]
+    fn snapshot_excludes_exact_backing_with_trap_flags() {
+        let mut config = testing::config(&[]);
+        config.pmu.policy = BackingPolicy::Exact;
+        assert!(VmPlan::of(&config).unsupported_in_snapshot().is_empty());
+        config.pmu.stepping.user = true;
+        assert_eq!(VmPlan::of(&config).unsupported_in_snapshot(), ["--backing exact"]);
     }
 
     /// A Linux kernel without RDPMC emulation crashes at its first counter read.

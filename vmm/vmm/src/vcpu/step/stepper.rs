@@ -277,6 +277,16 @@ impl Stepper {
         self.strays
     }
 
+    /// Returns the repeated string instruction that is unfinished at `cpu`, for a snapshot.
+    pub fn unfinished_repeat(&self, cpu: &CpuState) -> Option<(u64, u8)> {
+        self.meter.unfinished_at(cpu)
+    }
+
+    /// Restores the unfinished repeated string instruction.
+    pub fn restore_unfinished_repeat(&mut self, unfinished: Option<(u64, u8)>) {
+        self.meter.restore_unfinished(unfinished);
+    }
+
     /// Handles a PMU register write, after which counting may start inside the kernel.
     pub fn registers_changed(&mut self) {
         // In other modes, a change of the mode has the same effect.

@@ -8,12 +8,15 @@
 use std::hash::{BuildHasher as _, RandomState};
 
 use snapshot::state::SavedVcpu;
+use vmm::kvm::execution;
 use vpmu::{PmiShare, Vpmu};
 
 use super::*;
 
 /// Code of `paced.s`.
 const PACED: &[u8] = include_bytes!("paced.bin");
+/// Code of `stepped.s`.
+const STEPPED: &[u8] = include_bytes!("stepped.bin");
 /// Rounds of the paced guest that read a counter by RDPMC, each with one byte of output.
 const READS: usize = 12;
 /// Other rounds of the paced guest.
@@ -24,8 +27,10 @@ const WAITS: u64 = 0x1a_0008;
 const VECTOR: usize = 0x40;
 /// PMIs per second of the paced guest. The first 16 are not delayed.
 const PMI_LIMIT: u32 = 150;
-/// Number of snapshots of each test, unless `PERFVISOR_SNAPSHOTS` is set.
+/// Default number of snapshots of a test.
 const SNAPSHOTS: usize = 20;
+/// Default number of snapshots of a guest that is stepped, which takes longer.
+const STEPPED_SNAPSHOTS: usize = 8;
 /// Maximum time from an output to the snapshot, in microseconds.
 const MAX_DELAY_US: u64 = 1000;
 
@@ -44,8 +49,9 @@ fn number_in(variable: &str) -> Option<u64> {
     )
 }
 
-fn snapshots() -> usize {
-    number_in("PERFVISOR_SNAPSHOTS").map_or(SNAPSHOTS, |number| usize::try_from(number).unwrap())
+/// Returns the number of snapshots of a test, which is `default` unless `PERFVISOR_SNAPSHOTS` is set.
+fn snapshots_or(default: usize) -> usize {
+    number_in("PERFVISOR_SNAPSHOTS").map_or(default, |number| usize::try_from(number).unwrap())
 }
 
 /// Numbers of snapshots with each state of the PMI.
@@ -147,7 +153,7 @@ pub(super) fn cut_at_random(config: &VmConfig, number: usize, parts: &[usize]) -
 /// VM and in the source.
 #[test]
 fn output_and_counts_are_equal_with_and_without_the_cut() {
-    let Some(output) = cut_at_random(&config(GUEST), snapshots(), &[usize::MAX]) else {
+    let Some(output) = cut_at_random(&config(GUEST), snapshots_or(SNAPSHOTS), &[usize::MAX]) else {
         return;
     };
     let [counted, _, pmis, status, after] = results(&output)[..] else {
@@ -165,7 +171,7 @@ fn each_pmi_is_delivered_once_with_and_without_the_cut() {
     config.pmu.pmi_limit = PMI_LIMIT;
     // The share would delay PMIs of the reads.
     config.pmu.pmi_share = PmiShare::UNLIMITED;
-    let Some(output) = cut_at_random(&config, snapshots(), &[READS, usize::MAX]) else {
+    let Some(output) = cut_at_random(&config, snapshots_or(SNAPSHOTS), &[READS, usize::MAX]) else {
         return;
     };
     let reads = u32::try_from(READS).unwrap();
@@ -173,4 +179,29 @@ fn each_pmi_is_delivered_once_with_and_without_the_cut() {
     let counts = [7 * PACED_ROUNDS + 4 * PACED_ROUNDS / 2, 0u32.wrapping_sub(4)];
     let expected = [counts[0], counts[1], reads + PACED_ROUNDS, 0, reads];
     assert_eq!(results(&output), expected);
+}
+
+/// Each instruction is counted once by steps and by straight-line runs, and each PMI interrupts the same
+/// instruction, with and without the cut.
+#[test]
+fn stepped_counts_are_exact_with_and_without_the_cut() {
+    let mut config = config(STEPPED);
+    config.pmu.policy = BackingPolicy::Exact;
+    config.pmu.pmi_share = PmiShare::UNLIMITED;
+    let Ok(kvm) = host::open() else {
+        skip::skipped("no KVM here", false);
+        return;
+    };
+    config.pmu.stepping = execution::probe(&kvm).unwrap().stepping;
+    if !config.pmu.stepping.kernel || config.pmu.stepping.user {
+        skip::skipped("this host's KVM does not emulate CPL 0", false);
+        return;
+    }
+    let Some(output) = cut_at_random(&config, snapshots_or(STEPPED_SNAPSHOTS), &[usize::MAX]) else {
+        return;
+    };
+    let [counted, _, pmis, ..] = results(&output)[..] else {
+        panic!("no results")
+    };
+    assert!(counted > 4000 && pmis > 30, "{counted} instructions, {pmis} PMIs");
 }
