@@ -104,7 +104,7 @@ validate-lab: lab-files
 validate-nested: lab-files
 	$(LAB_TESTS) nested:: -- --ignored --nocapture --test-threads 1
 
-## snapshots: a thousand snapshots at random exits, restored with equal outputs, counts and PMIs (NUMBER=1000 SEED=..., minutes)
+## snapshots: a thousand snapshots at random exits, restored with equal outputs, counts and PMIs (NUMBER=1000 SEED=...)
 .PHONY: snapshots
 snapshots:
 	PERFVISOR_SNAPSHOTS=$(or $(NUMBER),1000) $(if $(SEED),PERFVISOR_SNAPSHOT_SEED=$(SEED)) \

@@ -366,6 +366,29 @@ fn iret_returns_to_stack_address_or_faults() {
     }
 }
 
+/// Another meter continues with an instruction that has iterated, whether its step has ended or not.
+#[test]
+fn unfinished_repeated_instruction_continues_in_another_meter() {
+    let count = |rip, rcx| {
+        let mut state = at(rip, 0);
+        state.gpr[1] = rcx;
+        state
+    };
+    let whole = count(CODE, 3);
+    let mut meter = StepMeter::new(Vendor::Intel);
+    meter.begin(&whole, &mut Memory::new(REP_MOVSB));
+    assert_eq!(meter.unfinished_at(&whole), None);
+    let unfinished = meter.unfinished_at(&count(CODE, 0));
+    assert_eq!(unfinished, Some((CODE, 0)));
+    meter.end(&count(CODE, 0), &mut Memory::new(REP_MOVSB));
+    assert_eq!(meter.unfinished_at(&count(CODE, 0)), unfinished);
+
+    let mut other = StepMeter::new(Vendor::Intel);
+    other.restore_unfinished(unfinished);
+    let end = step_from(&mut other, REP_MOVSB, count(CODE, 0), count(CODE + 2, 0));
+    assert_eq!((end.kernel.loads, end.kernel.stores), (1, 1));
+}
+
 #[test]
 fn repeated_instruction_counts_once_despite_interrupts() {
     let count = |rip, rcx| {
