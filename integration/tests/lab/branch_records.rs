@@ -59,12 +59,19 @@ fn distance(a: &Shares, b: &Shares) -> f64 {
     keys.map(|key| (share(a, key) - share(b, key)).abs()).sum::<f64>() / 2.0
 }
 
-/// Each branch starts in the straight code after the target of the previous one.
+/// Each branch starts in the straight code after the target of the previous one. Branches that are not
+/// taken may be in between, and a branch is at most 128 steps of up to 15 bytes away.
 #[track_caller]
 fn are_consecutive(stacks: &[Vec<Edge>]) {
+    const MAX_STRAIGHT_BYTES: u64 = 128 * 15;
     for pair in stacks.iter().flat_map(|stack| stack.windows(2)) {
         let straight = pair[1].0.wrapping_sub(pair[0].1);
-        assert!(straight < 128, "{:x?} after {:x?}", pair[1], pair[0]);
+        assert!(
+            straight <= MAX_STRAIGHT_BYTES,
+            "{:x?} after {:x?}",
+            pair[1],
+            pair[0]
+        );
     }
 }
 
