@@ -14,9 +14,8 @@ use integration::test_host::TestHost;
 
 use crate::exact::stepped;
 
-/// Records and replays a static program, a program with threads that rr switches within their loops,
-/// and a dynamically linked one of Debian, and steps a replay backwards in gdb. Section `uptime` has
-/// the guest's uptime after each.
+/// Records and replays a static program, a program with threads and a dynamically linked one of
+/// Debian, and steps a replay backwards in gdb. Section `uptime` has the guest's uptime after each.
 const SCRIPT: &str = r#"
 export _RR_TRACE_DIR=/tmp/rr LANG=C.UTF-8
 sysctl -w kernel.yama.ptrace_scope=0 >/dev/null
@@ -36,7 +35,7 @@ in_gdb() {
 timed known rr record -n known 20
 timed known-replay rr replay -a
 timed gdb in_gdb
-timed threads rr record -n -c 3000 threads 2 20000x
+timed threads rr record -n threads 2 100x
 timed threads-replay rr replay -a
 timed xz sh -c 'rr record -n /usr/bin/xz --version >/tmp/recorded'
 timed xz-replay sh -c 'rr replay -a >/tmp/replayed'
