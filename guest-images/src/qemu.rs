@@ -42,7 +42,7 @@ const KNOWS_XSAVE: QemuVersion = QemuVersion(10, 0);
 /// CPU options that hide XSAVE and dependent features.
 const NO_XSAVE: &str = ",-xsave,-xsaveopt,-xsavec,-xgetbv1,-avx,-avx2,-f16c,-fma";
 
-/// What the programs of a lab and its guests need of the emulated processor.
+/// Features of the emulated processor that a lab and its guests require.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum QemuNeeds {
     /// No extended state: any QEMU.

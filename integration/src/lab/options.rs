@@ -24,7 +24,7 @@ pub struct LabOptions {
     /// Raw images for `/dev/vda`, `/dev/vdb` and so on; an image may occur twice. Writes are
     /// discarded with the lab.
     pub disks: Vec<PathBuf>,
-    /// What the lab's QEMU must emulate. Another QEMU is fetched if the default one does not.
+    /// Features that the lab's QEMU must emulate. Another QEMU is fetched if the default one lacks them.
     pub qemu_needs: QemuNeeds,
     /// Set to `true` to abort a boot in progress with an error.
     pub cancelled: Arc<AtomicBool>,

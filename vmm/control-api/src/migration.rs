@@ -20,6 +20,14 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
+/// Returns the ID of the boot of this host, which two processes on one host have in common. Empty if it
+/// cannot be read.
+#[must_use]
+pub fn boot_id() -> String {
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    id.trim().to_owned()
+}
+
 use crate::peer;
 
 /// Prefix of the address of a Unix socket.

@@ -4,7 +4,7 @@
 //! versions are the known layouts: the current task is in `current_task` or `pcpu_hot`, and
 //! mappings are in a maple tree (since Linux 6.1) or in a list. All data may be inconsistent,
 //! because the guest is running, or malicious. Results are claims of the guest, suitable for
-//! display but not for decisions.
+//! display, and for decisions that affect this guest only.
 
 pub mod areas;
 mod cache;

@@ -44,7 +44,7 @@ impl AsFd for ThreadSwitches {
     }
 }
 
-/// What a context switch does to the thread.
+/// Kinds of context switches of a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadSwitchKind {
     /// The thread continues.
@@ -61,7 +61,7 @@ pub enum ThreadSwitchKind {
 pub struct ThreadSwitch {
     /// `CLOCK_MONOTONIC` time, in nanoseconds.
     pub time_ns: u64,
-    /// What the switch does.
+    /// Kind of the switch.
     pub kind: ThreadSwitchKind,
 }
 

@@ -108,9 +108,9 @@ pub enum IncomingError {
 /// A process that waits for the result of a migration.
 #[derive(Debug)]
 enum Reply {
-    /// It waits for a line.
+    /// The process waits for a line.
     Line(UnixStream),
-    /// It has sent the VM as bytes.
+    /// The process has sent the VM as bytes.
     Stream(UnixStream),
 }
 
@@ -180,7 +180,7 @@ fn check_devices(args: &RunArgs, saved: &SavedMachine) -> Result<(), IncomingErr
 pub(super) enum Incoming {
     /// Another process of this host runs it.
     Local(Box<LocalVm>),
-    /// It arrives as bytes.
+    /// The VM arrives as bytes.
     Stream(Box<IncomingStream>),
 }
 

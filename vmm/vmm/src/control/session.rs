@@ -463,8 +463,7 @@ impl EventSession {
     /// Returns a perf event that records the context switches of the thread of `vcpu`.
     ///
     /// # Errors
-    /// Returns a [`Failure`] if the vCPU is not running, this session may not see the host's
-    /// scheduling, or the host refuses the event.
+    /// Returns a [`Failure`] if the vCPU is not running or the host refuses the event.
     pub fn share_thread_switches(&self, vcpu: u32) -> Result<OwnedFd, Failure> {
         let unsupported = |e: &dyn std::error::Error| Failure {
             kind: FailureKind::Unsupported,

@@ -752,13 +752,10 @@ impl VcpuPmu {
     }
 
     /// Returns whether a debugger in the guest single-steps the current task, with the registers at
-    /// the exit. Starts a search for the guest's kernel if it is unknown.
+    /// the exit. The first call starts the search for the guest's kernel, unless another has.
     pub fn is_task_single_stepped(&mut self, fd: &VcpuFd, regs: &kvm_regs, sregs: &kvm_sregs) -> bool {
-        if self.vm.probe.is_kernel_unknown() {
-            if self.vm.probe.begin_search() {
-                self.find_kernel(fd);
-            }
-            return false;
+        if self.vm.probe.begin_first_search() {
+            self.find_kernel(fd);
         }
         let mut known = ExitRegisters::default();
         known.set_general(regs);

@@ -151,9 +151,18 @@ impl GuestSamplingContext {
         self.kernel.store(None);
     }
 
-    /// Returns `true` if the guest's kernel has not been found.
-    pub fn is_kernel_unknown(&self) -> bool {
-        self.kernel.load().is_none()
+    /// Returns `true` if the kernel is unknown and no search has started yet, in which case the caller
+    /// must start it.
+    pub fn begin_first_search(&self) -> bool {
+        if self.kernel.load().is_some() {
+            return false;
+        }
+        let mut search = self.search();
+        let begin = matches!(*search, KernelSearch::NotYet);
+        if begin {
+            *search = KernelSearch::Looking;
+        }
+        begin
     }
 
     /// Returns `true` if a search for the kernel must start now, in which case the caller must

@@ -268,7 +268,7 @@ mod tests {
         snapshot
     }
 
-    /// What arrives is the memory at the pause, whatever the guest has written between the rounds.
+    /// The memory that arrives is that of the pause, even if the guest has written between the rounds.
     #[test]
     fn rounds_add_up_to_the_memory_of_the_paused_vm() {
         let Some(vm) = testing::vm(&COUNT, |_| ()) else {

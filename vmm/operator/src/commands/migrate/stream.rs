@@ -4,14 +4,13 @@
 //! a round is short enough, and sends the last round and the state. docs/architecture.md explains which
 //! process has the VM when a message is lost.
 
-use std::fs;
 use std::io::{self, BufWriter, Write as _};
 use std::os::unix::fs::FileExt as _;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use control_api::client::{Client, ClientError};
-use control_api::migration::{MigrationPiece, MigrationStart};
+use control_api::migration::{MigrationPiece, MigrationStart, boot_id};
 use control_api::protocol::VmState;
 use control_api::request;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -34,8 +33,6 @@ const REQUEST_INTERVAL: Duration = Duration::from_millis(1);
 const BUFFER_BYTES: usize = 256 << 10;
 /// Maximum number of bytes of a piece that is accepted from a VM.
 const MAX_PIECE_BYTES: u64 = 2 * CHUNK_BYTES;
-/// ID of the boot of this host.
-const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 /// Error of sending a VM.
 #[derive(Debug, thiserror::Error)]
@@ -255,7 +252,7 @@ fn introduce(client: &mut Client, to: &mut Destination<'_>) -> Result<u64, SendV
     let hello = StreamHello {
         name: info.name.clone(),
         pid: info.pid,
-        boot_id: fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_owned(),
+        boot_id: boot_id(),
         memory_bytes: start.memory_bytes,
     };
     let begun = to.writer.write_all(&stream::PREAMBLE);

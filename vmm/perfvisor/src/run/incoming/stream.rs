@@ -8,7 +8,7 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use control_api::migration::VmOrigin;
+use control_api::migration::{VmOrigin, boot_id};
 use operator::commands::one_line;
 use operator::signals::BlockedSignals;
 use perf_core::pmu::host::HostProbe;
@@ -39,8 +39,6 @@ const MAX_IGNORED_BYTES: u64 = 1 << 30;
 const BUFFER_BYTES: usize = 256 << 10;
 /// Number of frames after which the signals that end this process are checked.
 const SIGNAL_CHECK_FRAMES: u64 = 64;
-/// ID of the boot of this host.
-const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 /// A VM that arrives as a stream.
 #[derive(Debug)]
@@ -187,8 +185,8 @@ impl IncomingStream {
 
     /// Returns the other process, if it is on this host.
     pub(super) fn origin(&self) -> Option<VmOrigin> {
-        let own = std::fs::read_to_string(BOOT_ID).unwrap_or_default();
-        let is_own_host = !own.is_empty() && own.trim() == self.hello.boot_id;
+        let own = boot_id();
+        let is_own_host = !own.is_empty() && own == self.hello.boot_id;
         is_own_host.then(|| VmOrigin {
             name: self.hello.name.clone(),
             pid: self.hello.pid,

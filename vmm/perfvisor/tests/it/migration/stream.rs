@@ -410,7 +410,7 @@ fn destination_says_what_it_lacks() {
     assert_eq!(receiver.said_count("received one"), 0);
     source.assert_runs();
 
-    // What it finds out while the VM is paused.
+    // Errors that it finds while the VM is paused.
     let mut receiver = source.receiver(&["--disk", "/no/such/image"]);
     let (status, text) = said(&mut source.vm.operator(&args));
     assert_eq!((status, text.lines().count()), (Some(2), 1), "{text}");
