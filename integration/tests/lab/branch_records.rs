@@ -75,16 +75,20 @@ fn are_consecutive(stacks: &[Vec<Edge>]) {
     }
 }
 
-/// The source with the most targets is the program's call through a pointer, which has one target
-/// with probability 1/4 each.
+/// The most frequent source with several targets is the program's call through a pointer, which has one
+/// target with probability 1/4 each. A return of the C library may have more targets, but it is rare.
 #[track_caller]
 fn indirect_calls_have_four_targets(stacks: &[Vec<Edge>]) {
     let mut targets = BTreeMap::<u64, BTreeMap<u64, f64>>::new();
     for (from, to) in stacks.iter().flatten() {
         *targets.entry(*from).or_default().entry(*to).or_default() += 1.0;
     }
-    let (from, targets) = targets.iter().max_by_key(|(_, to)| to.len()).unwrap();
-    let total: f64 = targets.values().sum();
+    let frequency = |targets: &BTreeMap<u64, f64>| targets.values().sum::<f64>();
+    let several = targets.iter().filter(|(_, targets)| targets.len() > 1);
+    let (from, targets) = several
+        .max_by(|a, b| frequency(a.1).total_cmp(&frequency(b.1)))
+        .unwrap();
+    let total = frequency(targets);
     let sigma = (total * 0.25 * 0.75).sqrt();
     eprintln!(
         "  call at {from:#x}: {targets:x?} of {total}, expected {:.0} +- {sigma:.0}",
