@@ -26,7 +26,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use rustix::fs::{AtFlags, FileType, Mode, fstat, openat, unlinkat};
+use rustix::fs::{Access, AtFlags, FileType, Mode, accessat, fstat, openat, unlinkat};
 use rustix::io::Errno;
 use seccompiler::{BpfProgram, SeccompAction, apply_filter};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
@@ -198,7 +198,8 @@ impl SocketBroker {
     /// same file.
     ///
     /// # Errors
-    /// Returns the same errors as [`SocketBroker::add`].
+    /// Returns the same errors as [`SocketBroker::add`], and [`ErrorKind::PermissionDenied`] if the broker,
+    /// which has no capabilities, may not remove files of the directory.
     pub fn remove_at_end(self: &Arc<Self>, path: &Path) -> io::Result<()> {
         self.name(BrokerOperation::RemoveAtEnd, Directory::of(path)?)
             .map(drop)
@@ -456,6 +457,8 @@ impl RegisteredSockets {
         };
         if request.operation == BrokerOperation::RemoveAtEnd {
             let identity = named.identity()?;
+            let needed = Access::WRITE_OK | Access::EXEC_OK;
+            accessat(&named.directory, ".", needed, AtFlags::empty())?;
             self.own.push((named, identity));
             return Ok(0);
         }

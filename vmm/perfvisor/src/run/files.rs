@@ -6,10 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use perf_core::error_line;
-use rustix::fs::{Access, access};
 use rustix::process::getuid;
-use sandbox::paths::Directory;
-use sandbox::privileges;
 use sandbox::{AccessibleFiles, FileAccessError, SocketBroker};
 use vmm::console::ConsoleTarget;
 use vmm::vcpu::control::ResetPolicy;
@@ -87,40 +84,23 @@ pub(super) fn register_sockets_for_removal(
     all.extend_from_slice(control);
     all.sort();
     all.dedup();
-    for (path, removable) in all.iter().zip(can_be_removed(&all)) {
-        let path_shown = path.display();
-        if !removable {
-            log::warn!(
-                "the socket {path_shown} will not be removed when the VM exits, because its user \
-                ({}) may not write to the directory; choose a directory of that user",
+    for path in &all {
+        let Err(e) = broker.remove_at_end(path) else {
+            continue;
+        };
+        let why = match e.kind() {
+            io::ErrorKind::PermissionDenied => format!(
+                "its user ({}) may not write to the directory; choose a directory of that user",
                 getuid().as_raw()
-            );
-        } else if let Err(e) = broker.remove_at_end(path) {
-            let why = error_line(&e);
-            log::warn!("the socket {path_shown} will not be removed when the VM exits: {why}");
-        }
+            ),
+            _ => error_line(&e),
+        };
+        log::warn!(
+            "the socket {} will not be removed when the VM exits: {why}",
+            path.display()
+        );
     }
     broker.seal().map_err(RunError::Seal)
-}
-
-/// Returns whether each of these sockets can be removed without capabilities, as the socket broker
-/// must. The check runs in a temporary thread that drops its capabilities.
-fn can_be_removed(paths: &[PathBuf]) -> Vec<bool> {
-    let directories: Vec<_> = paths.iter().map(|path| Directory::of(path)).collect();
-    let look = |directory: &io::Result<(Directory, _)>| {
-        let wanted = Access::WRITE_OK | Access::EXEC_OK;
-        let directory = directory
-            .as_ref()
-            .map(|(directory, _)| directory.path(".".as_ref()));
-        directory.is_ok_and(|path| access(&path, wanted).is_ok())
-    };
-    std::thread::scope(|scope| {
-        let looks = scope.spawn(|| {
-            privileges::drop_thread_capabilities();
-            directories.iter().map(look).collect()
-        });
-        looks.join().unwrap_or_default()
-    })
 }
 
 /// Returns the user-chosen paths of sockets that are removed when the VM of `args` ends.
