@@ -158,7 +158,6 @@ fn run_for(
     // Dropped last: the broker then removes the VM's sockets.
     let _finish = FinishBroker(broker.clone());
     let descriptors = jail::limit_descriptors(args)?;
-    begin_sandbox(args, opener.counting(), log_file)?;
     // Signals are blocked before the first thread starts, so that all threads inherit the mask.
     let stop_signals = BlockedSignals::of_vm().map_err(RunError::start(STOP_SIGNALS))?;
     kick::install_handlers().map_err(RunError::start("sigaction failed"))?;
@@ -168,8 +167,11 @@ fn run_for(
     // A process can be jailed only while it has a single thread.
     let begun = args.jail.is_none().then(PendingKvmSetup::now);
     // The probe runs with the capabilities that are available for opening events later. With more,
-    // it would find more.
-    let probe = privileges::with_perfmon_capability(HostProbe::run);
+    // it would find more. Meanwhile the filters are compiled.
+    let (probe, sandbox) = privileges::with_perfmon_capability(HostProbe::run, || {
+        begin_sandbox(args, opener.counting(), log_file)
+    });
+    sandbox?;
     opener.install();
     // The helpers do not share the memory that is received, and the VM is paused for a short time.
     let (saved, mut arrival) = match incoming {

@@ -22,6 +22,11 @@ const LAST_CAPABILITY: &str = "/proc/sys/kernel/cap_last_cap";
 /// Assumed last capability if the file is missing: that of Linux 5.9.
 const USUAL_LAST_CAPABILITY: u32 = CapabilitySet::CHECKPOINT_RESTORE.bits().trailing_zeros();
 
+/// Link that names the user namespace of this process (namespaces(7)).
+const USER_NAMESPACE: &str = "/proc/self/ns/user";
+/// Target of [`USER_NAMESPACE`] in the initial namespace (Linux, `PROC_USER_INIT_INO`).
+const INITIAL_USER_NAMESPACE: &str = "user:[4026531837]";
+
 /// Error of dropping privileges.
 #[derive(Debug, thiserror::Error)]
 #[error("{0} failed")]
@@ -100,14 +105,27 @@ fn drop_privileges_except(kept: CapabilitySet) -> bool {
         && set_dumpable_behavior(DumpableBehavior::NotDumpable).is_ok()
 }
 
+/// Returns `true` if this thread has `CAP_PERFMON` in the initial user namespace. For perf events, the
+/// kernel ignores the capability in other namespaces (user_namespaces(7)).
+#[must_use]
+pub fn has_perfmon_capability() -> bool {
+    let has = capabilities(None).is_ok_and(|has| has.effective.contains(CapabilitySet::PERFMON));
+    has && fs::read_link(USER_NAMESPACE).is_ok_and(|link| link.as_os_str() == INITIAL_USER_NAMESPACE)
+}
+
 /// Runs `run` in a thread with no capability except `CAP_PERFMON`, the privileges of the process
-/// that opens events for a running VM. If the thread cannot be created, runs it in the current one.
-pub fn with_perfmon_capability<T: Send>(run: impl Fn() -> T + Sync) -> T {
-    let limited = std::thread::scope(|scope| {
+/// that opens events for a running VM, and `meanwhile` in the current thread. If the thread cannot drop
+/// its capabilities, runs both in the current one.
+pub fn with_perfmon_capability<T: Send, U>(
+    run: impl Fn() -> T + Sync,
+    meanwhile: impl FnOnce() -> U,
+) -> (T, U) {
+    let (limited, result) = std::thread::scope(|scope| {
         let thread = scope.spawn(|| keep(CapabilitySet::PERFMON).is_ok().then(&run));
-        thread.join().ok().flatten()
+        let result = meanwhile();
+        (thread.join().ok().flatten(), result)
     });
-    limited.unwrap_or_else(run)
+    (limited.unwrap_or_else(run), result)
 }
 
 /// Runs `run` while this single-threaded process is not dumpable, as during a guest's run, so that
@@ -236,10 +254,18 @@ mod tests {
     }
 
     #[test]
+    fn thread_without_perfmon_capability_has_to_ask() {
+        assert!(in_a_thread(|| {
+            drop_thread_capabilities();
+            !has_perfmon_capability()
+        }));
+    }
+
+    #[test]
     fn probing_keeps_thread_capabilities() {
         let before = capabilities(None).unwrap();
         assert!(is_denied_without_capabilities(|| true));
-        with_perfmon_capability(|| ());
+        with_perfmon_capability(|| (), || ());
         assert_eq!(capabilities(None).unwrap(), before);
     }
 

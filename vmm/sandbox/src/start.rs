@@ -110,7 +110,7 @@ static SANDBOX: OnceLock<Sandbox> = OnceLock::new();
 
 /// Compiles the filters. Later calls of [`enter`] and [`confine`] apply them, and a violation
 /// terminates the process as specified by `will`. `counting` selects the threads that may open perf
-/// events. Call this once while the process is single-threaded.
+/// events. Call this once, before the first thread that enters the sandbox.
 ///
 /// # Errors
 /// Returns a [`SandboxError`] if the kernel does not support filters, a list cannot be compiled, or

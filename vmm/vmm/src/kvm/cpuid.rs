@@ -5,6 +5,8 @@
 //! another vendor, then the topology. The PMU model is applied last and overrides every bit that
 //! enumerates a counter.
 
+use std::sync::{Mutex, PoisonError};
+
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
 use kvm_ioctls::Kvm;
 use vpmu::{CountableEvents, CpuidRegs, HostPmuProperties, PmuModel, Vendor};
@@ -129,13 +131,22 @@ pub fn read_host(leaf: u32, subleaf: u32) -> CpuidRegs {
     }
 }
 
-/// Returns the CPUID leaves that this host's KVM supports.
+/// Returns the CPUID leaves that this host's KVM supports. Asks KVM once: it executes CPUID for each
+/// leaf, which takes half a millisecond if the host is a guest itself.
 ///
 /// # Errors
 /// Returns [`CpuidError::Supported`] if KVM_GET_SUPPORTED_CPUID fails.
 pub fn supported(kvm: &Kvm) -> Result<CpuId, CpuidError> {
-    kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-        .map_err(CpuidError::Supported)
+    static SUPPORTED: Mutex<Option<CpuId>> = Mutex::new(None);
+    let mut known = SUPPORTED.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(leaves) = &*known {
+        return Ok(leaves.clone());
+    }
+    let leaves = kvm
+        .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+        .map_err(CpuidError::Supported)?;
+    *known = Some(leaves.clone());
+    Ok(leaves)
 }
 
 /// Returns the CPUID table of vCPU `id`.
