@@ -9,6 +9,7 @@
 //! | `exporter` | `perfvisor exporter`: metrics and profiles of all VMs over HTTP |
 //! | `values` | value parsers of options, and their error messages |
 //! | `input` | sequential reading of user-supplied files |
+//! | `snapshot_bases` | the snapshots on which a diff is based |
 //! | `signals` | signals as file descriptors |
 //! | `exit` | exit statuses |
 //!
@@ -78,6 +79,7 @@ mod kernel_map;
 pub mod session;
 #[cfg(feature = "commands")]
 pub mod signals;
+pub mod snapshot_bases;
 #[cfg(feature = "commands")]
 #[allow(missing_docs, reason = "messages of errors describe them")]
 pub mod values;

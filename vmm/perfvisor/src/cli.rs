@@ -315,10 +315,11 @@ pub struct RunArgs {
     /// Read the memory of the snapshot from this file; --restore then names the state file.
     #[arg(long, value_name = "FILE", requires = "restore", help_heading = "Kernel")]
     pub restore_memory: Option<PathBuf>,
-    /// Directory of the full snapshot on which the one of --restore, written by
-    /// `perfvisor ctl NAME snapshot DIR --diff BASE`, is based.
+    /// Directory of the snapshot on which the one of --restore, written by
+    /// `perfvisor ctl NAME snapshot DIR --diff BASE`, is based. Repeat the option, in any order, for each
+    /// snapshot that BASE is based on.
     #[arg(long, value_name = "BASE", requires = "restore", help_heading = "Kernel")]
-    pub restore_base: Option<PathBuf>,
+    pub restore_base: Vec<PathBuf>,
     /// Restore one of several VMs: network devices without mac= get addresses of their own.
     #[arg(long, requires = "restore", help_heading = "Kernel")]
     pub clone: bool,

@@ -1,16 +1,18 @@
 //! Differential snapshots, which contain the pages that differ from a base.
 //!
-//! The base is a full snapshot. A diff names it by the checksum of its state file, never by a path,
-//! and lists its own ranges of memory. Elsewhere, memory is that of the base. The memory file of a
-//! diff has the size of guest memory, and holes outside its ranges.
+//! The base is a full snapshot or a diff, up to [`MAX_DIFFS`] diffs above a full one. A diff names its
+//! base by the checksum of its state file, never by a path, and lists its own ranges of memory.
+//! Elsewhere, memory is that of the base. The memory file of a diff has the size of guest memory, and
+//! holes outside its ranges.
 //!
-//! [`DiffWriter`] compares all memory with the base, so it does not depend on who wrote a page: the
-//! guest, KVM or the VMM.
+//! [`BaseChain`] is the memory of a base. [`DiffWriter`] compares all memory with it, so it does not
+//! depend on who wrote a page: the guest, KVM or the VMM.
 
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
 
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
@@ -19,6 +21,8 @@ use crate::format::{FormatError, decode, encode};
 use crate::memory::{self, CHUNK_BYTES, MemoryFileError, checksum};
 use crate::state::{SavedBase, SavedMachine, SavedMemory};
 
+/// Maximum number of diffs above a full snapshot. Each is read at a restore, and its files stay open.
+pub const MAX_DIFFS: usize = 16;
 /// Maximum number of ranges in a diff.
 pub const MAX_RUNS: usize = 1 << 18;
 /// Number of ranges from which on whole chunks are written, so that [`MAX_RUNS`] is not reached.
@@ -29,9 +33,18 @@ const PAGE_BYTES: usize = 4096;
 /// Reason for rejecting a base or a diff.
 #[derive(Debug, thiserror::Error)]
 pub enum DiffError {
-    /// The base is itself a diff.
-    #[error("it is a diff itself; name the full snapshot that it is based on")]
-    BaseIsDiff,
+    /// The base of a diff is not given.
+    #[error("it is a diff, and its base, of checksum {0:08x}, is not given; name its directory as well")]
+    MissingBase(u32),
+    /// A snapshot is given that is not among the bases.
+    #[error("no diff that is given is based on it; omit it")]
+    Unneeded,
+    /// There are too many diffs, with the one that is based on them.
+    #[error(
+        "there would be more than {MAX_DIFFS} diffs one above the other; name an earlier snapshot, or take \
+         a full one"
+    )]
+    TooManyDiffs,
     /// The base is of a machine of another shape or with other options.
     #[error("it is a snapshot of another VM: the options or the size of memory differ")]
     OtherMachine,
@@ -57,59 +70,194 @@ pub enum DiffError {
     State(#[from] FormatError),
 }
 
-/// The full snapshot on which a diff is based.
+/// Error of a snapshot that is given as a base.
+#[derive(Debug, thiserror::Error)]
+#[error("the snapshot {}", path.display())]
+pub struct BaseError {
+    /// Directory of the snapshot.
+    pub path: PathBuf,
+    /// Reason.
+    pub source: DiffError,
+}
+
+impl BaseError {
+    fn new(path: &Path, source: impl Into<DiffError>) -> Self {
+        Self {
+            path: path.to_owned(),
+            source: source.into(),
+        }
+    }
+}
+
+/// A snapshot on which a diff is based: a full one, or a diff itself.
 #[derive(Debug)]
 pub struct BaseSnapshot {
+    path: PathBuf,
     machine: SavedMachine,
     memory: File,
     state_crc: u32,
 }
 
 impl BaseSnapshot {
-    /// Opens a base from its state file and its memory file.
+    /// Opens a base from its state file and its memory file. `path` names it in errors.
     ///
     /// # Errors
     /// Returns [`DiffError::State`] or [`DiffError::Memory`] if a file is unusable, and
-    /// [`DiffError::BaseIsDiff`] if the snapshot is not a full one.
-    pub fn new(state: &[u8], memory: File) -> Result<Self, DiffError> {
-        let machine = decode(state)?;
-        if machine.memory.base.is_some() {
-            return Err(DiffError::BaseIsDiff);
+    /// [`DiffError::Runs`] if the ranges of a diff are invalid.
+    pub fn new(path: &Path, state: &[u8], memory: File) -> Result<Self, BaseError> {
+        let failed = |source| BaseError::new(path, source);
+        let machine = decode(state).map_err(|e| failed(e.into()))?;
+        memory::check_size(&memory, &machine.memory).map_err(|e| failed(e.into()))?;
+        if let Some(diff) = &machine.memory.base {
+            check_runs(diff, machine.memory.bytes).map_err(failed)?;
         }
-        memory::check_size(&memory, &machine.memory)?;
         let crc = state.last_chunk().copied().unwrap_or_default();
         Ok(Self {
+            path: path.to_owned(),
             machine,
             memory,
             state_crc: u32::from_le_bytes(crc),
         })
     }
 
-    /// Returns the memory file if this is the base of a diff with this memory. With `verify`, all
-    /// memory of the base is compared with its checksums.
+    /// Returns the checksum by which a diff names this base.
+    #[must_use]
+    pub fn state_crc(&self) -> u32 {
+        self.state_crc
+    }
+
+    /// Returns the ranges of memory that a diff contains itself; none for a full snapshot.
+    fn runs(&self) -> &[(u64, u64)] {
+        self.machine.memory.base.as_ref().map_or(&[], |diff| &diff.runs)
+    }
+}
+
+/// The base of a diff with all snapshots that it is based on itself.
+#[derive(Debug)]
+pub struct BaseChain {
+    full: BaseSnapshot,
+    /// Diffs, of which each is based on the one before it, and the first on the full snapshot.
+    diffs: Vec<BaseSnapshot>,
+}
+
+impl BaseChain {
+    /// Finds the base with checksum `need`, and those below it, in `given`, which may have any order.
+    /// `diff` names what is based on it in errors.
     ///
     /// # Errors
-    /// Returns [`DiffError::OtherBase`] or [`DiffError::OtherMachine`] for another snapshot, and
-    /// [`DiffError::Memory`] for damage.
-    pub fn memory_of(self, diff: &SavedMemory, need: u32, verify: bool) -> Result<File, DiffError> {
-        let have = self.state_crc;
-        if have != need {
-            return Err(DiffError::OtherBase { have, need });
+    /// Returns [`DiffError::MissingBase`], [`DiffError::OtherBase`] or [`DiffError::Unneeded`] if `given`
+    /// is not exactly the snapshots needed, [`DiffError::TooManyDiffs`] for more than [`MAX_DIFFS`] with
+    /// `diff`, and [`DiffError::OtherMachine`] if their memory has several sizes.
+    pub fn new(diff: &Path, need: u32, mut given: Vec<BaseSnapshot>) -> Result<Self, BaseError> {
+        let mut diffs: Vec<BaseSnapshot> = Vec::new();
+        let (mut above, mut need) = (diff.to_owned(), need);
+        let full = loop {
+            if diffs.len() >= MAX_DIFFS {
+                return Err(BaseError::new(&above, DiffError::TooManyDiffs));
+            }
+            let Some(at) = given.iter().position(|base| base.state_crc == need) else {
+                return Err(match given.first() {
+                    None => BaseError::new(&above, DiffError::MissingBase(need)),
+                    Some(other) => {
+                        let have = other.state_crc;
+                        BaseError::new(&other.path, DiffError::OtherBase { have, need })
+                    }
+                });
+            };
+            let base = given.remove(at);
+            let Some(below) = &base.machine.memory.base else {
+                break base;
+            };
+            (above, need) = (base.path.clone(), below.state_crc);
+            diffs.push(base);
+        };
+        if let Some(other) = given.first() {
+            return Err(BaseError::new(&other.path, DiffError::Unneeded));
         }
-        if diff.bytes != self.machine.memory.bytes {
-            return Err(DiffError::OtherMachine);
+        let bytes = full.machine.memory.bytes;
+        if let Some(other) = diffs.iter().find(|diff| diff.machine.memory.bytes != bytes) {
+            return Err(BaseError::new(&other.path, DiffError::OtherMachine));
         }
-        if verify {
-            memory::verify(&self.memory, &self.machine.memory)?;
+        diffs.reverse();
+        Ok(Self { full, diffs })
+    }
+
+    /// Returns the base itself, above all others.
+    fn top(&self) -> &BaseSnapshot {
+        self.diffs.last().unwrap_or(&self.full)
+    }
+
+    /// Returns the size of memory in bytes.
+    #[must_use]
+    pub fn memory_bytes(&self) -> u64 {
+        self.full.machine.memory.bytes
+    }
+
+    /// Returns the memory file of the full snapshot.
+    #[must_use]
+    pub fn full_memory(&self) -> &File {
+        &self.full.memory
+    }
+
+    /// Returns the memory file and the ranges of each diff, the lowest first.
+    pub fn layers(&self) -> impl Iterator<Item = (&File, &[(u64, u64)])> {
+        self.diffs.iter().map(|diff| (&diff.memory, diff.runs()))
+    }
+
+    /// Compares the checksums of all memory of the chain.
+    ///
+    /// # Errors
+    /// Returns [`DiffError::Memory`] for the lowest snapshot that cannot be read or is damaged.
+    pub fn verify(&self) -> Result<(), BaseError> {
+        let full = &self.full;
+        memory::verify(&full.memory, &full.machine.memory).map_err(|e| BaseError::new(&full.path, e))?;
+        let mut below = &full.machine.memory;
+        for (number, diff) in self.diffs.iter().enumerate() {
+            let layers: Vec<_> = self.layers().take(number + 1).collect();
+            let memory = &diff.machine.memory;
+            verify_above(below, memory, &full.memory, &layers).map_err(|e| BaseError::new(&diff.path, e))?;
+            below = memory;
         }
-        Ok(self.memory)
+        Ok(())
+    }
+
+    /// Reads all memory of a diff above this base, which has been verified and which is `file` in the
+    /// ranges of `diff`, and compares its checksums.
+    ///
+    /// # Errors
+    /// Returns [`MemoryFileError`] if a file cannot be read or a chunk does not match.
+    pub fn verify_diff(
+        &self,
+        file: &File,
+        diff: &SavedBase,
+        memory: &SavedMemory,
+    ) -> Result<(), MemoryFileError> {
+        let layers: Vec<_> = self.layers().chain([(file, &*diff.runs)]).collect();
+        let below = &self.top().machine.memory;
+        verify_above(below, memory, &self.full.memory, &layers)
+    }
+
+    /// Returns whether all memory of a range is a hole of the full snapshot and in no diff.
+    fn is_hole(&self, range: Range<u64>) -> bool {
+        // ENXIO: there is no data up to the end of the file.
+        let is_hole = match seek(&self.full.memory, SeekFrom::Data(range.start)) {
+            Ok(data) => data >= range.end,
+            Err(Errno::NXIO) => true,
+            Err(_) => false,
+        };
+        is_hole && !self.layers().any(|(_, runs)| overlaps(runs, &range))
+    }
+
+    fn read(&self, buffer: &mut [u8], at: u64) -> io::Result<()> {
+        let layers: Vec<_> = self.layers().collect();
+        read(&self.full.memory, &layers, buffer, at)
     }
 }
 
 /// Compares the memory of a VM with a base.
 #[derive(Debug)]
 pub struct DiffWriter {
-    base: BaseSnapshot,
+    base: BaseChain,
     runs: Vec<(u64, u64)>,
     next: u64,
     buffer: Vec<u8>,
@@ -122,8 +270,8 @@ impl DiffWriter {
     ///
     /// # Errors
     /// Returns [`DiffError::OtherMachine`] if the base has another size of memory.
-    pub fn new(base: BaseSnapshot, memory_bytes: u64) -> Result<Self, DiffError> {
-        if base.machine.memory.bytes != memory_bytes {
+    pub fn new(base: BaseChain, memory_bytes: u64) -> Result<Self, DiffError> {
+        if base.memory_bytes() != memory_bytes {
             return Err(DiffError::OtherMachine);
         }
         Ok(Self {
@@ -142,15 +290,10 @@ impl DiffWriter {
     /// Returns the errors of [`DiffWriter::compare`].
     pub fn skip_hole(&mut self, offset: u64) -> Result<bool, DiffError> {
         let end = offset.saturating_add(CHUNK_BYTES);
-        if offset != self.next || end > self.base.machine.memory.bytes {
+        if offset != self.next || end > self.base.memory_bytes() {
             return Ok(false);
         }
-        // ENXIO: there is no data up to the end of the file.
-        let is_hole = match seek(&self.base.memory, SeekFrom::Data(offset)) {
-            Ok(data) => data >= end,
-            Err(Errno::NXIO) => true,
-            Err(_) => false,
-        };
+        let is_hole = self.base.is_hole(offset..end);
         if is_hole {
             let zeros = || checksum(&vec![0; usize::try_from(CHUNK_BYTES).unwrap_or(0)]);
             let zeros = *self.zeros_crc.get_or_insert_with(zeros);
@@ -163,7 +306,7 @@ impl DiffWriter {
     /// Compares the checksum of the base's chunk at `offset`.
     fn check_crc(&self, offset: u64, len: u64, crc: u32) -> Result<(), DiffError> {
         let chunk = usize::try_from(offset / CHUNK_BYTES).unwrap_or(usize::MAX);
-        if self.base.machine.memory.crcs.get(chunk) == Some(&crc) {
+        if self.base.top().machine.memory.crcs.get(chunk) == Some(&crc) {
             return Ok(());
         }
         let (start, end) = (offset, offset + len);
@@ -176,14 +319,14 @@ impl DiffWriter {
     /// Returns [`DiffError::Order`] unless `data` is the next chunk, and [`DiffError::Memory`] if the
     /// base cannot be read or is damaged.
     pub fn compare(&mut self, offset: u64, data: &[u8]) -> Result<Vec<Range<usize>>, DiffError> {
-        let bytes = self.base.machine.memory.bytes;
+        let bytes = self.base.memory_bytes();
         let len = CHUNK_BYTES.min(bytes.saturating_sub(offset));
         if offset != self.next || len == 0 || data.len() as u64 != len {
             return Err(DiffError::Order);
         }
         self.next += len;
         self.buffer.resize(data.len(), 0);
-        let read = self.base.memory.read_exact_at(&mut self.buffer, offset);
+        let read = self.base.read(&mut self.buffer, offset);
         read.map_err(MemoryFileError::from)?;
         self.check_crc(offset, len, checksum(&self.buffer))?;
         let ranges = if data == self.buffer {
@@ -211,7 +354,7 @@ impl DiffWriter {
     /// is of another VM, and [`DiffError::State`] if the state is invalid or too large.
     pub fn finish(self, state: &[u8]) -> Result<(Vec<u8>, u64), DiffError> {
         let mut machine = decode(state)?;
-        let base = &self.base.machine;
+        let base = &self.base.top().machine;
         if self.next != base.memory.bytes || machine.memory.bytes != self.next {
             return Err(DiffError::Order);
         }
@@ -223,7 +366,7 @@ impl DiffWriter {
         }
         let changed = self.runs.iter().map(|(_, bytes)| bytes).sum();
         machine.memory.base = Some(SavedBase {
-            state_crc: self.base.state_crc,
+            state_crc: self.base.top().state_crc,
             runs: self.runs,
         });
         Ok((encode(&machine)?, changed))
@@ -262,29 +405,45 @@ pub fn check_runs(base: &SavedBase, memory_bytes: u64) -> Result<(), DiffError> 
         .ok_or(DiffError::Runs)
 }
 
-/// Reads all memory of a diff, which is `file` in the ranges of `diff` and `base` elsewhere, and
-/// compares its checksums.
-///
-/// # Errors
-/// Returns [`MemoryFileError`] if a file cannot be read or a chunk does not match.
-pub fn verify(
-    file: &File,
-    base: &File,
-    diff: &SavedBase,
+/// Compares the checksums of memory that differs from the verified memory `below` in chunks with ranges
+/// of the last of `layers`.
+fn verify_above(
+    below: &SavedMemory,
     memory: &SavedMemory,
+    full: &File,
+    layers: &[(&File, &[(u64, u64)])],
 ) -> Result<(), MemoryFileError> {
-    memory::verify_by(memory, |buffer, at| read(file, base, diff, buffer, at))
+    let runs = layers.last().map_or(&[][..], |(_, runs)| *runs);
+    let is_verified = |chunk: usize, range: &Range<u64>| {
+        below.crcs.get(chunk) == memory.crcs.get(chunk) && !overlaps(runs, range)
+    };
+    memory::verify_by(memory, is_verified, |buffer, at| read(full, layers, buffer, at))
 }
 
-/// Reads memory of a diff at offset `at`.
-fn read(file: &File, base: &File, diff: &SavedBase, buffer: &mut [u8], at: u64) -> io::Result<()> {
-    base.read_exact_at(buffer, at)?;
+/// Returns the ranges of a diff that begin before the end of `range` and end after its start.
+fn within<'a>(runs: &'a [(u64, u64)], range: &Range<u64>) -> impl Iterator<Item = (u64, u64)> + 'a {
+    let Range { start: from, end } = *range;
+    let first = runs.partition_point(|(start, len)| start + len <= from);
+    runs[first..]
+        .iter()
+        .copied()
+        .take_while(move |(start, _)| *start < end)
+}
+
+fn overlaps(runs: &[(u64, u64)], range: &Range<u64>) -> bool {
+    within(runs, range).next().is_some()
+}
+
+/// Reads memory at offset `at`, which is that of the highest layer with a range there.
+fn read(full: &File, layers: &[(&File, &[(u64, u64)])], buffer: &mut [u8], at: u64) -> io::Result<()> {
+    full.read_exact_at(buffer, at)?;
     let end = at + buffer.len() as u64;
-    let first = diff.runs.partition_point(|(start, len)| start + len <= at);
-    for (start, len) in diff.runs[first..].iter().take_while(|(start, _)| *start < end) {
-        let (from, to) = (at.max(*start), end.min(start + len));
-        let range = usize::try_from(from - at).unwrap_or(0)..usize::try_from(to - at).unwrap_or(0);
-        file.read_exact_at(&mut buffer[range], from)?;
+    for (file, runs) in layers {
+        for (start, len) in within(runs, &(at..end)) {
+            let (from, to) = (at.max(start), end.min(start + len));
+            let range = usize::try_from(from - at).unwrap_or(0)..usize::try_from(to - at).unwrap_or(0);
+            file.read_exact_at(&mut buffer[range], from)?;
+        }
     }
     Ok(())
 }

@@ -224,14 +224,17 @@ impl GuestRam {
         Ok(())
     }
 
-    /// Maps the ranges of a diff over its base, which [`Self::map_snapshot`] has mapped. A range is an
-    /// offset in RAM and a length, in bytes, and is at the same offset in `file`.
+    /// Maps the ranges of diffs, the lowest first, over their base, which [`Self::map_snapshot`] has
+    /// mapped. A range is an offset in RAM and a length, in bytes, and is at the same offset in the file.
     ///
     /// # Errors
     /// Returns [`MemoryError::Map`] if the host refuses a mapping or the file cannot be read.
-    pub fn map_changes(&mut self, file: &File, runs: &[(u64, u64)]) -> Result<(), MemoryError> {
+    pub fn map_changes<'a>(
+        &mut self,
+        layers: impl Iterator<Item = (&'a File, &'a [(u64, u64)])>,
+    ) -> Result<(), MemoryError> {
         let size_bytes = self.size_bytes;
-        backing::map_runs(&self.mem, file, runs).map_err(|source| MemoryError::Map { size_bytes, source })
+        backing::map_layers(&self.mem, layers).map_err(|source| MemoryError::Map { size_bytes, source })
     }
 
     /// Preallocates all pages, if the memory kind requests it.

@@ -99,10 +99,11 @@ pub enum CtlAction {
         /// Directory of the snapshot, which must not exist.
         #[arg(value_name = "DIR")]
         dir: PathBuf,
-        /// Write only the memory that differs from this full snapshot of the same VM, which
-        /// `perfvisor run --restore DIR --restore-base BASE` needs as well.
+        /// Write only the memory that differs from this snapshot of the same VM, which
+        /// `perfvisor run --restore DIR --restore-base BASE` needs as well. If BASE is a diff itself,
+        /// repeat the option for each snapshot that it is based on, up to 16 diffs.
         #[arg(long, value_name = "BASE")]
-        diff: Option<PathBuf>,
+        diff: Vec<PathBuf>,
         /// End the VM when the snapshot is on disk.
         #[arg(long)]
         stop: bool,
@@ -221,7 +222,7 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
     };
     let mut client = connect(args.name.as_deref(), args.socket.as_deref())?;
     if let CtlAction::Snapshot { dir, diff, stop } = &args.action {
-        let saved = snapshot::take(&mut client, dir, diff.as_deref(), *stop)?;
+        let saved = snapshot::take(&mut client, dir, diff, *stop)?;
         if *stop {
             wait_for_end(&mut client)?;
         }

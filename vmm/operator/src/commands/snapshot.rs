@@ -7,7 +7,7 @@
 
 use std::fmt;
 use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -16,13 +16,13 @@ use control_api::client::{Client, ClientError};
 use control_api::request;
 use control_api::snapshot::{SnapshotPiece, SnapshotProgress, SnapshotState};
 use serde_json::Value;
-use snapshot::diff::{BaseSnapshot, DiffError, DiffWriter};
+use snapshot::diff::{DiffError, DiffWriter};
 use snapshot::format::MAX_STATE_BYTES;
 use snapshot::memory::CHUNK_BYTES;
 use snapshot::{FormatError, MEMORY_FILE, STATE_FILE};
 use tempfile::NamedTempFile;
 
-use crate::input;
+use crate::snapshot_bases::{self, OpenBaseError};
 
 /// Time limit for the vCPUs to leave the guest.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -54,12 +54,8 @@ pub enum SnapshotCommandError {
     },
     #[error("the memory of the VM cannot be copied; the VM goes on")]
     Transfer(#[source] io::Error),
-    #[error("--diff {}", path.display())]
-    ReadBase {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
+    #[error("--diff")]
+    OpenBase(#[from] OpenBaseError),
     #[error("--diff {}", path.display())]
     Base {
         path: PathBuf,
@@ -142,20 +138,6 @@ fn write_file_error(path: &Path) -> impl Fn(io::Error) -> SnapshotCommandError {
     }
 }
 
-/// Opens the snapshot in the directory `dir` as the base of a diff.
-fn open_base(dir: &Path) -> Result<BaseSnapshot, SnapshotCommandError> {
-    let failed = |source| SnapshotCommandError::ReadBase {
-        path: dir.to_owned(),
-        source,
-    };
-    let mut state = Vec::new();
-    let limit = MAX_STATE_BYTES as u64 + 1;
-    let file = input::open(&dir.join(STATE_FILE)).map_err(failed)?;
-    file.take(limit).read_to_end(&mut state).map_err(failed)?;
-    let memory = File::open(dir.join(MEMORY_FILE)).map_err(failed)?;
-    BaseSnapshot::new(&state, memory).map_err(base_error(dir))
-}
-
 fn base_error(dir: &Path) -> impl Fn(DiffError) -> SnapshotCommandError {
     move |source| SnapshotCommandError::Base {
         path: dir.to_owned(),
@@ -180,8 +162,9 @@ impl fmt::Display for SnapshotSize {
     }
 }
 
-/// Takes a snapshot of the VM in the new directory `dir`, and returns its size. With `base`, it contains
-/// only the memory that differs from the snapshot in that directory. With `stop`, the VM ends when the
+/// Takes a snapshot of the VM in the new directory `dir`, and returns its size. With `bases`, it contains
+/// only the memory that differs from the snapshot in the first directory; the others, in any order, are
+/// those that this one is based on. With `stop`, the VM ends when the
 /// snapshot is on disk.
 ///
 /// # Errors
@@ -189,19 +172,19 @@ impl fmt::Display for SnapshotSize {
 pub(super) fn take(
     client: &mut Client,
     dir: &Path,
-    base: Option<&Path>,
+    bases: &[PathBuf],
     stop: bool,
 ) -> Result<SnapshotSize, SnapshotCommandError> {
     if dir.symlink_metadata().is_ok() {
         return Err(SnapshotCommandError::Exists(dir.to_owned()));
     }
     let failed = write_error(dir);
-    let opened = base.map(open_base).transpose()?;
+    let opened = snapshot_bases::open_first(bases)?;
     let partial = PartialDirectory::beside(dir)?;
     let memory_bytes = pause(client)?;
     let memory = partial.create(MEMORY_FILE).map_err(&failed)?;
     memory.set_len(memory_bytes).map_err(&failed)?;
-    let of_base = base_error(base.unwrap_or(dir));
+    let of_base = base_error(bases.first().map_or(dir, PathBuf::as_path));
     let diff = opened.map(|base| DiffWriter::new(base, memory_bytes));
     let mut diff = diff.transpose().map_err(&of_base)?;
     let mut buffer = copy(client, memory_bytes, |piece, data| match &mut diff {

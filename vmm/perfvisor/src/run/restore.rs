@@ -4,7 +4,8 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use snapshot::diff::{self, BaseSnapshot, DiffError};
+use operator::snapshot_bases::{self, OpenBaseError};
+use snapshot::diff::{self, BaseChain, BaseError, DiffError};
 use snapshot::memory::{self, MemoryFileError};
 use snapshot::state::{SavedMachine, SavedMemory};
 use snapshot::{FormatError, MEMORY_FILE, STATE_FILE};
@@ -42,8 +43,12 @@ pub enum RestoreFileError {
         #[source]
         source: MemoryFileError,
     },
-    #[error("--restore-base {}", path.display())]
-    Base {
+    #[error("--restore-base")]
+    Base(#[from] OpenBaseError),
+    #[error("--restore-base")]
+    DamagedBase(#[from] BaseError),
+    #[error("--restore {}", path.display())]
+    Diff {
         path: PathBuf,
         #[source]
         source: DiffError,
@@ -83,10 +88,10 @@ pub(super) fn open(args: &RunArgs) -> Result<Option<(RunArgs, RestoredMachine)>,
     let state = snapshot::decode(&state).map_err(|source| RestoreFileError::State { path, source })?;
     let path = memory_path;
     let file = open_memory(&path)?;
-    let base = open_base(args, &state.memory)?;
+    let base = open_base(args, dir, &state.memory)?;
     let checked = match (&state.memory.base, &base) {
         (Some(diff), Some(base)) if args.restore_verify => memory::check_size(&file, &state.memory)
-            .and_then(|()| diff::verify(&file, base, diff, &state.memory)),
+            .and_then(|()| base.verify_diff(&file, diff, &state.memory)),
         (None, _) if args.restore_verify => memory::verify(&file, &state.memory),
         _ => memory::check_size(&file, &state.memory),
     };
@@ -100,7 +105,10 @@ pub(super) fn open(args: &RunArgs) -> Result<Option<(RunArgs, RestoredMachine)>,
         state: Box::new(state),
         memory: match base {
             None => RestoredMemory::Snapshot(file),
-            Some(base) => RestoredMemory::Diff { base, changes: file },
+            Some(base) => RestoredMemory::Diff {
+                base: Box::new(base),
+                changes: file,
+            },
         },
         accepts_losses: args.restore_loses,
     };
@@ -141,26 +149,33 @@ pub(super) fn with_own_addresses(mut saved: RestoredMachine, args: &RunArgs, vm:
     saved
 }
 
-/// Opens the memory file of a diff's base, which the command line names. Returns `None` for a full
+/// Opens the bases of the diff in `dir`, which the command line names. Returns `None` for a full
 /// snapshot.
-fn open_base(args: &RunArgs, memory: &SavedMemory) -> Result<Option<File>, RestoreFileError> {
-    let (diff, dir) = match (&memory.base, &args.restore_base) {
+fn open_base(
+    args: &RunArgs,
+    dir: &Path,
+    memory: &SavedMemory,
+) -> Result<Option<BaseChain>, RestoreFileError> {
+    let bases = &args.restore_base;
+    let diff = match (&memory.base, bases.first()) {
         (None, None) => return Ok(None),
-        (None, Some(dir)) => return Err(RestoreFileError::NotADiff(dir.clone())),
+        (None, Some(base)) => return Err(RestoreFileError::NotADiff(base.clone())),
         (Some(_), None) => return Err(RestoreFileError::NoBase),
-        (Some(diff), Some(dir)) => (diff, dir),
+        (Some(diff), Some(_)) => diff,
     };
-    let path = dir.join(STATE_FILE);
-    let state = read_state(&path).map_err(|source| RestoreFileError::Open { path, source })?;
-    let file = open_memory(&dir.join(MEMORY_FILE))?;
-    diff::check_runs(diff, memory.bytes)
-        .and_then(|()| BaseSnapshot::new(&state, file))
-        .and_then(|base| base.memory_of(memory, diff.state_crc, args.restore_verify))
-        .map(Some)
-        .map_err(|source| RestoreFileError::Base {
-            path: dir.clone(),
-            source,
-        })
+    let failed = |source| RestoreFileError::Diff {
+        path: dir.to_owned(),
+        source,
+    };
+    diff::check_runs(diff, memory.bytes).map_err(failed)?;
+    let chain = snapshot_bases::open(dir, diff.state_crc, bases)?;
+    if chain.memory_bytes() != memory.bytes {
+        return Err(failed(DiffError::OtherMachine));
+    }
+    if args.restore_verify {
+        chain.verify()?;
+    }
+    Ok(Some(chain))
 }
 
 /// Opens a memory file, which must be a regular file because it is mapped.

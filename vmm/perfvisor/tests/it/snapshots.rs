@@ -290,23 +290,57 @@ fn diff_restores_above_its_base() {
     ];
     stdout_of(&mut restored.command(&args));
     restore(&again, &["--restore-base", base_path, "--restore-verify"]);
+}
 
-    // The base of a diff is a full snapshot.
-    let never = vm.runtime.path().join("never");
-    let args = [
-        "ctl",
-        "one",
-        "snapshot",
-        never.to_str().unwrap(),
-        "--diff",
-        diff_path,
-    ];
-    let (status, line) = said(&mut vm.operator(&args));
+/// A diff of a diff is restored above both, which are given in any order, and is the base of others.
+#[test]
+fn diff_of_a_diff_restores_above_all_its_bases() {
+    let Some(vm) = spinning(&[]) else { return };
+    let full = take(&vm, &[]);
+    let dir = |name: &str| vm.runtime.path().join(name).to_str().unwrap().to_owned();
+    let (full, first, second) = (full.to_str().unwrap(), dir("first"), dir("second"));
+    let save = |new: &str, bases: &[&str]| {
+        let bases = bases.iter().flat_map(|base| ["--diff", base]);
+        let args: Vec<&str> = ["ctl", "one", "snapshot", new].into_iter().chain(bases).collect();
+        said(&mut vm.operator(&args))
+    };
+    assert_eq!(save(&first, &[full]).0, Some(0));
+    let (status, line) = save(&second, &[&first, full]);
+    assert_eq!(status, Some(0), "{line}");
+    let third = dir("third");
+    assert_eq!(save(&third, &[&second, full, &first]).0, Some(0));
+
+    let third = Path::new(&third);
+    let bases = [full, &second, &first]
+        .into_iter()
+        .flat_map(|base| ["--restore-base", base]);
+    let restored = restore(third, &bases.chain(["--restore-verify"]).collect::<Vec<_>>());
+    eventually("it runs", || {
+        state_of(&restored, "two").starts_with("two: running, 1 vCPU\n")
+    });
+
+    let refused = |bases: [&str; 2]| {
+        let bases = bases.iter().flat_map(|base| ["--restore-base", base]);
+        refused(third, &bases.collect::<Vec<_>>())
+    };
+    let line = refused([&second, &first]);
+    let missing = format!("the snapshot {first}: it is a diff, and its base, of checksum ");
+    assert!(line.contains(&missing), "{line}");
+    let line = refused([&second, full]);
+    let other = format!("the snapshot {full}: it is not the base of this diff");
+    assert!(line.contains(&other), "{line}");
+    let (status, line) = save(&dir("never"), &[&first]);
     assert_eq!(status, Some(2), "{line}");
-    assert!(
-        line.contains("it is a diff itself; name the full snapshot"),
-        "{line}"
-    );
+    assert!(line.contains(&missing), "{line}");
+    assert!(!Path::new(&dir("never")).exists());
+
+    let file = fs::OpenOptions::new()
+        .write(true)
+        .open(Path::new(&first).join("memory"));
+    file.unwrap().set_len(16 << 20).unwrap();
+    let line = refused([&second, &first]);
+    let short = format!("the snapshot {first}: its memory file cannot be used: it has 16777216 bytes");
+    assert!(line.contains(&short), "{line}");
 }
 
 /// A base that is missing, damaged or another one is refused at the save and at the restore, and the

@@ -2,8 +2,11 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
+use std::path::Path;
 
-use snapshot::diff::{self, BaseSnapshot, DiffError, DiffWriter, MAX_RUNS, check_runs};
+use snapshot::diff::{
+    BaseChain, BaseError, BaseSnapshot, DiffError, DiffWriter, MAX_DIFFS, MAX_RUNS, check_runs,
+};
 use snapshot::memory::{CHUNK_BYTES, MemoryFileError, checksum};
 use snapshot::state::{SavedBase, SavedMachine, SavedMemory};
 use snapshot::{decode, encode};
@@ -31,17 +34,30 @@ fn file_of(memory: &[u8]) -> File {
     file
 }
 
-fn base_of(memory: &[u8]) -> BaseSnapshot {
-    BaseSnapshot::new(&encode(&machine(memory)).unwrap(), file_of(memory)).unwrap()
+fn snapshot_of(name: &str, machine: &SavedMachine, file: File) -> BaseSnapshot {
+    BaseSnapshot::new(Path::new(name), &encode(machine).unwrap(), file).unwrap()
+}
+
+/// Returns the base of a diff in a directory `diff`, which is the last of `given`.
+fn chain(given: Vec<BaseSnapshot>) -> Result<BaseChain, BaseError> {
+    let need = given.last().unwrap().state_crc();
+    BaseChain::new(Path::new("diff"), need, given)
+}
+
+fn base_of(memory: &[u8]) -> BaseChain {
+    chain(vec![snapshot_of("full", &machine(memory), file_of(memory))]).unwrap()
 }
 
 /// Writes a diff, and returns its state, its file and the size of its ranges.
-fn diff_of(base: &[u8], memory: &[u8]) -> (SavedMachine, File, u64) {
-    let mut writer = DiffWriter::new(base_of(base), memory.len() as u64).unwrap();
+fn diff_above(base: BaseChain, memory: &[u8]) -> (SavedMachine, File, u64) {
+    let mut writer = DiffWriter::new(base, memory.len() as u64).unwrap();
     let file = tempfile::tempfile().unwrap();
     file.set_len(memory.len() as u64).unwrap();
     for (n, chunk) in memory.chunks(CHUNK).enumerate() {
         let offset = n as u64 * CHUNK_BYTES;
+        if chunk.iter().all(|byte| *byte == 0) && writer.skip_hole(offset).unwrap() {
+            continue;
+        }
         for range in writer.compare(offset, chunk).unwrap() {
             let at = offset + range.start as u64;
             file.write_all_at(&chunk[range], at).unwrap();
@@ -49,6 +65,10 @@ fn diff_of(base: &[u8], memory: &[u8]) -> (SavedMachine, File, u64) {
     }
     let (state, changed) = writer.finish(&encode(&machine(memory)).unwrap()).unwrap();
     (decode(&state).unwrap(), file, changed)
+}
+
+fn diff_of(base: &[u8], memory: &[u8]) -> (SavedMachine, File, u64) {
+    diff_above(base_of(base), memory)
 }
 
 /// A page that becomes zero is a change too. Ranges are merged over the end of a chunk.
@@ -76,9 +96,10 @@ fn changed_pages_are_in_the_diff() {
         ]
     );
     check_runs(&saved, state.memory.bytes).unwrap();
-    diff::verify(&file, &file_of(&base), &saved, &state.memory).unwrap();
+    let verify = || base_of(&base).verify_diff(&file, &saved, &state.memory);
+    verify().unwrap();
     file.write_all_at(&[1], 5 * page).unwrap();
-    let damaged = diff::verify(&file, &file_of(&base), &saved, &state.memory);
+    let damaged = verify();
     assert!(matches!(damaged, Err(MemoryFileError::Damaged { start: 0, .. })));
 }
 
@@ -96,8 +117,8 @@ fn holes_of_the_base_are_skipped() {
     let sparse = file();
     sparse.write_all_at(&[1], (CHUNK + PAGE) as u64).unwrap();
     let state = encode(&machine(&base)).unwrap();
-    let opened = BaseSnapshot::new(&state, sparse).unwrap();
-    let mut writer = DiffWriter::new(opened, base.len() as u64).unwrap();
+    let opened = |file| chain(vec![BaseSnapshot::new(Path::new("full"), &state, file).unwrap()]).unwrap();
+    let mut writer = DiffWriter::new(opened(sparse), base.len() as u64).unwrap();
     let zeros = vec![0; CHUNK];
     assert!(
         !writer.skip_hole(CHUNK_BYTES).unwrap(),
@@ -108,17 +129,16 @@ fn holes_of_the_base_are_skipped() {
     let changed = writer.compare(CHUNK_BYTES, &zeros).unwrap();
     assert!(changed.len() == 1 && changed[0] == (PAGE..2 * PAGE));
     assert!(writer.skip_hole(2 * CHUNK_BYTES).unwrap());
-    let (state, bytes) = writer
+    let (diff, bytes) = writer
         .finish(&encode(&machine(&vec![0; base.len()])).unwrap())
         .unwrap();
-    let runs = decode(&state).unwrap().memory.base.unwrap().runs;
+    let runs = decode(&diff).unwrap().memory.base.unwrap().runs;
     assert_eq!(
         (runs, bytes),
         (vec![((CHUNK + PAGE) as u64, PAGE as u64)], PAGE as u64)
     );
 
-    let emptied = BaseSnapshot::new(&encode(&machine(&base)).unwrap(), file()).unwrap();
-    let mut writer = DiffWriter::new(emptied, base.len() as u64).unwrap();
+    let mut writer = DiffWriter::new(opened(file()), base.len() as u64).unwrap();
     assert!(writer.skip_hole(0).unwrap());
     let damaged = writer.skip_hole(CHUNK_BYTES);
     assert!(matches!(
@@ -153,18 +173,106 @@ fn impossible_ranges_are_refused() {
     assert!(matches!(check_runs(&many, u64::MAX), Err(DiffError::Runs)));
 }
 
+/// Returns the reason of a refusal and the directory that it names.
+fn refused(chain: Result<BaseChain, BaseError>) -> (String, DiffError) {
+    let error = chain.unwrap_err();
+    (error.path.to_str().unwrap().to_owned(), error.source)
+}
+
 #[test]
 fn other_base_is_refused() {
     let (one, two) = (vec![1; BYTES], vec![2; BYTES]);
-    let (diff, ..) = diff_of(&one, &two);
+    let (diff, file, _) = diff_of(&one, &two);
     let need = diff.memory.base.as_ref().unwrap().state_crc;
-    base_of(&one).memory_of(&diff.memory, need, true).unwrap();
-    let other = base_of(&two).memory_of(&diff.memory, need, false);
-    assert!(matches!(other, Err(DiffError::OtherBase { .. })));
-    let nested = BaseSnapshot::new(&encode(&diff).unwrap(), file_of(&two));
-    assert!(matches!(nested, Err(DiffError::BaseIsDiff)));
+    let full = |memory: &[u8]| snapshot_of("full", &machine(memory), file_of(memory));
+    let find = |given| BaseChain::new(Path::new("diff"), need, given);
+    find(vec![full(&one)]).unwrap();
+    assert!(matches!(
+        refused(find(vec![full(&two)])),
+        (name, DiffError::OtherBase { .. }) if name == "full"
+    ));
+    assert!(matches!(
+        refused(find(Vec::new())),
+        (name, DiffError::MissingBase(crc)) if name == "diff" && crc == need
+    ));
+    assert!(matches!(
+        refused(find(vec![full(&two), full(&one)])),
+        (name, DiffError::Unneeded) if name == "full"
+    ));
+    let alone = chain(vec![snapshot_of("upper", &diff, file)]);
+    assert!(matches!(
+        refused(alone),
+        (name, DiffError::MissingBase(crc)) if name == "upper" && crc == need
+    ));
     let smaller = DiffWriter::new(base_of(&one), CHUNK_BYTES);
     assert!(matches!(smaller, Err(DiffError::OtherMachine)));
+}
+
+/// Memory of a chain is that of the highest diff with the page. Its bases are found in any order, and a
+/// damaged one is named.
+#[test]
+fn diff_of_a_diff_contains_what_differs_from_it() {
+    let mut memory: Vec<u8> = (0..BYTES).map(|n| (n / PAGE % 251 + 1) as u8).collect();
+    memory[CHUNK..2 * CHUNK].fill(0);
+    let full = (machine(&memory), file_of(&memory));
+    let open_full = || snapshot_of("full", &full.0, full.1.try_clone().unwrap());
+    memory[PAGE..3 * PAGE].fill(0xAA);
+    memory[CHUNK + PAGE] = 7;
+    let lower = diff_above(chain(vec![open_full()]).unwrap(), &memory);
+    let open_lower = || snapshot_of("lower", &lower.0, lower.1.try_clone().unwrap());
+    memory[2 * PAGE] = 0xBB;
+    // The page is a hole of the full snapshot, and not of the memory that this diff is based on.
+    memory[CHUNK + PAGE] = 0;
+    let upper = diff_above(chain(vec![open_full(), open_lower()]).unwrap(), &memory);
+    let saved = upper.0.memory.base.clone().unwrap();
+    let page = PAGE as u64;
+    assert_eq!(saved.runs, [(2 * page, page), (CHUNK_BYTES + page, page)]);
+
+    let open = || {
+        BaseChain::new(
+            Path::new("upper"),
+            saved.state_crc,
+            vec![open_full(), open_lower()],
+        )
+    };
+    let base = open().unwrap();
+    let layers: Vec<u64> = base.layers().map(|(_, runs)| runs.len() as u64).collect();
+    assert_eq!(layers, [2]);
+    base.verify().unwrap();
+    base.verify_diff(&upper.1, &saved, &upper.0.memory).unwrap();
+    // Covered by the upper diff.
+    lower.1.write_all_at(&[1], 2 * page).unwrap();
+    base.verify_diff(&upper.1, &saved, &upper.0.memory).unwrap();
+    let damaged = base.verify().unwrap_err();
+    assert_eq!(damaged.path, Path::new("lower"));
+    assert!(matches!(
+        damaged.source,
+        DiffError::Memory(MemoryFileError::Damaged { start: 0, .. })
+    ));
+}
+
+#[test]
+fn number_of_diffs_is_limited() {
+    let given = |number| {
+        let memory = [1; PAGE];
+        let mut states = vec![machine(&memory)];
+        for _ in 0..number {
+            let state = encode(states.last().unwrap()).unwrap();
+            let crc = u32::from_le_bytes(*state.last_chunk().unwrap());
+            let mut diff = machine(&memory);
+            diff.memory.base = Some(SavedBase {
+                state_crc: crc,
+                runs: Vec::new(),
+            });
+            states.push(diff);
+        }
+        let opened = states
+            .iter()
+            .map(|state| snapshot_of("base", state, file_of(&memory)));
+        chain(opened.collect())
+    };
+    given(MAX_DIFFS - 1).unwrap();
+    assert!(matches!(refused(given(MAX_DIFFS)), (_, DiffError::TooManyDiffs)));
 }
 
 /// A VM that is not trusted may send any pieces.

@@ -27,7 +27,7 @@ const HUGE: usize = 2 << 20;
 const MAPPING_TRIES: usize = 8;
 /// Minimum length of a range of a diff that is mapped instead of copied, in bytes.
 const MIN_MAPPED_BYTES: u64 = 64 << 10;
-/// Maximum number of ranges of a diff that are mapped. Each adds two mappings to the process, of which
+/// Maximum number of ranges of all diffs that are mapped; further ones are copied. Each adds two mappings to the process, of which
 /// the kernel allows 65,530 by default (`vm.max_map_count`).
 const MAX_MAPPED_RUNS: usize = 8 << 10;
 /// sysfs file with the number of free huge pages.
@@ -154,43 +154,55 @@ pub fn map_file(memory: &GuestMemoryMmap, file: &File) -> Result<(), MemoryBacki
     Ok(())
 }
 
-/// Replaces `ranges` of `memory` by the contents of `file`. A range is an offset from the first byte of
-/// the first region, which is also the one in the file, and a length. Long ranges are mapped. Short
-/// ones are copied, as are those beyond 8,192 of them, because a process has a limited number of
-/// mappings. No other thread may access the memory.
+/// Replaces ranges of `memory` by the contents of files, of which later ones replace earlier ones. A
+/// range is an offset from the first byte of the first region, which is also the one in the file, and a
+/// length. Long ranges are mapped. Short ones are copied, as are those beyond 8,192 of all files,
+/// because a process has a limited number of mappings. No other thread may access the memory.
 ///
 /// # Errors
-/// Returns [`MemoryBackingError::Os`] if mmap(2), madvise(2) or a read of the file fails.
+/// Returns [`MemoryBackingError::Os`] if mmap(2), madvise(2) or a read of a file fails.
+pub fn map_layers<'a>(
+    memory: &GuestMemoryMmap,
+    layers: impl Iterator<Item = (&'a File, &'a [(u64, u64)])>,
+) -> Result<(), MemoryBackingError> {
+    let mut mapped = 0;
+    for (file, ranges) in layers {
+        for range in ranges {
+            map_or_copy(memory, file, *range, &mut mapped)?;
+        }
+    }
+    Ok(())
+}
+
+/// Replaces one range of [`map_layers`], and counts it in `mapped` if it is mapped.
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
-pub fn map_runs(
+fn map_or_copy(
     memory: &GuestMemoryMmap,
     file: &File,
-    ranges: &[(u64, u64)],
+    (start, bytes): (u64, u64),
+    mapped: &mut usize,
 ) -> Result<(), MemoryBackingError> {
     let failed = |e| MemoryBackingError::Os("read of the memory file", e);
-    let mut mapped = 0;
-    let mut buffer = vec![0; MIN_MAPPED_BYTES as usize];
-    for &(start, bytes) in ranges {
-        let mut offset = 0;
-        for region in memory.iter() {
-            // The part of the range in this region, as offsets in the file.
-            let (first, last) = (start.max(offset), (start + bytes).min(offset + region.len()));
-            if first < last && last - first >= MIN_MAPPED_BYTES && mapped < MAX_MAPPED_RUNS {
-                mapped += 1;
-                let range = (first - offset) as usize..(last - offset) as usize;
-                map_range(region, range, file, first)?;
-            } else {
-                let mut at = first;
-                while at < last {
-                    let piece = &mut buffer[..MIN_MAPPED_BYTES.min(last - at) as usize];
-                    file.read_exact_at(piece, at).map_err(failed)?;
-                    let written = region.write_slice(piece, MemoryRegionAddress(at - offset));
-                    written.map_err(|e| failed(io::Error::other(e)))?;
-                    at += piece.len() as u64;
-                }
+    let mut buffer = [0; MIN_MAPPED_BYTES as usize];
+    let mut offset = 0;
+    for region in memory.iter() {
+        // The part of the range in this region, as offsets in the file.
+        let (first, last) = (start.max(offset), (start + bytes).min(offset + region.len()));
+        if first < last && last - first >= MIN_MAPPED_BYTES && *mapped < MAX_MAPPED_RUNS {
+            *mapped += 1;
+            let range = (first - offset) as usize..(last - offset) as usize;
+            map_range(region, range, file, first)?;
+        } else {
+            let mut at = first;
+            while at < last {
+                let piece = &mut buffer[..MIN_MAPPED_BYTES.min(last - at) as usize];
+                file.read_exact_at(piece, at).map_err(failed)?;
+                let written = region.write_slice(piece, MemoryRegionAddress(at - offset));
+                written.map_err(|e| failed(io::Error::other(e)))?;
+                at += piece.len() as u64;
             }
-            offset += region.len();
         }
+        offset += region.len();
     }
     Ok(())
 }
@@ -455,6 +467,31 @@ mod tests {
                 seen.iter().filter(|&&page| page & 1 != 0).count()
             })
             .sum()
+    }
+
+    /// Otherwise a chain of diffs would exceed `vm.max_map_count`, and the restore would fail.
+    #[test]
+    fn layers_share_the_limit_of_mappings() {
+        const LEN: u64 = MIN_MAPPED_BYTES;
+        const RUNS: u64 = 5000;
+        let bytes = 2 * RUNS * LEN;
+        let size = usize::try_from(bytes).unwrap();
+        let memory = map(&[(GuestAddress(0), size)], MemoryBackingConfig::default()).unwrap();
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(bytes).unwrap();
+        let last = bytes - 2 * LEN;
+        file.write_all_at(&[7], last).unwrap();
+        let runs: Vec<_> = (0..RUNS).map(|n| (n * 2 * LEN, LEN)).collect();
+        map_layers(&memory, [(&file, &*runs), (&file, &*runs)].into_iter()).unwrap();
+        let first = memory.iter().next().unwrap().as_ptr().addr();
+        let maps = fs::read_to_string("/proc/self/maps").unwrap();
+        let starts = maps.lines().filter_map(|line| line.split('-').next());
+        let starts = starts.map(|start| usize::from_str_radix(start, 16).unwrap());
+        let mappings = starts
+            .filter(|start| (first..first + size).contains(start))
+            .count();
+        assert!((8000..=2 * MAX_MAPPED_RUNS + 1).contains(&mappings), "{mappings}");
+        assert_eq!(memory.read_obj::<u8>(GuestAddress(last)).unwrap(), 7);
     }
 
     /// Memory of a snapshot has the contents of the file, and writes do not reach the file.

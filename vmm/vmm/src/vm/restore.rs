@@ -8,7 +8,7 @@ use guest_patching::finder::TextRange;
 use guest_patching::sites;
 use kernel_images::packed::PackedSymbols;
 use kvm_bindings::CpuId;
-use snapshot::diff::{self, DiffError};
+use snapshot::diff::{self, BaseChain, DiffError};
 use snapshot::memory::{self, MemoryFileError};
 use snapshot::state::{MachineShape, SavedFilter, SavedKernel, SavedMachine, SavedVcpu, SavedVcpuPmu};
 use vpmu::cpuid::LEAF_ARCH_PERFMON;
@@ -43,12 +43,11 @@ pub enum RestoredMemory {
     /// The memory file of a snapshot. It is mapped and never written. The VM is one of possibly many
     /// with this memory, so it gets a generation ID of its own.
     Snapshot(File),
-    /// The memory file of a full snapshot, and that of a diff with what has changed since. Both are
-    /// mapped and never written.
+    /// The memory files of a diff and of the snapshots below it. All are mapped and never written.
     Diff {
-        /// Memory of the full snapshot.
-        base: File,
-        /// Memory of the diff.
+        /// The base with those that it is based on.
+        base: Box<BaseChain>,
+        /// Memory file of the diff.
         changes: File,
     },
     /// The memory of a VM that has moved to this process and does not run elsewhere.
@@ -152,8 +151,11 @@ impl RestoredMachine {
             (RestoredMemory::Diff { base, changes }, Some(diff)) => {
                 memory::check_size(changes, saved).map_err(RestoreError::from)?;
                 diff::check_runs(diff, saved.bytes).map_err(RestoreError::from)?;
-                let mut ram = map(base)?;
-                ram.map_changes(changes, &diff.runs)?;
+                if base.memory_bytes() != saved.bytes {
+                    return Err(RestoreError::Impossible("two sizes of memory").into());
+                }
+                let mut ram = map(base.full_memory())?;
+                ram.map_changes(base.layers().chain([(changes, &*diff.runs)]))?;
                 ram
             }
             (RestoredMemory::Moved(_), None) => {

@@ -8,6 +8,7 @@ mod rounds;
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::unix::fs::FileExt as _;
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -15,7 +16,7 @@ use guest_patching::rdpmc::RdpmcMode;
 use perf_core::error_line;
 use perf_core::pmu::host::HostProbe;
 use random_cuts::cut_at_random;
-use snapshot::diff::{BaseSnapshot, DiffWriter};
+use snapshot::diff::{BaseChain, BaseSnapshot, DiffWriter};
 use snapshot::state::SavedMachine;
 use test_support::skip;
 use vm_memory::{Bytes as _, GuestAddress};
@@ -542,12 +543,23 @@ fn given_up_snapshot_leaves_the_vm_as_it_was() {
     }
 }
 
-/// Returns the diff between a full snapshot and the memory of a later one.
-fn diff_of(base: &RestoredMachine, later: &RestoredMachine) -> RestoredMachine {
-    let state = snapshot::encode(&base.state).unwrap();
-    let base_file = || memory_file(base).try_clone().unwrap();
-    let opened = BaseSnapshot::new(&state, base_file()).unwrap();
-    let mut writer = DiffWriter::new(opened, later.state.memory.bytes).unwrap();
+/// Returns the diff between the last snapshot of `bases` and the memory of a later full one. Each base is
+/// the diff of the one before it, and the first is a full snapshot.
+fn diff_of(bases: &[&RestoredMachine], later: &RestoredMachine) -> RestoredMachine {
+    let open = || {
+        let opened = bases.iter().map(|base| {
+            let state = snapshot::encode(&base.state).unwrap();
+            let (RestoredMemory::Snapshot(file) | RestoredMemory::Diff { changes: file, .. }) = &base.memory
+            else {
+                panic!("it has no file");
+            };
+            BaseSnapshot::new(Path::new("base"), &state, file.try_clone().unwrap()).unwrap()
+        });
+        let opened: Vec<_> = opened.collect();
+        let need = opened.last().unwrap().state_crc();
+        BaseChain::new(Path::new("diff"), need, opened).unwrap()
+    };
+    let mut writer = DiffWriter::new(open(), later.state.memory.bytes).unwrap();
     let memory = contents(memory_file(later));
     let file = tempfile::tempfile().unwrap();
     file.set_len(memory.len() as u64).unwrap();
@@ -562,7 +574,7 @@ fn diff_of(base: &RestoredMachine, later: &RestoredMachine) -> RestoredMachine {
     let (state, _) = writer.finish(&snapshot::encode(&later.state).unwrap()).unwrap();
     RestoredMachine {
         memory: RestoredMemory::Diff {
-            base: base_file(),
+            base: Box::new(open()),
             changes: file.try_clone().unwrap(),
         },
         ..machine(&state, file)
@@ -576,7 +588,7 @@ fn diff_restores_to_equal_results() {
     let Some((expected, [(base, cut), (full, more)])) = two_cuts(&config) else {
         return;
     };
-    let diff = diff_of(&base, &full);
+    let diff = diff_of(&[&base], &full);
     let vm = TestVm::start(&config, Some(diff)).unwrap();
     assert!([&expected[..cut + more], &vm.finish()].concat() == expected);
 }
@@ -597,13 +609,13 @@ fn writes_of_ours_are_in_the_dirty_set() {
     ram.write_obj(9u8, GuestAddress(ZEROED)).unwrap();
     let (base, _) = source.snapshot().unwrap();
     let (same, _) = source.snapshot().unwrap();
-    let unchanged = diff_of(&base, &same).state.memory.base.unwrap();
+    let unchanged = diff_of(&[&base], &same).state.memory.base.unwrap();
     assert!(unchanged.runs.len() <= 1, "{:?}", unchanged.runs);
     ram.write_obj(7u8, GuestAddress(SHORT)).unwrap();
     ram.write_slice(&[8; 128 << 10], GuestAddress(LONG)).unwrap();
     ram.write_obj(0u8, GuestAddress(ZEROED)).unwrap();
     let (later, _) = source.snapshot().unwrap();
-    let diff = diff_of(&base, &later);
+    let diff = diff_of(&[&base], &later);
     let runs = &diff.state.memory.base.as_ref().unwrap().runs;
     for run in [(SHORT, 4096), (LONG, 128 << 10), (ZEROED, 4096)] {
         assert!(runs.contains(&run), "{run:x?} of {runs:x?}");
@@ -619,4 +631,48 @@ fn writes_of_ours_are_in_the_dirty_set() {
     };
     let last = LONG + (128 << 10) - 1;
     assert_eq!([SHORT, LONG, last, ZEROED].map(byte), [7, 8, 8, 0]);
+}
+
+/// Memory above two diffs is that of the highest with the page: those of the first and of the second
+/// diff, mapped and copied, and those of the full snapshot.
+#[test]
+fn diff_of_a_diff_restores_the_memory_of_all() {
+    const LONG: u64 = 0xA0_0000;
+    const LONG_BYTES: usize = 128 << 10;
+    // hlt; jmp to it: the guest writes nothing.
+    let config = config(&[0xF4, 0xEB, 0xFD]);
+    let Some(source) = TestVm::start(&config, None) else {
+        return;
+    };
+    let ram = source.vm.ram().memory();
+    let write = |at: u64, value: u8, bytes: usize| {
+        ram.write_slice(&vec![value; bytes], GuestAddress(at)).unwrap();
+    };
+    write(0x90_0000, 1, 0x3000);
+    let (full, _) = source.snapshot().unwrap();
+    write(0x90_1000, 2, 0x2000);
+    write(LONG, 2, LONG_BYTES);
+    let (later, _) = source.snapshot().unwrap();
+    let first = diff_of(&[&full], &later);
+    write(0x90_2000, 0, 0x1000);
+    write(LONG + 0x1_0000, 3, 0x1000);
+    let (last, _) = source.snapshot().unwrap();
+    let second = diff_of(&[&full, &first], &last);
+    let runs = second.state.memory.base.as_ref().unwrap().runs.clone();
+    assert!(
+        runs.iter().map(|(_, bytes)| bytes).sum::<u64>() <= 0x4000,
+        "{runs:x?}"
+    );
+
+    let restored = TestVm::start(&config, Some(second)).unwrap();
+    let memory = restored.vm.ram().memory();
+    let byte = |at| memory.read_obj::<u8>(GuestAddress(at)).unwrap();
+    assert_eq!([0x90_0000, 0x90_1000, 0x90_2000].map(byte), [1, 2, 0]);
+    let parts = [
+        LONG,
+        LONG + 0x1_0000,
+        LONG + 0x1_1000,
+        LONG + LONG_BYTES as u64 - 1,
+    ];
+    assert_eq!(parts.map(byte), [2, 3, 2, 2]);
 }

@@ -1,0 +1,84 @@
+//! Opens the snapshots on which a diff is based, in directories that the user names.
+
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::path::{Path, PathBuf};
+
+use snapshot::diff::{BaseChain, BaseError, BaseSnapshot, MAX_DIFFS};
+use snapshot::format::MAX_STATE_BYTES;
+use snapshot::{MEMORY_FILE, STATE_FILE};
+
+use crate::input;
+
+/// Error of opening the bases of a diff.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenBaseError {
+    /// A file cannot be read.
+    #[error("{}", path.display())]
+    Read {
+        /// File.
+        path: PathBuf,
+        /// Reason.
+        #[source]
+        source: io::Error,
+    },
+    /// A memory file cannot be mapped.
+    #[error("{}: it is not a regular file", .0.display())]
+    NotAFile(PathBuf),
+    /// A snapshot cannot be used.
+    #[error(transparent)]
+    Unusable(#[from] BaseError),
+    /// More directories are given than a diff can have bases.
+    #[error("{0} bases are given; a diff has at most {MAX_DIFFS}")]
+    TooMany(usize),
+}
+
+/// Opens the snapshots in `bases`, in any order, on which the diff in `diff` is based, directly on the
+/// one with checksum `need`.
+///
+/// # Errors
+/// Returns an [`OpenBaseError`] that names the directory of a snapshot that is missing, unusable or
+/// not needed.
+pub fn open(diff: &Path, need: u32, bases: &[PathBuf]) -> Result<BaseChain, OpenBaseError> {
+    Ok(BaseChain::new(diff, need, open_all(bases)?)?)
+}
+
+/// Opens the first snapshot in `bases` as the base of a new diff, and the others as those that it is
+/// based on. Returns `None` without bases.
+///
+/// # Errors
+/// Returns the errors of [`open`].
+pub fn open_first(bases: &[PathBuf]) -> Result<Option<BaseChain>, OpenBaseError> {
+    let opened = open_all(bases)?;
+    let Some((path, base)) = bases.first().zip(opened.first()) else {
+        return Ok(None);
+    };
+    let need = base.state_crc();
+    Ok(Some(BaseChain::new(path, need, opened)?))
+}
+
+fn open_all(bases: &[PathBuf]) -> Result<Vec<BaseSnapshot>, OpenBaseError> {
+    if bases.len() > MAX_DIFFS {
+        return Err(OpenBaseError::TooMany(bases.len()));
+    }
+    bases.iter().map(|dir| open_snapshot(dir)).collect()
+}
+
+fn open_snapshot(dir: &Path) -> Result<BaseSnapshot, OpenBaseError> {
+    let failed = |path: &Path, source| OpenBaseError::Read {
+        path: path.to_owned(),
+        source,
+    };
+    let (path, memory) = (dir.join(STATE_FILE), dir.join(MEMORY_FILE));
+    let mut state = Vec::new();
+    let limit = MAX_STATE_BYTES as u64 + 1;
+    let read = input::open(&path).and_then(|file| file.take(limit).read_to_end(&mut state));
+    read.map_err(|e| failed(&path, e))?;
+    // The check precedes the opening, which would wait for the writer of a pipe.
+    let metadata = memory.metadata().map_err(|e| failed(&memory, e))?;
+    if !metadata.is_file() {
+        return Err(OpenBaseError::NotAFile(memory));
+    }
+    let file = File::open(&memory).map_err(|e| failed(&memory, e))?;
+    Ok(BaseSnapshot::new(dir, &state, file)?)
+}
