@@ -282,6 +282,7 @@ impl SamplingSession {
                     config: o.config,
                     rate: self.rate,
                     branch_filter: 0,
+                    has_chains: true,
                     id,
                 });
             }

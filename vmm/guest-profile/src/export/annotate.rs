@@ -224,6 +224,7 @@ mod tests {
             config: 0,
             rate: EventRate::Period(1),
             branch_filter: 0,
+            has_chains: true,
             id: 7,
         };
         let mut profile = Profile::new(ProfileMetadata::default(), vec![event]);

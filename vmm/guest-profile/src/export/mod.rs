@@ -56,6 +56,9 @@ pub struct EventInfo {
     pub rate: EventRate,
     /// Value of `perf_event_attr.branch_sample_type`; 0 if the samples have no branch stacks.
     pub branch_filter: u64,
+    /// `true` if the samples have call chains. perf prints the instruction pointer of a sample with an
+    /// empty chain nowhere, so that perf2bolt fails to parse its output.
+    pub has_chains: bool,
     /// Event ID that the samples refer to. Unique within a profile and not 0.
     pub id: u64,
 }

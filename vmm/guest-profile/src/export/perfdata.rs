@@ -58,7 +58,8 @@ mod sample_type {
     pub const RAW: u64 = 1 << 10;
     pub const BRANCH_STACK: u64 = 1 << 11;
     pub const IDENTIFIER: u64 = 1 << 16;
-    pub const ALL: u64 = IP | TID | TIME | CALLCHAIN | CPU | PERIOD | RAW | IDENTIFIER;
+    /// Fields of every sample.
+    pub const COMMON: u64 = IP | TID | TIME | CPU | PERIOD | RAW | IDENTIFIER;
 }
 
 mod attr_flag {
@@ -366,7 +367,9 @@ impl<W: Write + Seek> PerfDataWriter<W> {
             Some((first, last)) => (first.min(s.time_ns), last.max(s.time_ns)),
         });
         self.samples += 1;
-        let has_branches = self.has_branches(s.event_id);
+        let event = self.events.iter().find(|event| event.id == s.event_id);
+        let has_chain = event.is_none_or(|event| event.has_chains);
+        let has_branches = event.is_some_and(|event| event.branch_filter != 0);
         self.record(record::SAMPLE, misc, |b| {
             put64(b, s.event_id);
             put64(b, s.ip);
@@ -376,10 +379,12 @@ impl<W: Write + Seek> PerfDataWriter<W> {
             put32(b, s.vcpu);
             put32(b, 0);
             put64(b, s.period);
-            let chain = &s.chain[..s.chain.len().min(MAX_CHAIN)];
-            put64(b, chain.len() as u64);
-            for &frame in chain {
-                put64(b, marker_for_perf(frame));
+            if has_chain {
+                let chain = &s.chain[..s.chain.len().min(MAX_CHAIN)];
+                put64(b, chain.len() as u64);
+                for &frame in chain {
+                    put64(b, marker_for_perf(frame));
+                }
             }
             // Together with its length word, the raw data must be a multiple of 8 bytes.
             put32(b, size_of::<FileSampleData>() as u32);
@@ -394,12 +399,6 @@ impl<W: Write + Seek> PerfDataWriter<W> {
                 }
             }
         })
-    }
-
-    /// Returns `true` if the samples of an event have branch stacks.
-    fn has_branches(&self, event_id: u64) -> bool {
-        let event = self.events.iter().find(|event| event.id == event_id);
-        event.is_some_and(|event| event.branch_filter != 0)
     }
 
     /// Writes a record of `count` samples of an event that were lost before this point.
@@ -647,7 +646,8 @@ fn put_attr(b: &mut Vec<u8>, e: &EventInfo, meta: &ProfileMetadata) {
         0 => 0,
         _ => sample_type::BRANCH_STACK,
     };
-    put64(b, sample_type::ALL | branches);
+    let chains = if e.has_chains { sample_type::CALLCHAIN } else { 0 };
+    put64(b, sample_type::COMMON | chains | branches);
     put64(b, 0);
     let flags = attr_flag::MMAP
         | attr_flag::COMM

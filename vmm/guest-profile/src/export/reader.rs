@@ -394,6 +394,7 @@ struct RawAttr {
     config: u64,
     /// Value of `branch_sample_type`; 0 if the samples have no branch stacks.
     branch_filter: u64,
+    has_chains: bool,
 }
 
 /// Returns the stored fields of attribute `i`. The parser provides only their interpretation.
@@ -416,6 +417,7 @@ fn raw_attr(bytes: &[u8], i: usize) -> RawAttr {
             type_: field(0)? as u32,
             config: field(8)?,
             branch_filter,
+            has_chains: field(24)? & SampleFormat::CALLCHAIN.bits() != 0,
         })
     };
     at().unwrap_or_default()
@@ -439,6 +441,7 @@ fn event_info(
         type_,
         config,
         branch_filter,
+        has_chains,
     }: RawAttr,
     name: Option<&str>,
     id: Option<u64>,
@@ -455,6 +458,7 @@ fn event_info(
             SamplingPolicy::NoSampling => EventRate::Period(0),
         },
         branch_filter,
+        has_chains,
         id: id.filter(|&id| id != 0).unwrap_or(index as u64 + 1),
     }
 }

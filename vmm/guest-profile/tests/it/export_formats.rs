@@ -28,6 +28,7 @@ pub(super) fn profile() -> Profile {
         config: 0,
         rate: EventRate::FrequencyHz(1000),
         branch_filter: 0,
+        has_chains: true,
         id: 3,
     };
     let mut p = Profile::new(

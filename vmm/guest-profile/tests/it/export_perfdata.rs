@@ -14,7 +14,7 @@ use guest_profile::export::{
 use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStops};
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
-use linux_perf_data::linux_perf_event_reader::CpuMode;
+use linux_perf_data::linux_perf_event_reader::{CpuMode, EventRecord};
 use linux_perf_data::{DsoKey, PerfFileReader, PerfFileRecord, UserRecordType};
 use perf_core::branch::{BranchEntry, BranchFilter, BranchKind};
 use perf_core::pmu::host::{ThreadSwitch, ThreadSwitchKind};
@@ -56,6 +56,7 @@ fn profile() -> Profile {
             config: 0,
             rate: EventRate::Period(1000),
             branch_filter: 0,
+            has_chains: true,
             id: 7,
         }],
     );
@@ -519,4 +520,40 @@ fn branch_stacks_round_trip() {
         .unwrap();
     damaged[at - 8..at].copy_from_slice(&u64::MAX.to_le_bytes());
     assert_eq!(reader::read(&damaged).unwrap().len(), read.len() - 1);
+}
+
+/// perf prints the instruction pointer of a sample and its branches in one line, as perf2bolt expects,
+/// only if the event has no call chains.
+#[test]
+fn event_without_chains_has_no_chain_field() {
+    let mut profile = profile();
+    profile.events[0].branch_filter = (BranchFilter::ANY | BranchFilter::USER).bits();
+    profile.events[0].has_chains = false;
+    let file = perfdata::write(Cursor::new(Vec::new()), &profile)
+        .unwrap()
+        .into_inner();
+    let read = reader::read(&file).unwrap();
+    assert!(!read.events[0].has_chains);
+    assert_eq!(read.len(), profile.len());
+    for (read, written) in read.samples().zip(profile.samples()) {
+        assert_eq!(
+            (read.ip, read.pid, read.cr3),
+            (written.ip, written.pid, written.cr3)
+        );
+        assert!(read.chain.len() <= 2, "{:x?}", read.chain);
+    }
+    let PerfFileReader {
+        mut perf_file,
+        mut record_iter,
+    } = PerfFileReader::parse_file(Cursor::new(&file)).unwrap();
+    let mut samples = 0;
+    while let Some(record) = record_iter.next_record(&mut perf_file).unwrap() {
+        if let PerfFileRecord::EventRecord { record, .. } = record
+            && let EventRecord::Sample(sample) = record.parse().unwrap()
+        {
+            assert!(sample.callchain.is_none());
+            samples += 1;
+        }
+    }
+    assert_eq!(samples, profile.len());
 }

@@ -21,8 +21,6 @@ const OPTIONS: &[AcceptedOption] = &[
         Some('a'),
         Some("all-cpus"),
     ),
-    // The default of --call-graph is frame pointers.
-    ("perf-g", &["record"], Some('g'), None),
     ("perf-timestamp", &["record"], Some('T'), Some("timestamp")),
     ("perf-period", &["record"], Some('P'), Some("period")),
     ("perf-sample-cpu", &["record"], None, Some("sample-cpu")),

@@ -99,11 +99,15 @@ pub struct RecordArgs {
     /// Set the sampling frequency per vCPU, in Hz [default: 1000; 100 with branch stacks]
     #[arg(short = 'F', long = "freq", value_name = "HZ", conflicts_with = "period", value_parser = integer_in_range(1..=(1u64 << 32) - 1))]
     pub frequency: Option<u64>,
+    /// Take call chains by frame pointers, as --call-graph fp. Needed with branch stacks only.
+    #[arg(short = 'g')]
+    pub frame_pointers: bool,
     /// Select how call chains are unwound: fp (frame pointers in programs, unwind tables or frame
     /// pointers in the kernel; also -g), dwarf[,SIZE] (programs by .eh_frame unwind tables, with
-    /// SIZE bytes of stack in each sample, 8192 by default) or none.
-    #[arg(long, value_name = "HOW", default_value = "fp")]
-    pub call_graph: CallGraph,
+    /// SIZE bytes of stack in each sample, 8192 by default) or none [default: fp; none with branch
+    /// stacks]
+    #[arg(long, value_name = "HOW")]
+    pub call_graph: Option<CallGraph>,
     /// Take a call chain and the task with every Nth sample only. The host's kernel takes the
     /// instruction pointer of other samples without stopping the vCPU; 1 stops the vCPU for each
     /// sample [default: about 50 chains a second, fewer if they would stop the vCPU for more than
@@ -191,6 +195,15 @@ pub struct RecordArgs {
 }
 
 impl RecordArgs {
+    /// Returns the unwinding method. As in perf, branch stacks alone have no call chains: perf2bolt and
+    /// other readers of branch stacks expect none.
+    pub(super) fn call_graph(&self) -> CallGraph {
+        self.call_graph.unwrap_or(match branch_stacks(self) {
+            Some(_) if !self.frame_pointers => CallGraph::None,
+            _ => CallGraph::Fp,
+        })
+    }
+
     /// Returns the build ID directory that perf uses for symbols.
     pub(super) fn for_perf(&self) -> Option<BuildIdDir> {
         if self.as_host || self.no_buildid_cache {
@@ -219,7 +232,7 @@ impl RecordArgs {
     /// Returns [`RecordError::SmallRings`] if the rings are too small.
     pub(super) fn check_ring_size(&self) -> Result<(), RecordError> {
         const PAGE_BYTES: u32 = 4096;
-        let CallGraph::Dwarf(stack_bytes) = self.call_graph else {
+        let CallGraph::Dwarf(stack_bytes) = self.call_graph() else {
             return Ok(());
         };
         // Registers, call chain and mappings need at most one page.
@@ -252,14 +265,14 @@ impl RecordArgs {
         SamplingParams {
             rate,
             frequency: self.period.is_none(),
-            callchain: self.call_graph != CallGraph::None,
+            callchain: self.call_graph() != CallGraph::None,
             // The host kernel's samples would need a ring of their own that is drained.
             chain_every: if self.overwrite {
                 1
             } else {
                 self.chain_every.unwrap_or(by_default)
             },
-            stack_bytes: match self.call_graph {
+            stack_bytes: match self.call_graph() {
                 CallGraph::Dwarf(bytes) => bytes,
                 CallGraph::Fp | CallGraph::None => 0,
             },
@@ -270,7 +283,33 @@ impl RecordArgs {
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser;
+
     use super::*;
+
+    #[derive(Parser)]
+    struct Only {
+        #[command(flatten)]
+        record: RecordArgs,
+    }
+
+    /// As in perf. perf2bolt cannot read branch stacks with call chains.
+    #[test]
+    fn branch_stacks_have_call_chains_on_request_only() {
+        for (words, chains) in [
+            (&[] as &[&str], CallGraph::Fp),
+            (&["-g"], CallGraph::Fp),
+            (&["-b"], CallGraph::None),
+            (&["-j", "any,u"], CallGraph::None),
+            (&["-b", "-g"], CallGraph::Fp),
+            (&["-b", "-g", "--call-graph", "dwarf"], CallGraph::Dwarf(8192)),
+            (&["-g", "--call-graph", "none"], CallGraph::None),
+        ] {
+            let args = Only::parse_from([&["record"], words].concat()).record;
+            assert_eq!(args.call_graph(), chains, "{words:?}");
+            assert_eq!(args.sampling().callchain, chains != CallGraph::None, "{words:?}");
+        }
+    }
 
     #[test]
     fn call_graph_modes_are_parsed_like_perf() {

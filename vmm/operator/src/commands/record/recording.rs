@@ -112,6 +112,7 @@ impl Recording {
                         config: o.config,
                         rate,
                         branch_filter: sampling.branches.map_or(0, |stacks| stacks.filter),
+                        has_chains: sampling.callchain,
                         id: o.id,
                     };
                     events.push((o.index, event));
@@ -140,7 +141,7 @@ impl Recording {
         let first_id = events.first().map_or(0, |e| e.id);
         let head = (meta, events);
         let writer = new_writer(&args.output, &head, &names)?;
-        let stack_bytes = match args.call_graph {
+        let stack_bytes = match args.call_graph() {
             CallGraph::Dwarf(bytes) => Some(bytes),
             CallGraph::Fp | CallGraph::None => None,
         };
@@ -564,7 +565,7 @@ impl Recording {
         if !args.quiet {
             let mb = bytes as f64 / 1e6;
             // Other tools show the remaining samples without callers.
-            let chains = if args.call_graph == CallGraph::None {
+            let chains = if args.call_graph() == CallGraph::None {
                 String::new()
             } else {
                 format!(", {} with call chains", self.with_chain)
