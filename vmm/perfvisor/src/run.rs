@@ -12,6 +12,7 @@ mod incoming;
 mod jail;
 pub(crate) mod machine;
 mod restore;
+mod start;
 
 use std::fs::File;
 use std::io;
@@ -21,21 +22,21 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::inherited::{self, InheritedDescriptors};
 use children::ChildReaper;
 use consoles::{Consoles, Subscriber};
 use ending::PanicDetector;
 pub use error::RunError;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
-use incoming::{Incoming, Requester};
-use perf_core::pmu::host::{HostProbe, ignore_sigio};
-use sandbox::{PerfEventAccess, ProcessConfinement, SocketBroker, TerminationActions, ThreadKind};
+use incoming::Requester;
+use perf_core::pmu::host::HostProbe;
+use sandbox::{ProcessConfinement, SocketBroker, ThreadKind};
+use start::{Helpers, HostSetup};
 use virtio_devices::device::VirtioDevice;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use vpmu::BackingPolicy;
 use vpmu::perf_core_events::MAX_EVENTS_PER_COUNTER;
 
-use crate::background::{self, DaemonStartup};
+use crate::background::DaemonStartup;
 use crate::cli::RunArgs;
 use crate::cli::restore::options_of_guest;
 use crate::devices::{self};
@@ -44,21 +45,17 @@ use control_api::socket_dir::{self, Socket, SocketError};
 use guest_patching::rdpmc::RdpmcMode;
 use operator::exit::ExitStatus;
 use operator::input;
-use operator::signals::BlockedSignals;
 use perf_core::error_line;
 use sandbox::privileges;
 use vmm::boot::KernelFormat;
-use vmm::console::{RawTerminal, restore_terminal};
+use vmm::console::RawTerminal;
 use vmm::control::server::{ControlServer, ControlledVm, SocketAccess};
 use vmm::gdb::server::{GdbServer, GdbSocket};
-use vmm::kvm::host::{self};
-use vmm::pmu::event_opener::VmEventOpener;
-use vmm::pmu::kernel_reader::KernelReader;
-use vmm::pmu::{PmuConfig, VmPmu, overflow_signal};
+use vmm::pmu::{PmuConfig, VmPmu};
 use vmm::timers::{RotationTimer, TickTimer};
 use vmm::vcpu::control::{ResetPolicy, RunControl, StopReason};
 use vmm::vcpu::registry::VcpuRegistry;
-use vmm::vcpu::{kick, stats};
+use vmm::vcpu::stats;
 use vmm::vm::restart::Restarter;
 use vmm::vm::{PendingKvmSetup, RunningVm, Vm, VmConfig, VmParts};
 
@@ -130,63 +127,33 @@ fn run_for(
     log_file: Option<&File>,
     requester: &Requester,
 ) -> Result<ExitStatus, RunError> {
-    let starting = args
-        .daemonize
-        .then(background::daemonize)
-        .transpose()
-        .map_err(RunError::Daemon)?;
+    let helpers = Helpers::start(args, requester)?;
+    // Dropped last: the broker then removes the VM's sockets.
+    let _finish = FinishBroker(helpers.broker.clone());
+    let HostSetup {
+        kvm,
+        probe,
+        begun,
+        stop_signals,
+    } = HostSetup::of(args, helpers.opener, log_file)?;
+    let (broker, manager) = (helpers.broker, helpers.manager);
     // Child processes of a daemon must not hold the streams of its starter, which may wait for
     // their end.
-    let log = log_file.or(starting.as_ref().map(DaemonStartup::null));
-    let inherited = InheritedDescriptors::mark();
-    inherited::clear_environment();
-    jail::join_cgroup(args)?;
-    jail::become_user(args)?;
-    background::survive_job_control();
-    // Files of the snapshot are opened with the rights of the VM's user.
-    let snapshot = restore::open(args)?;
-    let incoming = Incoming::wait(args, requester)?;
-    footprint::configure_malloc();
-    // Started outside the jail's PID namespace, because it outlives the VM.
-    let broker =
-        SocketBroker::start(confinement(args), privileges::drop_all_privileges).map_err(RunError::Broker)?;
-    let manager = Arc::new(jail::enter_pid_namespace(args)?);
-    // A separate process, started before this one has threads, signal handlers and descriptors.
-    let kernel_reader = kernel_reader(args)?;
-    let opener = VmEventOpener::start(confinement(args), overflow_signal(), kick::kick_signal())
-        .map_err(RunError::PerfBroker)?;
-    // Dropped last: the broker then removes the VM's sockets.
-    let _finish = FinishBroker(broker.clone());
-    let descriptors = jail::limit_descriptors(args)?;
-    // Signals are blocked before the first thread starts, so that all threads inherit the mask.
-    let stop_signals = BlockedSignals::of_vm().map_err(RunError::start(STOP_SIGNALS))?;
-    kick::install_handlers().map_err(RunError::start("sigaction failed"))?;
-    ignore_sigio().map_err(RunError::start("sigaction failed"))?;
-
-    let kvm = host::open()?;
-    // A process can be jailed only while it has a single thread.
-    let begun = args.jail.is_none().then(PendingKvmSetup::now);
-    // The probe runs with the capabilities that are available for opening events later. With more,
-    // it would find more. Meanwhile the filters are compiled.
-    let (probe, sandbox) = privileges::with_perfmon_capability(HostProbe::run, || {
-        begin_sandbox(args, opener.counting(), log_file)
-    });
-    sandbox?;
-    opener.install();
+    let log = log_file.or(helpers.starting.as_ref().map(DaemonStartup::null));
     // The helpers do not share the memory that is received, and the VM is paused for a short time.
-    let (saved, mut arrival) = match incoming {
+    let (saved, mut arrival) = match helpers.incoming {
         Some(incoming) => {
             let (args, machine, arrival) = incoming.receive(args, &kvm, &probe, &stop_signals)?;
             (Some((args, machine)), Some(arrival))
         }
-        None => (snapshot, None),
+        None => (helpers.snapshot, None),
     };
     let (restored_args, saved) = saved.unzip();
     let args = restored_args.as_ref().unwrap_or(args);
     let state = saved.as_ref().map(|saved| &*saved.state);
     let mut config = machine::restored_config(args, &kvm, &probe, state)?;
-    config.kernel_reader = Some(kernel_reader);
-    warn_if_few_descriptors(descriptors, &config, &probe);
+    config.kernel_reader = Some(helpers.kernel_reader);
+    warn_if_few_descriptors(helpers.descriptors, &config, &probe);
 
     // Configuration errors end the start before any thread runs.
     config.pmu.core_config().check()?;
@@ -225,31 +192,22 @@ fn run_for(
     }
     report_loaded(&vm, &config);
     vm.on_first_entry(Box::new(move || start.log_first_entry()));
-    let terminal = if consoles.has_terminal() {
-        consoles::print_keys();
-        RawTerminal::enter().map_err(RunError::start("the terminal cannot be made raw"))?
-    } else {
-        None
-    };
+    let terminal = raw_terminal(&consoles)?;
     files::register_sockets_for_removal(args, &name, &ends.socket_paths(), &broker)?;
-    jail::close(jail, args, inherited)?;
+    jail::close(jail, args, helpers.inherited)?;
     confine(args)?;
     let mut running = vm.start()?;
     let pmu_name = config.pmu.model.generation().to_string();
-    let controlled = ControlledVm {
+    let mut controlled = ControlledVm {
         balloon,
         metadata,
         limiters,
         ..controlled(name.clone(), pmu_name, args, &consoles, &running)
     };
-    let controlled = match &arrival {
-        Some(arrival) => ControlledVm {
-            guest: arrival.description(),
-            moved_from: arrival.origin(),
-            ..controlled
-        },
-        None => controlled,
-    };
+    if let Some(arrival) = &arrival {
+        controlled.guest = arrival.description();
+        controlled.moved_from = arrival.origin();
+    }
     let (mut servers, gdb) = ends.serve(controlled, &running)?;
     let restarter = running.take_restarter();
     let (control, bus) = (running.control().clone(), running.bus().clone());
@@ -263,7 +221,7 @@ fn run_for(
     if let Some(arrival) = arrival {
         arrival.take_over(&running, &name, requester)?;
     }
-    if let Some(starting) = starting {
+    if let Some(starting) = helpers.starting {
         starting.runs().map_err(RunError::Daemon)?;
     }
     manager.ready();
@@ -272,14 +230,7 @@ fn run_for(
     let served = serve(&running, restarter, stopping, &consoles, resized, servers);
     manager.stopping();
     drop(gdb);
-    // Whatever ended the loop, no vCPU may keep waiting for console space.
-    consoles.stop();
-    running.stop_and_join();
-    let lost = consoles.finish(CONSOLE_DRAIN);
-    drop(terminal);
-    if lost > 0 {
-        log::warn!("{lost} bytes of guest output were not written");
-    }
+    stop(&mut running, consoles, terminal);
     if args.stats {
         report_stats(&running, args.cpus.present());
     }
@@ -288,10 +239,25 @@ fn run_for(
     Ok(exit_status(running.control()))
 }
 
-/// Creates the handle for kernel readers: unprivileged processes, started on demand, that parse the
-/// guest kernel for operators.
-fn kernel_reader(args: &RunArgs) -> Result<Arc<KernelReader>, RunError> {
-    Ok(Arc::new(KernelReader::start(confinement(args))?))
+/// Makes the terminal raw if a console uses it.
+fn raw_terminal(consoles: &Consoles) -> Result<Option<RawTerminal>, RunError> {
+    if !consoles.has_terminal() {
+        return Ok(None);
+    }
+    consoles::print_keys();
+    RawTerminal::enter().map_err(RunError::start("the terminal cannot be made raw"))
+}
+
+/// Stops the VM and writes the rest of its console output.
+fn stop(running: &mut RunningVm, consoles: Consoles, terminal: Option<RawTerminal>) {
+    // Whatever ended the loop, no vCPU may keep waiting for console space.
+    consoles.stop();
+    running.stop_and_join();
+    let lost = consoles.finish(CONSOLE_DRAIN);
+    drop(terminal);
+    if lost > 0 {
+        log::warn!("{lost} bytes of guest output were not written");
+    }
 }
 
 /// Returns the confinement of the VM's helper processes.
@@ -309,21 +275,6 @@ impl Drop for FinishBroker {
     fn drop(&mut self) {
         self.0.finish();
     }
-}
-
-/// Installs the handlers that end the process with one line after a fault, a panic or a forbidden
-/// system call, and prepares the filters and rules that [`confine`] activates.
-fn begin_sandbox(args: &RunArgs, counting: PerfEventAccess, log_file: Option<&File>) -> Result<(), RunError> {
-    let will = TerminationActions {
-        first: restore_terminal,
-        log: log_file.map(AsRawFd::as_raw_fd),
-        status: ExitStatus::Internal.code(),
-    };
-    sandbox::watch_faults(will).map_err(RunError::start("sigaction failed"))?;
-    sandbox::begin(args.seccomp, counting, will).map_err(|e| RunError::Sandbox(args.seccomp, e))?;
-    files::begin(args).map_err(RunError::Files)?;
-    install_panic_hook(will);
-    Ok(())
 }
 
 /// Drops all remaining privileges. Called when every host resource of the VM is open.
@@ -387,39 +338,6 @@ impl ServerSockets {
         let gdb = self.gdb.map(|socket| socket.serve(running)).transpose()?;
         Ok((servers, gdb))
     }
-}
-
-/// Installs a panic hook that logs one line and ends the VM. A panic in a thread with an orderly
-/// shutdown path ends the VM through that path, any other panic immediately.
-fn install_panic_hook(will: TerminationActions) {
-    std::panic::set_hook(Box::new(move |info| {
-        let kind = sandbox::kind();
-        if matches!(
-            kind,
-            Some(ThreadKind::Device | ThreadKind::Socket | ThreadKind::Balloon)
-        ) {
-            // The device reports the panic.
-            return;
-        }
-        let place = info.location().map(ToString::to_string).unwrap_or_default();
-        let said = info.payload_as_str().unwrap_or("nothing").replace('\n', " ");
-        if kind == Some(ThreadKind::Profiler) {
-            // The operator who waits for the result receives an error.
-            log::error!("the search for the guest's kernel panicked at {place}: {said}; please report this");
-            return;
-        }
-        if kind != Some(ThreadKind::Vcpu) {
-            restore_terminal();
-        }
-        let thread = std::thread::current();
-        log::error!(
-            "the thread {} panicked at {place}, which terminates the VM: {said}; please report this",
-            thread.name().unwrap_or("main")
-        );
-        if kind != Some(ThreadKind::Vcpu) {
-            sandbox::end_now(will);
-        }
-    }));
 }
 
 /// Checks that the files that a restart loads are readable without the initial capabilities.

@@ -1,0 +1,175 @@
+//! The steps of a start before the machine is built: the helper processes, while this process has a
+//! single thread, and the probes of the host.
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+
+use operator::exit::ExitStatus;
+use operator::signals::BlockedSignals;
+use perf_core::pmu::host::{HostProbe, ignore_sigio};
+use sandbox::{PerfEventAccess, SocketBroker, TerminationActions, ThreadKind, privileges};
+use vmm::console::restore_terminal;
+use vmm::kvm::host::{self, Kvm};
+use vmm::pmu::event_opener::VmEventOpener;
+use vmm::pmu::kernel_reader::KernelReader;
+use vmm::pmu::overflow_signal;
+use vmm::vcpu::kick;
+use vmm::vm::PendingKvmSetup;
+use vmm::vm::restore::RestoredMachine;
+
+use super::incoming::{Incoming, Requester};
+use super::{RunError, STOP_SIGNALS, confinement, files, footprint, jail, restore};
+use crate::background::{self, DaemonStartup, ServiceManager};
+use crate::cli::RunArgs;
+use crate::inherited::{self, InheritedDescriptors};
+
+/// The helper processes of a VM, and what was opened before them with the rights of its user.
+pub(super) struct Helpers {
+    /// Connection to the starter of a daemon.
+    pub(super) starting: Option<DaemonStartup>,
+    pub(super) inherited: InheritedDescriptors,
+    /// Snapshot to restore, with the options of its guest.
+    pub(super) snapshot: Option<(RunArgs, RestoredMachine)>,
+    /// VM to take over.
+    pub(super) incoming: Option<Incoming>,
+    pub(super) broker: Arc<SocketBroker>,
+    pub(super) manager: Arc<ServiceManager>,
+    /// Starts unprivileged processes that parse the guest's kernel for operators.
+    pub(super) kernel_reader: Arc<KernelReader>,
+    pub(super) opener: VmEventOpener,
+    /// Limit of file descriptors; `None` if unlimited.
+    pub(super) descriptors: Option<u64>,
+}
+
+impl Helpers {
+    /// Starts the helpers. The process must have no other thread, no signal handlers and no descriptors
+    /// of its own.
+    ///
+    /// # Errors
+    /// Returns [`RunError`] if an option cannot be satisfied or a process cannot be started.
+    pub(super) fn start(args: &RunArgs, requester: &Requester) -> Result<Self, RunError> {
+        let starting = args
+            .daemonize
+            .then(background::daemonize)
+            .transpose()
+            .map_err(RunError::Daemon)?;
+        let inherited = InheritedDescriptors::mark();
+        inherited::clear_environment();
+        jail::join_cgroup(args)?;
+        jail::become_user(args)?;
+        background::survive_job_control();
+        // Files of the snapshot are opened with the rights of the VM's user.
+        let snapshot = restore::open(args)?;
+        let incoming = Incoming::wait(args, requester)?;
+        footprint::configure_malloc();
+        // Started outside the jail's PID namespace, because it outlives the VM.
+        let broker = SocketBroker::start(confinement(args), privileges::drop_all_privileges)
+            .map_err(RunError::Broker)?;
+        let manager = Arc::new(jail::enter_pid_namespace(args)?);
+        let kernel_reader = Arc::new(KernelReader::start(confinement(args))?);
+        let opener = VmEventOpener::start(confinement(args), overflow_signal(), kick::kick_signal())
+            .map_err(RunError::PerfBroker)?;
+        Ok(Self {
+            starting,
+            inherited,
+            snapshot,
+            incoming,
+            broker,
+            manager,
+            kernel_reader,
+            opener,
+            descriptors: jail::limit_descriptors(args)?,
+        })
+    }
+}
+
+/// The host as a VM finds it, and what has begun on it.
+pub(super) struct HostSetup {
+    pub(super) kvm: Kvm,
+    pub(super) probe: HostProbe,
+    /// Slow operations of KVM. A process can be jailed only while it has a single thread, so that a
+    /// jailed VM begins them later.
+    pub(super) begun: Option<PendingKvmSetup>,
+    pub(super) stop_signals: BlockedSignals,
+}
+
+impl HostSetup {
+    /// Probes the host, prepares the sandbox and installs the opener of perf events.
+    ///
+    /// # Errors
+    /// Returns [`RunError`] if KVM or a system call is not available.
+    pub(super) fn of(
+        args: &RunArgs,
+        opener: VmEventOpener,
+        log_file: Option<&File>,
+    ) -> Result<Self, RunError> {
+        // Signals are blocked before the first thread starts, so that all threads inherit the mask.
+        let stop_signals = BlockedSignals::of_vm().map_err(RunError::start(STOP_SIGNALS))?;
+        kick::install_handlers().map_err(RunError::start("sigaction failed"))?;
+        ignore_sigio().map_err(RunError::start("sigaction failed"))?;
+        let kvm = host::open()?;
+        let begun = args.jail.is_none().then(PendingKvmSetup::now);
+        // The probe runs with the capabilities that are available for opening events later. With more,
+        // it would find more. Meanwhile the filters are compiled.
+        let (probe, sandbox) = privileges::with_perfmon_capability(HostProbe::run, || {
+            begin_sandbox(args, opener.counting(), log_file)
+        });
+        sandbox?;
+        opener.install();
+        Ok(Self {
+            kvm,
+            probe,
+            begun,
+            stop_signals,
+        })
+    }
+}
+
+/// Installs the handlers that end the process with one line after a fault, a panic or a forbidden
+/// system call, and prepares the filters and rules that [`confine`] activates.
+fn begin_sandbox(args: &RunArgs, counting: PerfEventAccess, log_file: Option<&File>) -> Result<(), RunError> {
+    let will = TerminationActions {
+        first: restore_terminal,
+        log: log_file.map(AsRawFd::as_raw_fd),
+        status: ExitStatus::Internal.code(),
+    };
+    sandbox::watch_faults(will).map_err(RunError::start("sigaction failed"))?;
+    sandbox::begin(args.seccomp, counting, will).map_err(|e| RunError::Sandbox(args.seccomp, e))?;
+    files::begin(args).map_err(RunError::Files)?;
+    install_panic_hook(will);
+    Ok(())
+}
+
+/// Installs a panic hook that logs one line and ends the VM. A panic in a thread with an orderly
+/// shutdown path ends the VM through that path, any other panic immediately.
+fn install_panic_hook(will: TerminationActions) {
+    std::panic::set_hook(Box::new(move |info| {
+        let kind = sandbox::kind();
+        if matches!(
+            kind,
+            Some(ThreadKind::Device | ThreadKind::Socket | ThreadKind::Balloon)
+        ) {
+            // The device reports the panic.
+            return;
+        }
+        let place = info.location().map(ToString::to_string).unwrap_or_default();
+        let said = info.payload_as_str().unwrap_or("nothing").replace('\n', " ");
+        if kind == Some(ThreadKind::Profiler) {
+            // The operator who waits for the result receives an error.
+            log::error!("the search for the guest's kernel panicked at {place}: {said}; please report this");
+            return;
+        }
+        if kind != Some(ThreadKind::Vcpu) {
+            restore_terminal();
+        }
+        let thread = std::thread::current();
+        log::error!(
+            "the thread {} panicked at {place}, which terminates the VM: {said}; please report this",
+            thread.name().unwrap_or("main")
+        );
+        if kind != Some(ThreadKind::Vcpu) {
+            sandbox::end_now(will);
+        }
+    }));
+}
