@@ -328,6 +328,13 @@ impl EventSources {
         candidates.into_iter().flatten().next()
     }
 
+    /// Returns the exact source of an event for an operator, for instructions and branches.
+    pub fn exact_for_operator(&self, event: ArchEvent) -> Option<EventSource> {
+        let counts = matches!(event, ArchEvent::Instructions | ArchEvent::Branches);
+        let candidates = self.candidates(BackingPolicy::Exact, Vendor::Intel, Some(event), None);
+        candidates.into_iter().flatten().find(|_| counts)
+    }
+
     /// Returns the source of a paravirtual event for an operator.
     pub fn paravirtual_for_operator(&self, event: ParavirtualEvent) -> Option<EventSource> {
         match event {
@@ -477,6 +484,23 @@ mod tests {
         assert_eq!(candidates(0x76, 0), [Backing::Hardware, Backing::Clock]);
         assert_eq!(candidates(0x120, 1), [Backing::Clock]);
         assert_eq!(candidates(0xC0, 0), []);
+    }
+
+    /// Other events of operators have better sources, or none.
+    #[test]
+    fn operators_count_instructions_and_branches_exactly() {
+        let sources = EventSources::new(BackingPolicy::Exact, Some(Vendor::Amd), |_| None);
+        for event in ArchEvent::ALL {
+            let source = sources
+                .exact_for_operator(event)
+                .map(|source| (source.ty, source.config));
+            let selector = match event {
+                ArchEvent::Instructions | ArchEvent::Branches => fed::exact(event),
+                _ => None,
+            };
+            let expected = selector.map(|selector| (EventType::FED, selector as u64));
+            assert_eq!(source, expected, "{event:?}");
+        }
     }
 
     /// The guest's steal time is fed in steps, while an operator reads the host counter.

@@ -10,7 +10,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::attr::{Attr, EventType};
@@ -48,6 +48,9 @@ struct SelectorTotals {
     next_user: AtomicU64,
     next_kernel: AtomicU64,
     next_both: AtomicU64,
+    /// Number of started events that count each privilege level.
+    started_user: AtomicU32,
+    started_kernel: AtomicU32,
 }
 
 impl SelectorTotals {
@@ -58,6 +61,8 @@ impl SelectorTotals {
             next_user: AtomicU64::new(NEVER),
             next_kernel: AtomicU64::new(NEVER),
             next_both: AtomicU64::new(NEVER),
+            started_user: AtomicU32::new(0),
+            started_kernel: AtomicU32::new(0),
         }
     }
 
@@ -69,6 +74,16 @@ impl SelectorTotals {
             CountedLevels::Kernel => kernel(),
             CountedLevels::Both => user().wrapping_add(kernel()),
             CountedLevels::None => 0,
+        }
+    }
+
+    /// Changes the numbers of started events by one event of `levels`.
+    fn change_started(&self, levels: CountedLevels, change: fn(&AtomicU32) -> u32) {
+        if matches!(levels, CountedLevels::User | CountedLevels::Both) {
+            change(&self.started_user);
+        }
+        if matches!(levels, CountedLevels::Kernel | CountedLevels::Both) {
+            change(&self.started_kernel);
         }
     }
 
@@ -169,6 +184,18 @@ impl FedCounts {
         self.cells
             .get(selector)
             .map_or(0, |cell| cell.total(CountedLevels::Both))
+    }
+
+    /// Returns whether a started event counts one of the first `selectors` selectors in user mode, and
+    /// whether one does so in kernel mode.
+    #[must_use]
+    pub fn counted_levels(&self, selectors: usize) -> (bool, bool) {
+        let cells = || self.cells.iter().take(selectors);
+        let is_started = |events: &AtomicU32| events.load(Ordering::Relaxed) > 0;
+        (
+            cells().any(|cell| is_started(&cell.started_user)),
+            cells().any(|cell| is_started(&cell.started_kernel)),
+        )
     }
 
     fn armed(&self) -> MutexGuard<'_, OverflowPoints> {
@@ -319,6 +346,8 @@ impl PmuEvent for FedEvent {
     fn start(&mut self, overflow_in: Option<u64>) -> Result<(), PmuError> {
         if self.span_start.is_none() {
             self.span_start = Some(self.fed());
+            let cell = &self.counts.cells[self.selector];
+            cell.change_started(self.levels, |events| events.fetch_add(1, Ordering::Relaxed));
         }
         match overflow_in {
             Some(n) => self.arm(n),
@@ -332,7 +361,10 @@ impl PmuEvent for FedEvent {
     fn stop(&mut self) {
         self.disarm();
         self.spans = self.counted();
-        self.span_start = None;
+        if self.span_start.take().is_some() {
+            let cell = &self.counts.cells[self.selector];
+            cell.change_started(self.levels, |events| events.fetch_sub(1, Ordering::Relaxed));
+        }
     }
 
     fn read(&mut self) -> u64 {
@@ -368,7 +400,7 @@ impl PmuEvent for FedEvent {
 
 impl Drop for FedEvent {
     fn drop(&mut self) {
-        self.disarm();
+        self.stop();
         self.counts.armed().free.push(self.place);
     }
 }
@@ -398,6 +430,26 @@ mod tests {
             tid: 0,
         };
         pmu.open(&attr, target).unwrap()
+    }
+
+    /// The VMM produces a count, for example by single-stepping, while an event needs it.
+    #[test]
+    fn counted_levels_are_those_of_started_events() {
+        let (counts, pmu) = setup(2);
+        let mut both = open(&pmu, 0, false, false);
+        let mut user = open(&pmu, 1, false, true);
+        assert_eq!(counts.counted_levels(2), (false, false));
+        user.start(None).unwrap();
+        user.start(Some(5)).unwrap();
+        assert_eq!(counts.counted_levels(2), (true, false));
+        assert_eq!(counts.counted_levels(1), (false, false));
+        both.start(None).unwrap();
+        assert_eq!(counts.counted_levels(1), (true, true));
+        both.stop();
+        both.stop();
+        assert_eq!(counts.counted_levels(2), (true, false));
+        drop(user);
+        assert_eq!(counts.counted_levels(2), (false, false));
     }
 
     #[test]

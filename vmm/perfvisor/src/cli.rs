@@ -410,6 +410,10 @@ pub struct RunArgs {
         help_heading = "PMU of the guest"
     )]
     pub backing: BackingPolicy,
+    /// Count instructions and branches of operators (perfvisor stat) by single-stepping as well.
+    /// Requires --backing exact.
+    #[arg(long, help_heading = "PMU of the guest")]
+    pub operator_steps: bool,
     /// Select how RDPMC in the guest is handled: auto (trap; in guests other than Linux, only in
     /// the kernel file), trap (patched where it is found, emulated elsewhere), off or hwbp
     /// (hardware breakpoints).

@@ -36,6 +36,8 @@ pub enum RunError {
         #[source]
         source: FilterError,
     },
+    #[error("--operator-steps: requires --backing exact")]
+    OperatorSteps,
     #[error("{0} with --pmu off: the guest has no PMU; omit {0}, or choose a PMU")]
     WithoutPmu(&'static str),
     #[error(transparent)]

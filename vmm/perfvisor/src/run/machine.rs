@@ -121,6 +121,7 @@ pub(super) fn build_config(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Resu
             mux,
             turn,
             stepping: backed.stepping,
+            steps_for_operators: args.operator_steps,
             has_rdpmc_breakpoints: args.rdpmc == RdpmcMode::Hwbp,
             limits: OperatorLimits {
                 sample_rate_hz: args.sample_limit,
@@ -154,6 +155,9 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
         if let Some(line) = backing::denied_events(probe) {
             log::warn!("{line}");
         }
+    }
+    if args.operator_steps && policy != BackingPolicy::Exact {
+        return Err(RunError::OperatorSteps);
     }
     if has_pmu && policy == BackingPolicy::Exact && args.gdb.is_some() {
         return Err(RunError::GdbExact);
@@ -280,6 +284,7 @@ fn option_that_requires_pmu(args: &RunArgs) -> Option<&'static str> {
         ("--pmi-share", args.pmi_share.is_some()),
         ("--lbr", args.lbr.is_some() && !args.takes_saved_machine()),
         ("--backing", args.backing != BackingPolicy::Auto),
+        ("--operator-steps", args.operator_steps),
         ("--rdpmc", !matches!(args.rdpmc, RdpmcMode::Auto | RdpmcMode::Off)),
     ]
     .into_iter()

@@ -29,6 +29,11 @@ pub(super) enum UnsupportedEventError {
     /// Modifiers `p` and `P`.
     #[error("precise sampling of a guest is unsupported")]
     Precise,
+    /// The exact backing counts the event at CPL 0 only.
+    #[error(
+        "this host's KVM cannot single-step user code, so only the guest's kernel can be counted exactly: use '{0}:k'"
+    )]
+    UserNotStepped(String),
     /// The event requires a hardware PMU, which this host lacks.
     #[error("this host has no hardware PMU")]
     NoPmu,
@@ -64,6 +69,10 @@ pub(super) fn operator_event(pmu: &VmPmu, spec: &EventSpec) -> Result<OperatorEv
                     UnsupportedEventError::NoPmu
                 }
             })?;
+            if way.ty == EventType::FED && !m.exclude_user() && !pmu.can_step_user_code() {
+                let name = spec.name.split(':').next().unwrap_or_default();
+                return Err(UnsupportedEventError::UserNotStepped(name.to_owned()));
+            }
             (way.ty, way.config, 0, 0, way.backing.name(), false)
         }
         EventKind::Cache(config) if pmu.has_hardware() => {

@@ -498,6 +498,10 @@ impl EventSession {
         self.enabled = on;
         if on {
             self.session.enable_all();
+            if self.pmu.steps_for_operators() {
+                // The vCPUs begin to step at their next entry.
+                self.registry.kicker().kick();
+            }
         } else {
             self.session.disable_all();
         }

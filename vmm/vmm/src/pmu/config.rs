@@ -32,6 +32,9 @@ pub struct PmuConfig {
     pub pmi_share: PmiShare,
     /// Stepping capabilities of the host, for the exact backing and for branch stacks.
     pub stepping: Stepping,
+    /// Instructions and branches of operators are counted by single-stepping. Requires
+    /// [`BackingPolicy::Exact`].
+    pub steps_for_operators: bool,
     /// RDPMC is emulated with hardware breakpoints.
     pub has_rdpmc_breakpoints: bool,
     /// Priority of the guest and operators for host counters.
@@ -69,6 +72,7 @@ impl PmuConfig {
             pmi_limit: vpmu::DEFAULT_PMI_LIMIT,
             pmi_share: PmiShare::default(),
             stepping: Stepping::default(),
+            steps_for_operators: false,
             has_rdpmc_breakpoints: false,
             share: SharePolicy::default(),
             mux: MuxPolicy::default(),

@@ -553,7 +553,13 @@ impl VcpuPmu {
     pub fn exact_levels(&self) -> SteppedLevels {
         let attached = self.attached.as_ref();
         attached.map_or_else(SteppedLevels::default, |attached| {
-            attached.events.stepping_levels()
+            let mut levels = attached.events.stepping_levels();
+            if self.vm.config.steps_for_operators {
+                let (user, kernel) = attached.fed.counted_levels(vpmu::fed::EXACT.len());
+                levels.user |= user;
+                levels.kernel |= kernel;
+            }
+            levels
         })
     }
 

@@ -108,6 +108,16 @@ impl VmPmu {
         Ok(ThreadSwitches::open(clock.tid())?)
     }
 
+    /// Returns whether operators' events are counted by single-stepping.
+    pub fn steps_for_operators(&self) -> bool {
+        self.config.steps_for_operators
+    }
+
+    /// Returns whether the host's KVM can single-step the guest's user code.
+    pub fn can_step_user_code(&self) -> bool {
+        self.config.stepping.user
+    }
+
     /// Returns whether a hardware PMU of the host can be used.
     pub fn has_hardware(&self) -> bool {
         self.hardware.is_some()
@@ -130,7 +140,11 @@ impl VmPmu {
             .into_iter()
             .find(|arch| arch.generic_number() == Some(number))
         {
-            Some(arch) => self.sources().for_operator(arch),
+            Some(arch) => {
+                let exact = || self.sources().exact_for_operator(arch);
+                let exact = self.config.steps_for_operators.then(exact).flatten();
+                exact.or_else(|| self.sources().for_operator(arch))
+            }
             // Other perf event numbers have a processor-specific meaning.
             None => self.hardware.map(|_| EventSource {
                 backing: Backing::Hardware,

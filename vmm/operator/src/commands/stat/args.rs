@@ -10,7 +10,11 @@ use crate::values::{
     VcpuList, integer_in_range, parse_interval, parse_seconds, parse_separator, parse_vcpus,
 };
 
-/// Default events.
+/// Value of [`StatArgs::backing`].
+pub(super) const EXACT: &str = "exact";
+/// Default events of exact counts.
+const EXACT_EVENTS: &str = "instructions,branches";
+/// Default events of other counts.
 const DEFAULT_EVENTS: &str = "task-clock,context-switches,cpu-migrations,page-faults,cycles,instructions,branches,branch-misses,kvm:exits";
 
 /// `perfvisor stat`.
@@ -33,7 +37,7 @@ pub struct StatArgs {
     pub cgroup: Option<String>,
     /// Select events in perf's syntax: names (see perfvisor list), {groups}, modifiers, rNNN,
     /// cpu/event=N,umask=N/, kvm:STATISTIC, pv/NAME/.
-    #[arg(short, long = "event", value_name = "LIST", default_value = DEFAULT_EVENTS)]
+    #[arg(short, long = "event", value_name = "LIST", default_value = DEFAULT_EVENTS, default_value_if("backing", ArgPredicate::IsPresent, EXACT_EVENTS))]
     pub events: String,
     /// Stop after this time [default: count until Ctrl-C]
     #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
@@ -57,6 +61,10 @@ pub struct StatArgs {
     /// take, without multiplexing. Requires --duration.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["name", "socket", "pid", "all", "cgroup", "interval", "guest_view"])]
     pub replay: Option<PathBuf>,
+    /// With --replay, count instructions and branches exactly, by single-stepping the guest from the
+    /// snapshot on: exact. The snapshot must be of one vCPU.
+    #[arg(long, value_name = "BACKING", requires = "replay", conflicts_with_all = ["name", "socket", "pid", "all", "cgroup"], value_parser = [EXACT])]
+    pub backing: Option<String>,
     /// Measure N times and print the mean with its standard error. Requires --duration. With
     /// --replay, 3 by default.
     #[arg(short, long, value_name = "N", default_value = "1", default_value_if("replay", ArgPredicate::IsPresent, "3"), value_parser = integer_in_range(1..=10_000u32))]

@@ -12,6 +12,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
+use control_api::counts::VcpuCounts;
 use control_api::events::list::{EventListError, group_texts};
 use control_api::protocol::{EventReading, OpenedEvent, VmInfo, VmState};
 use control_api::{request, socket_dir};
@@ -45,6 +46,11 @@ pub enum ReplayError {
     Ended(Duration),
     #[error("interrupted before every event was counted")]
     Interrupted,
+    /// An event that single-stepping does not count, and the reason.
+    #[error("--backing exact: cannot count {0}: {1}")]
+    NotExact(String, String),
+    #[error("--backing exact: the snapshot has {0} vCPUs, of which one can be counted exactly")]
+    SeveralVcpus(u32),
     #[error(transparent)]
     Events(#[from] EventListError),
     #[error(transparent)]
@@ -227,7 +233,11 @@ impl Pass {
 impl Replay<'_> {
     /// Restores the snapshot, and counts `now`, a part of `groups`, for the window.
     fn pass(&self, groups: &[(&str, usize)], now: &[usize]) -> Result<Pass, ReplayError> {
-        let mut vm = RestoredVm::start(self.directory)?;
+        let is_exact = self.args.backing.is_some();
+        let mut vm = RestoredVm::start(self.directory, is_exact)?;
+        if is_exact {
+            vm.check_is_steppable()?;
+        }
         let texts: Vec<&str> = now.iter().map(|&group| groups[group].0).collect();
         let events = texts.join(",");
         log::info!("counting {events}");
@@ -237,6 +247,9 @@ impl Replay<'_> {
             whole: self.args.vcpu.is_none() && !self.args.per_vcpu,
             sampling: None,
         })?;
+        if let Some((name, why)) = opened.iter().find_map(refusal).filter(|_| is_exact) {
+            return Err(ReplayError::NotExact(name.to_owned(), why.to_owned()));
+        }
         let positions = positions(groups, now);
         for event in &mut opened {
             event.index = positions.get(event.index as usize).map_or(event.index, |at| at.0);
@@ -252,6 +265,9 @@ impl Replay<'_> {
             return Err(ReplayError::Interrupted);
         }
         let () = vm.client.call(request::Disable)?;
+        if is_exact {
+            vm.report_lost_steps()?;
+        }
         Ok(Pass {
             readings: vm.client.call(request::Read)?,
             opened,
@@ -283,8 +299,9 @@ struct RestoredVm {
 }
 
 impl RestoredVm {
-    /// Starts a VM, which is paused and has no console. It does not outlive the calling thread.
-    fn start(directory: &Path) -> Result<Self, ReplayError> {
+    /// Starts a VM, which is paused and has no console. It does not outlive the calling thread. If
+    /// `is_exact` is set, it counts by single-stepping.
+    fn start(directory: &Path, is_exact: bool) -> Result<Self, ReplayError> {
         let name = format!("replay-{}", std::process::id());
         // The program is found even if its file was replaced.
         let mut child = Command::new("/proc/self/exe")
@@ -293,6 +310,12 @@ impl RestoredVm {
             .arg(format!("--name={name}"))
             .arg("--restore")
             .arg(directory)
+            .args(
+                is_exact
+                    .then_some(["--backing=exact", "--operator-steps"])
+                    .into_iter()
+                    .flatten(),
+            )
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
@@ -319,6 +342,25 @@ impl RestoredVm {
                 Err(ReplayError::Restore(last_message(&said)))
             }
         }
+    }
+
+    /// Checks that the VM has one vCPU: with several, the order of their steps differs in each pass.
+    fn check_is_steppable(&mut self) -> Result<(), ReplayError> {
+        let info: VmInfo = self.client.call(request::Status)?;
+        match info.vcpus {
+            1 => Ok(()),
+            vcpus => Err(ReplayError::SeveralVcpus(vcpus)),
+        }
+    }
+
+    /// Warns if the outcome of a step is not known.
+    fn report_lost_steps(&mut self) -> Result<(), ReplayError> {
+        let counts: Vec<VcpuCounts> = self.client.call(request::Counts)?;
+        let lost: u64 = counts.iter().map(|vcpu| vcpu.steps_lost).sum();
+        if lost > 0 {
+            log::warn!("{lost} single steps lost track; what they executed is not counted");
+        }
+        Ok(())
     }
 
     /// Pauses the VM and waits until no vCPU runs. `start` is the time of its resumption.

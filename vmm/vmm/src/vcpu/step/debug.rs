@@ -2,7 +2,7 @@
 
 use kvm_bindings::{
     KVM_GUESTDBG_BLOCKIRQ, KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP, KVM_GUESTDBG_USE_HW_BP,
-    KVM_GUESTDBG_USE_SW_BP, KVM_VCPUEVENT_VALID_NMI_PENDING, kvm_debug_exit_arch, kvm_guest_debug,
+    KVM_GUESTDBG_USE_SW_BP, KVM_VCPUEVENT_VALID_NMI_PENDING, kvm_debug_exit_arch, kvm_guest_debug, kvm_regs,
 };
 
 use super::super::debugger::HardwareBreakpoint;
@@ -130,6 +130,34 @@ impl GuestDebug {
     /// Returns `true` if `pc` is a permanent breakpoint.
     pub fn is_site(&self, pc: u64) -> bool {
         self.sites.contains(&pc)
+    }
+
+    /// Programs KVM like [`GuestDebug::apply`] for a vCPU with registers `regs` in code that KVM cannot
+    /// step, to stop in other code. KVM sets the trap flag only at the RIP of the call, so the call is
+    /// made at another one. Otherwise the guest would get a debug exception.
+    ///
+    /// # Errors
+    /// Returns the error of a KVM call. A guest cannot cause one.
+    pub fn apply_without_flag(
+        &mut self,
+        fd: &VcpuFd,
+        regs: &kvm_regs,
+        want: DebugRequest,
+    ) -> Result<(), KvmIoctlError> {
+        if self.told && want == self.set {
+            return Ok(());
+        }
+        // KVM_SET_REGS discards a pending exception.
+        let mut events = fd.get_vcpu_events()?;
+        events.flags &= !KVM_VCPUEVENT_VALID_NMI_PENDING;
+        fd.set_regs(&kvm_regs {
+            rip: regs.rip ^ 1,
+            ..*regs
+        })?;
+        let applied = self.apply(fd, want);
+        fd.set_regs(regs)?;
+        fd.set_vcpu_events(&events)?;
+        applied
     }
 
     /// Programs KVM with the state for the next entry. Without a change, no KVM call is made. The

@@ -166,10 +166,14 @@ impl Stepper {
         }
         let mut want = DebugRequest {
             step: true,
-            without_flag: state.cpl() == 0,
+            without_flag: true,
             ..DebugRequest::default()
         };
-        if state.cpl() == 0 && self.ahead() == Some(InstructionClass::InterruptReturn) {
+        if state.cpl() != 0 {
+            debug.apply_without_flag(fd, &state.regs, want)?;
+            return Ok(StepAction::Enter);
+        }
+        if self.ahead() == Some(InstructionClass::InterruptReturn) {
             // Emulators implement IRET without a stop after it. On return to user code, no stop
             // occurs at all.
             let target = self.meter.known_target();
