@@ -27,8 +27,8 @@ const HUGE: usize = 2 << 20;
 const MAPPING_TRIES: usize = 8;
 /// Minimum length of a range of a diff that is mapped instead of copied, in bytes.
 const MIN_MAPPED_BYTES: u64 = 64 << 10;
-/// Maximum number of ranges of all diffs that are mapped; further ones are copied. Each adds two mappings to the process, of which
-/// the kernel allows 65,530 by default (`vm.max_map_count`).
+/// Maximum number of ranges of all diffs that are mapped; further ones are copied. Each adds two
+/// mappings to the process, of which the kernel allows 65,530 by default (`vm.max_map_count`).
 const MAX_MAPPED_RUNS: usize = 8 << 10;
 /// sysfs file with the number of free huge pages.
 const FREE_HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
