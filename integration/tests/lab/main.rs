@@ -6,6 +6,7 @@
 //! --test lab nested::`. No test here needs a process of its own.
 
 mod bare_metal;
+mod bolt;
 mod branch_records;
 mod cli;
 mod clock_jumps;

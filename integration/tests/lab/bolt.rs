@@ -1,0 +1,194 @@
+//! Optimizes two programs from branch stacks: `perf2bolt`, `llvm-bolt` and the tools of AutoFDO read a
+//! recording of a Linux guest, and its edge weights are those of BOLT's own instrumentation.
+//!
+//! The programs are Debian's bzip2 and Lua, built from their source packages. A test that needs a
+//! missing tool is skipped.
+
+mod tools;
+
+use std::path::Path;
+
+use integration::artefacts;
+use integration::guest::{GuestRun, LinuxGuest};
+use integration::lab::LabOptions;
+use integration::lease::LeaseAccess;
+use integration::measure::{measured, skipped, within_tolerance};
+use integration::test_host::TestHost;
+
+use crate::common::{LIMIT, loaded, perfvisor};
+use tools::{BoltProfile, PerfToBolt, Program, Toolbox};
+
+/// Name of the guest.
+const NAME: &str = "bolt";
+
+/// Input of bzip2: the first bytes of Lua's sources.
+const INPUT_BYTES: usize = 200_000;
+
+/// Records Lua in the guest, then runs each program on a vCPU of its own for the host.
+const SCRIPT: &str = r#"
+section lua perf record -q -j any,u -e cycles:u -c 20000000 -o /tmp/lua.data -- /opt/lua /opt/work.lua 60
+send /tmp/lua.data
+echo load-has-begun
+while true; do taskset 1 /opt/lua /opt/work.lua 1000000; done &
+files=/opt/input
+for n in 1 2 3 4 5 6 7; do files="$files $files"; done
+while true; do taskset 2 /opt/bzip2 -9kc $files >/dev/null; done
+"#;
+
+/// Duration of the recording, in seconds: `PERFVISOR_BOLT_SECONDS`.
+fn seconds() -> u64 {
+    let value = std::env::var("PERFVISOR_BOLT_SECONDS").ok();
+    value.and_then(|value| value.parse().ok()).unwrap_or(300)
+}
+
+/// Runs the programs in a guest and saves the host's recording as `host.data` and the guest's own of
+/// Lua as `guest.data` in `directory`.
+fn record(directory: &Path, programs: &[Program]) -> GuestRun {
+    let place = TestHost::lease(&LabOptions::default(), LeaseAccess::Exclusive)
+        .unwrap_or_else(|error| panic!("{error}"));
+    let mut guest = LinuxGuest::new(NAME, "intel")
+        .script(SCRIPT)
+        .cpus(2)
+        .cmdline("nowatchdog")
+        // A step takes up to a millisecond in the lab, and PMIs that are held back reach the kernel.
+        .args(["--name", NAME, "--lbr", "on", "--pmi-share", "off"]);
+    let files = programs.iter().map(|program| program.path.clone());
+    for path in files.chain(["work.lua", "input"].map(|name| directory.join(name))) {
+        let name = path.file_name().unwrap().to_str().unwrap();
+        guest = guest.file(&format!("opt/{name}"), 0o755, std::fs::read(&path).unwrap());
+    }
+    let running = loaded(&place, &guest);
+    let ours = perfvisor(&place);
+    let (data, duration) = (place.scratch("host.data"), seconds().to_string());
+    let (_, said) = ours(&[
+        "-v",
+        "record",
+        NAME,
+        "-j",
+        "any,u",
+        "-e",
+        "cycles:u",
+        "--branch-overhead",
+        "90%",
+        "-d",
+        &duration,
+        "-o",
+        &data,
+    ]);
+    eprintln!("{said}");
+    std::fs::write(directory.join("host.data"), place.get(&data).unwrap()).unwrap();
+    ours(&["ctl", NAME, "stop"]);
+    let output = running.wait(LIMIT).unwrap();
+    let run = guest.finish(&output).unwrap_or_else(|error| panic!("{error}"));
+    let recorded = run.console.files.get("lua.data");
+    let recorded = recorded.unwrap_or_else(|| panic!("no recording of the guest's perf\n{run}"));
+    std::fs::write(directory.join("guest.data"), recorded).unwrap();
+    run
+}
+
+/// Checks that perf shows every stack in the line of its instruction pointer, names the program's
+/// functions and annotates them.
+fn perf_reads_it(tools: &Toolbox, directory: &Path) {
+    let perf = |args: &[&str]| tools.run(directory, "perf", args).0;
+    let script = perf(&["script", "-i", "host.data", "-F", "ip,brstack"]);
+    let stacks = script.lines().filter(|line| line.matches("/-/-").count() > 1);
+    let (stacks, lines) = (stacks.count(), script.lines().count());
+    assert!(stacks > 50 && stacks * 10 > lines * 9, "{stacks} of {lines}");
+    let symfs = directory.join("root");
+    let symfs = symfs.to_str().unwrap();
+    let report = ["report", "-b", "-i", "host.data", "--symfs", symfs, "--stdio"];
+    let sort = ["--sort", "symbol_from,symbol_to"];
+    let report = perf(&[&report[..], &sort].concat());
+    assert!(
+        report.contains("luaV_execute") && report.contains("mainSort"),
+        "{report:.3000}"
+    );
+    let annotate = ["annotate", "--stdio", "-i", "host.data", "--symfs", symfs];
+    let text = perf(&[&annotate[..], &["-s", "luaV_execute"]].concat());
+    assert!(text.contains("Disassembly of section .text"), "{text:.1000}");
+}
+
+/// Checks the profile of one program against that of its instrumentation, and the two optimized
+/// programs against each other and the original one.
+fn check_program(tools: &Toolbox, directory: &Path, program: &Program) -> BoltProfile {
+    let converted = tools.perf_to_bolt(directory, "host.data", program);
+    let PerfToBolt {
+        samples,
+        branches,
+        mismatching,
+    } = converted.summary;
+    let instrumented = tools.instrument(directory, program);
+    let overlap = converted.profile.overlap(&instrumented);
+    let ours = tools.optimize(directory, program, "ours", &converted.profile);
+    let theirs = tools.optimize(directory, program, "instrumented", &instrumented);
+    eprintln!(
+        "{}: {samples} stacks, {branches} branches, {mismatching} % of the traces mismatch, overlap of edge weights \
+         with instrumentation {:.2} %; dyno-stats, from branch stacks and from instrumentation:",
+        program.name,
+        100.0 * overlap
+    );
+    for (name, ratio) in &ours.ratios {
+        eprintln!(
+            "  {name}: {ratio:.3} {:.3} of the original's",
+            theirs.ratios[name]
+        );
+    }
+    assert!(mismatching <= 1.0, "{mismatching} %");
+    assert!(overlap >= tools::MIN_OVERLAP, "{}: {overlap:.3}", program.name);
+    for (name, ratio) in &ours.ratios {
+        let other = theirs.ratios[name];
+        assert!((ratio - other).abs() <= 0.1, "{name}: {ratio:.3} and {other:.3}");
+    }
+    is_no_slower(tools, directory, program, &ours.path);
+    converted.profile
+}
+
+/// Compares the run times of an optimized program and the original one on this machine.
+fn is_no_slower(tools: &Toolbox, directory: &Path, program: &Program, optimized: &Path) {
+    measured(&format!("{} from branch stacks", program.name), |_| {
+        let ratio = tools.time_ratio(directory, program, optimized);
+        eprintln!("{}: {ratio:.3} of the original's time", optimized.display());
+        within_tolerance(ratio <= 1.0, || format!("{ratio:.3} of the original's time"))
+    });
+}
+
+#[test]
+fn bolt_optimizes_programs_from_branch_stacks() {
+    let tools = match Toolbox::find() {
+        Ok(tools) => tools,
+        Err(missing) => return skipped(&missing, false),
+    };
+    let directory = artefacts::log_dir().unwrap().join("bolt");
+    std::fs::create_dir_all(directory.join("root/opt")).unwrap();
+    let programs = match tools.programs(&directory) {
+        Ok(programs) => programs,
+        Err(why) => return skipped(&why, false),
+    };
+    let input = tools.input(&directory, INPUT_BYTES);
+    std::fs::write(directory.join("input"), input).unwrap();
+    std::fs::write(directory.join("work.lua"), include_str!("bolt/work.lua")).unwrap();
+    for program in &programs {
+        let copy = directory.join("root/opt").join(program.name);
+        std::fs::copy(&program.path, copy).unwrap();
+    }
+    record(&directory, &programs);
+    perf_reads_it(&tools, &directory);
+    for program in &programs {
+        let host = check_program(&tools, &directory, program);
+        if program.name == "lua" {
+            let guest = tools.perf_to_bolt(&directory, "guest.data", program);
+            let overlap = host.overlap(&guest.profile);
+            eprintln!(
+                "lua: {:?}, overlap of guest and host {:.2} %",
+                guest.summary,
+                100.0 * overlap
+            );
+            assert!(guest.summary.mismatching <= 1.0);
+            assert!(overlap >= tools::MIN_GUEST_OVERLAP, "{overlap:.3}");
+        }
+        match tools.autofdo(&directory, program) {
+            Ok(optimized) => is_no_slower(&tools, &directory, program, &optimized),
+            Err(why) => skipped(&why, false),
+        }
+    }
+}

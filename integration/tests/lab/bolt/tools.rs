@@ -1,0 +1,432 @@
+//! The tools of profile-guided optimization on this machine, and what they print.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Minimum overlap of edge weights with BOLT's instrumentation.
+pub const MIN_OVERLAP: f64 = 0.95;
+/// Minimum overlap of edge weights of the guest's perf and the host, of which the guest records little.
+pub const MIN_GUEST_OVERLAP: f64 = 0.75;
+
+/// Compiler flags: symbols for AutoFDO, whose tools in Debian 12 read DWARF up to version 4, and the
+/// relocations that BOLT needs.
+const FLAGS: [&str; 7] = [
+    "-O2",
+    "-gdwarf-4",
+    "-fdebug-info-for-profiling",
+    "-no-pie",
+    "-fno-pie",
+    "-Wl,--emit-relocs",
+    "-Wl,--build-id",
+];
+/// Options of `llvm-bolt` that use a profile.
+const OPTIMIZE: [&str; 5] = [
+    "-reorder-blocks=ext-tsp",
+    "-reorder-functions=cdsort",
+    "-split-functions",
+    "-split-all-cold",
+    "-dyno-stats",
+];
+/// Rows of `-dyno-stats` that depend on the layout, relative to the original program.
+const DYNO_STATS: [&str; 4] = [
+    "taken branches",
+    "taken conditional branches",
+    "executed unconditional branches",
+    "executed instructions",
+];
+/// Number of runs of each program in a comparison of times.
+const RUNS: usize = 11;
+
+/// A program built for BOLT.
+pub struct Program {
+    pub name: &'static str,
+    pub path: PathBuf,
+    /// Arguments of the compiler, without those that select a profile or the output.
+    build: Vec<String>,
+    /// Arguments of the measured workload.
+    workload: Vec<&'static str>,
+    /// Arguments of the instrumented run.
+    instrumented: Vec<&'static str>,
+}
+
+/// An edge: function and offset of its source and of its target.
+type Edge = (String, u64, String, u64);
+
+/// Edge weights in BOLT's `fdata` format.
+pub struct BoltProfile {
+    path: PathBuf,
+    edges: BTreeMap<Edge, u64>,
+}
+
+impl BoltProfile {
+    /// Reads the edges within functions and the calls. Returns are no edges of an instrumented program.
+    fn read(path: PathBuf) -> Self {
+        let mut edges = BTreeMap::new();
+        for line in std::fs::read_to_string(&path).unwrap().lines() {
+            let fields: Vec<&str> = line.split_whitespace().collect();
+            let &["1", from, from_offset, "1", to, to_offset, _, count] = fields.as_slice() else {
+                continue;
+            };
+            let offset = |text| u64::from_str_radix(text, 16).unwrap();
+            let edge = (
+                from.to_owned(),
+                offset(from_offset),
+                to.to_owned(),
+                offset(to_offset),
+            );
+            if from == to || edge.3 == 0 {
+                *edges.entry(edge).or_default() += count.parse::<u64>().unwrap();
+            }
+        }
+        Self { path, edges }
+    }
+
+    /// Returns the sum over all edges of the smaller one of the edge's two shares.
+    pub fn overlap(&self, other: &Self) -> f64 {
+        let total = |profile: &Self| profile.edges.values().sum::<u64>() as f64;
+        let (ours, theirs) = (total(self), total(other));
+        let shared = self.edges.iter().filter_map(|(edge, count)| {
+            let there = *other.edges.get(edge)? as f64 / theirs;
+            Some(there.min(*count as f64 / ours))
+        });
+        shared.sum()
+    }
+}
+
+/// What `perf2bolt` reports.
+#[derive(Debug)]
+pub struct PerfToBolt {
+    pub samples: u64,
+    pub branches: u64,
+    /// Share of traces that contradict the program's code, in percent.
+    pub mismatching: f64,
+}
+
+/// A profile from `perf2bolt`.
+pub struct ConvertedProfile {
+    pub summary: PerfToBolt,
+    pub profile: BoltProfile,
+}
+
+/// A program optimized by BOLT.
+pub struct OptimizedProgram {
+    pub path: PathBuf,
+    /// Values of [`DYNO_STATS`] relative to the original program, by name.
+    pub ratios: BTreeMap<&'static str, f64>,
+}
+
+/// Directory of LLVM's programs with BOLT and clang.
+pub struct Toolbox {
+    llvm: PathBuf,
+}
+
+impl Toolbox {
+    /// Finds the tools.
+    ///
+    /// # Errors
+    /// Returns a message that names a missing tool and its package.
+    pub fn find() -> Result<Self, String> {
+        let has = |directory: &Path| {
+            let tools = ["perf2bolt", "llvm-bolt", "clang"];
+            let library = directory.join("../lib/libbolt_rt_instr.a");
+            tools.iter().all(|tool| directory.join(tool).is_file()) && library.is_file()
+        };
+        let versions = (16..=30).rev();
+        let directories = versions.map(|version| PathBuf::from(format!("/usr/lib/llvm-{version}/bin")));
+        let llvm = directories.into_iter().find(|directory| has(directory));
+        let llvm = llvm.ok_or("no BOLT or clang (apt-get install bolt-19 libbolt-19-dev clang-19)")?;
+        match Command::new("perf").arg("--version").output() {
+            Ok(output) if output.status.success() => Ok(Self { llvm }),
+            _ => Err("no perf (apt-get install linux-perf)".to_owned()),
+        }
+    }
+
+    fn llvm(&self, tool: &str) -> String {
+        self.llvm.join(tool).to_str().unwrap().to_owned()
+    }
+
+    /// Runs a program in `directory` that must succeed and returns both output streams.
+    #[track_caller]
+    pub fn run(&self, directory: &Path, program: &str, args: &[&str]) -> (String, String) {
+        let mut command = Command::new(program);
+        command.args(args).current_dir(directory).stdin(Stdio::null());
+        let output = command
+            .output()
+            .unwrap_or_else(|error| panic!("{program}: {error}"));
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        let streams = (text(&output.stdout), text(&output.stderr));
+        assert!(output.status.success(), "{program} {args:?}: {}", streams.1);
+        streams
+    }
+
+    /// Fetches the sources from the Debian archive, once, and builds the programs.
+    ///
+    /// # Errors
+    /// Returns a message if the sources cannot be fetched.
+    pub fn programs(&self, directory: &Path) -> Result<[Program; 2], String> {
+        fetch_sources(directory)?;
+        let lua = sources(directory, "lua5.4-", "src", |name| name != "luac.c");
+        let bzip2 = sources(directory, "bzip2-", "", |name| BZIP2.contains(&name));
+        std::fs::write(
+            directory.join("lua5.4-deb-multiarch.h"),
+            "#define DEB_HOST_MULTIARCH \"x86_64-linux-gnu\"\n",
+        )
+        .unwrap();
+        // BOLT does not follow the table of labels that Lua prefers to a switch.
+        let options = [
+            "-I.",
+            "-DLUA_USE_POSIX",
+            "-DLUA_COMPAT_5_3",
+            "-DLUA_USE_JUMPTABLE=0",
+        ];
+        let lua = self.program(directory, "lua", &options, [lua, vec!["-lm".to_owned()]].concat());
+        let bzip2 = self.program(directory, "bzip2", &["-w", "-D_FILE_OFFSET_BITS=64"], bzip2);
+        Ok([lua, bzip2])
+    }
+
+    fn program(&self, directory: &Path, name: &'static str, options: &[&str], files: Vec<String>) -> Program {
+        let flags = FLAGS.iter().chain(options).map(|&word| word.to_owned());
+        let mut program = Program {
+            name,
+            path: directory.join(name),
+            build: flags.chain(files).collect(),
+            workload: vec!["work.lua", "500"],
+            instrumented: vec!["work.lua", "60"],
+        };
+        if name == "bzip2" {
+            program.workload = [&["-9kc"][..], &["input"; 16]].concat();
+            program.instrumented = vec!["-9kc", "input", "input", "input", "input"];
+        }
+        self.compile(directory, &program, &[], name);
+        program
+    }
+
+    fn compile(&self, directory: &Path, program: &Program, options: &[&str], output: &str) {
+        let build = program.build.iter().map(String::as_str);
+        let args: Vec<&str> = options
+            .iter()
+            .copied()
+            .chain(["-o", output])
+            .chain(build)
+            .collect();
+        self.run(directory, &self.llvm("clang"), &args);
+    }
+
+    /// Returns the first bytes of Lua's sources.
+    pub fn input(&self, directory: &Path, bytes: usize) -> Vec<u8> {
+        let files = sources(directory, "lua5.4-", "src", |_| true);
+        let read = |file: &String| std::fs::read(directory.join(file)).unwrap();
+        files.iter().flat_map(read).take(bytes).collect()
+    }
+
+    /// Converts the branch stacks of a recording.
+    pub fn perf_to_bolt(&self, directory: &Path, data: &str, program: &Program) -> ConvertedProfile {
+        let output = format!("{}.{data}.fdata", program.name);
+        let args = ["-p", data, "-o", &output, program.name];
+        let (text, errors) = self.run(directory, &self.llvm("perf2bolt"), &args);
+        let text = text + &errors;
+        let after = |start: &str, number: usize| -> f64 {
+            let line = text
+                .split(start)
+                .nth(1)
+                .unwrap_or_else(|| panic!("no '{start}' in\n{text}"));
+            let numbers = line.split(|c: char| !c.is_ascii_digit() && c != '.');
+            let mut numbers = numbers.filter_map(|number| number.parse().ok());
+            numbers.nth(number).unwrap()
+        };
+        let mismatch = "traces mismatching disassembled function contents:";
+        let summary = PerfToBolt {
+            samples: after("PERF2BOLT: read", 0) as u64,
+            branches: after("PERF2BOLT: read", 1) as u64,
+            // Without a share if there are no traces.
+            mismatching: after(mismatch, 1),
+        };
+        ConvertedProfile {
+            summary,
+            profile: BoltProfile::read(directory.join(output)),
+        }
+    }
+
+    /// Runs the program with BOLT's instrumentation.
+    pub fn instrument(&self, directory: &Path, program: &Program) -> BoltProfile {
+        let (name, fdata) = (program.name, directory.join(format!("{}.fdata", program.name)));
+        let _ = std::fs::remove_file(&fdata);
+        let file = format!("-instrumentation-file={}", fdata.display());
+        let instrumented = format!("{name}.inst");
+        let args = [name, "-instrument", &file, "-o", &instrumented];
+        self.run(directory, &self.llvm("llvm-bolt"), &args);
+        let path = directory.join(instrumented);
+        self.run(directory, path.to_str().unwrap(), &program.instrumented);
+        BoltProfile::read(fdata)
+    }
+
+    /// Optimizes the program with a profile.
+    pub fn optimize(
+        &self,
+        directory: &Path,
+        program: &Program,
+        by: &str,
+        profile: &BoltProfile,
+    ) -> OptimizedProgram {
+        let output = format!("{}.{by}", program.name);
+        let args = [
+            program.name,
+            "-o",
+            &output,
+            "-data",
+            profile.path.to_str().unwrap(),
+        ];
+        let args = [&args[..], &OPTIMIZE].concat();
+        let (text, errors) = self.run(directory, &self.llvm("llvm-bolt"), &args);
+        let text = text + &errors;
+        let ratio = |name: &&'static str| {
+            let rows = text.lines().filter_map(|line| {
+                let (value, row) = line.split_once(" : ")?;
+                let row = row.split(" (").next()?;
+                (row == *name).then(|| value.trim().parse::<f64>().ok())?
+            });
+            let rows: Vec<f64> = rows.collect();
+            let &[before, after] = rows.as_slice() else {
+                panic!("{name}: {rows:?} in\n{text}");
+            };
+            (*name, after / before)
+        };
+        OptimizedProgram {
+            path: directory.join(output),
+            ratios: DYNO_STATS.iter().map(ratio).collect(),
+        }
+    }
+
+    /// Rebuilds the program with clang from the profiles of AutoFDO's and LLVM's tools, and returns the
+    /// path of the program built from `create_llvm_prof`'s. `create_gcov` must write a profile for GCC.
+    ///
+    /// # Errors
+    /// Returns a message that names a missing tool.
+    pub fn autofdo(&self, directory: &Path, program: &Program) -> Result<PathBuf, String> {
+        let name = program.name;
+        let binary = format!("--binary={name}");
+        let profgen = self.llvm("llvm-profgen");
+        for tool in [profgen.as_str(), "create_llvm_prof", "create_gcov"] {
+            // None of them ends successfully with --help.
+            let found = Command::new(tool).arg("--help").output();
+            found.map_err(|_| format!("no {tool} (apt-get install autofdo llvm-19)"))?;
+        }
+        let generated = format!("--output={name}.profgen");
+        self.run(
+            directory,
+            &profgen,
+            &["--perfdata=host.data", &binary, &generated],
+        );
+        let (llvm, gcov) = (format!("--out={name}.llvm"), format!("--gcov={name}.gcov"));
+        let of = ["--profile=host.data", &binary];
+        self.run(directory, "create_llvm_prof", &[&of[..], &[&llvm]].concat());
+        self.run(
+            directory,
+            "create_gcov",
+            &[&of[..], &[&gcov, "-gcov_version=2"]].concat(),
+        );
+        let bytes = std::fs::read(directory.join(format!("{name}.gcov"))).unwrap();
+        let hot = program.hot_function().as_bytes();
+        assert!(
+            bytes.windows(hot.len()).any(|window| window == hot),
+            "{name}.gcov"
+        );
+        for profile in ["profgen", "llvm"] {
+            let used = format!("-fprofile-sample-use={name}.{profile}");
+            self.compile(directory, program, &[&used], &format!("{name}.by-{profile}"));
+        }
+        Ok(directory.join(format!("{name}.by-llvm")))
+    }
+
+    /// Returns the median user time of an optimized program, relative to the original one. The runs of
+    /// both are interleaved.
+    pub fn time_ratio(&self, directory: &Path, program: &Program, optimized: &Path) -> f64 {
+        let seconds = |path: &Path| -> f64 {
+            let timed = "TIMEFORMAT=%U; time \"$@\" >/dev/null";
+            let args = [
+                &["-c", timed, "bash", path.to_str().unwrap()],
+                &program.workload[..],
+            ]
+            .concat();
+            self.run(directory, "bash", &args).1.trim().parse().unwrap()
+        };
+        let mut ratios: Vec<f64> = (0..RUNS)
+            .map(|_| seconds(optimized) / seconds(&program.path))
+            .collect();
+        ratios.sort_by(f64::total_cmp);
+        ratios[RUNS / 2]
+    }
+}
+
+impl Program {
+    /// Returns the name of a function that takes much of the program's time.
+    fn hot_function(&self) -> &'static str {
+        match self.name {
+            "lua" => "luaV_execute",
+            _ => "mainSort",
+        }
+    }
+}
+
+/// Source files of the program bzip2; the others are of its tests and of bzip2recover.
+const BZIP2: [&str; 8] = [
+    "bzip2.c",
+    "blocksort.c",
+    "huffman.c",
+    "crctable.c",
+    "randtable.c",
+    "compress.c",
+    "decompress.c",
+    "bzlib.c",
+];
+
+/// Unpacks the source packages into `directory` unless they are there. apt's configured sources serve
+/// programs only, so their addresses are used with lists of their own.
+fn fetch_sources(directory: &Path) -> Result<(), String> {
+    if directory.join(".sources").exists() {
+        return Ok(());
+    }
+    let script = r#"set -e
+        mkdir -p apt/lists/partial
+        . /etc/os-release
+        echo "deb-src http://deb.debian.org/debian $VERSION_CODENAME main" >apt/list
+        options="-o Dir::Etc::sourcelist=$PWD/apt/list -o Dir::Etc::sourceparts=- -o Dir::State::lists=$PWD/apt/lists"
+        apt-get $options -q update
+        apt-get $options -q source --only-source bzip2 lua5.4
+        touch .sources"#;
+    let mut command = Command::new("bash");
+    command
+        .args(["-c", script])
+        .current_dir(directory)
+        .stdin(Stdio::null());
+    let output = command.output().map_err(|error| format!("bash: {error}"))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let errors = String::from_utf8_lossy(&output.stderr);
+    let last = errors.lines().last().unwrap_or_default();
+    Err(format!("no sources of bzip2 and Lua from deb.debian.org: {last}"))
+}
+
+/// Returns the C files that `keep` selects in a folder of the unpacked package whose directory starts
+/// with `package`, relative to `directory`.
+fn sources(directory: &Path, package: &str, folder: &str, keep: impl Fn(&str) -> bool) -> Vec<String> {
+    let names = |path: &Path| -> Vec<String> {
+        let entries = std::fs::read_dir(path)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name());
+        let mut names: Vec<String> = entries.map(|name| name.into_string().unwrap()).collect();
+        names.sort();
+        names
+    };
+    let unpacked = names(directory)
+        .into_iter()
+        .find(|name| name.starts_with(package) && directory.join(name).is_dir());
+    let folder = Path::new(&unpacked.unwrap()).join(folder);
+    let files = names(&directory.join(&folder)).into_iter();
+    let files = files.filter(|name| name.ends_with(".c") && keep(name));
+    files
+        .map(|name| folder.join(name).to_str().unwrap().to_owned())
+        .collect()
+}
