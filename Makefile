@@ -32,7 +32,7 @@ demo: lab-files
 # test-matrix", the others of "make test-guests". The matrix repeats what the others test with more kernels and models, single-stepped or in
 # nested guests, and takes longer than all others together. Most of its threads wait for one of PERFVISOR_LABS labs (2), so that the longest modules can begin first and those that measure time come last.
 QUICK_MODULES := bare_metal:: cli:: machine::linux_boots_by_pvh_entry
-MATRIX_TESTS := snapshots:: nested:: kexec:: kernels:: models:: exact::user_mode_ exact::perf_stat_ exact::kernel_counts_ devices::stepped_
+MATRIX_TESTS := bolt:: snapshots:: nested:: kexec:: kernels:: models:: exact::user_mode_ exact::perf_stat_ exact::kernel_counts_ devices::stepped_
 LAB_TESTS = $(CARGO) test --workspace $(ALL_FAILURES) --test lab
 IN_LABS = --test-threads 32
 # CI shows all failures of a run, a developer the first program that fails.

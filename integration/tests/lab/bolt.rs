@@ -119,13 +119,15 @@ fn check_program(tools: &Toolbox, directory: &Path, program: &Program) -> BoltPr
     } = converted.summary;
     let instrumented = tools.instrument(directory, program);
     let overlap = converted.profile.overlap(&instrumented);
+    let of_targets = converted.profile.target_overlap(&instrumented);
     let ours = tools.optimize(directory, program, "ours", &converted.profile);
     let theirs = tools.optimize(directory, program, "instrumented", &instrumented);
     eprintln!(
         "{}: {samples} stacks, {branches} branches, {mismatching} % of the traces mismatch, overlap of edge weights \
-         with instrumentation {:.2} %; dyno-stats, from branch stacks and from instrumentation:",
+         with instrumentation {:.2} %, of each branch's targets {:.2} %; dyno-stats, from branch stacks and from instrumentation:",
         program.name,
-        100.0 * overlap
+        100.0 * overlap,
+        100.0 * of_targets
     );
     for (name, ratio) in &ours.ratios {
         eprintln!(
@@ -135,9 +137,18 @@ fn check_program(tools: &Toolbox, directory: &Path, program: &Program) -> BoltPr
     }
     assert!(mismatching <= 1.0, "{mismatching} %");
     assert!(overlap >= tools::MIN_OVERLAP, "{}: {overlap:.3}", program.name);
+    assert!(
+        of_targets >= tools::MIN_TARGET_OVERLAP,
+        "{}: {of_targets:.3}",
+        program.name
+    );
     for (name, ratio) in &ours.ratios {
         let other = theirs.ratios[name];
-        assert!((ratio - other).abs() <= 0.1, "{name}: {ratio:.3} and {other:.3}");
+        let difference = (ratio / other - 1.0).abs();
+        assert!(
+            difference <= tools::MAX_DYNO_DIFFERENCE,
+            "{name}: {ratio:.3} and {other:.3}"
+        );
     }
     is_no_slower(tools, directory, program, &ours.path);
     converted.profile
