@@ -4,17 +4,18 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Minimum overlap of edge weights with BOLT's instrumentation in the lab, where samples are equally
-/// spaced in time. QEMU executes some code of a program much more slowly per branch than other code.
+/// Minimum overlap of edge weights with BOLT's instrumentation in the lab. The goal of 95 % is not reached
+/// there (82 to 93 % measured): this value detects regressions and was chosen after the measurement.
+/// Samples are equally spaced in time there, which is the suspected cause.
 pub const MIN_OVERLAP: f64 = 0.8;
 /// Minimum overlap of the distributions over the targets of each branch, which do not depend on where
 /// the samples are.
 pub const MIN_TARGET_OVERLAP: f64 = 0.95;
-/// Maximum time of a program compiled with AutoFDO, relative to the original one. clang 19 made bzip2
-/// 1.4 % slower.
+/// Maximum time of a program compiled with AutoFDO, relative to the original one. Chosen after the
+/// measurement: clang 19 made bzip2 up to 2.2 % slower, for an unknown reason.
 pub const MAX_AUTOFDO_RATIO: f64 = 1.03;
-/// Rows of `-dyno-stats` that are judged. The others are printed: they are parts of the taken branches,
-/// and each program is evaluated with its own profile.
+/// Rows of `-dyno-stats` that are judged. The others are printed. Taken conditional branches of Lua
+/// differ by 13 to 17 %, more than the tolerance; each program is evaluated with its own profile.
 pub const JUDGED_DYNO_STATS: [&str; 2] = ["taken branches", "executed instructions"];
 /// Maximum relative difference of these rows between the two optimized programs.
 pub const MAX_DYNO_DIFFERENCE: f64 = 0.1;
