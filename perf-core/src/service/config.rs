@@ -1,7 +1,7 @@
 //! Configuration, roles and limits of the core.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use crate::attr::{Attr, EventType, SampleType};
 use crate::mux::MuxPolicy;
@@ -58,13 +58,20 @@ impl Default for PerfCoreConfig {
             sample_rate_hz: 100_000,
             mlock_kb: 512,
             memlock_kb: 8192,
-            host_cpus: std::thread::available_parallelism().map_or(1, usize::from),
+            host_cpus: host_cpus(),
             reserved_slots: 0,
             overcommit: true,
             owner_uid: 0,
             pid: std::process::id(),
         }
     }
+}
+
+/// Returns the number of CPUs that this process may use. The answer is kept, because it takes a dozen
+/// system calls (`/proc/self/cgroup` and quotas).
+fn host_cpus() -> usize {
+    static CPUS: OnceLock<usize> = OnceLock::new();
+    *CPUS.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
 impl PerfCoreConfig {

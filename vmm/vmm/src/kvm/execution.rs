@@ -47,6 +47,9 @@ pub fn probe(kvm: &Kvm) -> Result<KvmExecution, HostError> {
         stepping,
     };
     *found = Some(execution);
+    // Other threads may wait for the result. KVM takes longer to remove the guest.
+    drop(found);
+    drop(guest);
     Ok(execution)
 }
 
