@@ -127,7 +127,7 @@ impl HostSetup {
 }
 
 /// Installs the handlers that end the process with one line after a fault, a panic or a forbidden
-/// system call, and prepares the filters and rules that [`confine`] activates.
+/// system call, and prepares the filters and rules that [`super::confine`] activates.
 fn begin_sandbox(args: &RunArgs, counting: PerfEventAccess, log_file: Option<&File>) -> Result<(), RunError> {
     let will = TerminationActions {
         first: restore_terminal,
