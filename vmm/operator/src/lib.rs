@@ -79,6 +79,7 @@ mod kernel_map;
 pub mod session;
 #[cfg(feature = "commands")]
 pub mod signals;
+#[cfg(feature = "commands")]
 pub mod snapshot_bases;
 #[cfg(feature = "commands")]
 #[allow(missing_docs, reason = "messages of errors describe them")]
