@@ -441,6 +441,13 @@ impl MuxQueue {
         Some(key)
     }
 
+    /// Returns `true` if group `key` is active.
+    #[cfg(test)]
+    pub(crate) fn is_active(&self, key: GroupKey) -> bool {
+        let entry = self.entries.get(usize::from(key));
+        entry.is_some_and(|entry| entry.place == QueueState::On)
+    }
+
     /// Selects a group for [`crate::estimate::Estimator::mid_slice`]: in a quarter of the
     /// intervals, returns an active group that is about halfway through its slice. All groups are
     /// selected equally often. Returns `None` if slices are one interval long and have no middle.
@@ -536,17 +543,14 @@ impl MuxQueue {
     /// that is not `Taken` returns to the waiting list.
     pub fn fill(&mut self, mut offer: impl FnMut(GroupKey) -> SlotOffer) {
         let mut next = self.on.front();
-        let mut room = true;
         while let Some(key) = next {
             next = self.on.after(&self.entries, key, |e| &e.age);
-            let turn = offer(key);
-            room &= turn != SlotOffer::NoRoom;
-            if turn != SlotOffer::Taken {
+            if offer(key) != SlotOffer::Taken {
                 self.on.remove(&mut self.entries, key, |e| &mut e.age);
                 self.wait(key);
             }
         }
-        let mut skipped = 0;
+        let (mut room, mut skipped) = (true, 0);
         while room && skipped < SKIP_MAX {
             let Some(key) = self.pick(skipped) else {
                 break;
