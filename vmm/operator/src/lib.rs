@@ -9,7 +9,7 @@
 //! | `exporter` | `perfvisor exporter`: metrics and profiles of all VMs over HTTP |
 //! | `values` | value parsers of options, and their error messages |
 //! | `input` | sequential reading of user-supplied files |
-//! | `snapshot_bases` | the snapshots on which a diff is based |
+//! | `snapshot_files` | the files of snapshots, and the snapshots on which a diff is based |
 //! | `signals` | signals as file descriptors |
 //! | `exit` | exit statuses |
 //!
@@ -80,7 +80,7 @@ pub mod session;
 #[cfg(feature = "commands")]
 pub mod signals;
 #[cfg(feature = "commands")]
-pub mod snapshot_bases;
+pub mod snapshot_files;
 #[cfg(feature = "commands")]
 #[allow(missing_docs, reason = "messages of errors describe them")]
 pub mod values;

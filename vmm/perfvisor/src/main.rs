@@ -42,7 +42,6 @@ mod inherited;
 mod jail;
 mod jailer;
 mod run;
-mod state_file;
 mod stop_handler;
 mod values;
 

@@ -22,7 +22,7 @@ use snapshot::memory::CHUNK_BYTES;
 use snapshot::{FormatError, MEMORY_FILE, STATE_FILE};
 use tempfile::NamedTempFile;
 
-use crate::snapshot_bases::{self, OpenBaseError};
+use crate::snapshot_files::{self, OpenBaseError};
 
 /// Time limit for the vCPUs to leave the guest.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -179,7 +179,7 @@ pub(super) fn take(
         return Err(SnapshotCommandError::Exists(dir.to_owned()));
     }
     let failed = write_error(dir);
-    let opened = snapshot_bases::open_first(bases)?;
+    let opened = snapshot_files::open_first(bases)?;
     let partial = PartialDirectory::beside(dir)?;
     let memory_bytes = pause(client)?;
     let memory = partial.create(MEMORY_FILE).map_err(&failed)?;

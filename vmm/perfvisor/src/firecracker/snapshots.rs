@@ -12,14 +12,13 @@ use std::process::{ChildStdin, ChildStdout, Command, Stdio};
 use control_api::client::{Client, REPLY_TIMEOUT};
 use firecracker_api::types::VmConfig;
 use operator::commands::snapshot::{self as writer, SnapshotCommandError};
+use operator::snapshot_files::read_state;
 use perf_core::error_line;
 use sandbox::privileges;
 use serde::{Deserialize, Serialize};
 use snapshot::format::{VERSION, optional_field, with_optional_field};
 use snapshot::state::SavedDevice;
 use snapshot::{FormatError, decode};
-
-use crate::state_file::read_state;
 
 /// Optional field of a state with the devices of the VM, as in the body of `GET /vm/config`.
 const CONFIG_FIELD: &str = "_vm_config";

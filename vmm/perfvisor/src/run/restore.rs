@@ -1,10 +1,9 @@
 //! Opens the snapshot of `run --restore`.
 
-use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use operator::snapshot_bases::{self, OpenBaseError};
+use operator::snapshot_files::{self, OpenBaseError, open_memory, read_state};
 use snapshot::diff::{self, BaseChain, BaseError, DiffError};
 use snapshot::memory::{self, MemoryFileError};
 use snapshot::state::{SavedMachine, SavedMemory};
@@ -15,7 +14,6 @@ use vmm::vm::restore::{RestoredMachine, RestoredMemory};
 use crate::cli::RunArgs;
 use crate::cli::restore::MachineOptionsError;
 use crate::devices::mac;
-use crate::state_file::read_state;
 
 /// Name of the entropy device.
 const ENTROPY_DEVICE: &str = "rng0";
@@ -57,8 +55,6 @@ pub enum RestoreFileError {
     NoBase,
     #[error("--restore-base {}: the snapshot is not a diff; omit the option", .0.display())]
     NotADiff(PathBuf),
-    #[error("--restore: {}: it is not a regular file", .0.display())]
-    NotAFile(PathBuf),
     #[error("--restore {}", path.display())]
     Options {
         path: PathBuf,
@@ -87,7 +83,10 @@ pub(super) fn open(args: &RunArgs) -> Result<Option<(RunArgs, RestoredMachine)>,
     })?;
     let state = snapshot::decode(&state).map_err(|source| RestoreFileError::State { path, source })?;
     let path = memory_path;
-    let file = open_memory(&path)?;
+    let file = open_memory(&path).map_err(|source| RestoreFileError::Open {
+        path: path.clone(),
+        source,
+    })?;
     let base = open_base(args, dir, &state.memory)?;
     let checked = match (&state.memory.base, &base) {
         (Some(diff), Some(base)) if args.restore_verify => memory::check_size(&file, &state.memory)
@@ -168,7 +167,7 @@ fn open_base(
         source,
     };
     diff::check_runs(diff, memory.bytes).map_err(failed)?;
-    let chain = snapshot_bases::open(dir, diff.state_crc, bases)?;
+    let chain = snapshot_files::open(dir, diff.state_crc, bases)?;
     if chain.memory_bytes() != memory.bytes {
         return Err(failed(DiffError::OtherMachine));
     }
@@ -176,19 +175,6 @@ fn open_base(
         chain.verify()?;
     }
     Ok(Some(chain))
-}
-
-/// Opens a memory file, which must be a regular file because it is mapped.
-fn open_memory(path: &Path) -> Result<File, RestoreFileError> {
-    let failed = |source| RestoreFileError::Open {
-        path: path.to_owned(),
-        source,
-    };
-    // The check precedes the opening, which would wait for the writer of a pipe.
-    if !path.metadata().map_err(failed)?.is_file() {
-        return Err(RestoreFileError::NotAFile(path.to_owned()));
-    }
-    File::open(path).map_err(failed)
 }
 
 #[cfg(test)]

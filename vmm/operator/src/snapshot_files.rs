@@ -1,4 +1,5 @@
-//! Opens the snapshots on which a diff is based, in directories that the user names.
+//! Opens the files of snapshots, and the snapshots on which a diff is based, at paths that the user
+//! names.
 
 use std::fs::File;
 use std::io::{self, Read as _};
@@ -22,15 +23,35 @@ pub enum OpenBaseError {
         #[source]
         source: io::Error,
     },
-    /// A memory file cannot be mapped.
-    #[error("{}: it is not a regular file", .0.display())]
-    NotAFile(PathBuf),
     /// A snapshot cannot be used.
     #[error(transparent)]
     Unusable(#[from] BaseError),
     /// More directories are given than a diff can have bases.
     #[error("{0} bases are given; a diff has at most {MAX_DIFFS}")]
     TooMany(usize),
+}
+
+/// Reads a state file of limited size. The file may be a pipe.
+///
+/// # Errors
+/// Returns the error of opening or reading the file.
+pub fn read_state(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let limit = MAX_STATE_BYTES as u64 + 1;
+    input::open(path)?.take(limit).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// Opens a memory file, which must be a regular file because it is mapped.
+///
+/// # Errors
+/// Returns the error of opening the file, or one that says that it is not a regular file.
+pub fn open_memory(path: &Path) -> io::Result<File> {
+    // The check precedes the opening, which would wait for the writer of a pipe.
+    if !path.metadata()?.is_file() {
+        return Err(io::Error::other("it is not a regular file"));
+    }
+    File::open(path)
 }
 
 /// Opens the snapshots in `bases`, in any order, on which the diff in `diff` is based, directly on the
@@ -70,15 +91,7 @@ fn open_snapshot(dir: &Path) -> Result<BaseSnapshot, OpenBaseError> {
         source,
     };
     let (path, memory) = (dir.join(STATE_FILE), dir.join(MEMORY_FILE));
-    let mut state = Vec::new();
-    let limit = MAX_STATE_BYTES as u64 + 1;
-    let read = input::open(&path).and_then(|file| file.take(limit).read_to_end(&mut state));
-    read.map_err(|e| failed(&path, e))?;
-    // The check precedes the opening, which would wait for the writer of a pipe.
-    let metadata = memory.metadata().map_err(|e| failed(&memory, e))?;
-    if !metadata.is_file() {
-        return Err(OpenBaseError::NotAFile(memory));
-    }
-    let file = File::open(&memory).map_err(|e| failed(&memory, e))?;
+    let state = read_state(&path).map_err(|e| failed(&path, e))?;
+    let file = open_memory(&memory).map_err(|e| failed(&memory, e))?;
     Ok(BaseSnapshot::new(dir, &state, file)?)
 }
