@@ -33,6 +33,9 @@ const MIN_OBJECT_BYTES: usize = 32;
 const FREE_OBJECTS: usize = 64;
 /// Maximum number of received descriptors kept.
 const MAX_FILES: usize = 8;
+/// Size of the receive buffer on the stack, in bytes. An exporter has a thread, and thus a stack, per
+/// VM.
+const RECEIVE_BYTES: usize = 4096;
 /// Maximum size of the symbols accepted, in bytes.
 const MAX_SYMBOLS: u64 = 512 << 20;
 
@@ -422,7 +425,7 @@ impl Connection {
             if seen > max_reply {
                 return Err(ClientError::Reply("too long"));
             }
-            let mut chunk = [0; 64 << 10];
+            let mut chunk = [0; RECEIVE_BYTES];
             let received = self.stream.recv_with_fd(&mut chunk);
             let (n, file) = match received.map_err(|e| io::Error::from_raw_os_error(e.errno())) {
                 Ok(received) => received,
