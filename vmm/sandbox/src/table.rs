@@ -92,26 +92,38 @@ type CallOutcomes = [Option<CallOutcome>; ThreadKind::ALL.len()];
 /// Formats the filters of all kinds as a Markdown table. A call without an entry terminates the VM.
 #[must_use]
 pub fn markdown(counting: PerfEventAccess) -> String {
-    let mut text = String::from("| system calls | arguments |");
-    for kind in ThreadKind::ALL {
-        let _ = write!(text, " {kind} |");
-    }
-    text.push_str("\n|---|---|");
-    text.push_str(&"---|".repeat(ThreadKind::ALL.len()));
-    text.push('\n');
-    for ((arguments, answers), calls) in grouped(counting) {
-        let _ = write!(text, "| {} | {arguments} |", calls.join(", "));
-        for answer in answers {
-            text.push_str(match answer {
-                Some(CallOutcome::Allowed) => " yes |",
-                Some(CallOutcome::Refused) => " `EPERM` |",
-                Some(CallOutcome::Missing) => " `ENOSYS` |",
-                Some(CallOutcome::Ends) | None => " |",
-            });
-        }
-        text.push('\n');
+    let mut text = String::from("| system calls | arguments | threads |\n|---|---|---|\n");
+    for ((arguments, outcomes), calls) in grouped(counting) {
+        let threads = threads(&outcomes);
+        let _ = writeln!(text, "| {} | {arguments} | {threads} |", calls.join(", "));
     }
     text
+}
+
+/// Lists the thread kinds that may make a call, and those for which it fails.
+fn threads(outcomes: &CallOutcomes) -> String {
+    let labels = [
+        (CallOutcome::Allowed, ""),
+        (CallOutcome::Refused, "`EPERM`: "),
+        (CallOutcome::Missing, "`ENOSYS`: "),
+    ];
+    let lists = labels.into_iter().filter_map(|(outcome, label)| {
+        let (with, without): (Vec<_>, Vec<_>) = ThreadKind::ALL
+            .into_iter()
+            .zip(outcomes)
+            .partition(|(_, other)| **other == Some(outcome));
+        let names = |kinds: &[(ThreadKind, _)]| {
+            let names: Vec<&str> = kinds.iter().map(|(kind, _)| kind.name()).collect();
+            names.join(", ")
+        };
+        match (with.len(), without.len()) {
+            (0, _) => None,
+            (_, 0) => Some(format!("{label}all")),
+            (_, 1..=4) => Some(format!("{label}all but {}", names(&without))),
+            _ => Some(format!("{label}{}", names(&with))),
+        }
+    });
+    lists.collect::<Vec<_>>().join("; ")
 }
 
 /// Groups calls with the same arguments and results, and ioctl requests of the same type.
@@ -213,7 +225,15 @@ mod tests {
             let mut rows = text.lines().filter(|line| line.contains(call));
             rows.next().unwrap_or_default().to_owned()
         };
-        assert!(row("`epoll_ctl`").contains("| yes | yes |"), "{text}");
+        assert!(
+            row("`epoll_ctl`").ends_with("| all but profiler, console, signals |"),
+            "{text}"
+        );
+        assert!(row("`sched_setaffinity`").ends_with("| starter |"), "{text}");
+        assert!(
+            row("`clone3`").ends_with("| `EPERM`: all but starter; `ENOSYS`: starter |"),
+            "{text}"
+        );
         assert!(
             !text.contains("`perf_event_open`") && !text.contains("`execve`"),
             "{text}"
