@@ -93,9 +93,14 @@ type CallOutcomes = [Option<CallOutcome>; ThreadKind::ALL.len()];
 #[must_use]
 pub fn markdown(counting: PerfEventAccess) -> String {
     let mut text = String::from("| system calls | arguments | threads |\n|---|---|---|\n");
+    // Rows that differ only in their arguments are alternatives.
+    let mut rows: BTreeMap<(Vec<String>, CallOutcomes), Vec<String>> = BTreeMap::new();
     for ((arguments, outcomes), calls) in grouped(counting) {
-        let threads = threads(&outcomes);
-        let _ = writeln!(text, "| {} | {arguments} | {threads} |", calls.join(", "));
+        rows.entry((calls, outcomes)).or_default().push(arguments);
+    }
+    for ((calls, outcomes), arguments) in rows {
+        let (calls, arguments) = (calls.join(", "), arguments.join("; "));
+        let _ = writeln!(text, "| {calls} | {arguments} | {} |", threads(&outcomes));
     }
     text
 }
