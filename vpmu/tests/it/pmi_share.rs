@@ -53,6 +53,11 @@ const MODELS: [(&str, Registers); 3] = [
     ),
 ];
 
+/// Returns the share of one half.
+fn half() -> PmiShare {
+    PmiShare::from_percent(50).expect("a valid share")
+}
+
 /// Guest that counts cycles of its program and samples them with a handler of fixed duration.
 struct SampledGuest {
     guest: Guest,
@@ -169,7 +174,7 @@ fn percent(n: u8) -> PmiShare {
 #[test]
 fn handlers_shorter_than_the_gap_are_never_held_back() {
     for model in MODELS {
-        let mut sampled = SampledGuest::new(model, PmiShare::default(), 5_000, 1_000);
+        let mut sampled = SampledGuest::new(model, half(), 5_000, 1_000);
         for _ in 0..200 {
             sampled.sample();
         }
@@ -185,7 +190,7 @@ fn handlers_shorter_than_the_gap_are_never_held_back() {
 fn handlers_longer_than_the_period_take_the_share() {
     for model in MODELS {
         for period in [1, 100, 900] {
-            let mut sampled = SampledGuest::new(model, PmiShare::default(), period, 1_000);
+            let mut sampled = SampledGuest::new(model, half(), period, 1_000);
             for _ in 0..200 {
                 sampled.sample();
             }
@@ -217,7 +222,7 @@ fn unlimited_share_holds_nothing_back() {
 #[test]
 fn frequency_control_transient_is_bounded() {
     for model in MODELS {
-        let mut sampled = SampledGuest::new(model, PmiShare::default(), 1, 50_000);
+        let mut sampled = SampledGuest::new(model, half(), 1, 50_000);
         let mut last_ns = 0;
         for _ in 0..100 {
             sampled.sample();
@@ -234,7 +239,7 @@ fn frequency_control_transient_is_bounded() {
 /// A held overflow shows in the status register, and overflows of other counters join its PMI.
 #[test]
 fn held_overflows_are_visible_and_share_one_pmi() {
-    let mut sampled = SampledGuest::new(MODELS[0], PmiShare::default(), 10, 1_000);
+    let mut sampled = SampledGuest::new(MODELS[0], half(), 10, 1_000);
     sampled.guest.write(IA32_PERFEVTSEL0 + 1, INTERRUPTING);
     sampled.guest.write(IA32_A_PMC0 + 1, WIDTH - 300);
     sampled.guest.write(IA32_PERF_GLOBAL_CTRL, 3);
@@ -265,7 +270,7 @@ fn held_pmi_is_delivered_before_its_counter_stays_stopped() {
     for (model, registers) in MODELS {
         let stops = registers.global.map(|[control, ..]| control);
         for register in stops.into_iter().chain([registers.selector]) {
-            let mut sampled = SampledGuest::new((model, registers), PmiShare::default(), 10, 1_000);
+            let mut sampled = SampledGuest::new((model, registers), half(), 10, 1_000);
             sampled.sample();
             sampled.guest.run(10);
             assert!(
@@ -286,7 +291,7 @@ fn held_pmi_is_delivered_before_its_counter_stays_stopped() {
 #[test]
 fn stop_in_handler_releases_no_held_pmi() {
     let (model, registers) = MODELS[2];
-    let mut sampled = SampledGuest::new((model, registers), PmiShare::default(), 10, 1_000);
+    let mut sampled = SampledGuest::new((model, registers), half(), 10, 1_000);
     sampled.guest.run(10);
     assert_eq!(sampled.readiness(), PmiReadiness::Now);
     sampled.guest.vpmu.pmi_delivered(10);
@@ -303,7 +308,7 @@ fn stop_in_handler_releases_no_held_pmi() {
 /// handler, which only the local APIC shows, and then for the gap.
 #[test]
 fn overflow_in_handler_waits_for_its_return() {
-    let mut sampled = SampledGuest::new(MODELS[1], PmiShare::default(), 100, 0);
+    let mut sampled = SampledGuest::new(MODELS[1], half(), 100, 0);
     sampled.guest.write(PERF_CTL0 + 2, INTERRUPTING);
     sampled.guest.write(PERF_CTR0 + 2, WIDTH - 150);
     sampled.sample();
@@ -313,7 +318,7 @@ fn overflow_in_handler_waits_for_its_return() {
     sampled.guest.run(50);
     // The registers alone show a handler of no duration.
     assert_eq!(sampled.readiness(), PmiReadiness::Now);
-    let mut unserved = SampledGuest::new(MODELS[1], PmiShare::default(), 100, 0);
+    let mut unserved = SampledGuest::new(MODELS[1], half(), 100, 0);
     unserved.guest.write(PERF_CTL0 + 2, INTERRUPTING);
     unserved.guest.write(PERF_CTR0 + 2, WIDTH - 150);
     unserved.guest.run(100);
@@ -340,7 +345,7 @@ fn overflow_in_handler_waits_for_its_return() {
 /// restarts the counter.
 #[test]
 fn handler_that_stops_its_counter_is_measured_to_its_end() {
-    let mut sampled = SampledGuest::new(MODELS[1], PmiShare::default(), 100, 0);
+    let mut sampled = SampledGuest::new(MODELS[1], half(), 100, 0);
     sampled.guest.run(100);
     assert_eq!(sampled.readiness(), PmiReadiness::Now);
     sampled.guest.vpmu.pmi_delivered(100);
@@ -358,12 +363,12 @@ fn handler_that_stops_its_counter_is_measured_to_its_end() {
 #[test]
 fn restored_pmi_stays_held_back() {
     for model in MODELS {
-        let mut sampled = SampledGuest::new(model, PmiShare::default(), 10, 1_000);
+        let mut sampled = SampledGuest::new(model, half(), 10, 1_000);
         sampled.sample();
         sampled.guest.run(10);
         assert!(matches!(sampled.readiness(), PmiReadiness::NotBefore { .. }));
         let saved = sampled.guest.vpmu.save(&mut sampled.guest.events);
-        let mut there = SampledGuest::new(model, PmiShare::default(), 10, 1_000);
+        let mut there = SampledGuest::new(model, half(), 10, 1_000);
         there.guest.run(77);
         there.guest.vpmu.restore(&saved, &mut there.guest.events).unwrap();
         there.guest.vpmu.reconcile(&mut there.guest.events);
