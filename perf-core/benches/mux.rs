@@ -70,11 +70,7 @@ fn clock(c: &mut Criterion) {
         clock.guest_exit();
     };
     c.bench_function("clock/bracket, no event on", |b| b.iter(bracket));
-    let attr = Attr {
-        ty: EventType::CLOCK,
-        config: CYCLES,
-        ..Attr::default()
-    };
+    let attr = Attr::counting(EventType::CLOCK, CYCLES);
     let target = PmuTarget::Vcpu {
         vcpu: VcpuId(0),
         tid: clock.tid(),

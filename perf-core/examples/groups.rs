@@ -14,18 +14,6 @@ use perf_core::ring::RingReader;
 use perf_core::*;
 use shared::*;
 
-/// Registers of this thread without an instruction pointer.
-struct UserModeRegs;
-
-impl SampleRegs for UserModeRegs {
-    fn mode(&mut self) -> CpuMode {
-        CpuMode::User
-    }
-    fn ip(&mut self) -> u64 {
-        main as *const () as u64
-    }
-}
-
 /// Runs the example.
 ///
 /// # Errors

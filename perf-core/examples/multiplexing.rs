@@ -45,13 +45,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         )
     };
     // The reference event, permanently on one of the two counters.
-    let truth = open(
-        Attr {
-            pinned: true,
-            ..software(PAGE_FAULTS)
-        },
-        None,
-    )?;
+    let truth = open(software(PAGE_FAULTS).with_pinned(), None)?;
     let shared = (0..4)
         .map(|_| open(software(PAGE_FAULTS), None))
         .collect::<Result<Vec<_>, _>>()?;

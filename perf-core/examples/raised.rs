@@ -66,10 +66,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
         };
         core.open(&session, attr, target, None, flags)
     };
-    let wide = Attr {
-        inherit: true,
-        ..Attr::counting(EventType::VMM, SoftwareEventId::Exits as u64)
-    };
+    let wide = Attr::counting(EventType::VMM, SoftwareEventId::Exits as u64).with_inherit();
     let all = open(wide, OpenTarget::Vm, None)?;
     let vcpus = [core.add_vcpu(VcpuId(0), 1001)?, core.add_vcpu(VcpuId(1), 1002)?];
     vcpus.iter().for_each(|vcpu| vcpu.sched_in());
@@ -146,10 +143,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     // Settings of the operator, as text. Values beyond them are refused.
     core.set_knob(Knob::SampleRateHz, "1000")?;
     print!("samples a second: {}", core.knob(Knob::SampleRateHz));
-    let fast = Attr {
-        freq: true,
-        ..Attr::sampling(EventType::VMM, SoftwareEventId::Exits as u64, 2_000)
-    };
+    let fast = Attr::sampling(EventType::VMM, SoftwareEventId::Exits as u64, 2_000).with_freq();
     let error = open(fast, OpenTarget::Vm, None).expect_err("too fast");
     println!("{error} (errno {})", error.errno());
     core.set_knob(Knob::Paranoid, "1")?;

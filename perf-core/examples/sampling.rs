@@ -15,18 +15,6 @@ use perf_core::ring::RingReader;
 use perf_core::*;
 use shared::*;
 
-/// Registers of the vCPU. A VMM reads them from KVM; this thread only reports user mode.
-struct UserModeRegs;
-
-impl SampleRegs for UserModeRegs {
-    fn mode(&mut self) -> CpuMode {
-        CpuMode::User
-    }
-    fn ip(&mut self) -> u64 {
-        main as *const () as u64
-    }
-}
-
 /// An event with its ring, and the totals read from it.
 struct Sampled {
     handle: Handle,
@@ -132,14 +120,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     event.show("three overflows, then off; 1000 more")?;
     drop(event);
 
-    let mut clock = Sampled::new(
-        &core,
-        &session,
-        Attr {
-            freq: true,
-            ..attr(TASK_CLOCK, 1_000)
-        },
-    )?;
+    let mut clock = Sampled::new(&core, &session, attr(TASK_CLOCK, 1_000).with_freq())?;
     for second in 1..=2 {
         for _ in 0..250 {
             // No blocking call here that an overflow signal could interrupt, so poll.

@@ -326,6 +326,57 @@ impl Attr {
         }
     }
 
+    /// Makes the event cover vCPUs that are added later.
+    #[must_use]
+    pub fn with_inherit(self) -> Self {
+        Self {
+            inherit: true,
+            ..self
+        }
+    }
+
+    /// Makes the event pinned.
+    #[must_use]
+    pub fn with_pinned(self) -> Self {
+        Self { pinned: true, ..self }
+    }
+
+    /// Makes the event exclusive.
+    #[must_use]
+    pub fn with_exclusive(self) -> Self {
+        Self {
+            exclusive: true,
+            ..self
+        }
+    }
+
+    /// Makes the event start disabled.
+    #[must_use]
+    pub fn with_disabled(self) -> Self {
+        Self {
+            disabled: true,
+            ..self
+        }
+    }
+
+    /// Makes the sample period a frequency in hertz.
+    #[must_use]
+    pub fn with_freq(self) -> Self {
+        Self { freq: true, ..self }
+    }
+
+    /// Sets the fields of each sample.
+    #[must_use]
+    pub fn with_sample_type(self, sample_type: SampleType) -> Self {
+        Self { sample_type, ..self }
+    }
+
+    /// Sets the fields that a read returns.
+    #[must_use]
+    pub fn with_read_format(self, read_format: ReadFormat) -> Self {
+        Self { read_format, ..self }
+    }
+
     /// Returns `true` if this is a sampling event.
     #[must_use]
     pub fn is_sampling(&self) -> bool {

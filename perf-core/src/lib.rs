@@ -23,7 +23,7 @@
 //!
 //! This example counts and samples the calling thread with a software clock event of the host
 //! kernel. It runs on any Linux host on which the user may call `perf_event_open(2)`. For a longer
-//! example, run `cargo run -p perf-core --example thread`.
+//! example, run `cargo run -p perf-core --example sampling`.
 //!
 #![cfg_attr(feature = "host", doc = "```")]
 #![cfg_attr(not(feature = "host"), doc = "```ignore")]
@@ -53,10 +53,8 @@
 //! let thread = core.add_thread(0)?;
 //! thread.sched_in();
 //! let operator = core.session(0, Role::Admin);
-//! let attr = Attr {
-//!     sample_type: SampleType::TIME | SampleType::PERIOD,
-//!     ..Attr::sampling(EventType::SOFTWARE, TASK_CLOCK, 1_000_000)
-//! };
+//! let attr = Attr::sampling(EventType::SOFTWARE, TASK_CLOCK, 1_000_000)
+//!     .with_sample_type(SampleType::TIME | SampleType::PERIOD);
 //! let target = OpenTarget::Vcpu(thread.id());
 //! let clock = match core.open(&operator, attr, target, None, OpenFlags::default()) {
 //!     Ok(clock) => clock,
@@ -74,7 +72,7 @@
 //! clock.disable(ControlScope::Event)?;
 //! thread.service_overflows(&mut Regs, &mut |_| {});
 //!
-//! let format = RecordFormat { sample_type: clock.attr().sample_type, ..RecordFormat::default() };
+//! let format = RecordFormat::from(clock.attr());
 //! let mut stand_for_ns = 0;
 //! while let Some(raw) = ring.next_record()? {
 //!     if let Record::Sample(sample) = Record::decode(raw, format)? {
@@ -101,13 +99,13 @@
 //!
 //! // An operator counts cycles on all vCPUs, those added later included.
 //! let operator = core.session(0, Role::Admin);
-//! let attr = Attr { inherit: true, ..Attr::counting(EventType::HARDWARE, 0) };
+//! let attr = Attr::counting(EventType::HARDWARE, 0).with_inherit();
 //! let cycles = core.open(&operator, attr, OpenTarget::Vm, None, OpenFlags::default())?;
 //!
 //! // The guest programmed a counter: a pinned event on its vCPU that reports overflows under cookie 3.
 //! let guest = core.session(0, Role::Guest);
 //! let attr = Attr { pinned: true, exclude_host: true, ..Attr::sampling(EventType::HARDWARE, 1, 1 << 48) };
-//! let flags = OpenFlags { cookie: Some(3), ..OpenFlags::default() };
+//! let flags = OpenFlags::with_cookie(3);
 //! let counter = core.open(&guest, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)?;
 //! counter.arm((1 << 48) - 0xffff_ffff_0000)?; // 2^width minus what the guest wrote
 //!

@@ -359,10 +359,7 @@ mod tests {
 
     #[test]
     fn clock_frequency_is_fixed_period() {
-        let attr = |config, hz| Attr {
-            freq: true,
-            ..Attr::sampling(EventType::SOFTWARE, config, hz)
-        };
+        let attr = |config, hz| Attr::sampling(EventType::SOFTWARE, config, hz).with_freq();
         let mut clock = Sampling::new(&attr(1, 4000));
         assert_eq!((clock.period, clock.adapts()), (250_000, false));
         clock.note_overflow(10, 10, 1_000_000);
@@ -405,10 +402,7 @@ mod tests {
     }
 
     fn at_frequency(hz: u64) -> Sampling {
-        Sampling::new(&Attr {
-            freq: true,
-            ..Attr::sampling(EventType::SIM, 1, hz)
-        })
+        Sampling::new(&Attr::sampling(EventType::SIM, 1, hz).with_freq())
     }
 
     /// A tick reads only an event whose period no recent overflow has adjusted, because the read of

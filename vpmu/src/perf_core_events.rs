@@ -283,10 +283,7 @@ fn open_candidate<'w>(
     candidate: &'w mut BackingCandidate,
 ) -> Result<&'w Handle, CandidateFailure> {
     if candidate.handle.is_none() {
-        let flags = OpenFlags {
-            cookie: Some(u64::from(counter.bit())),
-            ..OpenFlags::default()
-        };
+        let flags = OpenFlags::with_cookie(u64::from(counter.bit()));
         let handle = core
             .open(
                 session,

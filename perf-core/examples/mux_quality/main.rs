@@ -5,7 +5,6 @@
 //! `cargo run --release --example mux_quality`
 
 mod family;
-mod limits;
 mod measure;
 mod traces;
 
@@ -217,51 +216,6 @@ fn through_a_core() {
     }
 }
 
-/// Compares the policies at the same number of intervals.
-fn at_equal_turns() {
-    println!(
-        "\nat equal turns: the least error there can be, over that of linear scaling; slices are a quarter of a period"
-    );
-    println!(
-        "{:<44}{:>10}{:>12}",
-        "correlation time, in periods", "Gaussian", "two values"
-    );
-    for time in [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0] {
-        let limit = limits::limit(0.25, time);
-        println!(
-            "{time:<44}{:>10.2}{:>12.2}",
-            limit.gaussian / limit.linear,
-            limit.telegraph / limit.linear
-        );
-    }
-    println!("\nat equal turns: one turn a tick, {CORE_TRACES} traces of each kind, mean error");
-    println!(
-        "{:<16}{:>16}{:>16}{:>22}{:>8}",
-        "kind", "rotate, linear", "shuffled, linear", "rotate, with others", "ratio"
-    );
-    let mut all = limits::PolicyErrors::default();
-    for kind in family::ALL_KINDS {
-        let mut sum = limits::PolicyErrors::default();
-        for seed in family::HOLD_OUT.take(CORE_TRACES) {
-            let ideas = limits::ideas(&family::of_kind(kind, seed), SEEDS[0]);
-            sum.add(&ideas, 1.0 / CORE_TRACES as f64);
-        }
-        all.add(&sum, 1.0 / family::ALL_KINDS.len() as f64);
-        print_ideas(kind, &sum);
-    }
-    print_ideas("all", &all);
-}
-
-fn print_ideas(name: &str, ideas: &limits::PolicyErrors) {
-    println!(
-        "{name:<16}{:>14.3} %{:>14.3} %{:>20.3} %{:>8.2}",
-        100.0 * ideas.rotate,
-        100.0 * ideas.shuffled,
-        100.0 * ideas.together,
-        ideas.together / ideas.rotate,
-    );
-}
-
 /// Measures the cost of longer intervals, for hosts with expensive kicks.
 fn by_length() {
     println!("\nadaptive by the first length of its turns, interpolating, mean error");
@@ -295,6 +249,5 @@ fn main() {
     fixed();
     random();
     through_a_core();
-    at_equal_turns();
     by_length();
 }

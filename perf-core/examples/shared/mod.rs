@@ -9,6 +9,7 @@ use perf_core::attr::{Attr, EventType};
 use perf_core::pmu::host::HostPmu;
 use perf_core::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget};
 use perf_core::time::Clock;
+use perf_core::{CpuMode, SampleRegs};
 
 /// `PERF_COUNT_SW_TASK_CLOCK`: CPU time of this thread, in nanoseconds.
 pub const TASK_CLOCK: u64 = 1;
@@ -28,6 +29,18 @@ pub fn tid() -> i32 {
     link.file_name()
         .and_then(|name| name.to_str()?.parse().ok())
         .unwrap_or(0)
+}
+
+/// Registers of this thread. A VMM reads a vCPU's registers from KVM; these only report user mode.
+pub struct UserModeRegs;
+
+impl SampleRegs for UserModeRegs {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::User
+    }
+    fn ip(&mut self) -> u64 {
+        UserModeRegs::ip as *const () as u64
+    }
 }
 
 /// The CPU time of the calling thread. This process has one vCPU and one thread, so this is the

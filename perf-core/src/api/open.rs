@@ -44,6 +44,15 @@ impl OpenFlags {
     /// `PERF_FLAG_FD_OUTPUT`.
     const OUTPUT: u64 = 1 << 1;
 
+    /// Creates flags for an event that reports its overflows under `cookie`.
+    #[must_use]
+    pub fn with_cookie(cookie: u64) -> Self {
+        Self {
+            cookie: Some(cookie),
+            ..Self::default()
+        }
+    }
+
     /// Converts the flags of `perf_event_open(2)`.
     ///
     /// # Errors

@@ -78,10 +78,7 @@ mod tests {
         vcpu.sched_in();
         let session = core.session(0, Role::Admin);
         let attr = Attr::sampling(EventType::VMM, SoftwareEventId::Halts as u64, 5);
-        let flags = OpenFlags {
-            cookie: Some(9),
-            ..OpenFlags::default()
-        };
+        let flags = OpenFlags::with_cookie(9);
         let halts = core.open(&session, attr, OpenTarget::Vm, None, flags).unwrap();
         {
             let _somebody = core.inner.vm.lock();
@@ -128,10 +125,7 @@ mod tests {
         }
         let session = core.session(0, Role::Admin);
         let open = |ty, config| {
-            let attr = Attr {
-                inherit: true,
-                ..Attr::counting(ty, config)
-            };
+            let attr = Attr::counting(ty, config).with_inherit();
             core.open(&session, attr, OpenTarget::Vm, None, OpenFlags::default())
                 .unwrap()
         };

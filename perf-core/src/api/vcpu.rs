@@ -164,10 +164,7 @@ mod tests {
         let [hot, other] = [0, 1].map(|id| core.add_vcpu(VcpuId(id), 1 + id as i32).unwrap());
         let session = core.session(0, Role::Admin);
         let open = |attr| {
-            let flags = OpenFlags {
-                cookie: Some(7),
-                ..OpenFlags::default()
-            };
+            let flags = OpenFlags::with_cookie(7);
             core.open(&session, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
                 .unwrap()
         };

@@ -216,10 +216,7 @@ mod tests {
     }
 
     fn attr() -> Attr {
-        Attr {
-            sample_type: SampleType::PERIOD,
-            ..Attr::sampling(EventType::SIM, 1, 100)
-        }
+        Attr::sampling(EventType::SIM, 1, 100).with_sample_type(SampleType::PERIOD)
     }
 
     struct Sampled {

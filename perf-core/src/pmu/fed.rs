@@ -477,11 +477,7 @@ mod tests {
         let (counts, pmu) = setup(1);
         assert!(!counts.add(1, 3, 5));
         assert_eq!(counts.until_overflow(1, 3), None);
-        let attr = Attr {
-            ty: EventType::FED,
-            config: 1,
-            ..Attr::default()
-        };
+        let attr = Attr::counting(EventType::FED, 1);
         let target = PmuTarget::Vcpu {
             vcpu: VcpuId(0),
             tid: 0,

@@ -539,11 +539,7 @@ mod tests {
     const VCPU: VcpuId = VcpuId(0);
 
     fn open_on(pmu: &SimPmu, config: u64, vcpu: VcpuId) -> Box<dyn PmuEvent> {
-        let attr = Attr {
-            ty: EventType::SIM,
-            config,
-            ..Attr::default()
-        };
+        let attr = Attr::counting(EventType::SIM, config);
         pmu.open(&attr, PmuTarget::Vcpu { vcpu, tid: 0 }).unwrap()
     }
 
@@ -593,11 +589,7 @@ mod tests {
             unknown: vec![3],
             ..SimConfig::default()
         });
-        let attr = Attr {
-            ty: EventType::SIM,
-            config: 3,
-            ..Attr::default()
-        };
+        let attr = Attr::counting(EventType::SIM, 3);
         assert!(matches!(
             pmu.open(&attr, PmuTarget::Vm),
             Err(PmuError::NoSuchEvent)

@@ -121,6 +121,17 @@ pub struct RecordFormat {
     pub sample_id_all: bool,
 }
 
+impl RecordFormat {
+    /// Returns the format of records whose samples have the fields `sample_type`.
+    #[must_use]
+    pub fn of_samples(sample_type: SampleType) -> Self {
+        Self {
+            sample_type,
+            ..Self::default()
+        }
+    }
+}
+
 impl From<&Attr> for RecordFormat {
     fn from(attr: &Attr) -> Self {
         Self {

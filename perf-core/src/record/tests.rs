@@ -21,6 +21,17 @@ const REGISTERS: [u64; REGS_USER_LEN] = {
     registers
 };
 
+/// Returns the words of `bytes`.
+fn words(bytes: &[u8]) -> Vec<u64> {
+    let (words, _) = bytes.as_chunks();
+    words.iter().map(|&word| u64::from_ne_bytes(word)).collect()
+}
+
+/// Creates an entry of read values.
+fn entry((value, id, lost): (u64, u64, u64)) -> ReadEntry {
+    ReadEntry { value, id, lost }
+}
+
 fn encoded(record: &impl EncodeRecord, format: RecordFormat) -> Vec<u8> {
     let mut bytes = Vec::new();
     record.encode(format, &mut bytes);
@@ -118,17 +129,17 @@ fn projected<'a>(
     left
 }
 
+fn size_in_header(bytes: &[u8]) -> usize {
+    usize::from(u16::from_ne_bytes([bytes[6], bytes[7]]))
+}
+
 /// Checks size, header and round trip of one sample in one format.
 fn check(entries: &[ReadEntry], ips: &[u64], raw: &[u8], format: RecordFormat) {
     let full = sample(entries, ips, raw);
     let bytes = encoded(&full, format);
     assert_eq!(bytes.len(), full.size(format), "{format:?}");
     assert_eq!(bytes.len() % 8, 0, "{format:?}");
-    assert_eq!(
-        usize::from(u16::from_ne_bytes([bytes[6], bytes[7]])),
-        bytes.len(),
-        "{format:?}"
-    );
+    assert_eq!(size_in_header(&bytes), bytes.len(), "{format:?}");
 
     let mut padded = raw.to_vec();
     padded.resize((4 + raw.len()).next_multiple_of(8) - 4, 0);
@@ -137,58 +148,31 @@ fn check(entries: &[ReadEntry], ips: &[u64], raw: &[u8], format: RecordFormat) {
     } else {
         1
     };
-    let mut seen: Vec<ReadEntry> = entries
+    let seen: Vec<ReadEntry> = entries
         .iter()
-        .copied()
-        .chain([ReadEntry::default()])
+        .chain([&ReadEntry::default()])
         .take(members)
+        .map(|entry| ReadEntry {
+            id: entry.id * u64::from(format.read_format.contains(ReadFormat::ID)),
+            lost: entry.lost * u64::from(format.read_format.contains(ReadFormat::LOST)),
+            ..*entry
+        })
         .collect();
-    if !format.read_format.contains(ReadFormat::ID) {
-        seen.iter_mut().for_each(|entry| entry.id = 0);
-    }
-    if !format.read_format.contains(ReadFormat::LOST) {
-        seen.iter_mut().for_each(|entry| entry.lost = 0);
-    }
-    let Ok(Record::Sample(decoded)) = Record::decode_bytes(&bytes, format) else {
-        panic!(
-            "{format:?} does not decode: {:?}",
-            Record::decode_bytes(&bytes, format)
-        );
-    };
-    assert_eq!(decoded, projected(&full, format, &padded, &seen), "{format:?}");
+    let expected = Record::Sample(projected(&full, format, &padded, &seen));
+    assert_eq!(Record::decode_bytes(&bytes, format), Ok(expected), "{format:?}");
 }
 
 #[test]
 fn p32_p33_every_sample_type_in_every_read_format_has_its_size_and_round_trips() {
-    let entries = [
-        ReadEntry {
-            value: 100,
-            id: 1,
-            lost: 11,
-        },
-        ReadEntry {
-            value: 200,
-            id: 2,
-            lost: 12,
-        },
-        ReadEntry {
-            value: 300,
-            id: 3,
-            lost: 13,
-        },
-    ];
+    let entries = [(100, 1, 11), (200, 2, 12), (300, 3, 13)].map(entry);
     for sample_type in (0..1 << 12).map(sample_type) {
-        for read_format in (0..1 << 5).map(|bits| ReadFormat::from_bits(bits).expect("5 bits are defined")) {
-            check(
-                &entries,
-                &[0xa, 0xb],
-                b"raw",
-                RecordFormat {
-                    sample_type,
-                    read_format,
-                    ..RecordFormat::default()
-                },
-            );
+        for bits in 0..1 << 5 {
+            let read_format = ReadFormat::from_bits(bits).expect("5 bits are defined");
+            let format = RecordFormat {
+                read_format,
+                ..RecordFormat::of_samples(sample_type)
+            };
+            check(&entries, &[0xa, 0xb], b"raw", format);
         }
     }
 }
@@ -202,12 +186,9 @@ proptest! {
         ips in prop::collection::vec(any::<u64>(), 0..40),
         raw in prop::collection::vec(any::<u8>(), 0..40),
     ) {
-        let entries: Vec<_> = values.into_iter().map(|(value, id, lost)| ReadEntry { value, id, lost }).collect();
-        let format = RecordFormat {
-            sample_type: sample_type(mask),
-            read_format: ReadFormat::from_bits_truncate(read),
-            ..RecordFormat::default()
-        };
+                let entries: Vec<_> = values.into_iter().map(entry).collect();
+        let read_format = ReadFormat::from_bits_truncate(read);
+        let format = RecordFormat { read_format, ..RecordFormat::of_samples(sample_type(mask)) };
         check(&entries, &ips, &raw, format);
     }
 
@@ -315,113 +296,52 @@ fn sample_fields_are_in_abi_order() {
         // Samples have no trailer.
         sample_id_all: true,
     };
-    let entries = [ReadEntry {
-        value: 100,
-        id: 101,
-        lost: 102,
-    }];
+    let entries = [entry((100, 101, 102))];
     let bytes = encoded(&sample(&entries, &[0xa, 0xb], b"raw!"), format);
-    let words: Vec<u64> = bytes
-        .as_chunks()
-        .0
-        .iter()
-        .map(|&word| u64::from_ne_bytes(word))
-        .collect();
     let header = 9 | (5 | 1 << 14) << 32 | (bytes.len() as u64) << 48;
     let raw = 4 | u64::from(u32::from_ne_bytes(*b"raw!")) << 32;
     let word = |bytes: &[u8; 8]| u64::from_ne_bytes(*bytes);
-    assert_eq!(
-        words,
-        [
-            header,
-            9,
-            0x1111_2222_3333_4444,
-            5 | 6 << 32,
-            7,
-            8,
-            9,
-            10,
-            11,
-            12,
-            100,
-            101,
-            102,
-            2,
-            0xa,
-            0xb,
-            raw,
-            2,
-            1,
-            2,
-            3,
-            4,
-            5,
-            6 << 20,
-            2,
-        ]
-        .into_iter()
-        .chain(REGISTERS)
-        .chain([16, word(b"the stac"), word(b"k's top."), 16])
-        .collect::<Vec<_>>(),
-        "identifier, ip, pid and tid, time, addr, id, stream id, cpu, period, read, call chain, raw, branch \
-         stack, user's registers, user's stack"
-    );
+    // Identifier, ip, pid and tid, time, addr, id, stream id, cpu, period.
+    let fixed = [header, 9, 0x1111_2222_3333_4444, 5 | 6 << 32, 7, 8, 9, 10, 11, 12];
+    // Read values, call chain and raw data.
+    let lists = [100, 101, 102, 2, 0xa, 0xb, raw];
+    let branches = [2, 1, 2, 3, 4, 5, 6 << 20];
+    let stack = [16, word(b"the stac"), word(b"k's top."), 16];
+    let expected = [&fixed[..], &lists, &branches, &[2], &REGISTERS, &stack].concat();
+    assert_eq!(words(&bytes), expected);
 }
 
 /// A sample without a user context has no registers and an empty stack.
 #[test]
 fn sample_without_user_context_takes_sixteen_bytes() {
-    let format = RecordFormat {
-        sample_type: SampleType::REGS_USER | SampleType::STACK_USER,
-        ..RecordFormat::default()
-    };
+    let format = RecordFormat::of_samples(SampleType::REGS_USER | SampleType::STACK_USER);
     let bytes = encoded(&Sample::default(), format);
     assert_eq!(bytes.len(), 8 + 16);
-    let Ok(Record::Sample(sample)) = Record::decode_bytes(&bytes, format) else {
-        panic!("it does not decode");
-    };
-    assert_eq!(sample.user, UserRegsAndStack::default());
-    // The stack claims to be longer than its record.
-    let mut long = encoded(
-        &Sample {
-            user: UserRegsAndStack {
-                stack: &[7; 32],
-                ..UserRegsAndStack::default()
-            },
-            ..Sample::default()
-        },
-        format,
+    assert_eq!(
+        Record::decode_bytes(&bytes, format),
+        Ok(Record::Sample(Sample::default()))
     );
+    // The stack claims to be longer than its record.
+    let mut sample = Sample::default();
+    sample.user.stack = &[7; 32];
+    let mut long = encoded(&sample, format);
     long[16..24].copy_from_slice(&u64::MAX.to_ne_bytes());
-    assert!(matches!(
-        Record::decode_bytes(&long, format),
-        Err(DecodeError::Short { .. })
-    ));
+    let decoded = Record::decode_bytes(&long, format);
+    assert!(matches!(decoded, Err(DecodeError::Short { .. })));
 }
 
 #[test]
 fn absent_call_chain_and_raw_data_take_eight_bytes_each() {
-    let format = |sample_type| RecordFormat {
-        sample_type,
-        read_format: ReadFormat::empty(),
-        ..RecordFormat::default()
-    };
-    let empty = Sample::default();
-    assert_eq!(
-        encoded(&empty, format(SampleType::CALLCHAIN))[8..],
-        0u64.to_ne_bytes()
-    );
-    assert_eq!(
-        encoded(&empty, format(SampleType::RAW))[8..],
-        [4, 0, 0, 0, 0, 0, 0, 0]
-    );
+    for (sample_type, word) in [(SampleType::CALLCHAIN, 0u64), (SampleType::RAW, 4)] {
+        let bytes = encoded(&Sample::default(), RecordFormat::of_samples(sample_type));
+        assert_eq!(bytes[8..], word.to_ne_bytes());
+    }
 }
 
 #[test]
 fn group_values_start_with_member_count_and_leader_times() {
     let format = ALL_TIMES | ReadFormat::GROUP | ReadFormat::ID | ReadFormat::LOST;
-    let entry = |value, id, lost| ReadEntry { value, id, lost };
-    let entries = [entry(1, 2, 5), entry(3, 4, 6)];
+    let entries = [(1, 2, 5), (3, 4, 6)].map(entry);
     let values = ReadValues {
         time_enabled_ns: 10,
         time_running_ns: 9,
@@ -429,13 +349,7 @@ fn group_values_start_with_member_count_and_leader_times() {
     };
     let mut bytes = Vec::new();
     values.encode(format, &mut bytes);
-    let words: Vec<u64> = bytes
-        .as_chunks()
-        .0
-        .iter()
-        .map(|&word| u64::from_ne_bytes(word))
-        .collect();
-    assert_eq!(words, [2, 10, 9, 1, 2, 5, 3, 4, 6]);
+    assert_eq!(words(&bytes), [2, 10, 9, 1, 2, 5, 3, 4, 6]);
     assert_eq!(values.size(format), bytes.len());
 }
 
@@ -464,20 +378,30 @@ fn member_count_beyond_record_is_rejected() {
 
 #[test]
 fn sample_longer_than_its_format_is_refused() {
-    let format = RecordFormat {
-        sample_type: SampleType::IP,
-        read_format: ReadFormat::empty(),
-        ..RecordFormat::default()
-    };
-    let longer = RecordFormat {
-        sample_type: SampleType::IP | SampleType::TIME,
-        ..format
-    };
+    let format = RecordFormat::of_samples(SampleType::IP);
+    let longer = RecordFormat::of_samples(SampleType::IP | SampleType::TIME);
     let bytes = encoded(&Sample::default(), longer);
     assert_eq!(
         Record::decode_bytes(&bytes, format),
         Err(DecodeError::Trailing { bytes: 8 })
     );
+}
+
+/// Checks that `record` has a body of `len` bytes and the trailer [`ID`], and decodes to `expected`.
+/// Returns its bytes.
+fn check_side_band<R: EncodeRecord>(
+    format: RecordFormat,
+    len: usize,
+    record: R,
+    expected: impl Fn(R) -> Record<'static>,
+) -> Vec<u8> {
+    let (bytes, trailer) = (encoded(&record, format), encoded_id(format));
+    let size = 8 + len + trailer.len();
+    assert_eq!((bytes.len(), record.size(format)), (size, size), "{format:?}");
+    assert_eq!(size_in_header(&bytes), size);
+    assert_eq!(bytes[8 + len..], trailer, "{format:?}");
+    assert_eq!(Record::decode_bytes(&bytes, format), Ok(expected(record)));
+    bytes
 }
 
 #[test]
@@ -488,109 +412,76 @@ fn side_band_records_have_abi_sizes_and_round_trip() {
             read_format: ALL_TIMES | ReadFormat::ID | ReadFormat::LOST,
             sample_id_all: bits >> 12 == 1,
         };
-        let trailer = encoded_id(format);
         let sample_id = told(format);
-        // The body without the trailer.
-        let check = |bytes: &[u8], size: usize, len: usize| {
-            assert_eq!(
-                (bytes.len(), size),
-                (8 + len + trailer.len(), bytes.len()),
-                "{format:?}"
-            );
-            assert_eq!(usize::from(u16::from_ne_bytes([bytes[6], bytes[7]])), bytes.len());
-            assert_eq!(bytes[8 + len..], trailer, "{format:?}");
-        };
-
-        let lost = |sample_id| LostRecord {
-            id: 1,
-            lost: 2,
-            sample_id,
-        };
-        let bytes = encoded(&lost(ID), format);
-        check(&bytes, lost(ID).size(format), 16);
-        assert_eq!(
-            Record::decode_bytes(&bytes, format),
-            Ok(Record::Lost(lost(sample_id)))
+        check_side_band(
+            format,
+            16,
+            LostRecord {
+                id: 1,
+                lost: 2,
+                sample_id: ID,
+            },
+            |r| Record::Lost(LostRecord { sample_id, ..r }),
         );
-
-        for fork in [true, false] {
-            let task = |sample_id| TaskRecord {
-                fork,
+        for on in [true, false] {
+            let task = TaskRecord {
+                fork: on,
                 pid: 1,
                 ppid: 2,
                 tid: 3,
                 ptid: 4,
                 time_ns: 5,
-                sample_id,
+                sample_id: ID,
             };
-            let bytes = encoded(&task(ID), format);
-            check(&bytes, task(ID).size(format), 24);
-            let again = if fork {
-                Record::Fork(task(sample_id))
-            } else {
-                Record::Exit(task(sample_id))
-            };
-            assert_eq!(Record::decode_bytes(&bytes, format), Ok(again));
-            let words: Vec<u32> = bytes[8..24]
-                .as_chunks()
-                .0
-                .iter()
-                .map(|&w| u32::from_ne_bytes(w))
-                .collect();
-            assert_eq!(words, [1, 2, 3, 4], "pid, ppid, tid, ptid");
-        }
+            let bytes = check_side_band(format, 24, task, |r| {
+                let task = TaskRecord { sample_id, ..r };
+                if on {
+                    Record::Fork(task)
+                } else {
+                    Record::Exit(task)
+                }
+            });
+            let [pids, tids] = [1 | 2 << 32, 3 | 4 << 32];
+            assert_eq!(words(&bytes)[1..4], [pids, tids, 5], "pid, ppid, tid, ptid, time");
 
-        for throttled in [true, false] {
-            let record = |sample_id| ThrottleRecord {
-                throttled,
+            let throttle = ThrottleRecord {
+                throttled: on,
                 time_ns: 1,
                 id: 2,
                 stream_id: 3,
-                sample_id,
+                sample_id: ID,
             };
-            let bytes = encoded(&record(ID), format);
-            check(&bytes, record(ID).size(format), 24);
-            let record = record(sample_id);
-            let again = if throttled {
-                Record::Throttle(record)
-            } else {
-                Record::Unthrottle(record)
-            };
-            assert_eq!(Record::decode_bytes(&bytes, format), Ok(again));
-        }
-
-        for out in [true, false] {
-            let switch = |sample_id| SwitchRecord { out, sample_id };
-            let bytes = encoded(&switch(ID), format);
-            check(&bytes, switch(ID).size(format), 0);
-            assert_eq!(
-                Record::decode_bytes(&bytes, format),
-                Ok(Record::Switch(switch(sample_id)))
+            check_side_band(format, 24, throttle, |r| {
+                let record = ThrottleRecord { sample_id, ..r };
+                if on {
+                    Record::Throttle(record)
+                } else {
+                    Record::Unthrottle(record)
+                }
+            });
+            check_side_band(
+                format,
+                0,
+                SwitchRecord {
+                    out: on,
+                    sample_id: ID,
+                },
+                |r| Record::Switch(SwitchRecord { sample_id, ..r }),
             );
         }
-
-        let entries = ReadEntries::One(ReadEntry {
-            value: 3,
-            id: 6,
-            lost: 7,
-        });
-        let values = ReadValues {
-            time_enabled_ns: 4,
-            time_running_ns: 5,
-            entries,
-        };
-        let read = |sample_id| ReadRecord {
+        let read = ReadRecord {
             pid: 1,
             tid: 2,
-            values,
-            sample_id,
+            values: ReadValues {
+                time_enabled_ns: 4,
+                time_running_ns: 5,
+                entries: ReadEntries::One(entry((3, 6, 7))),
+            },
+            sample_id: ID,
         };
-        let bytes = encoded(&read(ID), format);
-        check(&bytes, read(ID).size(format), 8 + 40);
-        assert_eq!(
-            Record::decode_bytes(&bytes, format),
-            Ok(Record::Read(read(sample_id)))
-        );
+        check_side_band(format, 8 + 40, read, |r| {
+            Record::Read(ReadRecord { sample_id, ..r })
+        });
     }
 }
 

@@ -182,35 +182,14 @@ mod tests {
 
     #[test]
     fn layout_is_the_kernels() {
-        assert_eq!(offset_of!(ControlPage, version), offset_of!(kernel, version));
-        assert_eq!(
-            offset_of!(ControlPage, compat_version),
-            offset_of!(kernel, compat_version)
-        );
-        assert_eq!(offset_of!(ControlPage, lock), offset_of!(kernel, lock));
-        assert_eq!(offset_of!(ControlPage, index), offset_of!(kernel, index));
-        assert_eq!(offset_of!(ControlPage, offset), offset_of!(kernel, offset));
-        assert_eq!(
-            offset_of!(ControlPage, time_enabled),
-            offset_of!(kernel, time_enabled)
-        );
-        assert_eq!(
-            offset_of!(ControlPage, time_running),
-            offset_of!(kernel, time_running)
-        );
-        assert_eq!(offset_of!(ControlPage, pmc_width), offset_of!(kernel, pmc_width));
-        assert_eq!(offset_of!(ControlPage, time_mult), offset_of!(kernel, time_mult));
-        assert_eq!(offset_of!(ControlPage, time_zero), offset_of!(kernel, time_zero));
-        assert_eq!(offset_of!(ControlPage, size), offset_of!(kernel, size));
-        assert_eq!(offset_of!(ControlPage, time_mask), offset_of!(kernel, time_mask));
+        macro_rules! same_offsets {
+            ($($field:ident)*) => {
+                $(assert_eq!(offset_of!(ControlPage, $field), offset_of!(kernel, $field));)*
+            };
+        }
+        same_offsets!(version compat_version lock index offset time_enabled time_running pmc_width);
+        same_offsets!(time_mult time_zero size time_mask data_head data_tail data_offset data_size);
         assert_eq!(offset_of!(ControlPage, reserved), DEFINED_BYTES as usize);
         assert_eq!(offset_of!(ControlPage, data_head), 1024);
-        assert_eq!(offset_of!(ControlPage, data_head), offset_of!(kernel, data_head));
-        assert_eq!(offset_of!(ControlPage, data_tail), offset_of!(kernel, data_tail));
-        assert_eq!(
-            offset_of!(ControlPage, data_offset),
-            offset_of!(kernel, data_offset)
-        );
-        assert_eq!(offset_of!(ControlPage, data_size), offset_of!(kernel, data_size));
     }
 }

@@ -454,71 +454,74 @@ mod tests {
 
     const SIZE: u64 = 4096;
 
-    struct TestPage {
-        head: AtomicU64,
-        tail: AtomicU64,
+    /// A ring without data.
+    struct TestRing<W> {
+        protocol: Protocol<W>,
+        head: W,
+        tail: W,
     }
 
-    impl TestPage {
-        fn new() -> Self {
+    impl<W: AtomicWord> TestRing<W> {
+        fn new(overwrite: bool) -> Self {
+            let shape = RingGeometry {
+                size: SIZE,
+                overwrite,
+            };
             Self {
-                head: AtomicU64::new(0),
-                tail: AtomicU64::new(0),
+                protocol: Protocol::new(shape, 0),
+                head: W::new(0),
+                tail: W::new(0),
             }
         }
 
-        fn shared(&self) -> SharedWords<'_, AtomicU64> {
+        fn shared(&self) -> SharedWords<'_, W> {
             SharedWords {
                 data_head: &self.head,
                 data_tail: &self.tail,
             }
         }
 
+        fn begin(&self, len: u64) -> Option<Claim> {
+            self.protocol.reserve(&self.shared(), len, 0)
+        }
+
+        fn end(&self, claim: Claim) {
+            self.protocol.end(&self.shared(), claim);
+        }
+
+        fn published(&self) -> u64 {
+            self.head.load(Acquire)
+        }
+
         /// Writes a record of `len` bytes and reads it.
-        fn pass(&self, protocol: &Protocol<AtomicU64>, len: u64) {
-            let claim = protocol
-                .reserve(&self.shared(), len, 0)
-                .expect("the reader keeps up");
-            protocol.end(&self.shared(), claim);
-            self.tail.store(self.head.load(Acquire), Release);
+        fn pass(&self, len: u64) {
+            self.end(self.begin(len).expect("the reader keeps up"));
+            self.tail.store(self.published(), Release);
         }
     }
 
     #[test]
     fn p29_only_one_writer_publishes_at_a_time() {
         for overwrite in [false, true] {
-            let (protocol, page) = (
-                Protocol::new(
-                    RingGeometry {
-                        size: SIZE,
-                        overwrite,
-                    },
-                    0,
-                ),
-                TestPage::new(),
-            );
-            page.pass(&protocol, 64);
+            let ring = TestRing::<AtomicU64>::new(overwrite);
+            ring.pass(64);
             // A writer is preempted before it decrements the count. Others write until the ring is
             // full, and close its generation.
-            let preempted = protocol.reserve(&page.shared(), 64, 0).expect("room");
+            let preempted = ring.begin(64).expect("room");
             let mut end = preempted.end;
-            while let Some(claim) = protocol.reserve(&page.shared(), 64, 0) {
+            while let Some(claim) = ring.begin(64) {
                 end = claim.end;
-                protocol.end(&page.shared(), claim);
-                assert_eq!(
-                    page.head.load(Acquire),
-                    64,
-                    "nobody takes the head on, or back later"
-                );
-                assert_eq!(protocol.published(), 64);
+                ring.end(claim);
+                assert_eq!(ring.published(), 64, "nobody takes the head on, or back later");
+                assert_eq!(ring.protocol.published(), 64);
             }
             assert!(end >= SIZE / 4, "many have written: up to {end}");
-            protocol.end(&page.shared(), preempted);
-            assert_eq!(page.head.load(Acquire), end, "the last one publishes for all");
-            page.tail.store(end, Release);
+            ring.end(preempted);
+            assert_eq!(ring.published(), end, "the last one publishes for all");
+            ring.tail.store(end, Release);
             for lap in 1..=5 * SIZE / 512 {
-                page.pass(&protocol, 512);
-                assert_eq!(page.head.load(Acquire), end + lap * 512);
+                ring.pass(512);
+                assert_eq!(ring.published(), end + lap * 512);
             }
         }
     }
@@ -526,21 +529,12 @@ mod tests {
     #[test]
     fn foreign_write_to_head_is_corrected_by_next_record() {
         for scribbled in [1 << 40, u64::MAX, 3, 1 << 62, 1 << 63] {
-            let (protocol, page) = (
-                Protocol::new(
-                    RingGeometry {
-                        size: SIZE,
-                        overwrite: false,
-                    },
-                    0,
-                ),
-                TestPage::new(),
-            );
-            page.pass(&protocol, 64);
-            page.head.store(scribbled, Release);
-            let claim = protocol.reserve(&page.shared(), 32, 0).expect("room");
-            protocol.end(&page.shared(), claim);
-            assert_eq!(page.head.load(Acquire), 96, "after {scribbled:#x}");
+            let ring = TestRing::<AtomicU64>::new(false);
+            ring.pass(64);
+            ring.head.store(scribbled, Release);
+            let claim = ring.begin(32).expect("room");
+            ring.end(claim);
+            assert_eq!(ring.published(), 96, "after {scribbled:#x}");
         }
     }
 
@@ -551,81 +545,46 @@ mod tests {
     #[test]
     fn generation_is_closed_when_an_eighth_of_the_ring_is_unpublished() {
         for (len, published) in [(SIZE / 8 - 64 - 8, 96), (SIZE / 8 - 64, 96 + SIZE / 8)] {
-            let (protocol, page) = (
-                Protocol::new(
-                    RingGeometry {
-                        size: SIZE,
-                        overwrite: false,
-                    },
-                    0,
-                ),
-                TestPage::new(),
-            );
-            page.pass(&protocol, 96);
-            let first = protocol.reserve(&page.shared(), 64, 0).expect("room");
-            let second = protocol.reserve(&page.shared(), len, 0).expect("room");
-            protocol.end(&page.shared(), second);
-            assert_eq!(page.head.load(Acquire), 96, "the first is not written");
-            let third = protocol.reserve(&page.shared(), 64, 0).expect("room");
-            protocol.end(&page.shared(), first);
-            assert_eq!(page.head.load(Acquire), published, "{len} bytes");
+            let ring = TestRing::<AtomicU64>::new(false);
+            ring.pass(96);
+            let first = ring.begin(64).expect("room");
+            let second = ring.begin(len).expect("room");
+            ring.end(second);
+            assert_eq!(ring.published(), 96, "the first is not written");
+            let third = ring.begin(64).expect("room");
+            ring.end(first);
+            assert_eq!(ring.published(), published, "{len} bytes");
             let end = third.end;
-            protocol.end(&page.shared(), third);
-            assert_eq!(page.head.load(Acquire), end);
+            ring.end(third);
+            assert_eq!(ring.published(), end);
         }
     }
 
     #[test]
     fn p29_tail_beyond_head_does_not_free_old_generation() {
-        let (protocol, page) = (
-            Protocol::new(
-                RingGeometry {
-                    size: SIZE,
-                    overwrite: false,
-                },
-                0,
-            ),
-            TestPage::new(),
-        );
-        let first = protocol.reserve(&page.shared(), 2048, 0).expect("room");
-        let second = protocol.reserve(&page.shared(), 512, 0).expect("room");
+        let ring = TestRing::<AtomicU64>::new(false);
+        let first = ring.begin(2048).expect("room");
+        let second = ring.begin(512).expect("room");
         // Closes the generation; only the first writer is in flight, in the old one.
-        protocol.end(&page.shared(), second);
-        page.tail.store(2560, Release);
-        assert!(
-            protocol.reserve(&page.shared(), 2048, 0).is_none(),
-            "it would run into the first"
-        );
-        protocol.end(&page.shared(), first);
-        assert_eq!(page.head.load(Acquire), 2560);
+        ring.end(second);
+        ring.tail.store(2560, Release);
+        assert!(ring.begin(2048).is_none(), "it would run into the first");
+        ring.end(first);
+        assert_eq!(ring.published(), 2560);
     }
 
     #[test]
     fn p29_tail_beyond_head_does_not_free_records_in_flight() {
-        let (protocol, page) = (
-            Protocol::new(
-                RingGeometry {
-                    size: SIZE,
-                    overwrite: false,
-                },
-                0,
-            ),
-            TestPage::new(),
-        );
-        let first = protocol.reserve(&page.shared(), 2048, 0).expect("room");
+        let ring = TestRing::<AtomicU64>::new(false);
+        let first = ring.begin(2048).expect("room");
         // The reader claims to have read bytes that are still being written.
-        page.tail.store(2048, Release);
-        assert!(
-            protocol.reserve(&page.shared(), 2048, 0).is_none(),
-            "it would run into the first"
-        );
-        let second = protocol
-            .reserve(&page.shared(), 2040, 0)
-            .expect("room up to the first");
+        ring.tail.store(2048, Release);
+        assert!(ring.begin(2048).is_none(), "it would run into the first");
+        let second = ring.begin(2040).expect("room up to the first");
         assert_eq!((second.start, second.end), (2048, 4088));
-        protocol.end(&page.shared(), first);
-        protocol.end(&page.shared(), second);
-        assert_eq!(page.head.load(Acquire), 4088);
+        ring.end(first);
+        ring.end(second);
+        assert_eq!(ring.published(), 4088);
     }
 
     /// The action of another thread at a given access of this thread.
@@ -690,45 +649,8 @@ mod tests {
         }
     }
 
-    /// A ring with static lifetime.
-    struct SteppedRing {
-        protocol: Protocol<SteppedWord>,
-        head: SteppedWord,
-        tail: SteppedWord,
-    }
-
-    impl SteppedRing {
-        fn new(overwrite: bool) -> &'static Self {
-            let shape = RingGeometry {
-                size: SIZE,
-                overwrite,
-            };
-            Box::leak(Box::new(Self {
-                protocol: Protocol::new(shape, 0),
-                head: SteppedWord::new(0),
-                tail: SteppedWord::new(0),
-            }))
-        }
-
-        fn begin(&self, len: u64) -> Option<Claim> {
-            let shared = SharedWords {
-                data_head: &self.head,
-                data_tail: &self.tail,
-            };
-            self.protocol.reserve(&shared, len, 0)
-        }
-
-        fn end(&self, claim: Claim) {
-            let shared = SharedWords {
-                data_head: &self.head,
-                data_tail: &self.tail,
-            };
-            self.protocol.end(&shared, claim);
-        }
-
-        fn published(&self) -> u64 {
-            self.head.0.load(Acquire)
-        }
+    fn stepped_ring(overwrite: bool) -> &'static TestRing<SteppedWord> {
+        Box::leak(Box::new(TestRing::new(overwrite)))
     }
 
     fn meanwhile(at: AccessPoint, act: impl FnOnce() + 'static) {
@@ -737,7 +659,7 @@ mod tests {
 
     #[test]
     fn p28_writer_ending_during_publication_is_published() {
-        let ring = SteppedRing::new(false);
+        let ring = stepped_ring(false);
         let first = ring.begin(64).expect("room");
         meanwhile(AccessPoint::Swap, || {
             assert_eq!(ring.published(), 64);
@@ -755,7 +677,7 @@ mod tests {
     #[test]
     fn p29_outdated_boundary_is_not_published() {
         for others in [0, 64] {
-            let ring = SteppedRing::new(false);
+            let ring = stepped_ring(false);
             let first = ring.begin(64).expect("room");
             let second = ring.begin(512).expect("room");
             ring.end(second);
@@ -782,7 +704,7 @@ mod tests {
     /// with a newer head.
     #[test]
     fn space_freed_between_two_loads_is_found() {
-        let ring = SteppedRing::new(true);
+        let ring = stepped_ring(true);
         let first = ring.begin(SIZE / 4).expect("as much as may be in flight");
         assert!(ring.begin(8).is_none());
         // The loads are the tail, the published position and the state.

@@ -137,11 +137,7 @@ fn periods_of_real_samples_add_up_to_the_count() {
     work(60);
     vcpu.sched_out();
     serve();
-    let format = RecordFormat {
-        sample_type: SampleType::PERIOD,
-        read_format: ReadFormat::empty(),
-        ..RecordFormat::default()
-    };
+    let format = RecordFormat::of_samples(SampleType::PERIOD);
     let (mut reader, mut stood_for, mut samples) = (RingReader::map(ring.memfd()).unwrap(), 0, 0);
     while let Some(raw) = reader.next_record().unwrap() {
         let Record::Sample(sample) = Record::decode(raw, format).unwrap() else {

@@ -303,10 +303,7 @@ fn event_beyond_slots_is_refused_until_one_is_free() {
 fn fixed_function_events_leave_general_counters_free() {
     let Some(probe) = pmu() else { return };
     let t = ThreadCore::new(probe);
-    let pinned = |ty, config| Attr {
-        pinned: true,
-        ..Attr::counting(ty, config)
-    };
+    let pinned = |ty, config| Attr::counting(ty, config).with_pinned();
     let fixed = probe.counters.fixed.iter().filter(|f| f.free);
     let mut held: Vec<Handle> = fixed
         .map(|f| t.open(pinned(EventType::HARDWARE, f.config)))
@@ -330,10 +327,7 @@ fn fixed_function_events_leave_general_counters_free() {
 fn oversized_group_is_rejected_and_fitting_groups_count_together() {
     let Some(probe) = pmu() else { return };
     let t = ThreadCore::new(probe);
-    let leader = t.open(Attr {
-        disabled: true,
-        ..cycles()
-    });
+    let leader = t.open(cycles().with_disabled());
     let mut members = Vec::new();
     for _ in 1..slots(probe) {
         members.push(t.try_open(cycles(), Some(&leader), None).unwrap());
@@ -361,10 +355,7 @@ fn oversized_group_is_rejected_and_fitting_groups_count_together() {
 fn pinned_event_without_a_slot_is_in_error_until_it_is_enabled_again() {
     let Some(probe) = pmu() else { return };
     let t = ThreadCore::new(probe);
-    let pinned = || Attr {
-        pinned: true,
-        ..cycles()
-    };
+    let pinned = || cycles().with_pinned();
     let mut held: Vec<_> = (0..slots(probe)).map(|_| t.open(pinned())).collect();
     assert!(held.iter().all(|e| e.state() == EventState::Active));
     let late = t.open(pinned());
@@ -388,10 +379,7 @@ fn pinned_event_without_a_slot_is_in_error_until_it_is_enabled_again() {
 fn exclusive_group_has_the_pmu_alone_and_shares_its_time() {
     let Some(probe) = pmu() else { return };
     let t = ThreadCore::new(probe);
-    let alone = t.open(Attr {
-        exclusive: true,
-        ..cycles()
-    });
+    let alone = t.open(cycles().with_exclusive());
     let other = t.open(cycles());
     for _ in 0..200 {
         burn(MS);
@@ -527,10 +515,7 @@ fn each_event_gets_its_own_overflows() {
     let period = (rate(probe) * 60.0 * MS as f64) as u64;
     let t = ThreadCore::new(probe);
     let sampling = |period, cookie| {
-        let attr = Attr {
-            pinned: true,
-            ..Attr::sampling(EventType::HARDWARE, CYCLES, period)
-        };
+        let attr = Attr::sampling(EventType::HARDWARE, CYCLES, period).with_pinned();
         t.try_open(attr, None, Some(cookie)).unwrap()
     };
     let _counting = t.open(cycles());
@@ -582,10 +567,7 @@ fn core_multiplexes_and_kernel_does_not() {
     }
     let before = kernel_events();
     let t = ThreadCore::new(probe);
-    let reference = t.open(Attr {
-        pinned: true,
-        ..cycles()
-    });
+    let reference = t.open(cycles().with_pinned());
     let shared: Vec<_> = (0..2 * slots(probe) + 1).map(|_| t.open(cycles())).collect();
     let opened = || -> Vec<_> {
         let all = kernel_events().into_iter();
@@ -685,10 +667,7 @@ fn counters_taken_by_kernel_are_detected_and_recovered() {
     // The core's clock here is the driver's clock for lost counters, because a thread's CPU time
     // excludes interrupts.
     let t = ThreadCore::with(probe, PerfCoreConfig::default());
-    let pinned = t.open(Attr {
-        pinned: true,
-        ..cycles()
-    });
+    let pinned = t.open(cycles().with_pinned());
     let flexible = t.open(cycles());
     burn(20 * MS);
     let before_ns = t.vcpu.time_ns();

@@ -239,10 +239,8 @@ fn member_joining_running_group_counts_immediately() {
 fn sampling_member_samples_and_counts_with_its_group() {
     for place in 0..3 {
         let mut scene = GroupFixture::empty(Some(catch_signals()));
-        let sampling = Attr {
-            sample_type: SampleType::PERIOD,
-            ..Attr::sampling(EventType::SOFTWARE, PAGE_FAULTS, 7)
-        };
+        let sampling =
+            Attr::sampling(EventType::SOFTWARE, PAGE_FAULTS, 7).with_sample_type(SampleType::PERIOD);
         for n in 0..3 {
             if n == place {
                 scene.join_as(sampling.clone());

@@ -36,10 +36,7 @@ impl HostFixture {
             exclude_host: true,
             ..Attr::sampling(EventType::SOFTWARE, config, period)
         };
-        let flags = OpenFlags {
-            cookie: Some(1),
-            ..OpenFlags::default()
-        };
+        let flags = OpenFlags::with_cookie(1);
         let event = core
             .open(&session, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
             .unwrap();

@@ -67,10 +67,7 @@ fn read_by_vcpu_instructions_grow_linearly() {
         for vcpu in 0..n {
             m.vcpu(vcpu);
         }
-        let attr = Attr {
-            inherit: true,
-            ..raised()
-        };
+        let attr = raised().with_inherit();
         let event = m.open(attr, OpenTarget::Vm, None);
         steps::instructions(|| drop(event.read_by_vcpu()))
     });

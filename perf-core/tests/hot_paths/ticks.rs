@@ -20,33 +20,20 @@ fn counter_counts() {
 fn tick_read_overflow_and_raise_do_not_allocate() {
     let m = TestCore::new(4);
     let v = m.vcpu(0);
-    let wide = m.open(
-        Attr {
-            inherit: true,
-            ..hw()
-        },
-        OpenTarget::Vm,
-        None,
-    );
+    let wide = m.open(hw().with_inherit(), OpenTarget::Vm, None);
     let flexible: Vec<_> = (0..20).map(|_| m.open_vcpu(hw(), None)).collect();
     let group = m.open_vcpu(soft(), None);
     let _siblings: Vec<_> = (0..7).map(|_| m.open_vcpu(soft(), Some(&group))).collect();
-    let flags = OpenFlags {
-        cookie: Some(1),
-        ..OpenFlags::default()
-    };
-    let attr = Attr {
-        pinned: true,
-        ..Attr::sampling(EventType::SIM, 1, 10)
-    };
+    let flags = OpenFlags::with_cookie(1);
+    let attr = Attr::sampling(EventType::SIM, 1, 10).with_pinned();
     let counter = m
         .core
         .open(&m.guest, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
         .unwrap();
-    let sampling = |ty, config| Attr {
-        sample_type: SampleType::all(),
-        read_format: ReadFormat::GROUP,
-        ..Attr::sampling(ty, config, 10)
+    let sampling = |ty, config| {
+        Attr::sampling(ty, config, 10)
+            .with_sample_type(SampleType::all())
+            .with_read_format(ReadFormat::GROUP)
     };
     let sampled = m.open_vcpu(sampling(SOFT, 1), None);
     let raised = m.open_vcpu(sampling(EventType::VMM, SoftwareEventId::Exits as u64), None);

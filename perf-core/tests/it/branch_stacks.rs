@@ -3,11 +3,9 @@
 use std::sync::Arc;
 
 use perf_core::branch::{BranchEntry, BranchFilter, BranchKind, BranchSampling};
-use perf_core::record::{Record, RecordFormat};
-use perf_core::ring::{Ring, RingReader};
+use perf_core::ring::Ring;
 use perf_core::*;
 
-use crate::common::UnavailableRegs;
 use crate::common::test_core::*;
 
 /// Registers of a VMM that knows these branches, or none yet.
@@ -18,10 +16,8 @@ struct BranchRegs {
 
 impl BranchRegs {
     fn new(known: Option<Vec<BranchEntry>>) -> Self {
-        Self {
-            known,
-            requests: Vec::new(),
-        }
+        let requests = Vec::new();
+        Self { known, requests }
     }
 }
 
@@ -62,18 +58,8 @@ fn with_branches(config: u64, filter: BranchFilter, depth: u16) -> Attr {
 
 /// Returns the period and the branch words of each sample.
 fn samples(ring: &Arc<Ring>) -> Vec<(u64, Vec<u64>)> {
-    let mut reader = RingReader::of(Arc::clone(ring));
-    let format = RecordFormat {
-        sample_type: SampleType::IP | SampleType::PERIOD | SampleType::BRANCH_STACK,
-        ..RecordFormat::default()
-    };
-    let mut out = Vec::new();
-    while let Some(raw) = reader.next_record().unwrap() {
-        if let Record::Sample(s) = Record::decode(raw, format).unwrap() {
-            out.push((s.period, s.branches.iter().collect()));
-        }
-    }
-    out
+    let attr = with_branches(1, BranchFilter::ANY, 1);
+    map_samples(ring, &attr, |s| (s.period, s.branches.iter().collect()))
 }
 
 /// A sample waits for its branches, while the overflow of another event is serviced at once. The
@@ -84,10 +70,7 @@ fn sample_waits_for_its_branches() {
     let v = m.vcpu(0);
     let waiting = m.open_vcpu(with_branches(1, BranchFilter::ANY, 4), None);
     let other = m.open_vcpu(
-        Attr {
-            sample_type: SampleType::PERIOD,
-            ..Attr::sampling(EventType::SIM, 2, 10)
-        },
+        Attr::sampling(EventType::SIM, 2, 10).with_sample_type(SampleType::PERIOD),
         None,
     );
     let [ring, other_ring] = [&waiting, &other].map(|e| e.map(4, true).unwrap());

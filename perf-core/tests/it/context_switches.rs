@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use perf_core::record::{Record, RecordFormat};
+use perf_core::record::Record;
 use perf_core::ring::RingReader;
 use perf_core::*;
 
@@ -12,10 +12,6 @@ use crate::common::test_core::*;
 /// whatever the thread runs while they are on.
 fn pair(m: &TestCore) -> [Arc<VcpuContext>; 2] {
     [0, 1].map(|n| m.core.add_vcpu(VcpuId(n), 7).unwrap())
-}
-
-fn starts(m: &TestCore) -> u64 {
-    m.hw.starts()
 }
 
 /// Runs the thread for `n` units of work, on either vCPU.
@@ -28,20 +24,13 @@ fn thread_works(m: &TestCore, n: u64) {
 #[test]
 fn equivalent_contexts_are_exchanged_without_touching_the_pmu() {
     let m = TestCore::new(4);
-    let e = m.open(
-        Attr {
-            inherit: true,
-            ..hw()
-        },
-        OpenTarget::Vm,
-        None,
-    );
+    let e = m.open_vm(hw().with_inherit());
     let [a, b] = pair(&m);
     a.sched_in();
     thread_works(&m, 10);
-    let before = starts(&m);
+    let before = m.hw.starts();
     assert!(a.switch_to(&b));
-    assert_eq!(starts(&m), before);
+    assert_eq!(m.hw.starts(), before);
     thread_works(&m, 5);
     assert_eq!((a.stats().active, b.stats().active), (0, 1));
     assert!(b.switch_to(&a));
@@ -56,11 +45,10 @@ fn equivalent_contexts_are_exchanged_without_touching_the_pmu() {
 fn exchanges_keep_estimates() {
     let m = TestCore::new(1);
     let attr = Attr {
-        inherit: true,
         inherit_stat: true,
-        ..hw()
+        ..hw().with_inherit()
     };
-    let events = [(); 2].map(|()| m.open(attr.clone(), OpenTarget::Vm, None));
+    let events = [(); 2].map(|()| m.open_vm(attr.clone()));
     let vcpus = pair(&m);
     vcpus[0].sched_in();
     let (mut at, mut work) = (0, 0);
@@ -90,11 +78,11 @@ fn exchanges_keep_estimates() {
 /// Returns the vCPU and time of each SWITCH record in `ring`, and `true` for a vCPU that goes out.
 fn switches(ring: &mut RingReader, attr: &Attr) -> Vec<(u32, bool, u64)> {
     let mut switches = Vec::new();
-    while let Some(raw) = ring.next_record().unwrap() {
-        if let Record::Switch(record) = Record::decode(raw, RecordFormat::from(attr)).unwrap() {
+    for_each_record(ring, attr, |record| {
+        if let Record::Switch(record) = record {
             switches.push((record.sample_id.cpu, record.out, record.sample_id.time_ns));
         }
-    }
+    });
     switches
 }
 
@@ -107,13 +95,9 @@ fn switch_records_bracket_time_scheduled_in() {
             context_switch: true,
             sample_id_all: true,
             sample_type: SampleType::TIME | SampleType::CPU,
-            ..Attr::counting(EventType::VMM, SoftwareEventId::Exits as u64)
+            ..vmm(SoftwareEventId::Exits)
         };
-        let wide = Attr {
-            inherit: true,
-            ..attr.clone()
-        };
-        let wide = m.open(wide, OpenTarget::Vm, None);
+        let wide = m.open_vm(attr.clone().with_inherit());
         let [a, b] = pair(&m);
         let own = (!exchanged).then(|| m.open_vcpu(attr.clone(), None));
         let read = |event: &Handle| RingReader::of(event.map(1, true).unwrap());

@@ -38,10 +38,7 @@ impl SimulatedCore {
     }
 
     fn pinned(&self, config: u64) -> Handle {
-        let attr = Attr {
-            pinned: true,
-            ..Attr::counting(EventType::SIM, config)
-        };
+        let attr = Attr::counting(EventType::SIM, config).with_pinned();
         self.open(attr, None).unwrap()
     }
 }

@@ -8,24 +8,13 @@ use crate::common::test_core::*;
 fn sampling(ty: EventType, pinned: bool) -> Attr {
     Attr {
         pinned,
-        sample_type: SampleType::IP,
-        ..Attr::sampling(ty, 1, 10)
+        ..Attr::sampling(ty, 1, 10).with_sample_type(SampleType::IP)
     }
 }
 
-/// Creates a machine on which two overflows per tick throttle.
-fn quickly_throttled() -> TestCore {
-    TestCore::with(2, |c| {
-        c.tick_hz = 1;
-        c.sample_rate_hz = 1;
-    })
-}
-
-fn overflow_twice(m: &TestCore, v: &VcpuContext) {
-    for _ in 0..2 {
-        m.run(0, 10);
-        v.service_overflows(&mut UnavailableRegs, &mut |_| {});
-    }
+fn overflow(m: &TestCore, v: &VcpuContext) {
+    m.run(0, 10);
+    serve(v);
 }
 
 fn refuse(m: &TestCore, refuse: bool) {
@@ -38,6 +27,7 @@ fn refuse(m: &TestCore, refuse: bool) {
 /// count.
 #[test]
 fn event_is_off_if_restart_fails_around_throttling() {
+    use EventState::{Active, Error, Inactive};
     for (ty, lifting, pinned) in [
         (EventType::SIM, false, false),
         (EventType::SIM, false, true),
@@ -46,35 +36,26 @@ fn event_is_off_if_restart_fails_around_throttling() {
         (SOFT, false, false),
         (SOFT, true, false),
     ] {
-        let m = quickly_throttled();
+        // Two overflows per tick throttle.
+        let m = TestCore::with(2, |c| (c.tick_hz, c.sample_rate_hz) = (1, 1));
         let v = m.vcpu(0);
         let e = m.open_vcpu(sampling(ty, pinned), None);
         let sibling = m.open_vcpu(Attr::counting(ty, 1), Some(&e));
         let case = format!("{ty:?}, lifting: {lifting}, pinned: {pinned}");
-        let counted = if lifting {
-            overflow_twice(&m, &v);
+        overflow(&m, &v);
+        if lifting {
+            overflow(&m, &v);
             assert_eq!(v.stats().throttles, 1, "{case}");
             refuse(&m, true);
             m.core.tick();
-            20
         } else {
-            m.run(0, 10);
-            v.service_overflows(&mut UnavailableRegs, &mut |_| {});
             refuse(&m, true);
-            m.run(0, 10);
-            v.service_overflows(&mut UnavailableRegs, &mut |_| {});
-            20
-        };
-        let expected = if pinned {
-            EventState::Error
-        } else {
-            EventState::Inactive
-        };
-        assert_eq!(
-            (e.state(), sibling.state()),
-            (expected, EventState::Inactive),
-            "{case}"
-        );
+            overflow(&m, &v);
+        }
+        let counted = 20;
+        let states = || (e.state(), sibling.state());
+        let expected = if pinned { Error } else { Inactive };
+        assert_eq!(states(), (expected, Inactive), "{case}");
         assert_eq!((v.stats().active, m.hw.on(0) + m.sw.on(0)), (0, 0), "{case}");
         if pinned {
             assert_eq!(e.failure().unwrap().cause, EventFailureCause::Busy, "{case}");
@@ -89,11 +70,7 @@ fn event_is_off_if_restart_fails_around_throttling() {
             assert!(m.core.needs_tick(), "who would put it on again? {case}");
             m.core.tick();
         }
-        assert_eq!(
-            (e.state(), sibling.state()),
-            (EventState::Active, EventState::Active),
-            "{case}"
-        );
+        assert_eq!(states(), (Active, Active), "{case}");
         m.run(0, 5);
         assert_eq!(e.read().unwrap().value, counted + 5, "{case}");
     }
@@ -116,8 +93,7 @@ fn refused_software_group_is_retried() {
     for _ in 0..3 {
         m.core.tick();
     }
-    let on = events.iter().filter(|e| e.state() == EventState::Active).count();
-    assert_eq!((on, m.sw.on(0)), (19, 19));
+    assert_eq!((active(&events), m.sw.on(0)), (19, 19));
     assert!(!m.core.needs_tick());
     // A vCPU that is scheduled in again retries all of them.
     v.sched_out();

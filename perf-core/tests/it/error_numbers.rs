@@ -6,12 +6,17 @@ use perf_core::*;
 use crate::common::test_core::*;
 
 fn errno(m: &TestCore, session: &Session, attr: Attr, target: OpenTarget, group: Option<&Handle>) -> i32 {
-    m.core
-        .open(session, attr, target, group, OpenFlags::default())
-        .map_or_else(|e| e.errno(), |_| 0)
+    let opened = m.try_open(session, attr, target, group);
+    opened.map_or_else(|e| e.errno(), |_| 0)
 }
 
-const V0: OpenTarget = OpenTarget::Vcpu(VcpuId(0));
+/// An event that does not count the host.
+fn harmless() -> Attr {
+    Attr {
+        exclude_host: true,
+        ..hw()
+    }
+}
 
 /// P37: all combinations of paranoid levels, requests and roles.
 #[test]
@@ -27,76 +32,45 @@ fn p37_the_permission_table() {
             let _v = m.vcpu(0);
             let session = m.core.session(0, role);
             let free = role == Role::Admin;
-            let harmless = Attr {
+            let raw = Attr {
                 exclude_host: true,
-                ..hw()
+                ..Attr::sampling(EventType::VMM, 0, 1).with_sample_type(SampleType::RAW)
             };
             let expect = |allowed: bool, errno: i32| if allowed || free { 0 } else { errno };
             let case = format!("paranoid {paranoid} {role:?}");
-            assert_eq!(errno(&m, &session, harmless.clone(), V0, None), 0, "{case}");
-            assert_eq!(
-                errno(&m, &session, harmless.clone(), OpenTarget::Vm, None),
-                expect(paranoid <= 0, libc::EACCES),
-                "vm, {case}"
-            );
-            assert_eq!(
-                errno(&m, &session, hw(), V0, None),
-                expect(paranoid <= 1, libc::EACCES),
-                "host kernel, {case}"
-            );
-            let raw = Attr {
-                sample_type: SampleType::RAW,
-                exclude_host: true,
-                ..Attr::sampling(EventType::VMM, 0, 1)
-            };
-            assert_eq!(
-                errno(&m, &session, raw, V0, None),
-                expect(paranoid <= -1, libc::EPERM),
-                "raw, {case}"
-            );
-            let e = m
-                .core
-                .open(&session, harmless, V0, None, OpenFlags::default())
-                .unwrap();
+            for (attr, target, expected) in [
+                (harmless(), V0, 0),
+                (harmless(), OpenTarget::Vm, expect(paranoid <= 0, libc::EACCES)),
+                (hw(), V0, expect(paranoid <= 1, libc::EACCES)),
+                (raw, V0, expect(paranoid <= -1, libc::EPERM)),
+            ] {
+                assert_eq!(
+                    errno(&m, &session, attr, target, None),
+                    expected,
+                    "{target:?}, {case}"
+                );
+            }
+            let e = m.try_open(&session, harmless(), V0, None).unwrap();
             let mapped = e.map(1, true).map_or_else(|e| e.errno(), |_| 0);
             assert_eq!(mapped, expect(paranoid <= -1, libc::EPERM), "mlock, {case}");
         }
     }
 }
 
-#[test]
-fn other_users_need_the_admin_role() {
-    let m = TestCore::with(4, |c| c.owner_uid = 1000);
-    let _v = m.vcpu(0);
-    let attr = Attr {
-        exclude_host: true,
-        ..hw()
-    };
-    assert_eq!(
-        errno(&m, &m.core.session(1001, Role::Operator), attr.clone(), V0, None),
-        libc::EACCES
-    );
-    assert_eq!(
-        errno(&m, &m.core.session(1000, Role::Operator), attr.clone(), V0, None),
-        0
-    );
-    assert_eq!(errno(&m, &m.core.session(1001, Role::Admin), attr, V0, None), 0);
-}
-
 /// A user without access to single vCPUs has no access to the VM as a whole.
 #[test]
-fn vm_events_need_the_same_permissions_as_vcpu_events() {
-    let m = TestCore::with(4, |c| {
-        c.owner_uid = 1000;
-        c.paranoid = -1;
-    });
-    let _v = m.vcpu(0);
-    for inherit in [false, true] {
-        let attr = Attr { inherit, ..hw() };
-        let open = |uid, role| errno(&m, &m.core.session(uid, role), attr.clone(), OpenTarget::Vm, None);
-        assert_eq!(open(1001, Role::Operator), libc::EACCES);
-        assert_eq!(open(1000, Role::Operator), 0);
-        assert_eq!(open(1001, Role::Admin), 0);
+fn other_users_need_the_admin_role() {
+    for (paranoid, attr, target) in [
+        (1, harmless(), V0),
+        (-1, hw(), OpenTarget::Vm),
+        (-1, hw().with_inherit(), OpenTarget::Vm),
+    ] {
+        let m = TestCore::with(4, |c| (c.owner_uid, c.paranoid) = (1000, paranoid));
+        let _v = m.vcpu(0);
+        let open = |uid, role| errno(&m, &m.core.session(uid, role), attr.clone(), target, None);
+        assert_eq!(open(1001, Role::Operator), libc::EACCES, "{target:?}");
+        assert_eq!(open(1000, Role::Operator), 0, "{target:?}");
+        assert_eq!(open(1001, Role::Admin), 0, "{target:?}");
     }
 }
 
@@ -104,50 +78,21 @@ fn vm_events_need_the_same_permissions_as_vcpu_events() {
 fn conflicting_attributes_are_rejected() {
     let m = TestCore::new(4);
     let _v = m.vcpu(0);
-    let open = |attr| errno(&m, &m.admin, attr, V0, None);
-    assert_eq!(
-        open(Attr {
-            freq: true,
-            sample_period: 100_001,
-            ..hw()
-        }),
-        libc::EINVAL,
-        "above the rate limit"
-    );
-    assert_eq!(
-        open(Attr {
-            freq: true,
-            sample_period: 100_000,
-            ..hw()
-        }),
-        0
-    );
-    assert_eq!(
-        open(Attr {
-            sample_period: 1 << 63,
-            ..hw()
-        }),
-        libc::EINVAL
-    );
-    let reads = Attr {
-        sample_type: SampleType::READ,
-        read_format: ReadFormat::GROUP,
-        ..hw()
-    };
-    assert_eq!(
-        open(Attr {
-            inherit: true,
-            ..reads.clone()
-        }),
-        libc::EINVAL
-    );
-    assert_eq!(open(reads), 0);
-    assert_eq!(open(Attr::counting(EventType(77), 0)), libc::EINVAL, "no driver");
-    assert_eq!(
-        open(Attr { config: 0, ..hw() }),
-        libc::ENOENT,
-        "the driver knows no such event"
-    );
+    let reads = sim(0)
+        .with_sample_type(SampleType::READ)
+        .with_read_format(ReadFormat::GROUP);
+    for (attr, expected) in [
+        (sim(100_001).with_freq(), libc::EINVAL),
+        (sim(100_000).with_freq(), 0),
+        (sim(1 << 63), libc::EINVAL),
+        (reads.clone().with_inherit(), libc::EINVAL),
+        (reads, 0),
+        // No driver, and a driver that does not know the event.
+        (Attr::counting(EventType(77), 0), libc::EINVAL),
+        (Attr::counting(EventType::SIM, 0), libc::ENOENT),
+    ] {
+        assert_eq!(errno(&m, &m.admin, attr.clone(), V0, None), expected, "{attr:?}");
+    }
     assert_eq!(
         errno(&m, &m.admin, hw(), OpenTarget::Vcpu(VcpuId(5)), None),
         libc::ESRCH
@@ -164,26 +109,8 @@ fn invalid_groups_are_rejected() {
     let member = m.open_vcpu(hw(), Some(&leader));
     let join = |attr, group: &Handle| errno(&m, &m.admin, attr, V0, Some(group));
     assert_eq!(join(hw(), &member), libc::EINVAL, "not a leader");
-    assert_eq!(
-        join(
-            Attr {
-                pinned: true,
-                ..soft()
-            },
-            &leader
-        ),
-        libc::EINVAL
-    );
-    assert_eq!(
-        join(
-            Attr {
-                exclusive: true,
-                ..soft()
-            },
-            &leader
-        ),
-        libc::EINVAL
-    );
+    assert_eq!(join(soft().with_pinned(), &leader), libc::EINVAL);
+    assert_eq!(join(soft().with_exclusive(), &leader), libc::EINVAL);
     assert_eq!(
         errno(&m, &m.admin, hw(), OpenTarget::Vcpu(VcpuId(1)), Some(&leader)),
         libc::EINVAL,
@@ -216,25 +143,24 @@ fn errors_describe_the_problem() {
     let m = TestCore::new(1);
     let _v = m.vcpu(0);
     let error = m
-        .core
-        .open(
-            &m.admin,
-            hw(),
-            OpenTarget::Vcpu(VcpuId(9)),
-            None,
-            OpenFlags::default(),
-        )
+        .try_open(&m.admin, hw(), OpenTarget::Vcpu(VcpuId(9)), None)
         .unwrap_err();
     assert_eq!(error.to_string(), "vCPU 9 not found");
     let leader = m.open_vcpu(hw(), None);
-    let error = m
-        .core
-        .open(&m.admin, hw(), V0, Some(&leader), OpenFlags::default())
-        .unwrap_err();
+    let error = m.try_open(&m.admin, hw(), V0, Some(&leader)).unwrap_err();
     assert_eq!(
         error.to_string(),
         "2 events of the group need counters of a kind of which the PMU has 1"
     );
+}
+
+/// An event that the next reset enables.
+fn late() -> Attr {
+    Attr {
+        disabled: true,
+        enable_on_exec: true,
+        ..hw()
+    }
 }
 
 #[test]
@@ -242,20 +168,8 @@ fn enable_on_exec_enables_once_and_siblings_too() {
     let m = TestCore::new(4);
     let v = m.vcpu(0);
     let leader = m.open_vcpu(hw(), None);
-    let late = Attr {
-        disabled: true,
-        enable_on_exec: true,
-        ..hw()
-    };
-    let sibling = m.open_vcpu(late.clone(), Some(&leader));
-    let wide = m.open(
-        Attr {
-            inherit: true,
-            ..late
-        },
-        OpenTarget::Vm,
-        None,
-    );
+    let sibling = m.open_vcpu(late(), Some(&leader));
+    let wide = m.open_vm(late().with_inherit());
     assert!(m.core.name_vcpu(VcpuId(0), "renamed"));
     assert_eq!(sibling.state(), EventState::Off, "a name is no reset");
     v.exec();
@@ -277,13 +191,7 @@ fn enable_on_exec_enables_once_and_siblings_too() {
 fn machine_reset_affects_present_and_future_vcpus() {
     let m = TestCore::new(4);
     let _v = m.vcpu(0);
-    let late = Attr {
-        disabled: true,
-        enable_on_exec: true,
-        inherit: true,
-        ..hw()
-    };
-    let wide = m.open(late, OpenTarget::Vm, None);
+    let wide = m.open_vm(late().with_inherit());
     m.run(0, 5);
     m.core.vm_reset();
     assert_eq!(wide.state(), EventState::Inactive, "enabled; its children count");
@@ -315,7 +223,7 @@ fn settings_take_numbers_in_their_range_and_gate_at_once() {
         assert_eq!(m.core.knob(knob), before);
     }
     let events: Vec<_> = (0..2).map(|_| m.open_vcpu(hw(), None)).collect();
-    let on = || events.iter().filter(|e| e.state() == EventState::Active).count();
+    let on = || active(&events);
     assert_eq!(on(), 2);
     m.core.set_knob(Knob::ReservedSlots, "1\n").unwrap();
     assert_eq!((m.core.knob(Knob::ReservedSlots).as_str(), on()), ("1\n", 1));
@@ -324,20 +232,8 @@ fn settings_take_numbers_in_their_range_and_gate_at_once() {
     m.core.set_knob(Knob::Overcommit, "0").unwrap();
     assert_eq!(errno(&m, &m.admin, hw(), V0, None), libc::EBUSY);
     m.core.set_knob(Knob::SampleRateHz, "50").unwrap();
-    assert_eq!(
-        errno(
-            &m,
-            &m.admin,
-            Attr {
-                freq: true,
-                sample_period: 51,
-                ..soft()
-            },
-            V0,
-            None
-        ),
-        libc::EINVAL
-    );
+    let fast = Attr::sampling(SOFT, 1, 51).with_freq();
+    assert_eq!(errno(&m, &m.admin, fast, V0, None), libc::EINVAL);
     let user = m.core.session(0, Role::Operator);
     assert_eq!(errno(&m, &user, soft(), V0, None), 0);
     m.core.set_knob(Knob::Paranoid, "2").unwrap();
@@ -363,13 +259,10 @@ fn open_flags_that_are_not_known_are_refused() {
 fn output_flag_redirects_group_member_or_leaves_no_event() {
     let m = TestCore::new(4);
     let v = m.vcpu(0);
+    let sampling = || sim(5).with_sample_type(SampleType::IP);
     let flags = OpenFlags {
         output: true,
         ..OpenFlags::default()
-    };
-    let sampling = || Attr {
-        sample_type: SampleType::IP,
-        ..Attr::sampling(EventType::SIM, 1, 5)
     };
     let leader = m.open_vcpu(hw(), None);
     let ring = leader.map(1, true).unwrap();
@@ -382,15 +275,8 @@ fn output_flag_redirects_group_member_or_leaves_no_event() {
     assert_eq!(v.service_overflows(&mut UnavailableRegs, &mut |_| {}), 1);
     assert_eq!(ring.published(), 16, "one sample with its header");
     // An event that writes to another event's ring is not a valid target.
-    let alone = OpenFlags {
-        no_group: true,
-        ..flags
-    };
-    let error = m
-        .core
-        .open(&m.admin, sampling(), V0, Some(&member), alone)
-        .unwrap_err();
-    assert_eq!(error.errno(), libc::EINVAL);
+    let refused = m.open_redirected(sampling(), &member).unwrap_err();
+    assert_eq!(refused.errno(), libc::EINVAL);
     assert_eq!(v.stats().events, 2);
     drop((leader, member, ring));
     assert_eq!((v.stats().events, m.core.ring_pages(0)), (0, 0));

@@ -48,10 +48,7 @@ fn cpus_clock_is_counted_and_sampled() {
     let cpu = core.add_cpu(0).unwrap();
     let session = core.session(0, Role::Admin);
     let sample_type = SampleType::TID | SampleType::CPU | SampleType::PERIOD;
-    let attr = Attr {
-        sample_type,
-        ..Attr::sampling(EventType::SOFTWARE, CPU_CLOCK, 1_000_000)
-    };
+    let attr = Attr::sampling(EventType::SOFTWARE, CPU_CLOCK, 1_000_000).with_sample_type(sample_type);
     let before = Instant::now();
     let Some(clock) = open(&core, &session, attr, &cpu) else {
         return;
@@ -70,10 +67,7 @@ fn cpus_clock_is_counted_and_sampled() {
     assert!(reading.value + slack_ns >= least_ns, "{reading:?}, {least_ns} ns");
     assert!(reading.value <= most_ns + slack_ns, "{reading:?}, {most_ns} ns");
     assert_eq!(reading.time_enabled_ns, reading.time_running_ns);
-    let format = RecordFormat {
-        sample_type,
-        ..RecordFormat::default()
-    };
+    let format = RecordFormat::of_samples(sample_type);
     let (mut samples, mut stand_for_ns) = (0, 0);
     while let Some(raw) = ring.next_record().unwrap() {
         if let Record::Sample(sample) = Record::decode(raw, format).unwrap() {
@@ -92,10 +86,7 @@ fn cpus_clock_is_counted_and_sampled() {
 fn vm_wide_events_do_not_count_on_a_cpu() {
     let core = core();
     let session = core.session(0, Role::Admin);
-    let attr = Attr {
-        inherit: true,
-        ..Attr::counting(EventType::SIM, 1)
-    };
+    let attr = Attr::counting(EventType::SIM, 1).with_inherit();
     core.add_vcpu(VcpuId(0), 1).unwrap();
     core.add_cpu(1).unwrap();
     let open = |attr| core.open(&session, attr, OpenTarget::Vm, None, OpenFlags::default());

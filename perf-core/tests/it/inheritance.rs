@@ -5,10 +5,13 @@ use perf_core::*;
 use crate::common::test_core::*;
 
 fn wide() -> Attr {
-    Attr {
-        inherit: true,
-        ..hw()
-    }
+    hw().with_inherit()
+}
+
+/// Returns the vCPUs of `event` and their counts.
+fn counts(event: &Handle) -> Vec<(u32, u64)> {
+    let parts = event.read_by_vcpu().unwrap();
+    parts.iter().map(|p| (p.vcpu.0, p.reading.value)).collect()
 }
 
 /// A reset clears counts and leaves times, so the contributions of the vCPUs still add up.
@@ -16,7 +19,7 @@ fn wide() -> Attr {
 fn reset_family_keeps_times_of_exited_children() {
     let m = TestCore::new(4);
     let (_v0, _v1) = (m.vcpu(0), m.vcpu(1));
-    let e = m.open(wide(), OpenTarget::Vm, None);
+    let e = m.open_vm(wide());
     m.run(0, 1000);
     m.core.remove_vcpu(VcpuId(1)).unwrap();
     e.reset(ControlScope::Event).unwrap();
@@ -24,8 +27,7 @@ fn reset_family_keeps_times_of_exited_children() {
     let whole = e.read().unwrap();
     assert_eq!((whole.value, whole.time_enabled_ns), (500, 2500));
     let parts = e.read_by_vcpu().unwrap();
-    let vcpus: Vec<_> = parts.iter().map(|p| (p.vcpu.0, p.reading.value)).collect();
-    assert_eq!(vcpus, [(0, 500), (1, 0)]);
+    assert_eq!(counts(&e), [(0, 500), (1, 0)]);
     let sum = |part: fn(&Reading) -> u64| parts.iter().map(|p| part(&p.reading)).sum::<u64>();
     assert_eq!(sum(|r| r.time_enabled_ns), whole.time_enabled_ns);
     assert_eq!(sum(|r| r.time_running_ns), whole.time_running_ns);
@@ -40,7 +42,7 @@ fn reset_family_keeps_times_of_exited_children() {
 #[test]
 fn readings_by_vcpu_are_merged_and_ordered() {
     let m = TestCore::new(4);
-    let e = m.open(wide(), OpenTarget::Vm, None);
+    let e = m.open_vm(wide());
     for n in [3, 1, 2, 1, 3] {
         let _vcpu = m.vcpu(n);
         m.run(n, u64::from(n));
@@ -50,9 +52,7 @@ fn readings_by_vcpu_are_merged_and_ordered() {
     }
     let _again = m.vcpu(1);
     m.run(1, 10);
-    let parts = e.read_by_vcpu().unwrap();
-    let parts: Vec<_> = parts.iter().map(|p| (p.vcpu.0, p.reading.value)).collect();
-    assert_eq!(parts, [(1, 12), (2, 2), (3, 6)]);
+    assert_eq!(counts(&e), [(1, 12), (2, 2), (3, 6)]);
 }
 
 /// A VM-wide event does not count what other threads of the VMM do, whether they were added before
@@ -61,9 +61,9 @@ fn readings_by_vcpu_are_merged_and_ordered() {
 fn vm_wide_events_do_not_count_plain_threads() {
     let m = TestCore::new(4);
     let before = m.core.add_thread(1).unwrap();
-    let counted = m.open(wide(), OpenTarget::Vm, None);
-    let exits = Attr::counting(EventType::VMM, SoftwareEventId::Exits as u64);
-    let raised = m.open(exits.clone(), OpenTarget::Vm, None);
+    let counted = m.open_vm(wide());
+    let exits = vmm(SoftwareEventId::Exits);
+    let raised = m.open_vm(exits.clone());
     let after = m.core.add_thread(2).unwrap();
     let _vcpu = m.vcpu(0);
     m.run(0, 1);
@@ -101,25 +101,20 @@ fn groups_are_inherited_whole_and_read_as_sums() {
     let m = TestCore::new(4);
     let v0 = m.vcpu(0);
     let format = ReadFormat::GROUP | ReadFormat::ID;
-    let leader = m.open(
-        Attr {
-            read_format: format,
-            ..wide()
-        },
-        OpenTarget::Vm,
-        None,
-    );
+    let leader = m.open_vm(wide().with_read_format(format));
     // The leader's `inherit` flag decides, not the member's.
     let twice = m.open(Attr { config: 2, ..hw() }, OpenTarget::Vm, Some(&leader));
     let v1 = m.vcpu(1);
     assert_eq!((v0.stats().events, v1.stats().events), (2, 2));
     m.run(0, 10);
     m.run(1, 7);
-    let r = twice.read_group().unwrap();
-    assert_eq!(
-        r.iter().map(|r| (r.id, r.value)).collect::<Vec<_>>(),
-        [(leader.id(), 17), (twice.id(), 34)]
-    );
+    let r: Vec<_> = twice
+        .read_group()
+        .unwrap()
+        .iter()
+        .map(|r| (r.id, r.value))
+        .collect();
+    assert_eq!(r, [(leader.id(), 17), (twice.id(), 34)]);
     m.core.remove_vcpu(VcpuId(0)).unwrap();
     leader.disable(ControlScope::Group).unwrap();
     m.run(1, 1000);
@@ -127,17 +122,13 @@ fn groups_are_inherited_whole_and_read_as_sums() {
     assert_eq!((r[0].value, r[1].value), (17, 34));
     let mut buf = [0; 40];
     assert_eq!(leader.read_bytes(&mut buf).unwrap(), 40);
-    assert_eq!(
-        u64::from_ne_bytes(buf[..8].try_into().unwrap()),
-        2,
-        "number of members first"
-    );
+    assert_eq!(buf[..8], 2u64.to_ne_bytes(), "number of members first");
 }
 
 #[test]
 fn failed_hot_add_leaves_nothing_behind() {
     let m = TestCore::new(4);
-    let ok = m.open(wide(), OpenTarget::Vm, None);
+    let ok = m.open_vm(wide());
     // The event does not exist, but without a vCPU this is not detected.
     let _bad = m.open(Attr { config: 0, ..wide() }, OpenTarget::Vm, None);
     let error = m.core.add_vcpu(VcpuId(0), 1).unwrap_err();
@@ -162,11 +153,7 @@ fn p41_a_handle_outlives_its_vcpu_and_keeps_the_last_value() {
     m.run(0, 5);
     assert_eq!(e.read().unwrap(), last, "nothing goes on on a vCPU that is gone");
     assert!(e.poll().contains(PollState::HUP));
-    let target = OpenTarget::Vcpu(VcpuId(0));
-    let error = m
-        .core
-        .open(&m.admin, hw(), target, None, OpenFlags::default())
-        .unwrap_err();
+    let error = m.try_open(&m.admin, hw(), V0, None).unwrap_err();
     assert_eq!(error.errno(), libc::ESRCH);
     assert_eq!(m.core.remove_vcpu(VcpuId(0)).unwrap_err().errno(), libc::ESRCH);
 }
@@ -177,24 +164,15 @@ fn p40_a_package_count_is_returned_unmodified_and_never_multiplied() {
     for n in 0..3 {
         m.vcpu(n);
     }
-    let e = m.open(
-        Attr {
-            config: PACKAGE,
-            ..wide()
-        },
-        OpenTarget::Vm,
-        None,
-    );
-    assert_eq!(
-        e.children(),
-        0,
-        "one event, or three vCPUs would count the package three times"
-    );
+    let package = Attr::counting(EventType::SIM, PACKAGE);
+    let e = m.open_vm(package.clone().with_inherit());
+    // Three vCPUs would count the package three times.
+    assert_eq!(e.children(), 0);
     *m.hw.package.lock().unwrap() = 1234;
     *m.hw.package_age_ns.lock().unwrap() = 77;
     assert_eq!(e.read().unwrap().value, 1234);
     assert_eq!(e.count_age_ns().unwrap(), Some(77), "and says how old it is");
-    let fresh = m.open(Attr { config: 3, ..wide() }, OpenTarget::Vm, None);
+    let fresh = m.open_vm(Attr { config: 3, ..wide() });
     assert_eq!(fresh.count_age_ns().unwrap(), None);
     m.vcpu(3);
     m.run(0, 50);
@@ -202,14 +180,7 @@ fn p40_a_package_count_is_returned_unmodified_and_never_multiplied() {
     assert_eq!(e.read().unwrap().value, 1234);
     m.core.remove_vcpu(VcpuId(0)).unwrap();
     assert_eq!(e.read().unwrap().value, 1234);
-    let on_vcpu = m.open(
-        Attr {
-            config: PACKAGE,
-            ..hw()
-        },
-        OpenTarget::Vcpu(VcpuId(1)),
-        None,
-    );
+    let on_vcpu = m.open(package, OpenTarget::Vcpu(VcpuId(1)), None);
     assert_eq!(on_vcpu.read().unwrap().value, 1234);
 }
 
@@ -219,10 +190,7 @@ fn closing_session_closes_only_its_events() {
     let v = m.vcpu(0);
     let mine = m.open_vcpu(hw(), None);
     let other = m.core.session(0, Role::Admin);
-    let theirs = m
-        .core
-        .open(&other, wide(), OpenTarget::Vm, None, OpenFlags::default())
-        .unwrap();
+    let theirs = m.try_open(&other, wide(), OpenTarget::Vm, None).unwrap();
     other.disable_all();
     m.run(0, 3);
     other.enable_all();
@@ -239,7 +207,7 @@ fn closing_session_closes_only_its_events() {
 fn p14_concurrent_readers_see_a_monotonic_sum() {
     use std::sync::atomic::{AtomicBool, Ordering};
     let m = TestCore::new(4);
-    let e = m.open(wide(), OpenTarget::Vm, None);
+    let e = m.open_vm(wide());
     let done = AtomicBool::new(false);
     std::thread::scope(|s| {
         for _ in 0..2 {
@@ -279,9 +247,8 @@ fn p14_concurrent_readers_see_a_monotonic_sum() {
 fn family_waiting_on_one_vcpu_has_no_estimate() {
     let m = TestCore::new(1);
     let (_v0, _v1) = (m.vcpu(0), m.vcpu(1));
-    let pinned = Attr { pinned: true, ..hw() };
-    let rival = m.open(pinned, OpenTarget::Vcpu(VcpuId(1)), None);
-    let e = m.open(wide(), OpenTarget::Vm, None);
+    let rival = m.open(hw().with_pinned(), OpenTarget::Vcpu(VcpuId(1)), None);
+    let e = m.open_vm(wide());
     m.run(0, 5);
     m.run(1, 7);
     assert_eq!(rival.read().unwrap().value, 7);
@@ -301,19 +268,15 @@ fn family_waiting_on_one_vcpu_has_no_estimate() {
 #[test]
 fn hot_add_applies_open_checks() {
     let errno = |m: &TestCore, leader: Option<&Handle>| {
-        m.core
-            .open(&m.admin, wide(), OpenTarget::Vm, leader, OpenFlags::default())
-            .map_err(|e| e.errno())
+        let opened = m.try_open(&m.admin, wide(), OpenTarget::Vm, leader);
+        opened.map_err(|e| e.errno())
     };
     // No vCPU exists yet.
     let m = TestCore::new(2);
     let leader = errno(&m, None).unwrap();
     let _second = errno(&m, Some(&leader)).unwrap();
-    assert_eq!(
-        errno(&m, Some(&leader)).unwrap_err(),
-        libc::EINVAL,
-        "3 on 2 slots"
-    );
+    let third = errno(&m, Some(&leader)).unwrap_err();
+    assert_eq!(third, libc::EINVAL, "3 on 2 slots");
     let _alone = errno(&m, None).unwrap();
     assert_eq!(m.vcpu(0).stats().events, 3);
 
@@ -340,23 +303,18 @@ fn failed_fan_out_leaves_no_event() {
     let m = TestCore::with(1, |c| c.share = SharePolicy::Strict);
     let (v0, v1) = (m.vcpu(0), m.vcpu(1));
     let own = m.open(hw(), OpenTarget::Vcpu(VcpuId(1)), None);
-    let before = (v0.stats(), v1.stats(), m.core.vm_stats(), m.hw.starts());
-    let refused = m
-        .core
-        .open(&m.admin, wide(), OpenTarget::Vm, None, OpenFlags::default())
-        .unwrap_err();
+    let stats = || (v0.stats(), v1.stats(), m.core.vm_stats());
+    let before = stats();
+    let refused = m.try_open(&m.admin, wide(), OpenTarget::Vm, None).unwrap_err();
     assert!(
         matches!(refused, OpenError::Overcommitted { vcpu: VcpuId(1), .. }),
         "{refused}"
     );
-    assert_eq!(
-        (v0.stats(), v1.stats(), m.core.vm_stats()),
-        (before.0, before.1, before.2)
-    );
+    assert_eq!(stats(), before);
     assert_eq!((m.hw.on(0), m.hw.on(1)), (0, 1));
     // The freed slots can be used on both vCPUs.
     own.close();
-    let e = m.open(wide(), OpenTarget::Vm, None);
+    let e = m.open_vm(wide());
     m.run(0, 3);
     m.run(1, 4);
     assert_eq!((e.children(), e.read().unwrap().value), (2, 7));

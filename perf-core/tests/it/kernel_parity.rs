@@ -192,14 +192,8 @@ fn attribute_errors_match_kernel() {
     let attrs = [
         sampling(1 << 63),
         sampling((1 << 63) - 1),
-        Attr {
-            freq: true,
-            ..sampling(1 << 40)
-        },
-        Attr {
-            freq: true,
-            ..sampling(100)
-        },
+        sampling(1 << 40).with_freq(),
+        sampling(100).with_freq(),
         counting(1 << 40),
     ];
     for attr in attrs {
@@ -261,14 +255,8 @@ fn group_and_ioctl_errors_match_kernel() {
     let handle = ours.open(&plain, None).unwrap();
     let kernel_member = kernel_open(&plain, Some(&kernel)).unwrap();
     let member = ours.open(&plain, Some(&handle)).unwrap();
-    let pinned = Attr {
-        pinned: true,
-        ..plain.clone()
-    };
-    let exclusive = Attr {
-        exclusive: true,
-        ..plain.clone()
-    };
+    let pinned = plain.clone().with_pinned();
+    let exclusive = plain.clone().with_exclusive();
     for (attr, kernel_group, group) in [
         (&plain, &kernel_member, &member),
         (&pinned, &kernel, &handle),
@@ -285,14 +273,8 @@ fn group_and_ioctl_errors_match_kernel() {
     let attrs = [
         plain.clone(),
         sampling(100),
-        Attr {
-            freq: true,
-            ..sampling(100)
-        },
-        Attr {
-            inherit: true,
-            ..sampling(100)
-        },
+        sampling(100).with_freq(),
+        sampling(100).with_inherit(),
     ];
     for attr in attrs {
         let (kernel, handle) = (kernel_open(&attr, None).unwrap(), ours.open(&attr, None).unwrap());
@@ -357,21 +339,11 @@ fn read_layouts_match_kernel() {
     // Linux 6.0 added the last one.
     let known = (0..5).rev().map(|bit| 1 << bit).find(|bit| {
         let read_format = ReadFormat::from_bits_truncate(*bit);
-        kernel_open(
-            &Attr {
-                read_format,
-                ..counting(DUMMY)
-            },
-            None,
-        )
-        .is_ok()
+        kernel_open(&counting(DUMMY).with_read_format(read_format), None).is_ok()
     });
     for bits in 0..2 * known.unwrap() {
         for members in 1..4 {
-            let attr = Attr {
-                read_format: ReadFormat::from_bits_truncate(bits),
-                ..counting(DUMMY)
-            };
+            let attr = counting(DUMMY).with_read_format(ReadFormat::from_bits_truncate(bits));
             let mut kernel = vec![kernel_open(&attr, None).unwrap()];
             let mut handles = vec![ours.open(&attr, None).unwrap()];
             for _ in 1..members {

@@ -73,11 +73,7 @@ macro_rules! guest_or_skip {
 }
 
 fn attr(config: u64) -> Attr {
-    Attr {
-        ty: EventType::KVM,
-        config,
-        ..Attr::default()
-    }
+    Attr::counting(EventType::KVM, config)
 }
 
 fn on(vcpu: u32) -> PmuTarget {

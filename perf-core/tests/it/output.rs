@@ -3,8 +3,8 @@
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
-use perf_core::record::{MappingName, Record, RecordFormat};
-use perf_core::ring::{Ring, RingReader};
+use perf_core::record::{MappingName, Record};
+use perf_core::ring::{PageCounter, Ring, RingMode, RingReader};
 use perf_core::*;
 use proptest::prelude::*;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
@@ -34,12 +34,9 @@ impl SampleRegs for Regs {
 
 /// Returns the unread records of `ring` as text.
 fn records(ring: &Ring, attr: &Attr) -> Vec<String> {
-    let format = RecordFormat::from(attr);
-    let mut reader = RingReader::map(ring.memfd()).unwrap();
     let mut out = Vec::new();
-    while let Some(raw) = reader.next_record().unwrap() {
-        out.push(match Record::decode(raw, format).unwrap() {
-            Record::Sample(s) => format!(
+    for_each_record(&mut RingReader::map(ring.memfd()).unwrap(), attr, |record| {
+        out.push(match record {Record::Sample(s) => format!(
                 "sample {:?} ip={:x} pid={} tid={} t={} addr={:x} cpu={} period={} chain={:?} raw={:?} read={:?}",
                 s.misc.cpu_mode(),
                 s.ip,
@@ -64,17 +61,19 @@ fn records(ring: &Ring, attr: &Attr) -> Vec<String> {
                 r.values.entries.iter().map(|e| e.value).collect::<Vec<_>>()
             ),
             Record::Lost(l) => format!("lost {}", l.lost),
-            other => format!("{other:?}"),
+                        other => format!("{other:?}"),
         });
-    }
+    });
     out
 }
 
+/// Returns the first words of `records`.
+fn kinds(records: &[String]) -> Vec<&str> {
+    records.iter().map(|r| r.split(' ').next().unwrap()).collect()
+}
+
 fn sampling(period: u64) -> Attr {
-    Attr {
-        sample_type: SampleType::IP | SampleType::TID,
-        ..Attr::sampling(EventType::SIM, 1, period)
-    }
+    sim(period).with_sample_type(SampleType::IP | SampleType::TID)
 }
 
 fn overflow(m: &TestCore, v: &VcpuContext, n: u64) {
@@ -87,11 +86,9 @@ fn sample_contains_the_requested_fields() {
     let m = TestCore::with(4, |c| c.pid = 77);
     let v = m.core.add_vcpu_recorded_as(VcpuId(3), 1003, 4003).unwrap();
     v.sched_in();
-    let attr = Attr {
-        sample_type: SampleType::all(),
-        read_format: ReadFormat::GROUP | ReadFormat::ID,
-        ..Attr::sampling(EventType::SIM, 1, 10)
-    };
+    let attr = sim(10)
+        .with_sample_type(SampleType::all())
+        .with_read_format(ReadFormat::GROUP | ReadFormat::ID);
     let e = m.open(attr.clone(), OpenTarget::Vcpu(VcpuId(3)), None);
     let _sibling = m.open(Attr { config: 2, ..hw() }, OpenTarget::Vcpu(VcpuId(3)), Some(&e));
     let ring = e.map(8, true).unwrap();
@@ -113,27 +110,17 @@ fn sample_contains_the_requested_fields() {
 fn children_write_to_their_parents_ring() {
     let m = TestCore::new(4);
     let v0 = m.vcpu(0);
-    let attr = Attr {
-        inherit: true,
-        sample_type: SampleType::TID | SampleType::ID | SampleType::STREAM_ID,
-        ..sampling(5)
-    };
-    let e = m.open(attr.clone(), OpenTarget::Vm, None);
+    let attr = sampling(5)
+        .with_inherit()
+        .with_sample_type(SampleType::TID | SampleType::ID | SampleType::STREAM_ID);
+    let e = m.open_vm(attr.clone());
     let ring = e.map(4, true).unwrap();
     let v1 = m.vcpu(1);
     overflow(&m, &v0, 5);
     overflow(&m, &v1, 5);
-    let mut reader = RingReader::map(ring.memfd()).unwrap();
-    let format = RecordFormat::from(&attr);
-    let (mut tids, mut own_ids) = (Vec::new(), Vec::new());
-    while let Some(raw) = reader.next_record().unwrap() {
-        let Record::Sample(s) = Record::decode(raw, format).unwrap() else {
-            panic!()
-        };
-        assert_eq!(s.id, e.id());
-        tids.push(s.tid);
-        own_ids.push(s.stream_id);
-    }
+    let samples = map_samples(&ring, &attr, |s| (s.id, s.tid, s.stream_id));
+    assert!(samples.iter().all(|(id, ..)| *id == e.id()));
+    let (tids, mut own_ids): (Vec<_>, Vec<_>) = samples.iter().map(|s| (s.1, s.2)).unzip();
     assert_eq!(tids, [1000, 1001]);
     own_ids.extend([0, e.id()]);
     own_ids.sort_unstable();
@@ -152,7 +139,7 @@ fn p39_exit_comes_after_the_last_sample_and_reads_follow_it() {
         mmap: true,
         ..sampling(5)
     };
-    let e = m.open(attr.clone(), OpenTarget::Vm, None);
+    let e = m.open_vm(attr.clone());
     let ring = e.map(8, true).unwrap();
     let v = m.vcpu(0);
     m.core.mmap_record(&GuestMapping {
@@ -168,12 +155,8 @@ fn p39_exit_comes_after_the_last_sample_and_reads_follow_it() {
     m.core.remove_vcpu(VcpuId(0)).unwrap();
     v.service_overflows(&mut Regs, &mut |_| {});
     let seen = records(&ring, &attr);
-    let kinds: Vec<_> = seen.iter().map(|r| r.split(' ').next().unwrap()).collect();
-    assert_eq!(
-        kinds,
-        ["fork", "comm", "mmap", "comm", "sample", "exit", "read"],
-        "{seen:?}"
-    );
+    let expected = ["fork", "comm", "mmap", "comm", "sample", "exit", "read"];
+    assert_eq!(kinds(&seen), expected, "{seen:?}");
     assert_eq!(seen[3], "comm 1000 a name that is ");
     assert_eq!(seen[6], "read 1000 [7]");
     e.disable(ControlScope::Event).unwrap();
@@ -198,8 +181,7 @@ fn p39_an_overflow_not_served_when_a_vcpu_is_removed_is_lost() {
     m.core.remove_vcpu(VcpuId(0)).unwrap();
     let served = v.service_overflows(&mut Regs, &mut |_| {});
     let seen = records(&ring, &attr);
-    let kinds: Vec<_> = seen.iter().map(|r| r.split(' ').next().unwrap()).collect();
-    assert_eq!((served, kinds), (0, vec!["sample", "lost", "exit"]));
+    assert_eq!((served, kinds(&seen)), (0, vec!["sample", "lost", "exit"]));
     assert_eq!(event.read().unwrap().value, 10);
 }
 
@@ -210,28 +192,13 @@ fn p36_redirections_form_no_chains_and_can_be_undone() {
     let target = m.open_vcpu(sampling(1000), None);
     let source = m.open_vcpu(sampling(5), None);
     let third = m.open_vcpu(sampling(1000), None);
-    let errno = |r: Result<(), ControlError>| r.unwrap_err().errno();
-    assert_eq!(
-        errno(source.set_output(Some(&source))),
-        libc::EINVAL,
-        "not itself"
-    );
+    let errno = |from: &Handle, to| from.set_output(Some(to)).unwrap_err().errno();
+    assert_eq!(errno(&source, &source), libc::EINVAL, "not itself");
     source.set_output(Some(&target)).unwrap();
-    assert_eq!(
-        errno(third.set_output(Some(&source))),
-        libc::EINVAL,
-        "the target is redirected"
-    );
-    assert_eq!(
-        errno(target.set_output(Some(&third))),
-        libc::EINVAL,
-        "others write to it"
-    );
-    assert_eq!(
-        source.map(1, true).unwrap_err().errno(),
-        libc::EINVAL,
-        "redirected events have no ring"
-    );
+    assert_eq!(errno(&third, &source), libc::EINVAL, "the target is redirected");
+    assert_eq!(errno(&target, &third), libc::EINVAL, "others write to it");
+    let refused = source.map(1, true).unwrap_err();
+    assert_eq!(refused.errno(), libc::EINVAL, "redirected events have no ring");
     // The ring may be mapped later.
     let ring = target.map(1, true).unwrap();
     overflow(&m, &v, 5);
@@ -239,29 +206,11 @@ fn p36_redirections_form_no_chains_and_can_be_undone() {
     source.set_output(None).unwrap();
     overflow(&m, &v, 5);
     assert_eq!(records(&ring, &sampling(5)).len(), 0);
-    assert_eq!(
-        errno(target.set_output(Some(&third))),
-        libc::EINVAL,
-        "it has a ring of its own"
-    );
+    assert_eq!(errno(&target, &third), libc::EINVAL, "it has a ring of its own");
     third.close();
-    assert_eq!(errno(source.set_output(Some(&third))), libc::EBADF);
+    assert_eq!(errno(&source, &third), libc::EBADF);
     // The output flag at open; the ring outlives its event while others write to it.
-    let flags = OpenFlags {
-        output: true,
-        no_group: true,
-        ..OpenFlags::default()
-    };
-    let late = m
-        .core
-        .open(
-            &m.admin,
-            sampling(5),
-            OpenTarget::Vcpu(VcpuId(0)),
-            Some(&target),
-            flags,
-        )
-        .unwrap();
+    let late = m.open_redirected(sampling(5), &target).unwrap();
     drop(target);
     overflow(&m, &v, 5);
     assert_eq!(records(&ring, &sampling(5)).len(), 1);
@@ -288,17 +237,7 @@ fn p36_event_keeps_writing_to_ring_of_closed_event() {
         libc::EINVAL,
         "a chain"
     );
-    let flags = OpenFlags {
-        output: true,
-        no_group: true,
-        ..OpenFlags::default()
-    };
-    let place = OpenTarget::Vcpu(VcpuId(0));
-    assert!(
-        m.core
-            .open(&m.admin, sampling(5), place, Some(&source), flags)
-            .is_err()
-    );
+    assert!(m.open_redirected(sampling(5), &source).is_err());
     assert_eq!(source.map(1, true).unwrap_err().errno(), libc::EINVAL);
     overflow(&m, &v, 5);
     assert_eq!(records(&ring, &sampling(5)).len(), 1);
@@ -329,34 +268,23 @@ fn p35_ring_memory_is_charged_and_refunded_exactly() {
     });
     let _v = m.vcpu(0);
     let user = m.core.session(7, Role::Operator);
-    let open = || {
-        m.core
-            .open(
-                &user,
-                hw(),
-                OpenTarget::Vcpu(VcpuId(0)),
-                None,
-                OpenFlags::default(),
-            )
-            .unwrap()
-    };
-    let (a, b) = (open(), open());
+    let [a, b] = [(); 2].map(|()| m.try_open(&user, hw(), V0, None).unwrap());
     // Allowed: 4 pages for each of two CPUs and one more; the control page counts.
     a.map(4, true).unwrap();
     assert_eq!(m.core.ring_pages(7), 5);
     a.map(4, true).unwrap();
     assert_eq!(m.core.ring_pages(7), 5, "mapped again is the same memory");
     let again = a.map(4, false).unwrap();
-    assert_eq!(
-        again.mode(),
-        perf_core::ring::RingMode::Writable,
-        "the first mapping decides"
-    );
+    assert_eq!(again.mode(), RingMode::Writable, "the first mapping decides");
     assert!(a.unmap());
-    assert_eq!(a.map(2, true).unwrap_err().errno(), libc::EINVAL);
-    assert_eq!(b.map(4, true).unwrap_err().errno(), libc::EPERM);
-    assert_eq!(b.map(3, true).unwrap_err().errno(), libc::EINVAL);
-    assert_eq!(b.map(usize::MAX, true).unwrap_err().errno(), libc::EPERM);
+    for (event, pages, errno) in [
+        (&a, 2, libc::EINVAL),
+        (&b, 4, libc::EPERM),
+        (&b, 3, libc::EINVAL),
+        (&b, usize::MAX, libc::EPERM),
+    ] {
+        assert_eq!(event.map(pages, true).unwrap_err().errno(), errno, "{pages}");
+    }
     assert_eq!(m.core.ring_pages(7), 5, "failed mappings leave nothing behind");
     b.map(2, true).unwrap();
     assert_eq!(m.core.ring_pages(7), 8);
@@ -380,7 +308,7 @@ proptest! {
         let m = TestCore::with(1, |c| { c.mlock_kb = 32; c.host_cpus = 1; c.memlock_kb = 0; });
         let _v = m.vcpu(0);
         let user = m.core.session(0, Role::Operator);
-        let open = || m.core.open(&user, soft(), OpenTarget::Vcpu(VcpuId(0)), None, OpenFlags::default()).unwrap();
+        let open = || m.try_open(&user, soft(), V0, None).unwrap();
         let mut events: Vec<_> = (0..3).map(|_| open()).collect();
         // Pages and number of mappings of each event.
         let mut mapped = [(0u64, 0u32); 3];
@@ -418,10 +346,7 @@ fn ring_memory_is_charged_until_last_user_releases_it() {
     });
     let _v = m.vcpu(0);
     let user = m.core.session(7, Role::Operator);
-    let open = || {
-        let (target, flags) = (OpenTarget::Vcpu(VcpuId(0)), OpenFlags::default());
-        m.core.open(&user, hw(), target, None, flags).unwrap()
-    };
+    let open = || m.try_open(&user, hw(), V0, None).unwrap();
     for writable in [true, false] {
         let refused = |why: &str| {
             assert_eq!(open().map(4, writable).unwrap_err().errno(), libc::EPERM, "{why}");
@@ -459,32 +384,31 @@ fn ring_of_the_control_page_alone_shows_count_and_times() {
     let ring = e.map(0, true).unwrap();
     m.run(0, 42);
     v.sched_out();
-    let counter = RingReader::map(ring.memfd()).unwrap().counter().unwrap();
-    assert_eq!(
-        (
-            counter.index,
-            counter.offset,
-            counter.time_enabled_ns,
-            counter.time_running_ns
-        ),
-        (0, 42, 42, 42)
-    );
+    let counter = || RingReader::map(ring.memfd()).unwrap().counter().unwrap();
+    let expected = PageCounter {
+        index: 0,
+        offset: 42,
+        time_enabled_ns: 42,
+        time_running_ns: 42,
+    };
+    assert_eq!(counter(), expected);
     e.reset(ControlScope::Event).unwrap();
-    assert_eq!(
-        RingReader::map(ring.memfd()).unwrap().counter().unwrap().offset,
-        0
-    );
+    assert_eq!(counter().offset, 0);
+}
+
+/// Samples of which every `n`th wakes the reader.
+fn waking_after(n: u32) -> Attr {
+    Attr {
+        wakeup: attr::Wakeup::Events(n),
+        ..sampling(5)
+    }
 }
 
 #[test]
 fn poll_reports_hup_without_ring_and_in_with_samples() {
     let m = TestCore::new(4);
     let v = m.vcpu(0);
-    let attr = Attr {
-        wakeup: attr::Wakeup::Events(2),
-        ..sampling(5)
-    };
-    let e = m.open_vcpu(attr, None);
+    let e = m.open_vcpu(waking_after(2), None);
     assert_eq!(e.poll(), PollState::HUP);
     let _ring = e.map(1, true).unwrap();
     overflow(&m, &v, 5);
@@ -508,11 +432,7 @@ fn is_readable(fd: &OwnedFd) -> bool {
 fn poll_descriptor_belongs_to_caller() {
     let m = TestCore::new(4);
     let v = m.vcpu(0);
-    let attr = Attr {
-        wakeup: attr::Wakeup::Events(1),
-        ..sampling(5)
-    };
-    let e = m.open_vcpu(attr, None);
+    let e = m.open_vcpu(waking_after(1), None);
     let own = e.poll_fd().unwrap();
     assert!(!is_readable(&own));
     overflow(&m, &v, 5);
@@ -525,9 +445,7 @@ fn poll_descriptor_belongs_to_caller() {
     assert!(is_readable(&of_ring) && !is_readable(&own));
     drop((e, ring));
     // Newly opened files do not reuse the numbers.
-    let _others: Vec<_> = (0..8)
-        .map(|_| m.open_vcpu(sampling(5), None).map(1, true).unwrap())
-        .collect();
+    let _others = [(); 8].map(|()| m.open_vcpu(sampling(5), None).map(1, true).unwrap());
     assert!(is_readable(&of_ring) && !is_readable(&own));
 }
 
@@ -537,10 +455,7 @@ fn poll_descriptor_belongs_to_caller() {
 fn event_at_limit_hangs_up_only_its_own_ring() {
     let m = TestCore::new(4);
     let v = m.vcpu(0);
-    let limited = Attr {
-        disabled: true,
-        ..sampling(5)
-    };
+    let limited = sampling(5).with_disabled();
     let target = m.open_vcpu(sampling(1000), None);
     let shared = target.map(1, true).unwrap();
     let source = m.open_vcpu(limited.clone(), None);
@@ -564,28 +479,18 @@ fn paused_ring_reports_lost_records() {
     for writable in [true, false] {
         let m = TestCore::new(4);
         let v = m.vcpu(0);
-        let attr = Attr {
-            sample_type: SampleType::PERIOD,
-            ..Attr::sampling(EventType::SIM, 1, 10)
-        };
-        let event = m.open_vcpu(attr, None);
+        let event = m.open_vcpu(sim(10).with_sample_type(SampleType::PERIOD), None);
         assert_eq!(event.pause_output(true).unwrap_err().errno(), libc::EINVAL);
         let ring = event.map(1, writable).unwrap();
-        let overflow = |times: u32| {
-            for _ in 0..times {
-                m.run(0, 10);
-                v.service_overflows(&mut UnavailableRegs, &mut |_| {});
-            }
-        };
-        overflow(1);
+        overflow(&m, &v, 10);
         let before = ring.published();
         event.pause_output(true).unwrap();
-        overflow(3);
+        (0..3).for_each(|_| overflow(&m, &v, 10));
         assert_eq!((ring.published(), ring.pending_lost()), (before, 3));
         assert_eq!((v.stats().samples, v.stats().lost_samples), (1, 3));
         assert_eq!(event.read().unwrap().value, 40);
         event.pause_output(false).unwrap();
-        overflow(1);
+        overflow(&m, &v, 10);
         assert_eq!(ring.pending_lost(), 0, "the LOST record is written");
         // A LOST record of 24 bytes and a sample of 16 bytes.
         assert_eq!(ring.published() - before, 40);
@@ -597,23 +502,14 @@ fn paused_ring_reports_lost_records() {
 fn unknown_registers_yield_empty_fields() {
     let m = TestCore::new(4);
     let v = m.vcpu(0);
-    let attr = Attr {
-        sample_type: SampleType::ADDR | SampleType::CALLCHAIN | SampleType::RAW,
-        ..Attr::sampling(EventType::SIM, 1, 10)
-    };
+    let attr = sim(10).with_sample_type(SampleType::ADDR | SampleType::CALLCHAIN | SampleType::RAW);
     let event = m.open_vcpu(attr.clone(), None);
-    let mut reader = perf_core::ring::RingReader::of(event.map(1, true).unwrap());
+    let ring = event.map(1, true).unwrap();
     m.run(0, 10);
-    v.service_overflows(&mut UnavailableRegs, &mut |_| {});
-    let format = perf_core::record::RecordFormat::from(&attr);
-    let raw = reader.next_record().unwrap().expect("a sample");
-    let perf_core::record::Record::Sample(sample) = perf_core::record::Record::decode(raw, format).unwrap()
-    else {
-        panic!("no sample");
-    };
-    assert_eq!((sample.addr, sample.callchain.len()), (0, 0));
+    serve(&v);
+    let samples = map_samples(&ring, &attr, |s| (s.addr, s.callchain.len(), s.raw.to_vec()));
     // Four bytes of padding.
-    assert_eq!(sample.raw, [0; 4]);
+    assert_eq!(samples, [(0, 0, vec![0; 4])]);
 }
 
 /// An event of a random history, and its expected records.
@@ -632,11 +528,8 @@ struct TracedEvent {
 /// loses nothing.
 #[test]
 fn p36_every_lost_record_is_reported_under_redirection() {
-    let sampling = Attr {
-        sample_type: SampleType::IP | SampleType::STREAM_ID | SampleType::CALLCHAIN | SampleType::RAW,
-        ..Attr::sampling(EventType::SIM, 1, 5)
-    };
-    let format = RecordFormat::from(&sampling);
+    let sampling = sim(5)
+        .with_sample_type(SampleType::IP | SampleType::STREAM_ID | SampleType::CALLCHAIN | SampleType::RAW);
     let (mut lost_at_all, mut to_closed) = (0, 0);
     for seed in 0..200 {
         let mut random = fastrand::Rng::with_seed(seed);
@@ -662,7 +555,7 @@ fn p36_every_lost_record_is_reported_under_redirection() {
                         ..OpenFlags::default()
                     };
                     let to = flags.output.then_some(b);
-                    let place = OpenTarget::Vcpu(VcpuId(0));
+                    let place = V0;
                     let other = to.map(|to| &events[to].event);
                     let opened = m.core.open(&m.admin, sampling.clone(), place, other, flags);
                     let may = to.is_none_or(|to| !events[to].closed && events[to].redirect.is_none());
@@ -696,22 +589,20 @@ fn p36_every_lost_record_is_reported_under_redirection() {
                     let mapped = events[a].event.map(1, true);
                     assert_eq!(mapped.is_ok(), !events[a].closed && events[a].redirect.is_none());
                     if let Ok(ring) = mapped {
-                        let at = events[a].ring.map_or(rings.len(), |(ring, _)| ring);
+                        let (at, mappings) = events[a].ring.unwrap_or((rings.len(), 0));
                         if at == rings.len() {
                             let reader = RingReader::map(ring.memfd()).unwrap();
                             rings.push((ring, reader, 0));
                         }
-                        events[a].ring = Some((at, events[a].ring.map_or(1, |(_, n)| n + 1)));
+                        events[a].ring = Some((at, mappings + 1));
                     }
                 }
                 5 => {
                     let undone = events[a].event.unmap();
                     assert_eq!(undone, !events[a].closed && events[a].ring.is_some());
                     if undone {
-                        events[a].ring = events[a]
-                            .ring
-                            .filter(|(_, n)| *n > 1)
-                            .map(|(ring, n)| (ring, n - 1));
+                        let left = events[a].ring.map(|(ring, n)| (ring, n - 1));
+                        events[a].ring = left.filter(|(_, n)| *n > 0);
                     }
                 }
                 6 => {
@@ -720,20 +611,18 @@ fn p36_every_lost_record_is_reported_under_redirection() {
                 }
                 7 => {
                     for (ring, reader, owed) in &mut rings {
-                        while let Some(raw) = reader.next_record().unwrap() {
-                            match Record::decode(raw, format).unwrap() {
-                                Record::Sample(sample) => {
-                                    let from = events.iter_mut().find(|e| e.event.id() == sample.stream_id);
-                                    from.expect("an event of ours").missing -= 1;
-                                    *owed -= 1;
-                                }
-                                Record::Lost(lost) => {
-                                    lost_at_all += lost.lost;
-                                    *owed -= lost.lost;
-                                }
-                                other => panic!("{other:?}"),
+                        for_each_record(reader, &sampling, |record| match record {
+                            Record::Sample(sample) => {
+                                let from = events.iter_mut().find(|e| e.event.id() == sample.stream_id);
+                                from.expect("an event of ours").missing -= 1;
+                                *owed -= 1;
                             }
-                        }
+                            Record::Lost(lost) => {
+                                lost_at_all += lost.lost;
+                                *owed -= lost.lost;
+                            }
+                            other => panic!("{other:?}"),
+                        });
                         assert_eq!(*owed, ring.pending_lost(), "{seed}");
                     }
                     for event in &events {

@@ -1,7 +1,6 @@
 //! Periods of samples: each is the number of counts since the previous sample for any changes in
 //! between, so that the periods add up to the count.
 
-use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::{Ring, RingReader};
 use perf_core::*;
 use proptest::prelude::*;
@@ -9,51 +8,30 @@ use proptest::prelude::*;
 use crate::common::test_core::*;
 
 fn sampling(period: u64) -> Attr {
-    Attr {
-        sample_type: SampleType::CPU | SampleType::PERIOD,
-        ..Attr::sampling(EventType::SIM, 1, period)
-    }
+    sim(period).with_sample_type(SampleType::CPU | SampleType::PERIOD)
 }
 
 fn by_frequency(hz: u64) -> Attr {
-    Attr {
-        freq: true,
-        ..sampling(hz)
-    }
+    sampling(hz).with_freq()
 }
 
 fn raised(period: u64) -> Attr {
+    let (ty, config) = (EventType::VMM, SoftwareEventId::Exits as u64);
     Attr {
-        config: SoftwareEventId::Exits as u64,
-        ty: EventType::VMM,
+        ty,
+        config,
         ..sampling(period)
     }
 }
 
 fn run(m: &TestCore, v: &VcpuContext, n: u64) {
     m.run(v.id().0, n);
-    v.service_overflows(&mut UnavailableRegs, &mut |_| {});
-}
-
-fn raise(v: &VcpuContext, n: u64) {
-    v.software_event(SoftwareEventId::Exits, n, Some(&mut UnavailableRegs), &mut |_| {});
+    serve(v);
 }
 
 /// Returns the vCPU and the period of each unread sample.
 fn samples(ring: &Ring) -> Vec<(u32, u64)> {
-    let format = RecordFormat {
-        sample_type: SampleType::CPU | SampleType::PERIOD,
-        read_format: ReadFormat::empty(),
-        ..RecordFormat::default()
-    };
-    let mut reader = RingReader::map(ring.memfd()).unwrap();
-    let mut out = Vec::new();
-    while let Some(raw) = reader.next_record().unwrap() {
-        if let Record::Sample(s) = Record::decode(raw, format).unwrap() {
-            out.push((s.cpu, s.period));
-        }
-    }
-    out
+    map_samples(ring, &sampling(1), |s| (s.cpu, s.period))
 }
 
 fn periods(ring: &Ring) -> Vec<u64> {
@@ -63,11 +41,7 @@ fn periods(ring: &Ring) -> Vec<u64> {
 #[test]
 fn vcpu_added_later_samples_at_the_frequency_and_the_period_of_its_family() {
     let m = TestCore::with(4, |c| c.tick_hz = 1000);
-    let wide = Attr {
-        inherit: true,
-        ..by_frequency(1000)
-    };
-    let e = m.open(wide, OpenTarget::Vm, None);
+    let e = m.open_vm(by_frequency(1000).with_inherit());
     let ring = e.map(256, true).unwrap();
     let v0 = m.vcpu(0);
     e.set_period(10_000).unwrap();
@@ -122,10 +96,7 @@ fn by_frequency_each_sample_has_the_period_of_its_own_interval() {
 fn bursts_samples_are_written_together_in_their_places_before_a_throttle_and_an_end() {
     // 400 overflows per second, 10 ticks per second: 40 per tick are allowed, the next one
     // throttles.
-    let m = TestCore::with(1, |c| {
-        c.sample_rate_hz = 400;
-        c.tick_hz = 10;
-    });
+    let m = TestCore::with(1, |c| (c.sample_rate_hz, c.tick_hz) = (400, 10));
     let v = m.vcpu(0);
     let e = m.open_vcpu(raised(10), None);
     let ring = e.map(8, true).unwrap();
@@ -193,10 +164,7 @@ proptest! {
         sample_rate in prop_oneof![Just(100u64), Just(100_000)],
         steps in prop::collection::vec(step(), 1..80),
     ) {
-        let m = TestCore::with(1, |c| {
-            c.sample_rate_hz = sample_rate;
-            c.tick_hz = 10;
-        });
+                let m = TestCore::with(1, |c| (c.sample_rate_hz, c.tick_hz) = (sample_rate, 10));
         let v = m.vcpu(0);
         let attr = Attr {
             freq,
@@ -205,7 +173,7 @@ proptest! {
         let e = m.open_vcpu(attr, None);
         let ring = e.map(64, true).unwrap();
         let mut stood_for = 0;
-        let serve = || { v.service_overflows(&mut UnavailableRegs, &mut |_| {}); };
+                let serve = || drop(serve(&v));
         let work = |n| if software { m.clock.advance(n); raise(&v, n) } else { m.run(0, n) };
         for s in steps {
             match s {

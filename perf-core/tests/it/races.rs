@@ -4,28 +4,16 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use perf_core::record::{Record, RecordFormat};
+use perf_core::record::Record;
 use perf_core::ring::RingReader;
 use perf_core::time::Clock;
 use perf_core::*;
 
 use crate::common::test_core::*;
 
-fn raised(vm: bool) -> Attr {
-    Attr {
-        sample_type: SampleType::TID | SampleType::ID,
-        inherit: vm,
-        task: true,
-        ..Attr::sampling(EventType::VMM, SoftwareEventId::Exits as u64, 1)
-    }
-}
-
-/// Passes the records of a ring to `each` after decoding.
-fn for_each(reader: &mut RingReader, attr: &Attr, mut each: impl FnMut(&Record<'_>)) {
-    let format = RecordFormat::from(attr);
-    while let Some(raw) = reader.next_record().unwrap() {
-        each(&Record::decode(raw, format).unwrap());
-    }
+fn raised() -> Attr {
+    Attr::sampling(EventType::VMM, SoftwareEventId::Exits as u64, 1)
+        .with_sample_type(SampleType::TID | SampleType::ID)
 }
 
 /// An event that is opened with another event's ring as output has that ring from its first count
@@ -34,42 +22,25 @@ fn for_each(reader: &mut RingReader, attr: &Attr, mut each: impl FnMut(&Record<'
 fn event_opened_with_the_output_flag_has_a_sample_for_each_count() {
     let m = TestCore::with(1, |c| c.sample_rate_hz = 1 << 40);
     let v = m.vcpu(0);
-    let attr = Attr {
-        task: false,
-        ..raised(false)
-    };
+    let attr = raised();
     let target = m.open_vcpu(hw(), None);
     let ring = target.map(256, true).unwrap();
     let mut reader = RingReader::map(ring.memfd()).unwrap();
     let stop = AtomicBool::new(false);
-    let flags = OpenFlags {
-        output: true,
-        no_group: true,
-        ..OpenFlags::default()
-    };
     std::thread::scope(|s| {
         s.spawn(|| {
             while !stop.load(Ordering::Relaxed) {
-                v.software_event(SoftwareEventId::Exits, 1, Some(&mut UnavailableRegs), &mut |_| {});
+                raise(&v, 1);
             }
         });
         // Until enough events were opened while the other thread raised the event.
         let mut met = 0;
         while met < 300 {
-            let e = m
-                .core
-                .open(
-                    &m.admin,
-                    attr.clone(),
-                    OpenTarget::Vcpu(VcpuId(0)),
-                    Some(&target),
-                    flags,
-                )
-                .unwrap();
+            let e = m.open_redirected(attr.clone(), &target).unwrap();
             e.disable(ControlScope::Event).unwrap();
             let count = e.read().unwrap().value;
             let (mut samples, mut lost) = (0, 0);
-            for_each(&mut reader, &attr, |record| match record {
+            for_each_record(&mut reader, &attr, |record| match record {
                 Record::Sample(s) if s.id == e.id() => samples += 1,
                 Record::Lost(l) => lost += l.lost,
                 _ => {}
@@ -111,30 +82,27 @@ fn no_sample_of_a_vcpu_follows_its_exit() {
     let m = Arc::new(TestCore::with(1, |c| c.clock = clock.clone()));
     let v = m.vcpu(0);
     let attr = Attr {
-        inherit: false,
-        ..raised(false)
+        task: true,
+        ..raised()
     };
-    let e = m.open(attr.clone(), OpenTarget::Vm, None);
+    let e = m.open_vm(attr.clone());
     let ring = e.map(8, true).unwrap();
-    v.software_event(SoftwareEventId::Exits, 1, Some(&mut UnavailableRegs), &mut |_| {});
+    raise(&v, 1);
     // Between the check for the vCPU and the lock of the VM context.
     let other = Arc::clone(&m);
     *clock.0.lock().unwrap() = Some(Box::new(move || other.core.remove_vcpu(VcpuId(0)).unwrap()));
-    v.software_event(SoftwareEventId::Exits, 1, Some(&mut UnavailableRegs), &mut |_| {});
+    raise(&v, 1);
     assert!(clock.0.lock().unwrap().is_none(), "the vCPU went meanwhile");
     let mut kinds = Vec::new();
     let mut reader = RingReader::map(ring.memfd()).unwrap();
-    for_each(&mut reader, &attr, |record| {
+    for_each_record(&mut reader, &attr, |record| {
         kinds.push(match record {
             Record::Sample(_) => "sample",
             Record::Exit(_) => "exit",
             _ => "other",
         });
     });
-    assert_eq!(
-        kinds.iter().filter(|kind| **kind == "sample").count(),
-        1,
-        "{kinds:?}"
-    );
+    let samples = kinds.iter().filter(|kind| **kind == "sample").count();
+    assert_eq!(samples, 1, "{kinds:?}");
     assert_eq!(kinds.last(), Some(&"exit"), "{kinds:?}");
 }

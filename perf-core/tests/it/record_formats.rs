@@ -7,7 +7,7 @@ use std::sync::Arc;
 use linux_perf_data::linux_perf_event_reader::RecordType;
 use linux_perf_data::{PerfFileReader, PerfFileRecord};
 use perf_core::attr::ATTR_SIZE_VER8;
-use perf_core::record::{MappingName, Record, RecordFormat};
+use perf_core::record::{MappingName, Record};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
@@ -46,15 +46,13 @@ fn perf_file(events: &[(&Attr, u64)], records: &[u8]) -> Vec<u8> {
 
 fn overflow(m: &TestCore, v: &VcpuContext, n: u64) {
     m.run(v.id().0, n);
-    v.service_overflows(&mut UnavailableRegs, &mut |_| {});
+    serve(v);
 }
 
 #[test]
 fn reader_of_perf_files_finds_event_vcpu_and_time_of_every_record() {
     let m = TestCore::with(4, |c| {
-        c.sample_rate_hz = 20;
-        c.tick_hz = 10;
-        c.pid = 77;
+        (c.sample_rate_hz, c.tick_hz, c.pid) = (20, 10, 77);
     });
     let v0 = m.vcpu(0);
     let a = Attr {
@@ -70,7 +68,7 @@ fn reader_of_perf_files_finds_event_vcpu_and_time_of_every_record() {
             | SampleType::CPU
             | SampleType::IDENTIFIER,
         read_format: ReadFormat::ID | ReadFormat::LOST,
-        ..Attr::sampling(EventType::SIM, 1, 5)
+        ..sim(5)
     };
     // Only the identifier is at the same position.
     let b = Attr {
@@ -78,7 +76,7 @@ fn reader_of_perf_files_finds_event_vcpu_and_time_of_every_record() {
         sample_type: SampleType::all() - SampleType::READ,
         ..Attr::sampling(EventType::SIM, 2, 2000)
     };
-    let event_a = m.open(a.clone(), OpenTarget::Vm, None);
+    let event_a = m.open_vm(a.clone());
     let ring = event_a.map(1, true).unwrap();
     let event_b = m.open_vcpu(b.clone(), None);
     event_b.set_output(Some(&event_a)).unwrap();
@@ -154,12 +152,8 @@ fn reader_of_perf_files_finds_event_vcpu_and_time_of_every_record() {
 fn words(event: &Handle) -> Vec<u64> {
     let mut bytes = vec![0; event.read_size().unwrap()];
     assert_eq!(event.read_bytes(&mut bytes).unwrap(), bytes.len());
-    bytes
-        .as_chunks()
-        .0
-        .iter()
-        .map(|&w| u64::from_ne_bytes(w))
-        .collect()
+    let (words, _) = bytes.as_chunks();
+    words.iter().map(|&w| u64::from_ne_bytes(w)).collect()
 }
 
 /// Each event of a group has its own lost count, in readings and in samples, although they share a
@@ -168,24 +162,22 @@ fn words(event: &Handle) -> Vec<u64> {
 fn lost_count_is_reported_per_event() {
     let m = TestCore::new(4);
     let v = m.vcpu(0);
-    let attr = |period| Attr {
-        sample_type: SampleType::READ,
-        read_format: ReadFormat::GROUP | ReadFormat::LOST,
-        ..Attr::sampling(EventType::SIM, 1, period)
+    let attr = |period| {
+        sim(period)
+            .with_sample_type(SampleType::READ)
+            .with_read_format(ReadFormat::GROUP | ReadFormat::LOST)
     };
     let leader = m.open_vcpu(attr(10), None);
     let sibling = m.open_vcpu(
-        Attr {
-            read_format: ReadFormat::ID | ReadFormat::LOST,
-            sample_type: SampleType::IP,
-            ..attr(20)
-        },
+        attr(20)
+            .with_read_format(ReadFormat::ID | ReadFormat::LOST)
+            .with_sample_type(SampleType::IP),
         Some(&leader),
     );
     assert_eq!(words(&leader), [2, 0, 0, 0, 0], "no ring: nothing can be lost");
     let ring = leader.map(1, true).unwrap();
     sibling.set_output(Some(&leader)).unwrap();
-    let mut reader = RingReader::of(Arc::clone(&ring));
+    let mut reader = RingReader::of(ring.clone());
     // 48 bytes at 10 counts, and 16 more at 20: more than the page holds.
     for _ in 0..100 {
         overflow(&m, &v, 10);
@@ -199,16 +191,15 @@ fn lost_count_is_reported_per_event() {
         event.reset(ControlScope::Event).unwrap();
     }
     overflow(&m, &v, 10);
-    let format = RecordFormat::from(leader.attr());
-    let Record::Lost(lost) = Record::decode(reader.next_record().unwrap().unwrap(), format).unwrap() else {
-        panic!("what was lost is told first");
-    };
-    assert_eq!(lost.lost, a + b);
-    let Record::Sample(sample) = Record::decode(reader.next_record().unwrap().unwrap(), format).unwrap()
-    else {
-        panic!("a sample");
-    };
-    let members: Vec<_> = sample.read.entries.iter().map(|e| (e.value, e.lost)).collect();
+    let (mut lost, mut members) = (0, Vec::new());
+    for_each_record(&mut reader, leader.attr(), |record| match record {
+        Record::Lost(record) if members.is_empty() => lost += record.lost,
+        Record::Sample(sample) => {
+            members.extend(sample.read.entries.iter().map(|e| (e.value, e.lost)));
+        }
+        other => panic!("{other:?}"),
+    });
+    assert_eq!(lost, a + b);
     assert_eq!(members, [(10, a), (10, b)], "a reset is one of the count");
 }
 
@@ -216,13 +207,11 @@ fn lost_count_is_reported_per_event() {
 fn family_lost_count_includes_children() {
     let m = TestCore::new(4);
     let (v0, v1) = (m.vcpu(0), m.vcpu(1));
-    let attr = Attr {
-        inherit: true,
-        sample_type: SampleType::IP,
-        read_format: ReadFormat::LOST,
-        ..Attr::sampling(EventType::SIM, 1, 10)
-    };
-    let event = m.open(attr, OpenTarget::Vm, None);
+    let attr = sim(10)
+        .with_inherit()
+        .with_sample_type(SampleType::IP)
+        .with_read_format(ReadFormat::LOST);
+    let event = m.open_vm(attr);
     event.map(1, true).unwrap();
     event.pause_output(true).unwrap();
     overflow(&m, &v0, 10);
@@ -255,7 +244,7 @@ fn largest_record_fits_after_lost_record_with_trailer() {
     let attr = Attr {
         sample_type: SampleType::all() - SampleType::READ - SampleType::CALLCHAIN,
         sample_id_all: true,
-        ..Attr::sampling(EventType::SIM, 1, 10)
+        ..sim(10)
     };
     let event = m.open_vcpu(attr, None);
     let ring = event.map(1, true).unwrap();

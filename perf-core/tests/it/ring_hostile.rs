@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use perf_core::ring::{PAGE_SIZE, PollState, Ring, RingMode, RingReadError, RingReader};
 
-use crate::common::ring::{DATA_HEAD, DATA_TAIL, TAGGED, foreign, peek, poke, write};
+use crate::common::ring::{DATA_HEAD, DATA_TAIL, TAGGED, foreign, peek, poke, ring_and_reader, write};
 
 /// Byte offset of `data_offset` in the control page.
 const DATA_OFFSET: u64 = 1040;
@@ -161,8 +161,7 @@ fn ring_without_data_has_no_head() {
 fn late_and_early_overwrite_readers_trust_equal_ranges() {
     let mut early_least = None;
     for records in 1..=PAGE / 24 + 1 {
-        let ring = Arc::new(Ring::new(1, RingMode::Overwrite).expect("a ring"));
-        let mut early = RingReader::of(Arc::clone(&ring));
+        let (ring, mut early) = ring_and_reader(1, RingMode::Overwrite);
         for n in 0..records {
             write(&ring, 24, 0, n).expect("overwrites");
         }
@@ -200,8 +199,7 @@ fn late_and_early_overwrite_readers_trust_equal_ranges() {
 /// Records of an overwrite ring can only be trusted one at a time.
 #[test]
 fn overwrite_ring_yields_no_batch() {
-    let ring = Arc::new(Ring::new(1, RingMode::Overwrite).expect("a ring"));
-    let mut reader = RingReader::of(Arc::clone(&ring));
+    let (ring, mut reader) = ring_and_reader(1, RingMode::Overwrite);
     write(&ring, 24, 0, 0).expect("room");
     assert_eq!(reader.batch().expect("sound").count(), 0);
     assert!(reader.next_record().expect("sound").is_some());

@@ -9,7 +9,8 @@ use perf_core::ring::{PAGE_SIZE, Reservation, Ring, RingError, RingMode, RingRea
 use proptest::prelude::*;
 
 use crate::common::ring::{
-    CheckedRecord, DATA_HEAD, DATA_TAIL, NumberedRecord, TAGGED, check, foreign, peek, poke, write,
+    CheckedRecord, DATA_HEAD, DATA_TAIL, NumberedRecord, check, fill, foreign, next, peek, poke,
+    ring_and_reader, write,
 };
 
 #[derive(Clone, Debug)]
@@ -50,16 +51,13 @@ struct Model {
 
 impl Model {
     fn new(mode: RingMode) -> Self {
-        let ring = Arc::new(Ring::new(1, mode).expect("a ring"));
-        let reader = RingReader::of(Arc::clone(&ring));
-        let page = foreign(&ring);
-        let accepted = VecDeque::new();
+        let (ring, reader) = ring_and_reader(1, mode);
         Self {
+            page: foreign(&ring),
             ring,
             reader,
-            page,
             head: 0,
-            accepted,
+            accepted: VecDeque::new(),
             attempts: 0,
             seen: 0,
             reported: 0,
@@ -91,12 +89,8 @@ impl Model {
     }
 
     fn batch(&mut self) {
-        let seen: Vec<CheckedRecord> = self
-            .reader
-            .batch()
-            .expect("p28: sound at every moment")
-            .map(check)
-            .collect();
+        let batch = self.reader.batch().expect("p28: sound at every moment");
+        let seen: Vec<CheckedRecord> = batch.map(check).collect();
         seen.into_iter().for_each(|seen| self.saw(seen));
     }
 
@@ -118,7 +112,7 @@ proptest! {
     fn p28_p29_p30_any_order_of_begin_end_and_read(steps in prop::collection::vec(step(), 0..200)) {
         let mut model = Model::new(RingMode::Writable);
         let ring = Arc::clone(&model.ring);
-        let mut open: Vec<(Reservation<'_>, u64, usize)> = Vec::new();
+                let mut open: Vec<(Reservation<'_>, u64)> = Vec::new();
         for step in steps {
             match step {
                 Step::Begin(words) => {
@@ -126,21 +120,16 @@ proptest! {
                     match ring.begin(8 * words, true) {
                         Ok(reservation) => {
                             model.accepted.push_back(model.attempts);
-                            open.push((reservation, model.attempts, words));
+                                                        open.push((reservation, model.attempts));
                         }
                         Err(RingError::Full) => {}
                         Err(error) => prop_assert!(false, "{error}"),
                     }
                 }
                 Step::End(n) if !open.is_empty() => {
-                    let n = n % open.len();
-                    let (mut record, number, words) = open.remove(n);
-                    record.put_u64(u64::from(TAGGED));
-                    record.put_u64(1);
-                    record.put_u64(number);
-                    for word in 3..words as u64 {
-                        record.put_u64((1 << 48 ^ number << 16 ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-                    }
+                                        let n = n % open.len();
+                    let (record, number) = open.remove(n);
+                    fill(record, 1, number);
                 }
                 Step::End(_) => {}
                 Step::Read(most) => model.read(most),
@@ -148,15 +137,9 @@ proptest! {
             }
             model.check_positions();
         }
-        // Open records end without data: zeros, but whole.
-        let unfinished = open.len() as u64;
-        for (mut record, number, words) in open {
-            record.put_u64(u64::from(TAGGED));
-            record.put_u64(1);
-            record.put_u64(number);
-            for word in 3..words as u64 {
-                record.put_u64((1 << 48 ^ number << 16 ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-            }
+                let unfinished = open.len() as u64;
+        for (record, number) in open {
+            fill(record, 1, number);
         }
         model.read(usize::MAX);
         prop_assert!(model.accepted.is_empty(), "once nobody writes, all is published ({} were open)", unfinished);
@@ -198,8 +181,7 @@ proptest! {
 
     #[test]
     fn p28_a_record_that_is_not_filled_is_still_whole(sizes in prop::collection::vec((1usize..100, 0usize..100), 1..50)) {
-        let ring = Arc::new(Ring::new(8, RingMode::Writable).expect("a ring"));
-        let mut reader = RingReader::of(Arc::clone(&ring));
+        let (ring, mut reader) = ring_and_reader(8, RingMode::Writable);
         for (words, filled) in sizes {
             let mut record = ring.begin(8 * words, false).expect("the reader keeps up");
             for _ in 0..filled.min(words) {
@@ -308,27 +290,28 @@ proptest! {
         loop {
             calls += 1;
             prop_assert!(calls < 2 * 4096 / 8, "no endless loop");
-            if batches {
+                        if batches {
                 match reader.batch().map(Iterator::count) {
-                    Ok(0) => match reader.next_record() {
-                        Ok(None) => break,
-                        Ok(Some(_)) => records += 1,
-                        Err(_) => errors += 1,
-                    },
-                    Ok(n) => records += n,
-                    Err(_) => errors += 1,
-                }
-            } else {
-                match reader.next_record() {
-                    Ok(None) => break,
-                    Ok(Some(record)) => {
-                        prop_assert!(record.bytes().len() >= 8);
-                        records += 1;
+                    Ok(0) => {}
+                    Ok(n) => {
+                        records += n;
+                        continue;
                     }
-                    Err(error) => {
-                        prop_assert!(!error.to_string().is_empty());
+                    Err(_) => {
                         errors += 1;
+                        continue;
                     }
+                }
+            }
+            match reader.next_record() {
+                Ok(None) => break,
+                Ok(Some(record)) => {
+                    prop_assert!(record.bytes().len() >= 8);
+                    records += 1;
+                }
+                Err(error) => {
+                    prop_assert!(!error.to_string().is_empty());
+                    errors += 1;
                 }
             }
         }
@@ -341,8 +324,7 @@ proptest! {
 
 #[test]
 fn p29_a_full_ring_refuses_and_reports_the_loss_first() {
-    let ring = Arc::new(Ring::new(1, RingMode::Writable).expect("a ring"));
-    let mut reader = RingReader::of(Arc::clone(&ring));
+    let (ring, mut reader) = ring_and_reader(1, RingMode::Writable);
     let written = (0..).take_while(|&n| write(&ring, 40, 0, n).is_ok()).count() as u64;
     // At least 8 bytes stay free, so that a full ring differs from an empty one modulo its size.
     assert_eq!(written, (4096 - 8) / 40);
@@ -351,26 +333,17 @@ fn p29_a_full_ring_refuses_and_reports_the_loss_first() {
     }
     assert_eq!(ring.pending_lost(), 10);
     // Space for the record but not for the LOST record too, so it is refused as well.
-    assert_eq!(
-        check(reader.next_record().expect("sound").expect("one")),
-        CheckedRecord::Tagged(0, 0)
-    );
+    assert_eq!(next(&mut reader), CheckedRecord::Tagged(0, 0));
     reader.release();
     assert!(matches!(write(&ring, 40, 0, 0), Err(RingError::Full)));
     assert_eq!(ring.pending_lost(), 11);
-    assert_eq!(
-        check(reader.next_record().expect("sound").expect("one")),
-        CheckedRecord::Tagged(0, 1)
-    );
+    assert_eq!(next(&mut reader), CheckedRecord::Tagged(0, 1));
     reader.release();
     ring.set_lost_id(42);
     write(&ring, 40, 1, 99).expect("room for both now");
     assert_eq!(ring.pending_lost(), 0);
     for n in 2..written {
-        assert_eq!(
-            check(reader.next_record().expect("sound").expect("one")),
-            CheckedRecord::Tagged(0, n)
-        );
+        assert_eq!(next(&mut reader), CheckedRecord::Tagged(0, n));
     }
     let lost = reader
         .next_record()
@@ -379,27 +352,20 @@ fn p29_a_full_ring_refuses_and_reports_the_loss_first() {
     assert_eq!(lost.bytes().len(), 24);
     assert_eq!(lost.body()[..8], 42u64.to_ne_bytes());
     assert_eq!(check(lost), CheckedRecord::Lost(11));
-    assert_eq!(
-        check(reader.next_record().expect("sound").expect("one")),
-        CheckedRecord::Tagged(1, 99)
-    );
+    assert_eq!(next(&mut reader), CheckedRecord::Tagged(1, 99));
 }
 
 #[test]
 fn records_of_impossible_sizes_are_refused_and_not_counted_as_lost() {
     let ring = Ring::new(1, RingMode::Writable).expect("a ring");
     for size in [0, 7, 9, 12, 4095] {
-        assert!(
-            matches!(ring.begin(size, false), Err(RingError::Size { .. })),
-            "{size}"
-        );
+        let refused = ring.begin(size, false);
+        assert!(matches!(refused, Err(RingError::Size { .. })), "{size}");
     }
     for size in [4096, 4104, 65_536, 1 << 20, usize::MAX & !7] {
+        let refused = ring.begin(size, false);
         assert!(
-            matches!(
-                ring.begin(size, false),
-                Err(RingError::TooLarge { limit: 4064, .. })
-            ),
+            matches!(refused, Err(RingError::TooLarge { limit: 4064, .. })),
             "{size}"
         );
     }
@@ -407,13 +373,9 @@ fn records_of_impossible_sizes_are_refused_and_not_counted_as_lost() {
     assert_eq!(ring.pending_lost(), 0);
 
     let large = Ring::new(64, RingMode::Writable).expect("a ring");
-    assert!(
-        matches!(
-            large.begin(65_536, false),
-            Err(RingError::TooLarge { limit: 65_528, .. })
-        ),
-        "a u16 holds the size"
-    );
+    // A u16 holds the size.
+    let refused = large.begin(65_536, false);
+    assert!(matches!(refused, Err(RingError::TooLarge { limit: 65_528, .. })));
     assert!(large.begin(65_528, false).is_ok());
 }
 
@@ -457,27 +419,12 @@ fn wakeup_waits_until_the_record_can_be_read() {
 }
 
 #[test]
-fn default_watermark_wakes_before_a_ring_of_one_page_is_full() {
-    let ring = Ring::new(1, RingMode::Writable).expect("a ring");
-    let mut written = 0;
-    while !ring.take_poll().readable {
-        write(&ring, 64, 0, written).expect("woken before records are lost");
-        written += 1;
-    }
-    assert_eq!(written * 64, 2048);
-}
-
-#[test]
 fn overwrite_ring_keeps_newest_and_reports_overrun() {
-    let ring = Arc::new(Ring::new(1, RingMode::Overwrite).expect("a ring"));
-    let mut slow = RingReader::of(Arc::clone(&ring));
+    let (ring, mut slow) = ring_and_reader(1, RingMode::Overwrite);
     let mut fast = RingReader::of(Arc::clone(&ring));
     for n in 0..1000 {
         write(&ring, 40, 0, n).expect("always room");
-        assert_eq!(
-            check(fast.next_record().expect("in time").expect("one")),
-            CheckedRecord::Tagged(0, n)
-        );
+        assert_eq!(next(&mut fast), CheckedRecord::Tagged(0, n));
     }
     assert_eq!(ring.pending_lost(), 0);
     let Err(perf_core::ring::RingReadError::Overrun { bytes }) = slow.next_record() else {
@@ -488,10 +435,7 @@ fn overwrite_ring_keeps_newest_and_reports_overrun() {
         "{bytes} bytes skipped"
     );
     for n in bytes / 40..1000 {
-        assert_eq!(
-            check(slow.next_record().expect("resynchronised").expect("one")),
-            CheckedRecord::Tagged(0, n)
-        );
+        assert_eq!(next(&mut slow), CheckedRecord::Tagged(0, n));
     }
     assert!(slow.next_record().expect("sound").is_none());
     // A reader may lag by up to three quarters of the ring.
@@ -499,10 +443,7 @@ fn overwrite_ring_keeps_newest_and_reports_overrun() {
         write(&ring, 40, 1, n).expect("always room");
     }
     for n in 0..3072 / 40 {
-        assert_eq!(
-            check(slow.next_record().expect("still there").expect("one")),
-            CheckedRecord::Tagged(1, n)
-        );
+        assert_eq!(next(&mut slow), CheckedRecord::Tagged(1, n));
     }
     // Records in flight do not reach the range that a reader may trust.
     assert!(matches!(
@@ -538,18 +479,12 @@ fn new_reader_continues_at_last_tail() {
     }
     let mut first = RingReader::of(Arc::clone(&ring));
     for n in 0..4 {
-        assert_eq!(
-            check(first.next_record().expect("sound").expect("one")),
-            CheckedRecord::Tagged(0, n)
-        );
+        assert_eq!(next(&mut first), CheckedRecord::Tagged(0, n));
     }
     drop(first);
     let mut second = RingReader::map(ring.memfd()).expect("maps");
     for n in 4..10 {
-        assert_eq!(
-            check(second.next_record().expect("sound").expect("one")),
-            CheckedRecord::Tagged(0, n)
-        );
+        assert_eq!(next(&mut second), CheckedRecord::Tagged(0, n));
     }
     assert!(second.next_record().expect("sound").is_none());
 }

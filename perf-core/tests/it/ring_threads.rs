@@ -9,7 +9,8 @@ use perf_core::record::{EncodeRecord, RecordFormat};
 use perf_core::ring::{PageCounter, Ring, RingError, RingMode, RingReader};
 
 use crate::common::ring::{
-    CheckedRecord, DATA_HEAD, DATA_TAIL, NumberedRecord, check, foreign, peek, wait, write,
+    CheckedRecord, DATA_HEAD, DATA_TAIL, NumberedRecord, check, drain, foreign, peek, ring_and_reader, wait,
+    write,
 };
 
 const WRITERS: u64 = 3;
@@ -17,28 +18,25 @@ const EACH: u64 = if cfg!(debug_assertions) { 20_000 } else { 100_000 };
 
 /// Reads all available records and checks the order of each writer's records. Returns the numbers
 /// of records and of reported losses.
-fn drain(reader: &mut RingReader, last: &mut [u64]) -> (u64, u64) {
+fn drain_in_order(reader: &mut RingReader, last: &mut [u64]) -> (u64, u64) {
     let (mut records, mut lost) = (0, 0);
-    while let Some(record) = reader.next_record().expect("the ring is sound") {
-        match check(record) {
-            CheckedRecord::Lost(n) => {
-                assert!(n > 0, "no report of nothing");
-                lost += n;
-            }
-            CheckedRecord::Tagged(writer, number) => {
-                assert!(number > last[writer as usize], "order of writer {writer}");
-                last[writer as usize] = number;
-                records += 1;
-            }
+    drain(reader, |record| match check(record) {
+        CheckedRecord::Lost(n) => {
+            assert!(n > 0, "no report of nothing");
+            lost += n;
         }
-    }
+        CheckedRecord::Tagged(writer, number) => {
+            assert!(number > last[writer as usize], "order of writer {writer}");
+            last[writer as usize] = number;
+            records += 1;
+        }
+    });
     (records, lost)
 }
 
 #[test]
 fn p28_p29_p30_threads_write_whole_records_in_order_and_losses_add_up() {
-    let ring = Arc::new(Ring::new(1, RingMode::Writable).expect("a ring"));
-    let mut reader = RingReader::of(Arc::clone(&ring));
+    let (ring, mut reader) = ring_and_reader(1, RingMode::Writable);
     let (done, refused) = (AtomicU64::new(0), AtomicU64::new(0));
     let page = foreign(&ring);
     let mut last = [0; WRITERS as usize];
@@ -82,7 +80,7 @@ fn p28_p29_p30_threads_write_whole_records_in_order_and_losses_add_up() {
                 unread <= ring.data_size() as u64,
                 "{unread} unread bytes in a ring of one page"
             );
-            let (more, more_lost) = drain(&mut reader, &mut last);
+            let (more, more_lost) = drain_in_order(&mut reader, &mut last);
             records += more;
             lost += more_lost;
             if finished {
@@ -125,7 +123,7 @@ fn p31_reader_sleeping_on_eventfd_misses_no_record() {
             // Only the notification ends the wait, so a lost one fails the test.
             assert!(wait(&ring), "woken; {records} records seen");
             assert!(ring.take_poll().readable);
-            records += drain(&mut reader, &mut last).0;
+            records += drain_in_order(&mut reader, &mut last).0;
         }
     });
 }

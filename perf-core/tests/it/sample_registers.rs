@@ -4,8 +4,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use perf_core::record::{Record, RecordFormat};
-use perf_core::ring::{Ring, RingReader};
+use perf_core::ring::Ring;
 use perf_core::*;
 
 use crate::common::test_core::*;
@@ -16,10 +15,7 @@ fn regs_sample_type() -> SampleType {
 }
 
 fn sampling(ty: EventType, config: u64, period: u64) -> Attr {
-    Attr {
-        sample_type: regs_sample_type(),
-        ..Attr::sampling(ty, config, period)
-    }
+    Attr::sampling(ty, config, period).with_sample_type(regs_sample_type())
 }
 
 /// Slow registers: `during` runs while they are read, and reads are counted.
@@ -30,32 +26,31 @@ struct SlowRegs<'a> {
 
 impl<'a> SlowRegs<'a> {
     fn new(during: &'a mut dyn FnMut()) -> Self {
-        Self {
-            during,
-            looks: [0; 4],
-        }
+        let looks = [0; 4];
+        Self { during, looks }
+    }
+
+    fn look(&mut self, at: usize) {
+        self.looks[at] += 1;
+        (self.during)();
     }
 }
 
 impl SampleRegs for SlowRegs<'_> {
     fn mode(&mut self) -> CpuMode {
-        self.looks[0] += 1;
-        (self.during)();
+        self.look(0);
         CpuMode::GuestUser
     }
     fn ip(&mut self) -> u64 {
-        self.looks[1] += 1;
-        (self.during)();
+        self.look(1);
         0x1234
     }
     fn addr(&mut self) -> u64 {
-        self.looks[2] += 1;
-        (self.during)();
+        self.look(2);
         0x5678
     }
     fn callchain(&mut self, out: &mut [u64]) -> usize {
-        self.looks[3] += 1;
-        (self.during)();
+        self.look(3);
         out[..3].copy_from_slice(&[1, 2, 3]);
         3
     }
@@ -69,24 +64,11 @@ impl SampleRegs for SlowRegs<'_> {
 type SampleFields = (u64, u64, Vec<u64>, Vec<u8>, u64);
 
 fn samples(ring: &Arc<Ring>) -> Vec<SampleFields> {
-    let mut reader = RingReader::of(Arc::clone(ring));
-    let format = RecordFormat {
-        sample_type: regs_sample_type(),
-        ..RecordFormat::default()
-    };
-    let mut out = Vec::new();
-    while let Some(raw) = reader.next_record().unwrap() {
-        if let Record::Sample(s) = Record::decode(raw, format).unwrap() {
-            out.push((
-                s.ip,
-                s.addr,
-                s.callchain.iter().collect(),
-                s.raw.to_vec(),
-                s.period,
-            ));
-        }
-    }
-    out
+    let attr = sampling(EventType::SIM, 1, 1);
+    map_samples(ring, &attr, |s| {
+        let callchain = s.callchain.iter().collect();
+        (s.ip, s.addr, callchain, s.raw.to_vec(), s.period)
+    })
 }
 
 fn sample(period: u64) -> SampleFields {
@@ -101,8 +83,7 @@ fn context_lock_is_free_during_stack_unwinding() {
     let v = m.vcpu(0);
     let driven = m.open_vcpu(sampling(EventType::SIM, 1, 10), None);
     let raised = m.open_vcpu(sampling(EventType::VMM, SoftwareEventId::Exits as u64, 5), None);
-    let attr = sampling(EventType::VMM, SoftwareEventId::Halts as u64, 5);
-    let vm_wide = m.open(attr, OpenTarget::Vm, None);
+    let vm_wide = m.open_vm(sampling(EventType::VMM, SoftwareEventId::Halts as u64, 5));
     let rings = [&driven, &raised, &vm_wide].map(|e| e.map(4, true).unwrap());
     let (ask, asked) = mpsc::channel::<()>();
     let (answer, answered) = mpsc::channel();
@@ -127,10 +108,8 @@ fn context_lock_is_free_during_stack_unwinding() {
             assert_eq!(looks, free, "a lock is held while registers are read");
         };
         m.run(0, 10);
-        assert_eq!(
-            v.service_overflows(&mut SlowRegs::new(&mut during), &mut |_| {}),
-            1
-        );
+        let served = v.service_overflows(&mut SlowRegs::new(&mut during), &mut |_| {});
+        assert_eq!(served, 1);
         for id in [SoftwareEventId::Exits, SoftwareEventId::Halts] {
             v.software_event(id, 5, Some(&mut SlowRegs::new(&mut during)), &mut |_| {});
         }
@@ -163,18 +142,7 @@ fn registers_are_read_once_per_moment_and_on_request_only() {
         assert_eq!(samples(ring), [sample(30)]);
     }
     drop(events);
-    let guests = Attr {
-        pinned: true,
-        ..Attr::sampling(EventType::SIM, 1, 10)
-    };
-    let flags = OpenFlags {
-        cookie: Some(1),
-        ..OpenFlags::default()
-    };
-    let _counter = m
-        .core
-        .open(&m.guest, guests, OpenTarget::Vcpu(VcpuId(0)), None, flags)
-        .unwrap();
+    let _counter = m.open_reporting(&m.guest, sim(10).with_pinned(), 1);
     m.run(0, 10);
     let mut regs = SlowRegs::new(&mut nothing);
     let mut seen = 0;

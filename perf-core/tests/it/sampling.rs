@@ -1,56 +1,29 @@
 //! Overflows, periods, limits and throttling.
 
-use perf_core::ring::RingReader;
 use perf_core::*;
 
 use crate::common::test_core::*;
 
-fn serve(v: &VcpuContext) -> Vec<OverflowReport> {
-    let mut seen = Vec::new();
-    v.service_overflows(&mut UnavailableRegs, &mut |o| seen.push(o));
-    seen
-}
-
 fn counter(m: &TestCore, period: u64, cookie: u64) -> Handle {
-    let attr = Attr {
-        pinned: true,
-        ..Attr::sampling(EventType::SIM, 1, period)
-    };
-    let flags = OpenFlags {
-        cookie: Some(cookie),
-        ..OpenFlags::default()
-    };
-    m.core
-        .open(&m.guest, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
-        .unwrap()
+    m.open_reporting(&m.guest, sim(period).with_pinned(), cookie)
 }
 
-/// Opens an event of an operator on vCPU 0 whose overflows are reported with cookie 1.
-fn open_reporting(m: &TestCore, attr: Attr) -> Handle {
-    let flags = OpenFlags {
-        cookie: Some(1),
-        ..OpenFlags::default()
-    };
-    m.core
-        .open(&m.admin, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
-        .unwrap()
-}
-
-/// Opens an event that is sampled `hz` times per second. See [`open_reporting`].
+/// Opens an event of an operator on vCPU 0 that is sampled `hz` times per second.
 fn open_with_frequency(m: &TestCore, hz: u64) -> Handle {
-    let attr = Attr {
-        freq: true,
-        ..Attr::sampling(EventType::SIM, 1, hz)
-    };
-    open_reporting(m, attr)
+    m.open_reporting(&m.admin, sim(hz).with_freq(), 1)
 }
 
-/// Returns the number of overflows in a second of 10,000 steps, with one count per nanosecond.
-fn overflows_per_second(m: &TestCore, v: &VcpuContext, steps_per_tick: u64) -> u32 {
+/// Returns the number of overflows that are due on `v`.
+fn overflows(v: &VcpuContext) -> u32 {
+    serve(v).iter().map(|o| o.times).sum()
+}
+
+/// Returns the number of overflows in a second of steps of `step_ns`, with one count per nanosecond.
+fn overflows_per_second(m: &TestCore, v: &VcpuContext, step_ns: u64, steps_per_tick: u64) -> u32 {
     let mut times = 0;
-    for step in 1..=10_000u64 {
-        m.run(0, 100_000);
-        times += serve(v).iter().map(|o| o.times).sum::<u32>();
+    for step in 1..=1_000_000_000 / step_ns {
+        m.run(0, step_ns);
+        times += overflows(v);
         if step % steps_per_tick == 0 {
             m.core.tick();
         }
@@ -100,14 +73,8 @@ fn group_stopped_during_handling_has_no_pending_overflow() {
     let m = TestCore::new(8);
     let v = m.vcpu(0);
     let open = |cookie, leader: Option<&Handle>| {
-        let flags = OpenFlags {
-            cookie: Some(cookie),
-            ..OpenFlags::default()
-        };
-        let attr = Attr::sampling(EventType::SIM, 1, 10);
-        m.core
-            .open(&m.admin, attr, OpenTarget::Vcpu(VcpuId(0)), leader, flags)
-            .unwrap()
+        let flags = OpenFlags::with_cookie(cookie);
+        m.core.open(&m.admin, sim(10), V0, leader, flags).unwrap()
     };
     for position in 0..4 {
         let before: Vec<_> = (0..position).map(|n| open(n, None)).collect();
@@ -142,10 +109,7 @@ fn more_events_than_a_batch_are_all_served() {
 fn p27_refresh_gives_that_many_overflows_then_off_and_hup() {
     let m = TestCore::new(4);
     let v = m.vcpu(0);
-    let attr = Attr {
-        disabled: true,
-        ..Attr::sampling(EventType::SIM, 1, 10)
-    };
+    let attr = sim(10).with_disabled();
     let e = m.open_vcpu(attr.clone(), None);
     e.refresh(3).unwrap();
     for i in 0..3 {
@@ -159,14 +123,7 @@ fn p27_refresh_gives_that_many_overflows_then_off_and_hup() {
     m.run(0, 1000);
     serve(&v);
     assert_eq!(e.state(), EventState::Active, "0 is no limit");
-    let inherited = m.open(
-        Attr {
-            inherit: true,
-            ..attr
-        },
-        OpenTarget::Vm,
-        None,
-    );
+    let inherited = m.open_vm(attr.with_inherit());
     assert_eq!(inherited.refresh(1).unwrap_err().errno(), libc::EINVAL);
 }
 
@@ -183,11 +140,8 @@ fn p27_a_limit_is_exact_when_the_event_went_off_and_on_meanwhile() {
     v.sched_in();
     m.run(0, 30);
     let mut seen = Vec::new();
-    assert_eq!(
-        v.service_overflows(&mut UnavailableRegs, &mut |o| seen.push(o)),
-        1,
-        "one event had overflowed"
-    );
+    let served = v.service_overflows(&mut UnavailableRegs, &mut |o| seen.push(o));
+    assert_eq!(served, 1, "one event had overflowed");
     assert_eq!(seen, [OverflowReport { cookie: 7, times: 2 }]);
     assert_eq!(c.state(), EventState::Off);
     assert_eq!(serve(&v), []);
@@ -199,20 +153,12 @@ fn frequency_converges_to_period() {
     let v = m.vcpu(0);
     let _e = open_with_frequency(&m, 10_000);
     // One count per nanosecond: the ideal period is 100,000.
-    let mut last_second = 0u32;
-    for step in 0..200_000u64 {
-        m.run(0, 10_000);
-        let n: u32 = serve(&v).iter().map(|o| o.times).sum();
-        if step >= 100_000 {
-            last_second += n;
-        }
-        if step % 100 == 99 {
-            m.core.tick();
-        }
-    }
+    let second = || overflows_per_second(&m, &v, 10_000, 100);
+    second();
+    let n = second();
     assert!(
-        (9_000..=11_000).contains(&last_second),
-        "{last_second} overflows in the second second"
+        (9_000..=11_000).contains(&n),
+        "{n} overflows in the second second"
     );
 }
 
@@ -220,22 +166,12 @@ fn frequency_converges_to_period() {
 fn periods_are_checked() {
     let m = TestCore::new(4);
     let _v = m.vcpu(0);
+    let invalid = |result: Result<_, ControlError>| result.unwrap_err().errno() == libc::EINVAL;
     let e = m.open_vcpu(hw(), None);
-    assert_eq!(
-        e.set_period(5).unwrap_err().errno(),
-        libc::EINVAL,
-        "a counting event has none"
-    );
-    assert_eq!(e.arm(0).unwrap_err().errno(), libc::EINVAL);
-    let e = m.open_vcpu(
-        Attr {
-            freq: true,
-            ..Attr::sampling(EventType::SIM, 1, 100)
-        },
-        None,
-    );
-    assert_eq!(e.set_period(100_001).unwrap_err().errno(), libc::EINVAL);
-    assert_eq!(e.set_period(0).unwrap_err().errno(), libc::EINVAL);
+    assert!(invalid(e.set_period(5)), "a counting event has none");
+    assert!(invalid(e.arm(0).map(drop)));
+    let e = m.open_vcpu(sim(100).with_freq(), None);
+    assert!(invalid(e.set_period(100_001)) && invalid(e.set_period(0)));
     e.set_period(100_000).unwrap();
 }
 
@@ -243,15 +179,12 @@ fn periods_are_checked() {
 fn p38_no_overflow_reported_without_active_event() {
     let m = TestCore::new(4);
     let v = m.vcpu(0);
-    assert_eq!(v.service_overflows(&mut UnavailableRegs, &mut |_| {}), 0);
+    let served = || v.service_overflows(&mut UnavailableRegs, &mut |_| {});
+    assert_eq!(served(), 0);
     let c = counter(&m, 10, 1);
     m.run(0, 10);
-    assert_eq!(v.service_overflows(&mut UnavailableRegs, &mut |_| {}), 1);
-    assert_eq!(
-        v.service_overflows(&mut UnavailableRegs, &mut |_| {}),
-        0,
-        "a second signal for the same overflow is not ours"
-    );
+    assert_eq!(served(), 1);
+    assert_eq!(served(), 0, "a second signal for the same overflow is not ours");
     c.disable(ControlScope::Event).unwrap();
     m.run(0, 100);
     assert_eq!(v.stats().active, 0);
@@ -268,7 +201,7 @@ fn frequency_below_tick_rate_converges_to_period() {
     let m = TestCore::with(4, |c| c.tick_hz = 100);
     let v = m.vcpu(0);
     let _e = open_with_frequency(&m, 10);
-    let second = || overflows_per_second(&m, &v, 100);
+    let second = || overflows_per_second(&m, &v, 100_000, 100);
     for _ in 0..20 {
         second();
     }
@@ -282,11 +215,7 @@ fn frequency_below_tick_rate_converges_to_period() {
 /// `work` runs one step; a step is a tenth of a tick of 4 ms.
 fn overflow_steps(m: &TestCore, hz: u64, steps: u64, work: impl Fn(u64)) -> Vec<u64> {
     let v = m.vcpu(0);
-    let attr = Attr {
-        freq: true,
-        ..Attr::sampling(EventType::SIM, 1, hz)
-    };
-    let e = m.open_vcpu(attr, None);
+    let e = m.open_vcpu(sim(hz).with_freq(), None);
     let mut served = Vec::new();
     for step in 1..=steps {
         work(step);
@@ -348,17 +277,12 @@ fn low_frequency_survives_bursts() {
 fn excessive_period_is_shortened_early() {
     let m = TestCore::with(4, |c| c.tick_hz = 1000);
     let v = m.vcpu(0);
-    let attr = Attr {
-        freq: true,
-        sample_type: SampleType::PERIOD,
-        ..Attr::sampling(EventType::SIM, 1, 1000)
-    };
-    let e = m.open_vcpu(attr, None);
+    let e = m.open_vcpu(sim(1000).with_freq().with_sample_type(SampleType::PERIOD), None);
     let _ring = e.map(64, false).unwrap();
     let run = |ns: u64, counts: u64| {
         m.clock.advance(ns);
         m.hw.work(0, counts);
-        v.service_overflows(&mut UnavailableRegs, &mut |_| {});
+        serve(&v);
     };
     for step in 1..=200_000u64 {
         run(10_000, 10_000);
@@ -384,7 +308,7 @@ fn frequency_converges_with_late_overflow_notification() {
     let m = TestCore::with(4, |c| c.tick_hz = 250);
     let v = m.vcpu(0);
     let _e = open_with_frequency(&m, 10_000);
-    let second = || overflows_per_second(&m, &v, 40);
+    let second = || overflows_per_second(&m, &v, 100_000, 40);
     second();
     let n = second();
     assert!((8_000..=12_000).contains(&n), "{n} overflows in a second");
@@ -394,12 +318,9 @@ fn frequency_converges_with_late_overflow_notification() {
 /// count forever.
 #[test]
 fn p26_rare_overflows_are_not_throttled_where_no_ticks_come() {
-    let m = TestCore::with(4, |c| {
-        c.sample_rate_hz = 100;
-        c.tick_hz = 10;
-    });
+    let m = TestCore::with(4, |c| (c.sample_rate_hz, c.tick_hz) = (100, 10));
     let v = m.vcpu(0);
-    let e = m.open_vcpu(Attr::sampling(EventType::SIM, 1, 1_000_000_000), None);
+    let e = m.open_vcpu(sim(1_000_000_000), None);
     e.map(1, true).unwrap();
     for _ in 0..100 {
         m.run(0, 1_000_000_000);
@@ -413,15 +334,12 @@ fn p26_rare_overflows_are_not_throttled_where_no_ticks_come() {
 /// long.
 #[test]
 fn p26_a_fixed_period_needs_ticks_and_a_guests_counter_does_not() {
-    let m = TestCore::with(4, |c| {
-        c.sample_rate_hz = 2500;
-        c.tick_hz = 250;
-    });
+    let m = TestCore::with(4, |c| (c.sample_rate_hz, c.tick_hz) = (2500, 250));
     let v = m.vcpu(0);
     let guests = counter(&m, 1 << 20, 1);
     guests.arm(100).unwrap();
     assert!(!m.core.needs_tick());
-    let operators = m.open_vcpu(Attr::sampling(EventType::SIM, 1, 5), None);
+    let operators = m.open_vcpu(sim(5), None);
     operators.map(1, true).unwrap();
     assert_eq!((m.core.needs_tick(), m.core.tick_need()), (true, TickWork::Watch));
     for _ in 0..30 {
@@ -433,11 +351,7 @@ fn p26_a_fixed_period_needs_ticks_and_a_guests_counter_does_not() {
     assert_eq!(m.core.tick_need(), TickWork::Watch);
     operators.disable(ControlScope::Event).unwrap();
     assert!(!m.core.needs_tick());
-    let by_frequency = Attr {
-        freq: true,
-        ..Attr::sampling(EventType::SIM, 1, 100)
-    };
-    let _follows = m.open_vcpu(by_frequency, None);
+    let _follows = m.open_vcpu(sim(100).with_freq(), None);
     assert_eq!(m.core.tick_need(), TickWork::Work);
 }
 
@@ -450,8 +364,7 @@ fn tick_keeps_pending_overflow() {
     let _e = open_with_frequency(&m, 1000);
     m.run(0, 1000);
     m.core.tick();
-    let times: u32 = serve(&v).iter().map(|o| o.times).sum();
-    assert_eq!(times, 1000);
+    assert_eq!(overflows(&v), 1000);
 }
 
 /// Registers whose reading raises an event at the thread's own level.
@@ -476,16 +389,9 @@ impl SampleRegs for RaisingRegs<'_> {
 fn p24_event_raised_by_register_read_during_handling_does_not_deadlock() {
     let m = TestCore::new(4);
     let v = m.vcpu(0);
-    let attr = Attr {
-        sample_type: SampleType::IP,
-        ..Attr::sampling(EventType::SIM, 1, 10)
-    };
-    let e = m.open_vcpu(attr, None);
+    let e = m.open_vcpu(sim(10).with_sample_type(SampleType::IP), None);
     let _ring = e.map(1, true).unwrap();
-    let halts = m.open_vcpu(
-        Attr::counting(EventType::VMM, SoftwareEventId::Halts as u64),
-        None,
-    );
+    let halts = m.open_vcpu(vmm(SoftwareEventId::Halts), None);
     m.run(0, 10);
     let mut regs = RaisingRegs(&v, None);
     assert_eq!(v.service_overflows(&mut regs, &mut |_| {}), 1);
@@ -499,11 +405,7 @@ fn p24_event_raised_by_register_read_during_handling_does_not_deadlock() {
 fn vm_wide_event_without_ring_notifies_opener() {
     let m = TestCore::new(4);
     let v = m.vcpu(0);
-    let attr = Attr {
-        inherit: true,
-        ..Attr::sampling(EventType::SIM, 1, 10)
-    };
-    let e = m.open(attr, OpenTarget::Vm, None);
+    let e = m.open_vm(sim(10).with_inherit());
     assert!(!e.poll().contains(PollState::IN));
     m.run(0, 10);
     serve(&v);
@@ -518,16 +420,7 @@ fn overflows_within_a_tick_adjust_frequency_period() {
     // A tick is 10 ms.
     let m = TestCore::with(4, |c| c.tick_hz = 100);
     let v = m.vcpu(0);
-    let attr = Attr {
-        freq: true,
-        ..Attr::sampling(EventType::SIM, 1, 1000)
-    };
-    let flags = OpenFlags {
-        cookie: Some(1),
-        ..OpenFlags::default()
-    };
-    let target = OpenTarget::Vcpu(VcpuId(0));
-    let _event = m.core.open(&m.guest, attr, target, None, flags).unwrap();
+    let _event = m.open_reporting(&m.guest, sim(1000).with_freq(), 1);
     // Returns the counts to the next overflow, which occurs after `after_ns`.
     let next = |after_ns: u64| {
         m.clock.advance(after_ns);
@@ -551,28 +444,16 @@ fn overflows_within_a_tick_adjust_frequency_period() {
 fn newest_samples_of_overwrite_ring_can_be_read() {
     let m = TestCore::with(4, |c| c.sample_rate_hz = 1_000_000);
     let v = m.vcpu(0);
-    let attr = Attr {
-        sample_type: SampleType::TIME,
-        ..Attr::sampling(EventType::SIM, 1, 10)
-    };
-    let e = m.open_vcpu(attr, None);
+    let e = m.open_vcpu(sim(10).with_sample_type(SampleType::TIME), None);
     let ring = e.map(1, false).unwrap();
     for _ in 0..1000 {
         m.run(0, 10);
         serve(&v);
     }
     e.pause_output(true).unwrap();
-    let mut reader = RingReader::map(ring.memfd()).unwrap();
-    let mut times = Vec::new();
-    while let Some(record) = reader.next_record().unwrap() {
-        times.push(u64::from_ne_bytes(record.body()[..8].try_into().unwrap()));
-    }
+    let times = map_samples(&ring, e.attr(), |sample| sample.time_ns);
     let newest: Vec<u64> = (0..1000).map(|n| 10 * n + 10).collect();
     assert!(newest.ends_with(&times), "{times:?}");
     // A record of 16 bytes; three quarters of the ring but a sixteenth.
-    assert!(
-        times.len() >= (4096 * 11 / 16 - 16) / 16,
-        "{} samples",
-        times.len()
-    );
+    assert!(times.len() >= (4096 * 11 / 16 - 16) / 16, "{times:?}");
 }

@@ -1,12 +1,13 @@
 //! Groups, slots, rotation and states.
 
+use perf_core::pmu::sim::{SimConfig, SimPmu};
 use perf_core::*;
 use proptest::prelude::*;
 
 use crate::common::test_core::*;
 
 fn pinned() -> Attr {
-    Attr { pinned: true, ..hw() }
+    hw().with_pinned()
 }
 
 #[test]
@@ -14,16 +15,10 @@ fn tick_stops_one_and_starts_one() {
     let m = TestCore::new(4);
     let _v = m.vcpu(0);
     let events: Vec<_> = (0..10).map(|_| m.open_vcpu(hw(), None)).collect();
-    let on = |events: &[Handle]| {
-        events
-            .iter()
-            .map(|e| e.state() == EventState::Active)
-            .collect::<Vec<_>>()
-    };
-    let before = on(&events);
+    let states = || events.iter().map(Handle::state).collect::<Vec<_>>();
+    let before = states();
     m.core.tick();
-    let after = on(&events);
-    assert_eq!(before.iter().zip(&after).filter(|(a, b)| a != b).count(), 2);
+    assert_eq!(before.iter().zip(states()).filter(|(a, b)| *a != b).count(), 2);
     assert_eq!(m.hw.on(0), 4);
 }
 
@@ -47,16 +42,7 @@ fn timer_is_needed_only_while_groups_wait() {
 fn pinned_groups_precede_flexible_groups() {
     let m = TestCore::new(4);
     let _v = m.vcpu(0);
-    let vm = |attr| {
-        m.open(
-            Attr {
-                inherit: true,
-                ..attr
-            },
-            OpenTarget::Vm,
-            None,
-        )
-    };
+    let vm = |attr: Attr| m.open_vm(attr.with_inherit());
     let flexible_vcpu = m.open_vcpu(hw(), None);
     let flexible_vm: Vec<_> = (0..2).map(|_| vm(hw())).collect();
     let pinned_vcpu = m.open_vcpu(pinned(), None);
@@ -96,67 +82,38 @@ fn pinned_event_without_a_slot_is_in_error_until_enabled() {
 
 #[test]
 fn guest_counters_take_precedence_unless_operator_first() {
-    for (share, guest_state) in [
-        (SharePolicy::GuestFirst, EventState::Active),
-        (SharePolicy::OperatorFirst, EventState::Error),
+    use EventState::{Active, Error, Inactive};
+    for (share, states) in [
+        (SharePolicy::GuestFirst, (Active, Inactive)),
+        (SharePolicy::OperatorFirst, (Error, Active)),
     ] {
         let m = TestCore::with(1, |c| c.share = share);
         let _v = m.vcpu(0);
-        let target = OpenTarget::Vcpu(VcpuId(0));
-        let guest = m
-            .core
-            .open(&m.guest, pinned(), target, None, OpenFlags::default())
-            .unwrap();
+        let guest = m.try_open(&m.guest, pinned(), V0, None).unwrap();
         let operator = m.open_vcpu(hw(), None);
-        assert_eq!(guest.state(), guest_state);
-        let expected = if guest_state == EventState::Active {
-            EventState::Inactive
-        } else {
-            EventState::Active
-        };
-        assert_eq!(operator.state(), expected);
+        assert_eq!((guest.state(), operator.state()), states);
+        // The schedule follows a change of the policy immediately.
+        m.core.set_share(SharePolicy::OperatorFirst);
+        assert_eq!(operator.state(), Active);
     }
 }
 
-/// The policy can change while the core runs: the schedule follows immediately, and strict sharing
-/// applies to new events only.
-#[test]
-fn policy_can_change_while_events_are_open() {
-    let m = TestCore::new(1);
-    let _v = m.vcpu(0);
-    let target = OpenTarget::Vcpu(VcpuId(0));
-    let guest = m
-        .core
-        .open(&m.guest, pinned(), target, None, OpenFlags::default())
-        .unwrap();
-    let operator = m.open_vcpu(hw(), None);
-    assert_eq!(
-        (guest.state(), operator.state()),
-        (EventState::Active, EventState::Inactive)
-    );
-    m.core.set_share(SharePolicy::OperatorFirst);
-    assert_eq!(operator.state(), EventState::Active);
-    m.core.set_share(SharePolicy::Strict);
-    assert_eq!(m.core.share(), SharePolicy::Strict);
-    let refused = m.core.open(&m.admin, hw(), target, None, OpenFlags::default());
-    assert_eq!(refused.unwrap_err().errno(), libc::EBUSY);
-}
-
+/// Strict sharing applies to new events only.
 #[test]
 fn strict_sharing_rejects_events_that_do_not_fit() {
-    let m = TestCore::with(2, |c| c.share = SharePolicy::Strict);
+    let m = TestCore::new(2);
     let _v = m.vcpu(0);
-    let _a = m.open_vcpu(hw(), None);
-    let b = m.open_vcpu(hw(), None);
-    let target = OpenTarget::Vcpu(VcpuId(0));
-    let error = m
-        .core
-        .open(&m.admin, hw(), target, None, OpenFlags::default())
-        .unwrap_err();
-    assert_eq!(error.errno(), libc::EBUSY);
+    let events = [(); 3].map(|()| m.open_vcpu(hw(), None));
+    m.core.set_share(SharePolicy::Strict);
+    assert_eq!((m.core.share(), active(&events)), (SharePolicy::Strict, 2));
+    let [a, b, _waiting] = events;
+    b.close();
+    let refused = || m.try_open(&m.admin, hw(), V0, None).unwrap_err().errno();
+    assert_eq!(refused(), libc::EBUSY);
     let _soft = m.open_vcpu(soft(), None);
-    drop(b);
+    a.close();
     let _c = m.open_vcpu(hw(), None);
+    assert_eq!(refused(), libc::EBUSY);
 }
 
 /// A vCPU without slots for all VM-wide events: under strict sharing it cannot be added, and
@@ -165,17 +122,7 @@ fn strict_sharing_rejects_events_that_do_not_fit() {
 fn strict_sharing_refuses_a_vcpu_on_which_events_of_the_vm_do_not_fit() {
     let m = TestCore::new(2);
     let _v = m.vcpu(0);
-    let inherited = || {
-        m.open(
-            Attr {
-                inherit: true,
-                ..hw()
-            },
-            OpenTarget::Vm,
-            None,
-        )
-    };
-    let events = [inherited(), inherited(), inherited()];
+    let events = [(); 3].map(|()| m.open_vm(hw().with_inherit()));
     m.core.set_share(SharePolicy::Strict);
     let refused = m.core.add_vcpu(VcpuId(1), 2).unwrap_err();
     assert_eq!(refused.errno(), libc::EBUSY, "{refused}");
@@ -193,14 +140,7 @@ fn reserved_slots_are_for_vm_wide_events() {
     let a = m.open_vcpu(pinned(), None);
     let b = m.open_vcpu(pinned(), None);
     assert_eq!((a.state(), b.state()), (EventState::Active, EventState::Error));
-    let vm = m.open(
-        Attr {
-            inherit: true,
-            ..pinned()
-        },
-        OpenTarget::Vm,
-        None,
-    );
+    let vm = m.open_vm(pinned().with_inherit());
     m.run(0, 7);
     assert_eq!(vm.read().unwrap().value, 7);
 }
@@ -210,13 +150,7 @@ fn p5_an_exclusive_group_is_alone_on_the_pmu() {
     let m = TestCore::new(4);
     let v = m.vcpu(0);
     let a = m.open_vcpu(hw(), None);
-    let x = m.open_vcpu(
-        Attr {
-            exclusive: true,
-            ..hw()
-        },
-        None,
-    );
+    let x = m.open_vcpu(hw().with_exclusive(), None);
     let s = m.open_vcpu(soft(), None);
     let mut seen = 0;
     for _ in 0..10 {
@@ -237,35 +171,21 @@ fn p12_leader_schedules_its_group() {
     let _v = m.vcpu(0);
     let leader = m.open_vcpu(hw(), None);
     let on = m.open_vcpu(hw(), Some(&leader));
-    let off = m.open_vcpu(
-        Attr {
-            disabled: true,
-            ..hw()
-        },
-        Some(&leader),
-    );
+    let off = m.open_vcpu(hw().with_disabled(), Some(&leader));
+    use EventState::{Active, Inactive, Off};
     let states = || [leader.state(), on.state(), off.state()];
-    assert_eq!(
-        states(),
-        [EventState::Active, EventState::Active, EventState::Off]
-    );
+    assert_eq!(states(), [Active, Active, Off]);
     leader.disable(ControlScope::Event).unwrap();
-    assert_eq!(states(), [EventState::Off, EventState::Inactive, EventState::Off]);
+    assert_eq!(states(), [Off, Inactive, Off]);
     m.run(0, 50);
-    assert_eq!(
-        on.read().unwrap().time_enabled_ns,
-        0,
-        "time stands still under a leader that is off"
-    );
+    let enabled_ns = on.read().unwrap().time_enabled_ns;
+    assert_eq!(enabled_ns, 0, "time stands still under a leader that is off");
     leader.enable(ControlScope::Event).unwrap();
-    assert_eq!(
-        states(),
-        [EventState::Active, EventState::Active, EventState::Off]
-    );
+    assert_eq!(states(), [Active, Active, Off]);
     leader.disable(ControlScope::Group).unwrap();
-    assert_eq!(states(), [EventState::Off, EventState::Off, EventState::Off]);
+    assert_eq!(states(), [Off; 3]);
     off.enable(ControlScope::Group).unwrap();
-    assert_eq!(states(), [EventState::Active; 3]);
+    assert_eq!(states(), [Active; 3]);
 }
 
 #[test]
@@ -314,7 +234,6 @@ fn driver_that_refuses_leaves_a_flexible_group_waiting_and_a_pinned_one_in_error
 /// The second member gets no slot, so the first one is stopped again, and others get its slot.
 #[test]
 fn partially_fitting_group_is_off_as_a_whole() {
-    use perf_core::pmu::sim::{SimConfig, SimPmu};
     let core = PerfCore::new(PerfCoreConfig::default());
     let pmu = SimPmu::new(SimConfig {
         slots: Some(2),
@@ -329,7 +248,7 @@ fn partially_fitting_group_is_off_as_a_whole() {
     let session = core.session(0, Role::Admin);
     let open = |config, leader: Option<&Handle>| {
         let attr = Attr::counting(EventType::SIM, config);
-        let target = OpenTarget::Vcpu(VcpuId(0));
+        let target = V0;
         core.open(&session, attr, target, leader, OpenFlags::default())
             .unwrap()
     };
@@ -389,13 +308,13 @@ proptest! {
         let m = TestCore::new(slots);
         let _v = m.vcpu(0);
         let events: Vec<_> = (0..n).map(|_| m.open_vcpu(hw(), None)).collect();
-        let turns = |n| (0..n).for_each(|_| { m.run(0, 1); m.core.tick() });
-        let on = || events.iter().map(|e| e.state() == EventState::Active).collect::<Vec<_>>();
+                let turns = |n| (0..n).for_each(|_| { m.run(0, 1); m.core.tick() });
+        let states = || events.iter().map(Handle::state).collect::<Vec<_>>();
         turns(start);
-        let before = on();
-        prop_assert_eq!(before.iter().filter(|on| **on).count(), slots);
+        let before = states();
+        prop_assert_eq!(active(&events), slots);
         turns(n);
-        prop_assert_eq!(on(), before);
+        prop_assert_eq!(states(), before);
     }
 }
 
@@ -482,46 +401,28 @@ fn unschedulable_groups_do_not_block_others() {
     let m = TestCore::new(2);
     let v = m.vcpu(0);
     let p = m.open_vcpu(pinned(), None);
-    let mut hopeless = Vec::new();
-    for _ in 0..20 {
+    let pair = |_| {
         let leader = m.open_vcpu(hw(), None);
         let sibling = m.open_vcpu(hw(), Some(&leader));
-        hopeless.push((leader, sibling));
-    }
-    let alone = m.open_vcpu(
-        Attr {
-            exclusive: true,
-            ..hw()
-        },
-        None,
-    );
-    let fits: Vec<_> = (0..3).map(|_| m.open_vcpu(hw(), None)).collect();
-    for _ in 0..600 {
-        m.run(0, 1);
-        m.core.tick();
-    }
+        (leader, sibling)
+    };
+    let hopeless: Vec<_> = (0..20).map(pair).collect();
+    let alone = m.open_vcpu(hw().with_exclusive(), None);
+    let fits = [(); 3].map(|()| m.open_vcpu(hw(), None));
+    let turns = |n| (0..n).for_each(|_| (m.run(0, 1), m.core.tick()).1);
+    turns(600);
     for event in &fits {
         let on = event.read().unwrap().time_running_ns;
         assert!((180..=220).contains(&on), "{on} of 600");
     }
-    assert!(
-        hopeless
-            .iter()
-            .all(|(leader, _)| leader.read().unwrap().estimate().is_none())
-    );
+    let counted = |leader: &Handle| leader.read().unwrap().value;
+    assert!(hopeless.iter().all(|(leader, _)| counted(leader) == 0));
     assert_eq!(alone.read().unwrap().estimate(), None);
     assert_eq!(v.stats().waiting_groups, 20 + 1 + 2);
     // With one member less, the group fits.
     hopeless[7].1.disable(ControlScope::Event).unwrap();
     p.close();
-    for _ in 0..200 {
-        m.run(0, 1);
-        m.core.tick();
-    }
-    assert!(
-        hopeless
-            .iter()
-            .all(|(leader, _)| leader.read().unwrap().value > 0)
-    );
-    assert!(alone.read().unwrap().value > 0);
+    turns(200);
+    assert!(hopeless.iter().all(|(leader, _)| counted(leader) > 0));
+    assert!(counted(&alone) > 0);
 }

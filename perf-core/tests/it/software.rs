@@ -5,11 +5,40 @@ use perf_core::*;
 use crate::common::test_core::*;
 
 fn exits() -> Attr {
-    Attr::counting(EventType::VMM, SoftwareEventId::Exits as u64)
+    vmm(SoftwareEventId::Exits)
 }
 
-fn raise(v: &VcpuContext, n: u64) {
-    v.software_event(SoftwareEventId::Exits, n, Some(&mut UnavailableRegs), &mut |_| {});
+/// Exits, of which every `period`th overflows.
+fn every(period: u64) -> Attr {
+    Attr {
+        sample_period: period,
+        ..exits()
+    }
+}
+
+/// Registers whose evaluation raises a halt at `level`.
+struct NestedRaise<'a> {
+    v: &'a VcpuContext,
+    level: RaiseLevel,
+    delivered: Option<bool>,
+}
+
+impl<'a> NestedRaise<'a> {
+    fn new(v: &'a VcpuContext, level: RaiseLevel) -> Self {
+        let delivered = None;
+        Self { v, level, delivered }
+    }
+}
+
+impl SampleRegs for NestedRaise<'_> {
+    fn mode(&mut self) -> CpuMode {
+        let halt = SoftwareEventId::Halts;
+        self.delivered = Some(self.v.software_event_at(self.level, halt, 1, None, &mut |_| {}));
+        CpuMode::GuestKernel
+    }
+    fn ip(&mut self) -> u64 {
+        0
+    }
 }
 
 #[test]
@@ -17,31 +46,15 @@ fn only_matching_events_count() {
     let m = TestCore::new(1);
     let v = m.vcpu(0);
     let all = m.open_vcpu(exits(), None);
-    let user = m.open_vcpu(
-        Attr {
-            exclude_kernel: true,
-            ..exits()
-        },
-        None,
-    );
-    let kernel = m.open_vcpu(
-        Attr {
-            exclude_user: true,
-            ..exits()
-        },
-        None,
-    );
-    let off = m.open_vcpu(
-        Attr {
-            disabled: true,
-            ..exits()
-        },
-        None,
-    );
-    let halts = m.open_vcpu(
-        Attr::counting(EventType::VMM, SoftwareEventId::Halts as u64),
-        None,
-    );
+    let excluding = |exclude_user, exclude_kernel| Attr {
+        exclude_user,
+        exclude_kernel,
+        ..exits()
+    };
+    let user = m.open_vcpu(excluding(false, true), None);
+    let kernel = m.open_vcpu(excluding(true, false), None);
+    let off = m.open_vcpu(exits().with_disabled(), None);
+    let halts = m.open_vcpu(vmm(SoftwareEventId::Halts), None);
     raise(&v, 3); // the registers say CPL0
     v.software_event(SoftwareEventId::Exits, 2, None, &mut |_| {});
     let counts = [&all, &user, &kernel, &off, &halts].map(|e| e.read().unwrap().value);
@@ -52,33 +65,17 @@ fn only_matching_events_count() {
 /// a counting event there is nothing to drop.
 #[test]
 fn event_without_counter_is_not_dropped() {
-    struct NestedRaise(std::sync::Arc<VcpuContext>, Vec<bool>);
-    impl SampleRegs for NestedRaise {
-        fn mode(&mut self) -> CpuMode {
-            let raised =
-                self.0
-                    .software_event_at(RaiseLevel::Thread, SoftwareEventId::Halts, 1, None, &mut |_| {});
-            self.1.push(raised);
-            CpuMode::GuestKernel
-        }
-        fn ip(&mut self) -> u64 {
-            0
-        }
-    }
     let m = TestCore::new(1);
     let v = m.vcpu(0);
     let _exits = m.open_vcpu(exits(), None);
-    let nested = |v| {
-        let mut regs = NestedRaise(std::sync::Arc::clone(v), Vec::new());
+    let nested = || {
+        let mut regs = NestedRaise::new(&v, RaiseLevel::Thread);
         v.software_event(SoftwareEventId::Exits, 1, Some(&mut regs), &mut |_| {});
-        regs.1
+        regs.delivered
     };
-    assert_eq!(nested(&v), [true]);
-    let halts = m.open_vcpu(
-        Attr::counting(EventType::VMM, SoftwareEventId::Halts as u64),
-        None,
-    );
-    assert_eq!(nested(&v), [false]);
+    assert_eq!(nested(), Some(true));
+    let halts = m.open_vcpu(vmm(SoftwareEventId::Halts), None);
+    assert_eq!(nested(), Some(false));
     assert_eq!(halts.read().unwrap().value, 0);
 }
 
@@ -89,17 +86,7 @@ fn refresh_limits_raised_event_with_cookie() {
     for (bursts, with_regs) in [(10, false), (10, true), (1, false), (1, true)] {
         let m = TestCore::new(1);
         let v = m.vcpu(0);
-        let attr = Attr {
-            sample_period: 1,
-            disabled: true,
-            ..exits()
-        };
-        let flags = OpenFlags {
-            cookie: Some(4),
-            ..OpenFlags::default()
-        };
-        let target = OpenTarget::Vcpu(VcpuId(0));
-        let e = m.core.open(&m.admin, attr, target, None, flags).unwrap();
+        let e = m.open_reporting(&m.admin, every(1).with_disabled(), 4);
         e.refresh(2).unwrap();
         let mut times = 0;
         for _ in 0..bursts {
@@ -120,25 +107,14 @@ fn refresh_limits_raised_event_with_cookie() {
 fn largest_burst_of_guest_counter_overflows_once() {
     let m = TestCore::new(1);
     let v = m.vcpu(0);
-    let attr = Attr {
-        sample_period: 1000,
-        pinned: true,
-        ..exits()
-    };
-    let flags = OpenFlags {
-        cookie: Some(4),
-        ..OpenFlags::default()
-    };
-    let target = OpenTarget::Vcpu(VcpuId(0));
-    let e = m.core.open(&m.guest, attr, target, None, flags).unwrap();
+    let e = m.open_reporting(&m.guest, every(1000).with_pinned(), 4);
     let mut reports = 0;
+    let mut count = |o: OverflowReport| reports += u32::from(o.times > 0);
     v.software_event(
         SoftwareEventId::Exits,
         u64::MAX,
         Some(&mut UnavailableRegs),
-        &mut |o| {
-            reports += u32::from(o.times > 0);
-        },
+        &mut count,
     );
     assert!(reports > 0);
     assert_eq!(e.read().unwrap().value, u64::MAX);
@@ -163,17 +139,10 @@ fn vm_context_counts_before_vcpu_context() {
     let m = TestCore::new(1);
     let v = m.vcpu(0);
     let open = |target, cookie| {
-        let attr = Attr {
-            sample_period: 1,
-            ..exits()
-        };
-        let flags = OpenFlags {
-            cookie: Some(cookie),
-            ..OpenFlags::default()
-        };
-        m.core.open(&m.admin, attr, target, None, flags).unwrap()
+        let flags = OpenFlags::with_cookie(cookie);
+        m.core.open(&m.admin, every(1), target, None, flags).unwrap()
     };
-    let _vcpu = open(OpenTarget::Vcpu(VcpuId(0)), 2);
+    let _vcpu = open(V0, 2);
     let _vm = open(OpenTarget::Vm, 1);
     let mut seen = Vec::new();
     v.software_event(SoftwareEventId::Exits, 1, Some(&mut UnavailableRegs), &mut |o| {
@@ -186,37 +155,14 @@ fn vm_context_counts_before_vcpu_context() {
 fn unknown_event_is_refused() {
     let m = TestCore::new(1);
     let _v = m.vcpu(0);
-    for target in [OpenTarget::Vm, OpenTarget::Vcpu(VcpuId(0))] {
+    for target in [OpenTarget::Vm, V0] {
         let attr = Attr::counting(EventType::VMM, SoftwareEventId::ALL.len() as u64);
-        let error = m
-            .core
-            .open(&m.admin, attr, target, None, OpenFlags::default())
-            .unwrap_err();
+        let error = m.try_open(&m.admin, attr, target, None).unwrap_err();
         assert_eq!(error.errno(), libc::EINVAL);
     }
-    for (i, id) in SoftwareEventId::ALL.iter().enumerate() {
-        assert_eq!(
-            (*id as usize, SoftwareEventId::from_config(i as u64)),
-            (i, Some(*id))
-        );
-    }
-}
-
-/// Registers whose evaluation raises an event at `level`.
-struct NestedRaise<'a> {
-    v: &'a VcpuContext,
-    level: RaiseLevel,
-    delivered: Option<bool>,
-}
-
-impl SampleRegs for NestedRaise<'_> {
-    fn mode(&mut self) -> CpuMode {
-        CpuMode::GuestKernel
-    }
-    fn ip(&mut self) -> u64 {
-        let v = self.v;
-        self.delivered = Some(v.software_event_at(self.level, SoftwareEventId::Halts, 1, None, &mut |_| {}));
-        0
+    for (i, id) in SoftwareEventId::ALL.iter().copied().enumerate() {
+        assert_eq!(id as usize, i);
+        assert_eq!(SoftwareEventId::from_config(i as u64), Some(id));
     }
 }
 
@@ -227,25 +173,13 @@ fn p24_an_event_inside_its_own_level_is_dropped_and_others_nest() {
     use RaiseLevel::{Deferred, Nmi, Signal, Thread};
     let m = TestCore::new(1);
     let v = m.vcpu(0);
-    let sampled = Attr {
-        sample_period: 1,
-        sample_type: SampleType::IP,
-        ..exits()
-    };
-    let sampled = m.open_vcpu(sampled, None);
+    let sampled = m.open_vcpu(every(1).with_sample_type(SampleType::IP), None);
     let _ring = sampled.map(1, true).unwrap();
-    let halts = m.open_vcpu(
-        Attr::counting(EventType::VMM, SoftwareEventId::Halts as u64),
-        None,
-    );
+    let halts = m.open_vcpu(vmm(SoftwareEventId::Halts), None);
     let mut count = 0;
     for outer in [Thread, Deferred, Signal, Nmi] {
         for level in [Thread, Deferred, Signal, Nmi] {
-            let mut regs = NestedRaise {
-                v: &v,
-                level,
-                delivered: None,
-            };
+            let mut regs = NestedRaise::new(&v, level);
             assert!(v.software_event_at(outer, SoftwareEventId::Exits, 1, Some(&mut regs), &mut |_| {}));
             assert_eq!(regs.delivered, Some(level != outer), "{level:?} in {outer:?}");
             count += u64::from(level != outer);
@@ -258,20 +192,8 @@ fn p24_an_event_inside_its_own_level_is_dropped_and_others_nest() {
 fn sink_may_raise_events_itself() {
     let m = TestCore::new(1);
     let v = m.vcpu(0);
-    let flags = OpenFlags {
-        cookie: Some(5),
-        ..OpenFlags::default()
-    };
-    let counter = Attr {
-        pinned: true,
-        sample_period: 2,
-        ..exits()
-    };
-    let _c = m
-        .core
-        .open(&m.guest, counter, OpenTarget::Vcpu(VcpuId(0)), None, flags)
-        .unwrap();
-    let pmis = m.open_vcpu(Attr::counting(EventType::VMM, SoftwareEventId::Pmis as u64), None);
+    let _c = m.open_reporting(&m.guest, every(2).with_pinned(), 5);
+    let pmis = m.open_vcpu(vmm(SoftwareEventId::Pmis), None);
     let mut seen = Vec::new();
     v.software_event(SoftwareEventId::Exits, 5, None, &mut |o| {
         v.software_event(SoftwareEventId::Pmis, 1, None, &mut |_| {});
@@ -288,31 +210,19 @@ fn many_frequencies_are_adjusted() {
     const EVENTS: u64 = 100;
     let m = TestCore::with(1, |c| c.tick_hz = 1000);
     let v = m.vcpu(0);
-    let attr = Attr {
-        freq: true,
-        ..Attr::sampling(EventType::VMM, SoftwareEventId::Exits as u64, 1000)
-    };
-    let open = |cookie| {
-        let flags = OpenFlags {
-            cookie: Some(cookie),
-            ..OpenFlags::default()
-        };
-        let target = OpenTarget::Vcpu(VcpuId(0));
-        m.core.open(&m.admin, attr.clone(), target, None, flags).unwrap()
-    };
+    let open = |cookie| m.open_reporting(&m.admin, every(1000).with_freq(), cookie);
     let _events: Vec<_> = (0..EVENTS).map(open).collect();
     let mut overflows = vec![0u32; EVENTS as usize];
     let mut run = |ms: u32, counts: u64| {
         overflows.fill(0);
         for _ in 0..ms {
             m.clock.advance(1_000_000);
+            let mut add = |o: OverflowReport| overflows[o.cookie as usize] += o.times;
             v.software_event(
                 SoftwareEventId::Exits,
                 counts,
                 Some(&mut UnavailableRegs),
-                &mut |o: OverflowReport| {
-                    overflows[o.cookie as usize] += o.times;
-                },
+                &mut add,
             );
             m.core.tick();
         }

@@ -3,69 +3,39 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use fastrand::Rng;
 use perf_core::*;
 
 use crate::common::test_core::*;
-
-/// A small deterministic generator; only thread timing varies.
-struct Rng(u64);
-
-impl Rng {
-    fn below(&mut self, n: u64) -> u64 {
-        self.0 = self
-            .0
-            .wrapping_mul(6364136223846793005)
-            .wrapping_add(1442695040888963407);
-        (self.0 >> 33) % n
-    }
-}
 
 #[test]
 fn concurrent_calls_from_all_threads() {
     const ROUNDS: u64 = 2000;
     let m = TestCore::new(2);
-    let exits = Attr::counting(EventType::VMM, SoftwareEventId::Exits as u64);
-    let pinned_wide = m.open(
-        Attr {
-            inherit: true,
-            inherit_stat: true,
-            pinned: true,
-            ..hw()
-        },
-        OpenTarget::Vm,
-        None,
-    );
+    let exits = vmm(SoftwareEventId::Exits);
+    let pinned_wide = m.open_vm(Attr {
+        inherit_stat: true,
+        ..hw().with_inherit().with_pinned()
+    });
     let ring = pinned_wide.map(8, false).unwrap();
-    let wide_exits = m.open(
-        Attr {
-            inherit: true,
-            ..exits.clone()
-        },
-        OpenTarget::Vm,
-        None,
-    );
+    let wide_exits = m.open_vm(exits.clone().with_inherit());
     let (work, raised) = (AtomicU64::new(0), AtomicU64::new(0));
     std::thread::scope(|s| {
         // Two vCPUs that are added, run, and removed.
         for n in 0..2u32 {
             let (m, work, raised) = (&m, &work, &raised);
             s.spawn(move || {
-                let mut rng = Rng(u64::from(n) + 1);
+                let mut rng = Rng::with_seed(u64::from(n) + 1);
                 for _ in 0..ROUNDS / 10 {
                     let v = m.vcpu(n);
                     for _ in 0..10 {
-                        let amount = rng.below(50) + 1;
+                        let amount = rng.u64(1..=50);
                         // Pinned and first in order, so always on while the vCPU is scheduled in.
                         m.run(n, amount);
                         work.fetch_add(amount, Ordering::Relaxed);
-                        v.software_event(
-                            SoftwareEventId::Exits,
-                            amount,
-                            Some(&mut UnavailableRegs),
-                            &mut |_| {},
-                        );
+                        raise(&v, amount);
                         raised.fetch_add(amount, Ordering::Relaxed);
-                        v.service_overflows(&mut UnavailableRegs, &mut |_| {});
+                        serve(&v);
                         v.sched_out();
                         v.sched_in();
                     }
@@ -75,56 +45,46 @@ fn concurrent_calls_from_all_threads() {
         }
         // Operators that open, use and close random events.
         for n in 0..2 {
-            let (m, exits) = (&m, &exits);
+            let m = &m;
+            let sampling = exits.clone().with_sample_type(SampleType::IP);
             s.spawn(move || {
-                let mut rng = Rng(n + 100);
+                // Only thread timing varies.
+                let mut rng = Rng::with_seed(n + 100);
                 let session = m.core.session(0, Role::Admin);
                 let mut handles: Vec<Handle> = Vec::new();
                 for _ in 0..ROUNDS {
-                    let target = match rng.below(3) {
+                    let target = match rng.u32(0..3) {
                         0 => OpenTarget::Vm,
-                        n => OpenTarget::Vcpu(VcpuId(n as u32 - 1)),
+                        n => OpenTarget::Vcpu(VcpuId(n - 1)),
                     };
-                    let attr = match rng.below(4) {
+                    let mut attr = match rng.u32(0..4) {
                         0 => Attr {
                             sample_period: 7,
-                            sample_type: SampleType::IP,
-                            ..exits.clone()
+                            ..sampling.clone()
                         },
                         1 => soft(),
-                        2 => Attr {
-                            sample_period: 13,
-                            sample_type: SampleType::IP,
-                            ..hw()
-                        },
+                        2 => sim(13).with_sample_type(SampleType::IP),
                         _ => hw(),
                     };
-                    let attr = Attr {
-                        inherit: target == OpenTarget::Vm,
-                        ..attr
-                    };
-                    let leader = handles.last().filter(|_| rng.below(3) == 0);
+                    attr.inherit = target == OpenTarget::Vm;
+                    let leader = handles.last().filter(|_| rng.u32(0..3) == 0);
                     // The vCPU may be removed, or the leader may belong to another context.
-                    if let Ok(handle) = m.core.open(&session, attr, target, leader, OpenFlags::default()) {
-                        if rng.below(4) == 0 {
+                    if let Ok(handle) = m.try_open(&session, attr, target, leader) {
+                        if rng.u32(0..4) == 0 {
                             let _ = handle.map(1, true);
                         }
                         handles.push(handle);
                     }
-                    if let Some(handle) = handles.get(rng.below(8) as usize) {
-                        let scope = if rng.below(2) == 0 {
-                            ControlScope::Event
-                        } else {
-                            ControlScope::Group
-                        };
-                        match rng.below(7) {
+                    if let Some(handle) = handles.get(rng.usize(0..8)) {
+                        let scope = [ControlScope::Event, ControlScope::Group][rng.usize(0..2)];
+                        match rng.u32(0..7) {
                             0 => handle.disable(scope).unwrap(),
                             1 => handle.enable(scope).unwrap(),
                             2 => handle.reset(scope).unwrap(),
                             3 => drop(handle.read_group().unwrap()),
                             4 => drop(handle.estimate().unwrap()),
                             // Counting events have no period.
-                            5 => drop(handle.set_period(1 + rng.below(40))),
+                            5 => drop(handle.set_period(rng.u64(1..=40))),
                             _ => {
                                 let _ = handle.set_output(handles.first());
                             }
@@ -133,7 +93,7 @@ fn concurrent_calls_from_all_threads() {
                         assert!(r.time_running_ns <= r.time_enabled_ns, "{r:?}");
                     }
                     if handles.len() > 8 {
-                        handles.swap_remove(rng.below(8) as usize);
+                        handles.swap_remove(rng.usize(0..8));
                     }
                 }
             });
@@ -155,10 +115,7 @@ fn concurrent_calls_from_all_threads() {
     assert_eq!(pinned_wide.read().unwrap().value, work.load(Ordering::Relaxed));
     assert_eq!(pinned_wide.children(), 0);
     drop((pinned_wide, wide_exits, ring));
-    assert_eq!(
-        m.core.vm_stats().events,
-        0,
-        "the operators' sessions took theirs along"
-    );
+    // The operators' sessions closed their events.
+    assert_eq!(m.core.vm_stats().events, 0);
     assert_eq!(m.core.ring_pages(0), 0);
 }

@@ -2,15 +2,16 @@
 //! other side.
 #![expect(unsafe_code, reason = "calls of the system")]
 
-use std::io::{BufRead, BufReader, Write};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::io::{BufRead, BufReader};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
 use perf_core::attr::Wakeup;
 use perf_core::ring::{PAGE_SIZE, PollState, Ring, RingMode, RingReadError, RingReader};
 
-use crate::common::ring::{CheckedRecord, DATA_HEAD, DATA_TAIL, check, foreign, poke, write};
+use crate::common::ring::{CheckedRecord, DATA_HEAD, DATA_TAIL, check, drain, foreign, next, poke, write};
 
 /// Fixed file descriptors of the child.
 const MEMFD: i32 = 100;
@@ -21,14 +22,13 @@ const ROLE: &str = "PERF_RING_TEST_ROLE";
 fn start(role: &str, ring: &Ring) -> Child {
     let (memfd, wakeup) = (ring.memfd().as_raw_fd(), ring.wakeup_fd().as_raw_fd());
     let mut command = Command::new(std::env::current_exe().expect("this test"));
-    command
-        .args([
-            "--exact",
-            "ring_process::other_process",
-            "--ignored",
-            "--nocapture",
-        ])
-        .env(ROLE, role);
+    let args = [
+        "--exact",
+        "ring_process::other_process",
+        "--ignored",
+        "--nocapture",
+    ];
+    command.args(args).env(ROLE, role);
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
     // SAFETY: dup2 may be called between fork and exec.
     unsafe {
@@ -66,10 +66,10 @@ fn other_process() {
     // SAFETY: the parent has placed these file descriptors for this process.
     let (memfd, wakeup) = unsafe { (OwnedFd::from_raw_fd(MEMFD), OwnedFd::from_raw_fd(WAKEUP)) };
     let say = |line: &str| println!("{line}");
+    let map = || RingReader::map(memfd.as_fd()).expect("the parent's ring");
     match role.as_str() {
         "reader" => {
-            use std::os::fd::AsFd;
-            let mut reader = RingReader::map(memfd.as_fd()).expect("the parent's ring");
+            let mut reader = map();
             say("ready: ");
             let (mut records, mut lost) = (0, 0);
             loop {
@@ -84,15 +84,13 @@ fn other_process() {
                 // SAFETY: reads 8 bytes into an 8-byte buffer.
                 let read = unsafe { libc::read(wakeup.as_raw_fd(), (&raw mut count).cast(), 8) };
                 assert_eq!(read, 8);
-                while let Some(record) = reader.next_record().expect("sound") {
-                    match check(record) {
-                        CheckedRecord::Lost(n) => lost += n,
-                        CheckedRecord::Tagged(writer, number) => {
-                            assert_eq!((writer, number), (7, records));
-                            records += 1;
-                        }
+                drain(&mut reader, |record| match check(record) {
+                    CheckedRecord::Lost(n) => lost += n,
+                    CheckedRecord::Tagged(writer, number) => {
+                        assert_eq!((writer, number), (7, records));
+                        records += 1;
                     }
-                }
+                });
                 if PollState::from_count(count).hang_up {
                     break;
                 }
@@ -100,8 +98,7 @@ fn other_process() {
             say(&format!("seen: {records} {lost}"));
         }
         "dies" => {
-            use std::os::fd::AsFd;
-            let mut reader = RingReader::map(memfd.as_fd()).expect("the parent's ring");
+            let mut reader = map();
             let _ = reader.next_record();
             say("ready: ");
             // Holds a borrowed record until the process is killed.
@@ -110,26 +107,22 @@ fn other_process() {
         "vandal" => {
             say("ready: ");
             let file = std::fs::File::from(memfd);
-            let mut random = 0x2545_f491_4f6c_dd1d_u64;
-            for round in 0..4000u64 {
-                random ^= random << 13;
-                random ^= random >> 7;
-                random ^= random << 17;
-                let value = if round % 3 == 0 { random } else { random % 20_000 };
-                match round % 4 {
-                    0 => poke(&file, DATA_TAIL, value),
-                    1 => poke(&file, DATA_HEAD, value),
-                    2 => poke(&file, PAGE_SIZE as u64 + random % 4000, value),
-                    _ => poke(&file, 8 * (random % 512), value),
-                }
+            let mut random = fastrand::Rng::with_seed(1);
+            for round in 0..4000 {
+                let value = random.u64(..if round % 3 == 0 { u64::MAX } else { 20_000 });
+                let offset = match round % 4 {
+                    0 => DATA_TAIL,
+                    1 => DATA_HEAD,
+                    2 => PAGE_SIZE as u64 + random.u64(..4000),
+                    _ => 8 * random.u64(..512),
+                };
+                poke(&file, offset, value);
             }
             assert!(file.set_len(0).is_err(), "the size is sealed");
             say("done: ");
         }
         "observer" => {
-            use std::os::fd::AsFd;
-            use std::os::unix::fs::FileExt;
-            let mut reader = RingReader::map(memfd.as_fd()).expect("the parent's ring");
+            let mut reader = map();
             assert_eq!(reader.mode(), RingMode::Overwrite);
             // SAFETY: a mapping, if it succeeded, would be one page at an address chosen by the
             // kernel.
@@ -144,11 +137,7 @@ fn other_process() {
                 )
             };
             assert_eq!(writable, libc::MAP_FAILED, "cannot be mapped writable");
-            let first = reader
-                .next_record()
-                .expect("nothing is overwritten yet")
-                .expect("the parent's first");
-            assert_eq!(check(first), CheckedRecord::Tagged(7, 0));
+            assert_eq!(next(&mut reader), CheckedRecord::Tagged(7, 0));
             say("ready: ");
             let (mut records, mut overruns, mut last) = (1u64, 0u64, Some(0));
             // Runs until the parent stops writing and closes the pipe.
@@ -215,10 +204,7 @@ fn killed_reader_loses_only_records() {
     assert_eq!(ring.pending_lost(), 1000 - written);
     // A new client continues where the killed one stopped, because that one had released nothing.
     let mut reader = RingReader::map(ring.memfd()).expect("maps");
-    assert_eq!(
-        check(reader.next_record().expect("sound").expect("one")),
-        CheckedRecord::Tagged(7, 0)
-    );
+    assert_eq!(next(&mut reader), CheckedRecord::Tagged(7, 0));
 }
 
 #[test]
@@ -250,11 +236,9 @@ fn corrupting_process_cannot_harm_writer() {
     poke(&page, 1048, PAGE_SIZE as u64);
     write(&ring, 40, 7, 1).expect("room");
     let mut reader = RingReader::map(ring.memfd()).expect("maps");
-    let mut seen = Vec::new();
-    while let Some(record) = reader.next_record().expect("sound again") {
-        seen.push(check(record));
-    }
-    assert_eq!(seen.last(), Some(&CheckedRecord::Tagged(7, 1)));
+    let mut last = None;
+    drain(&mut reader, |record| last = Some(check(record)));
+    assert_eq!(last, Some(CheckedRecord::Tagged(7, 1)));
 }
 
 #[test]
@@ -270,12 +254,7 @@ fn observer_of_an_overwrite_ring_never_sees_a_torn_record_and_cannot_write() {
         }
     }
     // Ends the loop of the other process.
-    child
-        .stdin
-        .take()
-        .expect("piped")
-        .flush()
-        .expect("nothing to flush");
+    drop(child.stdin.take());
     let seen = expect(&mut child, "seen:");
     assert!(child.wait().expect("ended").success(), "{seen}");
     assert_eq!(ring.pending_lost(), 0);

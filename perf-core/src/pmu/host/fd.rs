@@ -173,6 +173,11 @@ impl PerfFd {
         check(unsafe { sys::ioctls::DISABLE(self.fd.as_raw_fd(), 0) }).map(drop)
     }
 
+    /// Enables or disables the event.
+    pub(super) fn set_enabled(&self, on: bool) -> io::Result<()> {
+        if on { self.enable() } else { self.disable() }
+    }
+
     /// Redirects this event's records to the mapped ring of `other`.
     pub(crate) fn write_to(&self, other: &Self) -> io::Result<()> {
         // SAFETY: SET_OUTPUT takes a descriptor by value; `other` is open for the time of the call.

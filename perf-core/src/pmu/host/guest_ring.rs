@@ -16,6 +16,7 @@
 //!   [`SampleOrigin`].
 
 use std::io;
+use std::marker::PhantomData;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use perf_event_open_sys::bindings as b;
@@ -85,7 +86,7 @@ impl GuestSampler {
     /// # Errors
     /// Returns the error of `ioctl(2)`.
     pub fn set_enabled(&self, on: bool) -> io::Result<()> {
-        if on { self.fd.enable() } else { self.fd.disable() }
+        self.fd.set_enabled(on)
     }
 }
 
@@ -121,23 +122,54 @@ pub struct GuestSample {
     pub period: u64,
 }
 
-/// Records other than samples in a drained ring.
+/// The mapped ring of a [`GuestSampler`].
+pub type GuestSampleRing = HostRing<GuestSample>;
+
+impl HostRecord for GuestSample {
+    fn decode(ty: u32, misc: u32, words: &[u64]) -> Option<Self> {
+        let (b::PERF_RECORD_SAMPLE, &[ip, time_ns, period, ..]) = (ty, words) else {
+            return None;
+        };
+        let side = match misc & b::PERF_RECORD_MISC_CPUMODE_MASK {
+            b::PERF_RECORD_MISC_GUEST_USER => SampleOrigin::GuestUser,
+            b::PERF_RECORD_MISC_GUEST_KERNEL => SampleOrigin::GuestKernel,
+            b::PERF_RECORD_MISC_USER => SampleOrigin::HostUser,
+            _ => SampleOrigin::HostKernel,
+        };
+        Some(Self {
+            time_ns,
+            side,
+            ip,
+            period,
+        })
+    }
+}
+
+/// A record of a [`HostRing`].
+pub trait HostRecord: Sized {
+    /// Decodes a record of type `ty` from the first words of its body. Returns `None` for records of
+    /// other types.
+    fn decode(ty: u32, misc: u32, words: &[u64]) -> Option<Self>;
+}
+
+/// Records of other types in a drained ring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DrainStats {
-    /// Number of lost samples.
+    /// Number of lost records.
     pub lost: u64,
     /// Number of times that the kernel throttled sampling.
     pub throttled: u64,
 }
 
-/// The mapped ring of a [`GuestSampler`], in this process or another.
+/// The mapped ring of a host perf event, in this process or another.
 #[derive(Debug)]
-pub struct GuestSampleRing {
+pub struct HostRing<R> {
     fd: PerfFd,
     map: PerfMap,
+    records: PhantomData<R>,
 }
 
-impl GuestSampleRing {
+impl<R: HostRecord> HostRing<R> {
     /// Maps the ring of `fd` with `2^log2_pages` data pages, which count against the user's perf
     /// memory (`perf_event_mlock_kb`).
     ///
@@ -146,7 +178,8 @@ impl GuestSampleRing {
     pub fn map(fd: OwnedFd, log2_pages: u32) -> io::Result<Self> {
         let fd = PerfFd::from(fd);
         let map = fd.map(Some(log2_pages))?;
-        Ok(Self { fd, map })
+        let records = PhantomData;
+        Ok(Self { fd, map, records })
     }
 
     /// Enables or disables the event.
@@ -154,31 +187,19 @@ impl GuestSampleRing {
     /// # Errors
     /// Returns the error of `ioctl(2)`.
     pub fn set_enabled(&self, on: bool) -> io::Result<()> {
-        if on { self.fd.enable() } else { self.fd.disable() }
+        self.fd.set_enabled(on)
     }
 
-    /// Passes each unread sample to `each`, oldest first, and returns counts of other records.
+    /// Passes each unread record of type `R` to `each`, oldest first, and returns counts of others.
     /// Reads at most one ring's length.
-    pub fn drain(&mut self, mut each: impl FnMut(GuestSample)) -> DrainStats {
+    pub fn drain(&mut self, mut each: impl FnMut(R)) -> DrainStats {
         let mut drained = DrainStats::default();
         self.map.drain_words(|head, words| match (head.type_, words) {
-            (b::PERF_RECORD_SAMPLE, &[ip, time_ns, period, ..]) => {
-                let side = match u32::from(head.misc) & b::PERF_RECORD_MISC_CPUMODE_MASK {
-                    b::PERF_RECORD_MISC_GUEST_USER => SampleOrigin::GuestUser,
-                    b::PERF_RECORD_MISC_GUEST_KERNEL => SampleOrigin::GuestKernel,
-                    b::PERF_RECORD_MISC_USER => SampleOrigin::HostUser,
-                    _ => SampleOrigin::HostKernel,
-                };
-                each(GuestSample {
-                    time_ns,
-                    side,
-                    ip,
-                    period,
-                });
-            }
             (b::PERF_RECORD_LOST, &[_, lost, ..]) => drained.lost += lost,
             (b::PERF_RECORD_THROTTLE, _) => drained.throttled += 1,
-            _ => {}
+            _ => R::decode(head.type_, head.misc.into(), words)
+                .into_iter()
+                .for_each(&mut each),
         });
         drained
     }

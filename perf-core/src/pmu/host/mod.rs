@@ -53,7 +53,9 @@ pub use counters::{FixedCounter, HostCounters};
 pub use fd::monotonic_ns;
 use fd::{PARKED_PERIOD, PerfFd, PerfMap, READ_TIMES, TimedCount, current_tid, new_attr};
 use group::KernelGroup;
-pub use guest_ring::{DrainStats, GuestSample, GuestSampleRing, GuestSampler, SampleOrigin};
+pub use guest_ring::{
+    DrainStats, GuestSample, GuestSampleRing, GuestSampler, HostRecord, HostRing, SampleOrigin,
+};
 use late::LateOverflowPoll;
 use open_params::{GroupMembership, OpenParams, missing_cpu_error};
 pub use opener::{EventOpener, HostTarget, OpenRequest, OverflowSignal, SyscallOpener, set_event_opener};

@@ -4,14 +4,13 @@
 //! [`ThreadSwitches`] is opened in the VMM. Its file descriptor may be sent to another process, which
 //! maps the ring with [`ThreadSwitchRing`].
 
-use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 
 use perf_event_open_sys::bindings as b;
 
 use super::HostPmu;
-use super::fd::{PerfFd, PerfMap, new_attr};
-use super::guest_ring::DrainStats;
+use super::fd::{PerfFd, new_attr};
+use super::guest_ring::{HostRecord, HostRing};
 use crate::pmu::PmuError;
 
 /// A host perf event without a count that records the context switches of a thread.
@@ -65,45 +64,23 @@ pub struct ThreadSwitch {
     pub kind: ThreadSwitchKind,
 }
 
-/// The mapped ring of [`ThreadSwitches`], in this process or another.
-#[derive(Debug)]
-pub struct ThreadSwitchRing {
-    map: PerfMap,
-    _fd: PerfFd,
-}
+/// The mapped ring of [`ThreadSwitches`].
+pub type ThreadSwitchRing = HostRing<ThreadSwitch>;
 
-impl ThreadSwitchRing {
-    /// Maps the ring of `fd` with `2^log2_pages` data pages, which count against the user's perf
-    /// memory (`perf_event_mlock_kb`).
-    ///
-    /// # Errors
-    /// Returns the error of `mmap(2)`.
-    pub fn map(fd: OwnedFd, log2_pages: u32) -> io::Result<Self> {
-        let fd = PerfFd::from(fd);
-        let map = fd.map(Some(log2_pages))?;
-        Ok(Self { map, _fd: fd })
-    }
-
-    /// Passes each unread switch to `each`, oldest first, and returns counts of other records. Reads
-    /// at most one ring's length.
-    pub fn drain(&mut self, mut each: impl FnMut(ThreadSwitch)) -> DrainStats {
-        let mut drained = DrainStats::default();
-        self.map.drain_words(|head, words| match (head.type_, words) {
-            (b::PERF_RECORD_SWITCH, &[time_ns, ..]) => {
-                let is = |bit: u32| u32::from(head.misc) & bit != 0;
-                let kind = if !is(b::PERF_RECORD_MISC_SWITCH_OUT) {
-                    ThreadSwitchKind::In
-                } else if is(b::PERF_RECORD_MISC_SWITCH_OUT_PREEMPT) {
-                    ThreadSwitchKind::Preempted
-                } else {
-                    ThreadSwitchKind::Blocked
-                };
-                each(ThreadSwitch { time_ns, kind });
-            }
-            (b::PERF_RECORD_LOST, &[_, lost, ..]) => drained.lost += lost,
-            _ => {}
-        });
-        drained
+impl HostRecord for ThreadSwitch {
+    fn decode(ty: u32, misc: u32, words: &[u64]) -> Option<Self> {
+        let (b::PERF_RECORD_SWITCH, &[time_ns, ..]) = (ty, words) else {
+            return None;
+        };
+        let is = |bit: u32| misc & bit != 0;
+        let kind = if !is(b::PERF_RECORD_MISC_SWITCH_OUT) {
+            ThreadSwitchKind::In
+        } else if is(b::PERF_RECORD_MISC_SWITCH_OUT_PREEMPT) {
+            ThreadSwitchKind::Preempted
+        } else {
+            ThreadSwitchKind::Blocked
+        };
+        Some(Self { time_ns, kind })
     }
 }
 
@@ -113,6 +90,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::pmu::host::DrainStats;
     use crate::pmu::host::fd::current_tid;
 
     /// Each sleep of a thread is a switch that blocks, followed by one that continues.

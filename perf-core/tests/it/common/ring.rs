@@ -5,9 +5,10 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use std::os::fd::AsRawFd;
+use std::sync::Arc;
 
 use perf_core::record::{EncodeRecord, Record, RecordFormat, RecordSink};
-use perf_core::ring::{RawRecord, Ring, RingError};
+use perf_core::ring::{RawRecord, Reservation, Ring, RingError, RingMode, RingReader};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 /// Byte offset of `data_head` in the control page.
@@ -20,14 +21,17 @@ pub const TAGGED: u32 = 77;
 /// Writes a record of `size` bytes (at least 24) that contains its writer, its number, and a
 /// pattern derived from both.
 pub fn write(ring: &Ring, size: usize, writer: u64, number: u64) -> Result<(), RingError> {
-    let mut record = ring.begin(size, true)?;
-    record.put_u64(u64::from(TAGGED));
-    record.put_u64(writer);
-    record.put_u64(number);
-    for n in 3..size as u64 / 8 {
-        record.put_u64(pattern(writer, number, n));
-    }
+    fill(ring.begin(size, true)?, writer, number);
     Ok(())
+}
+
+/// Fills and ends a record as [`write`] does.
+pub fn fill(mut record: Reservation<'_>, writer: u64, number: u64) {
+    let words = record.left() as u64 / 8;
+    for word in [u64::from(TAGGED), writer, number] {
+        record.put_u64(word);
+    }
+    (3..words).for_each(|n| record.put_u64(pattern(writer, number, n)));
 }
 
 fn pattern(writer: u64, number: u64, n: u64) -> u64 {
@@ -102,6 +106,25 @@ pub fn check(raw: RawRecord<'_>) -> CheckedRecord {
         );
     }
     CheckedRecord::Tagged(writer, number)
+}
+
+/// Creates a ring with a reader.
+pub fn ring_and_reader(pages: usize, mode: RingMode) -> (Arc<Ring>, RingReader) {
+    let ring = Arc::new(Ring::new(pages, mode).expect("a ring"));
+    let reader = RingReader::of(Arc::clone(&ring));
+    (ring, reader)
+}
+
+/// Reads and checks the next record, which must exist.
+pub fn next(reader: &mut RingReader) -> CheckedRecord {
+    check(reader.next_record().expect("sound").expect("one"))
+}
+
+/// Passes all unread records to `each`.
+pub fn drain(reader: &mut RingReader, mut each: impl FnMut(RawRecord<'_>)) {
+    while let Some(record) = reader.next_record().expect("sound") {
+        each(record);
+    }
 }
 
 /// Opens the memory of the ring as another process does.

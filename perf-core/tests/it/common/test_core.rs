@@ -4,6 +4,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use perf_core::pmu::{PmuCapacity, PmuError, PmuTarget};
+use perf_core::record::{Record, RecordFormat, Sample};
+use perf_core::ring::{Ring, RingReader};
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
 
@@ -76,6 +78,8 @@ pub struct TestPmu {
 }
 
 pub const PACKAGE: u64 = 1000;
+/// vCPU 0 as a target.
+pub const V0: OpenTarget = OpenTarget::Vcpu(VcpuId(0));
 /// Type of the events of the software driver.
 pub const SOFT: EventType = EventType(0x1ff);
 
@@ -232,14 +236,44 @@ impl TestCore {
         vcpu
     }
 
-    pub fn open(&self, attr: Attr, target: OpenTarget, leader: Option<&Handle>) -> Handle {
+    /// Opens an event of `session` without flags.
+    pub fn try_open(
+        &self,
+        session: &Session,
+        attr: Attr,
+        target: OpenTarget,
+        leader: Option<&Handle>,
+    ) -> Result<Handle, OpenError> {
         self.core
-            .open(&self.admin, attr, target, leader, OpenFlags::default())
-            .unwrap()
+            .open(session, attr, target, leader, OpenFlags::default())
+    }
+
+    pub fn open(&self, attr: Attr, target: OpenTarget, leader: Option<&Handle>) -> Handle {
+        self.try_open(&self.admin, attr, target, leader).unwrap()
     }
 
     pub fn open_vcpu(&self, attr: Attr, leader: Option<&Handle>) -> Handle {
-        self.open(attr, OpenTarget::Vcpu(VcpuId(0)), leader)
+        self.open(attr, V0, leader)
+    }
+
+    pub fn open_vm(&self, attr: Attr) -> Handle {
+        self.open(attr, OpenTarget::Vm, None)
+    }
+
+    /// Opens an event on vCPU 0 whose overflows are reported with `cookie`.
+    pub fn open_reporting(&self, session: &Session, attr: Attr, cookie: u64) -> Handle {
+        let flags = OpenFlags::with_cookie(cookie);
+        self.core.open(session, attr, V0, None, flags).unwrap()
+    }
+
+    /// Opens an event on vCPU 0 that writes to the ring of `to` without joining its group.
+    pub fn open_redirected(&self, attr: Attr, to: &Handle) -> Result<Handle, OpenError> {
+        let flags = OpenFlags {
+            output: true,
+            no_group: true,
+            ..OpenFlags::default()
+        };
+        self.core.open(&self.admin, attr, V0, Some(to), flags)
     }
 
     /// Runs vCPU `vcpu` for `n` steps of 1 ns and one unit of work each.
@@ -256,4 +290,51 @@ pub fn hw() -> Attr {
 
 pub fn soft() -> Attr {
     Attr::counting(SOFT, 1)
+}
+
+/// An event that samples work.
+pub fn sim(period: u64) -> Attr {
+    Attr::sampling(EventType::SIM, 1, period)
+}
+
+/// An event that counts `id`, which the VMM raises.
+pub fn vmm(id: SoftwareEventId) -> Attr {
+    Attr::counting(EventType::VMM, id as u64)
+}
+
+/// Raises `n` exits.
+pub fn raise(v: &VcpuContext, n: u64) {
+    v.software_event(SoftwareEventId::Exits, n, Some(&mut UnavailableRegs), &mut |_| {});
+}
+
+/// Services the overflows of `v` and returns the reports.
+pub fn serve(v: &VcpuContext) -> Vec<OverflowReport> {
+    let mut seen = Vec::new();
+    v.service_overflows(&mut UnavailableRegs, &mut |o| seen.push(o));
+    seen
+}
+
+/// Returns the number of active events.
+pub fn active<'a>(events: impl IntoIterator<Item = &'a Handle>) -> usize {
+    let events = events.into_iter();
+    events.filter(|e| e.state() == EventState::Active).count()
+}
+
+/// Passes the unread records of `reader` to `each`.
+pub fn for_each_record(reader: &mut RingReader, attr: &Attr, mut each: impl FnMut(Record<'_>)) {
+    let format = RecordFormat::from(attr);
+    while let Some(raw) = reader.next_record().unwrap() {
+        each(Record::decode(raw, format).unwrap());
+    }
+}
+
+/// Returns what `each` makes of the unread samples of `ring`.
+pub fn map_samples<T>(ring: &Ring, attr: &Attr, mut each: impl FnMut(Sample<'_>) -> T) -> Vec<T> {
+    let mut out = Vec::new();
+    for_each_record(&mut RingReader::map(ring.memfd()).unwrap(), attr, |record| {
+        if let Record::Sample(sample) = record {
+            out.push(each(sample));
+        }
+    });
+    out
 }
