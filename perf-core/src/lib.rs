@@ -37,14 +37,6 @@
 //! /// `PERF_COUNT_SW_TASK_CLOCK`: nanoseconds on a processor.
 //! const TASK_CLOCK: u64 = 1;
 //!
-//! /// What was interrupted. These samples ask for no address.
-//! struct Regs;
-//!
-//! impl SampleRegs for Regs {
-//!     fn mode(&mut self) -> CpuMode { CpuMode::User }
-//!     fn ip(&mut self) -> u64 { 0 }
-//! }
-//!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! // Overflows are looked for below, so the signal that tells of them may be one that is ignored by default.
 //! let core = PerfCore::builder()
@@ -67,10 +59,10 @@
 //!
 //! // Until the event has counted ten of its periods.
 //! while clock.read()?.value < 10_000_000 {
-//!     thread.service_overflows(&mut Regs, &mut |_| {});
+//!     thread.service_overflows(&mut UnavailableRegs, &mut |_| {});
 //! }
 //! clock.disable(ControlScope::Event)?;
-//! thread.service_overflows(&mut Regs, &mut |_| {});
+//! thread.service_overflows(&mut UnavailableRegs, &mut |_| {});
 //!
 //! let format = RecordFormat::from(clock.attr());
 //! let mut stand_for_ns = 0;
@@ -111,12 +103,7 @@
 //!
 //! vcpu.sched_in();
 //! // ... KVM_RUN ... a signal interrupts it:
-//! # struct Regs;
-//! # impl SampleRegs for Regs {
-//! #     fn mode(&mut self) -> CpuMode { CpuMode::GuestKernel }
-//! #     fn ip(&mut self) -> u64 { 0 }
-//! # }
-//! vcpu.service_overflows(&mut Regs, &mut |o| println!("counter {} overflowed {} times", o.cookie, o.times));
+//! vcpu.service_overflows(&mut UnavailableRegs, &mut |o| println!("counter {} overflowed {} times", o.cookie, o.times));
 //! vcpu.sched_out();
 //!
 //! match cycles.read()?.estimate() {
@@ -181,7 +168,7 @@ pub use crate::api::{
 pub use crate::attr::{Attr, EventType, ReadFormat, SampleType};
 pub use crate::context::ContextStats;
 pub use crate::model::failure::{EventFailure, EventFailureCause};
-pub use crate::model::regs::{CALLCHAIN_MAX, SampleRegs};
+pub use crate::model::regs::{CALLCHAIN_MAX, SampleRegs, UnavailableRegs};
 pub use crate::model::software::{RaiseLevel, SoftwareEventId};
 pub use crate::model::state::{EventState, TickWork};
 pub use crate::notify::PollState;

@@ -60,18 +60,6 @@ struct Baseline {
     instructions: BTreeMap<String, f64>,
 }
 
-struct UnavailableRegs;
-
-impl SampleRegs for UnavailableRegs {
-    fn mode(&mut self) -> CpuMode {
-        CpuMode::GuestKernel
-    }
-
-    fn ip(&mut self) -> u64 {
-        0
-    }
-}
-
 /// Perf core with one vCPU, fed counts and a driver with several slots.
 struct BenchMachine {
     core: PerfCore,

@@ -24,7 +24,7 @@ use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
 use perf_core::pmu::fed::{FedCounts, FedPmu};
 use perf_core::pmu::host::{HostPmu, HostProbe};
-use perf_core::{CpuMode, PerfCore, PerfCoreConfig, SampleRegs, VcpuContext};
+use perf_core::{PerfCore, PerfCoreConfig, UnavailableRegs, VcpuContext};
 use vpmu::registers::{IA32_PERF_GLOBAL_CTRL, IA32_PERF_GLOBAL_STATUS_RESET, IA32_PERFEVTSEL0, IA32_PMC0};
 use vpmu::{
     BackingPolicy, CpuidRegs, EventSources, MsrAddress, MsrReadOutcome, MsrWriteOutcome, PerfCoreEvents,
@@ -65,19 +65,6 @@ extern "C" fn on_overflow(_: libc::c_int) {
 /// Guest memory.
 #[repr(align(4096))]
 struct Memory([u8; MEMORY_BYTES]);
-
-/// Register source for operator samples, which this example does not support.
-struct UnavailableRegs;
-
-impl SampleRegs for UnavailableRegs {
-    fn mode(&mut self) -> CpuMode {
-        CpuMode::GuestKernel
-    }
-
-    fn ip(&mut self) -> u64 {
-        0
-    }
-}
 
 /// PMU of the vCPU.
 pub(crate) struct Pmu {

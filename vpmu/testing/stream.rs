@@ -62,9 +62,15 @@ pub struct CheckedPmu<H> {
 }
 
 /// Counting events that a test can advance.
-pub trait TestEvents: CounterEvents {
+pub trait TestEvents {
+    /// Type of the events as the PMU sees them.
+    type Events: CounterEvents;
+
     /// Creates the events of a guest PMU of `vendor`.
     fn new(vendor: Vendor) -> Self;
+
+    /// Returns the events as the PMU sees them.
+    fn events(&mut self) -> &mut Self::Events;
 
     /// Returns whether no backing can count for this selector of a general-purpose counter or this
     /// fixed counter.
@@ -79,6 +85,12 @@ pub trait TestEvents: CounterEvents {
 }
 
 impl TestEvents for SimEvents {
+    type Events = Self;
+
+    fn events(&mut self) -> &mut Self {
+        self
+    }
+
     fn new(_: Vendor) -> Self {
         let mut events = SimEvents::default();
         events.backing_of = |request| match request.selection {
@@ -227,9 +239,9 @@ impl<H: TestEvents> CheckedPmu<H> {
     /// Delivers the delayed notifications.
     fn deliver(&mut self) {
         for counter in self.events.take_notified() {
-            self.vpmu.overflowed(counter, &mut self.events);
+            self.vpmu.overflowed(counter, self.events.events());
         }
-        self.vpmu.reconcile(&mut self.events);
+        self.vpmu.reconcile(self.events.events());
         self.late = false;
     }
 
@@ -237,7 +249,7 @@ impl<H: TestEvents> CheckedPmu<H> {
         for _ in 0..ticks {
             self.reference.tick();
         }
-        self.vpmu.reconcile(&mut self.events);
+        self.vpmu.reconcile(self.events.events());
         if late {
             let mut left = ticks;
             while left > 0 {
@@ -295,7 +307,7 @@ impl<H: TestEvents> CheckedPmu<H> {
                     Some(()) => MsrWriteOutcome::Done,
                     None => MsrWriteOutcome::InjectGp,
                 };
-                let got = self.vpmu.write_msr(MsrAddress(msr), value, &mut self.events);
+                let got = self.vpmu.write_msr(MsrAddress(msr), value, self.events.events());
                 assert_eq!(
                     got, expected,
                     "WRMSR {msr:#x} = {value:#x} of {:?}",
@@ -305,7 +317,7 @@ impl<H: TestEvents> CheckedPmu<H> {
                     self.vpmu.set_svme(self.reference.svme);
                 }
                 if bytes.flag() {
-                    self.vpmu.reconcile(&mut self.events);
+                    self.vpmu.reconcile(self.events.events());
                 }
             }
             10..=16 => {
@@ -324,7 +336,9 @@ impl<H: TestEvents> CheckedPmu<H> {
                     Some(value) => MsrReadOutcome::Value(value),
                     None => MsrReadOutcome::InjectGp,
                 };
-                let got = self.vpmu.rdpmc(RdpmcIndex(ecx), Cpl(cpl), pce, &mut self.events);
+                let got = self
+                    .vpmu
+                    .rdpmc(RdpmcIndex(ecx), Cpl(cpl), pce, self.events.events());
                 assert_eq!(got, expected, "RDPMC {ecx:#x} of {:?}", self.reference);
             }
             20..=25 => {
@@ -341,8 +355,9 @@ impl<H: TestEvents> CheckedPmu<H> {
             27 => {
                 // A spurious notification must be harmless.
                 let counter = CounterIndex::from_slot(bytes.below(MAX_COUNTERS as u32) as usize);
-                self.vpmu.overflowed(counter.expect("a slot"), &mut self.events);
-                self.vpmu.reconcile(&mut self.events);
+                self.vpmu
+                    .overflowed(counter.expect("a slot"), self.events.events());
+                self.vpmu.reconcile(self.events.events());
             }
             28 => {
                 self.deliver();
@@ -383,18 +398,18 @@ impl<H: TestEvents> CheckedPmu<H> {
                 self.deliver();
                 self.vpmu.set_filter(self.filter.clone());
                 self.reference.set_filter(spec);
-                self.vpmu.reconcile(&mut self.events);
+                self.vpmu.reconcile(self.events.events());
             }
             30 => {
                 // VM migration: a new process with new events and the same PMU.
-                let saved = self.vpmu.save(&mut self.events);
+                let saved = self.vpmu.save(self.events.events());
                 let mut there = Vpmu::new(*self.vpmu.model());
                 there.set_filter(self.filter.clone());
                 let mut events = H::new(self.vpmu.model().vendor());
                 there
-                    .restore(&saved, &mut events)
+                    .restore(&saved, events.events())
                     .expect("what was saved can be restored");
-                assert_eq!(there.save(&mut events), saved, "restored bit for bit");
+                assert_eq!(there.save(events.events()), saved, "restored bit for bit");
                 if there.needs_svme() {
                     there.set_svme(self.reference.svme);
                 }
@@ -407,9 +422,9 @@ impl<H: TestEvents> CheckedPmu<H> {
                 let cpl = if bytes.flag() { Cpl(0) } else { Cpl(3) };
                 self.deliver();
                 for _ in 0..bytes.below(8) {
-                    self.vpmu.reconcile(&mut self.events);
-                    self.vpmu.count_emulated_instruction(cpl, &mut self.events);
-                    self.vpmu.reconcile(&mut self.events);
+                    self.vpmu.reconcile(self.events.events());
+                    self.vpmu.count_emulated_instruction(cpl, self.events.events());
+                    self.vpmu.reconcile(self.events.events());
                     self.reference.retire(cpl == Cpl(0));
                 }
             }
@@ -418,17 +433,17 @@ impl<H: TestEvents> CheckedPmu<H> {
                 self.deliver();
                 self.reference.svme = bytes.flag();
                 self.vpmu.set_svme(self.reference.svme);
-                self.vpmu.reconcile(&mut self.events);
+                self.vpmu.reconcile(self.events.events());
             }
             _ => match bytes.below(9) {
                 8 => {
                     // The vCPU moves to another thread with its own events.
-                    self.vpmu.detach(&mut self.events);
+                    self.vpmu.detach(self.events.events());
                     self.events = H::new(self.vpmu.model().vendor());
                     self.late = false;
                 }
                 0 => {
-                    self.vpmu.reset(&mut self.events);
+                    self.vpmu.reset(self.events.events());
                     self.events.take_notified();
                     self.reference.reset();
                     self.late = false;
@@ -445,7 +460,7 @@ impl<H: TestEvents> CheckedPmu<H> {
             Some(value) => MsrReadOutcome::Value(value),
             None => MsrReadOutcome::InjectGp,
         };
-        let got = self.vpmu.read_msr(MsrAddress(msr), &mut self.events);
+        let got = self.vpmu.read_msr(MsrAddress(msr), self.events.events());
         assert_eq!(got, expected, "RDMSR {msr:#x} of {:?}", self.reference);
     }
 

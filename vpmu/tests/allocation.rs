@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use perf_core::pmu::VcpuId;
 use perf_core::pmu::fed::{FedCounts, FedPmu};
-use perf_core::{PerfCore, PerfCoreConfig};
+use perf_core::{PerfCore, PerfCoreConfig, UnavailableRegs};
 use vpmu::registers::*;
 use vpmu::sim::SimEvents;
 use vpmu::*;
@@ -90,18 +90,6 @@ fn register_access_does_not_allocate() {
             pmis > 100,
             "{model}: only {pmis} PMIs, so the paths were not walked"
         );
-    }
-}
-
-struct UnavailableRegs;
-
-impl perf_core::SampleRegs for UnavailableRegs {
-    fn mode(&mut self) -> perf_core::CpuMode {
-        perf_core::CpuMode::GuestKernel
-    }
-
-    fn ip(&mut self) -> u64 {
-        0
     }
 }
 

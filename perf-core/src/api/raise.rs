@@ -52,22 +52,11 @@ mod tests {
     use crate::attr::Attr;
     use crate::attr::EventType;
     use crate::model::lists::EventList;
+    use crate::model::regs::UnavailableRegs;
     use crate::pmu::VcpuId;
     use crate::pmu::sim::SimPmu;
-    use crate::record::CpuMode;
     use crate::service::config::{PerfCoreConfig, Role};
     use crate::service::core::PerfCore;
-
-    struct Regs;
-
-    impl SampleRegs for Regs {
-        fn mode(&mut self) -> CpuMode {
-            CpuMode::GuestKernel
-        }
-        fn ip(&mut self) -> u64 {
-            0
-        }
-    }
 
     /// A signal handler that finds the VM context locked defers its event. The next vCPU that
     /// services overflows reports it, because the VM context has no thread of its own.
@@ -85,9 +74,16 @@ mod tests {
             vcpu.software_event_at(RaiseLevel::Signal, SoftwareEventId::Halts, 10, None, &mut |_| {});
         }
         let mut seen = Vec::new();
-        assert_eq!(vcpu.service_overflows(&mut Regs, &mut |o| seen.push(o)), 1);
+        assert_eq!(
+            vcpu.service_overflows(&mut UnavailableRegs, &mut |o| seen.push(o)),
+            1
+        );
         assert_eq!(seen, [OverflowReport { cookie: 9, times: 2 }]);
-        assert_eq!(vcpu.service_overflows(&mut Regs, &mut |_| {}), 0, "served once");
+        assert_eq!(
+            vcpu.service_overflows(&mut UnavailableRegs, &mut |_| {}),
+            0,
+            "served once"
+        );
         assert_eq!(halts.read().unwrap().value, 10);
     }
 

@@ -137,22 +137,11 @@ mod tests {
     use super::*;
     use crate::api::open::{OpenFlags, OpenTarget};
     use crate::attr::{Attr, EventType};
+    use crate::model::regs::UnavailableRegs;
     use crate::pmu::Pmu;
     use crate::pmu::sim::SimPmu;
-    use crate::record::CpuMode;
     use crate::service::config::{PerfCoreConfig, Role};
     use crate::service::core::PerfCore;
-
-    struct Regs;
-
-    impl SampleRegs for Regs {
-        fn mode(&mut self) -> CpuMode {
-            CpuMode::GuestUser
-        }
-        fn ip(&mut self) -> u64 {
-            0
-        }
-    }
 
     /// Ticks, reads, overflows, ring writes and context switches of a vCPU make progress while
     /// another thread holds all shared locks and the locks of all other contexts.
@@ -188,7 +177,7 @@ mod tests {
                     hot.sched_in();
                     hot.tick();
                     pmu.advance(VcpuId(0), |_| 25);
-                    hot.service_overflows(&mut Regs, &mut |o| overflows += o.times);
+                    hot.service_overflows(&mut UnavailableRegs, &mut |o| overflows += o.times);
                     sampled.read().unwrap();
                     sampled.count().unwrap();
                     hot.sched_out();

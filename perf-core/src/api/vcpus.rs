@@ -196,24 +196,13 @@ mod tests {
     use crate::api::open::{OpenFlags, OpenTarget};
     use crate::api::session::Session;
     use crate::attr::{Attr, EventType, SampleType};
-    use crate::model::regs::SampleRegs;
+    use crate::model::regs::UnavailableRegs;
     use crate::pmu::sim::SimPmu;
-    use crate::record::{CpuMode, Record, RecordFormat};
+    use crate::record::{Record, RecordFormat};
     use crate::ring::RingReader;
     use crate::service::config::{PerfCoreConfig, Role};
 
     const VCPU: VcpuId = VcpuId(0);
-
-    struct Regs;
-
-    impl SampleRegs for Regs {
-        fn mode(&mut self) -> CpuMode {
-            CpuMode::GuestUser
-        }
-        fn ip(&mut self) -> u64 {
-            0
-        }
-    }
 
     fn attr() -> Attr {
         Attr::sampling(EventType::SIM, 1, 100).with_sample_type(SampleType::PERIOD)
@@ -275,7 +264,7 @@ mod tests {
     fn elapsed_periods_are_sampled_after_sched_out() {
         let mut s = sampled();
         s.vcpu.sched_out();
-        assert_eq!(s.vcpu.service_overflows(&mut Regs, &mut |_| {}), 1);
+        assert_eq!(s.vcpu.service_overflows(&mut UnavailableRegs, &mut |_| {}), 1);
         s.core.remove_vcpu(VCPU).unwrap();
         assert_eq!(samples_and_lost(&mut s.reader), (vec![300], 0));
         assert_eq!((s.event.count().unwrap(), s.event.lost_records()), (350, 0));

@@ -41,6 +41,19 @@ pub trait SampleRegs {
     }
 }
 
+/// Registers of an unknown instruction pointer in the guest's kernel, for a VMM that takes no samples.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct UnavailableRegs;
+
+impl SampleRegs for UnavailableRegs {
+    fn mode(&mut self) -> CpuMode {
+        CpuMode::GuestKernel
+    }
+    fn ip(&mut self) -> u64 {
+        0
+    }
+}
+
 /// Sample fields that [`SampleRegs`] supplies. All of them also require the CPU mode.
 pub(crate) const FROM_REGS: SampleType = SampleType::IP
     .union(SampleType::ADDR)

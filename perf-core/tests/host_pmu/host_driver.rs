@@ -11,7 +11,6 @@ use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
-use crate::common::UnavailableRegs;
 use crate::common::memory::fault;
 use crate::common::thread::{burn, catch_signals, signals_of_this_thread, this_tid};
 

@@ -19,7 +19,6 @@ use perf_core::pmu::{Pmu, PmuError, PmuEvent, PmuTarget};
 use perf_core::time::Clock;
 use perf_core::*;
 
-use crate::common::UnavailableRegs;
 use crate::common::thread::{burn, catch_signals, signals_of_this_thread, this_tid, thread_cpu_ns};
 use test_support::skip;
 

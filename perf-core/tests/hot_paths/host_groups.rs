@@ -8,7 +8,6 @@ use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
-use crate::common::UnavailableRegs;
 use crate::common::memory::FreshPages;
 use crate::common::thread::{catch_signals, this_tid};
 use crate::must;

@@ -8,7 +8,6 @@ use std::sync::Arc;
 use perf_core::pmu::host::HostPmu;
 use perf_core::*;
 
-use crate::common::UnavailableRegs;
 use crate::common::memory::FreshPages;
 use crate::common::thread::{burn, catch_signals, signals_of_this_thread, this_tid};
 use crate::must;

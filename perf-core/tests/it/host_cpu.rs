@@ -9,7 +9,6 @@ use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
-use crate::common::UnavailableRegs;
 use test_support::skip;
 
 /// `PERF_COUNT_SW_CPU_CLOCK`.

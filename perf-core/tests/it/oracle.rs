@@ -15,7 +15,6 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::common::UnavailableRegs;
 use driver::{Driver, DriverFault, DriverPair, SOFT, rate};
 use model::{
     CONTEXT_SWITCHES, EventState as Expected, Model, OracleKind, OracleSetup, OracleSpec, OverflowCounts,

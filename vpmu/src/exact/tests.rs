@@ -72,9 +72,47 @@ fn step_from(meter: &mut StepMeter, code: &[u8], from: CpuState, to: CpuState) -
 fn kernel(instructions: u32) -> RetiredCounts {
     RetiredCounts {
         instructions,
-        ..RetiredCounts::default()
+        ..NOTHING
     }
 }
+
+/// Steps `code` from [`CODE`] at CPL 3 to `to` at CPL `cpl`.
+fn user_step(vendor: Vendor, code: &[u8], to: u64, cpl: u8) -> StepOutcome {
+    step_from(&mut StepMeter::new(vendor), code, at(CODE, 3), at(to, cpl))
+}
+
+/// A step that retires `kernel` and ends with an event.
+fn event(kernel: RetiredCounts) -> StepOutcome {
+    StepOutcome {
+        kernel,
+        event: true,
+        ..StepOutcome::default()
+    }
+}
+
+/// A step that retires `user`.
+fn in_user_mode(user: RetiredCounts) -> StepOutcome {
+    StepOutcome {
+        user,
+        ..StepOutcome::default()
+    }
+}
+
+/// A step that ends at an unexplained place.
+const LOST: StepOutcome = StepOutcome {
+    user: NOTHING,
+    kernel: NOTHING,
+    event: true,
+    lost: true,
+};
+const NOTHING: RetiredCounts = RetiredCounts {
+    instructions: 0,
+    branches: 0,
+    taken_branches: 0,
+    conditional_branches: 0,
+    loads: 0,
+    stores: 0,
+};
 
 const NOP: &[u8] = &[0x90];
 const RDMSR: &[u8] = &[0x0F, 0x32];
@@ -93,73 +131,36 @@ fn completed_instruction_counts_once() {
             ..StepOutcome::default()
         }
     );
-    let user = step_from(
-        &mut StepMeter::new(Vendor::Intel),
-        NOP,
-        at(CODE, 3),
-        at(CODE + 1, 3),
-    );
-    assert_eq!(
-        user,
-        StepOutcome {
-            user: kernel(1),
-            ..StepOutcome::default()
-        }
-    );
+    let user = user_step(Vendor::Intel, NOP, CODE + 1, 3);
+    assert_eq!(user, in_user_mode(kernel(1)));
 }
 
 #[test]
 fn faulting_instruction_does_not_count_but_handler_does() {
     // The vCPU stops at the handler's first instruction or after it.
-    assert_eq!(
-        step(RDMSR, GP_HANDLER),
-        StepOutcome {
-            event: true,
-            ..StepOutcome::default()
-        }
-    );
+    assert_eq!(step(RDMSR, GP_HANDLER), event(NOTHING));
     let behind = step(RDMSR, GP_HANDLER + 1);
     assert_eq!(
         behind.kernel,
         RetiredCounts {
             instructions: 1,
             stores: 1,
-            ..RetiredCounts::default()
+            ..NOTHING
         }
     );
     assert!(behind.event && !behind.lost);
     // UD2 never completes, even if no gate indicates the exception.
-    assert_eq!(
-        step(UD2, 0x9000),
-        StepOutcome {
-            event: true,
-            lost: true,
-            ..StepOutcome::default()
-        }
-    );
+    assert_eq!(step(UD2, 0x9000), LOST);
 }
 
 #[test]
 fn interrupted_instruction_counts_after_handler() {
     let mut meter = StepMeter::new(Vendor::Intel);
     let interrupted = step_from(&mut meter, NOP, at(CODE, 3), at(NMI_HANDLER + 3, 0));
-    assert_eq!(
-        interrupted,
-        StepOutcome {
-            kernel: kernel(1),
-            event: true,
-            ..StepOutcome::default()
-        }
-    );
+    assert_eq!(interrupted, event(kernel(1)));
     // The handler has returned.
     let later = step_from(&mut meter, NOP, at(CODE, 3), at(CODE + 1, 3));
-    assert_eq!(
-        later,
-        StepOutcome {
-            user: kernel(1),
-            ..StepOutcome::default()
-        }
-    );
+    assert_eq!(later, in_user_mode(kernel(1)));
 }
 
 #[test]
@@ -169,39 +170,20 @@ fn handler_starting_with_jump_is_recognized() {
         instructions: 1,
         branches: 1,
         taken_branches: 1,
-        ..RetiredCounts::default()
+        ..NOTHING
     };
-    assert_eq!(
-        behind,
-        StepOutcome {
-            kernel: jump,
-            event: true,
-            ..StepOutcome::default()
-        }
-    );
+    assert_eq!(behind, event(jump));
 }
 
 #[test]
 fn interrupt_is_a_taken_branch_on_amd() {
-    let interrupted = step_from(
-        &mut StepMeter::new(Vendor::Amd),
-        NOP,
-        at(CODE, 3),
-        at(NMI_HANDLER, 0),
-    );
+    let interrupted = user_step(Vendor::Amd, NOP, NMI_HANDLER, 0);
     let branch = RetiredCounts {
         branches: 1,
         taken_branches: 1,
-        ..RetiredCounts::default()
+        ..NOTHING
     };
-    assert_eq!(
-        interrupted,
-        StepOutcome {
-            kernel: branch,
-            event: true,
-            ..StepOutcome::default()
-        }
-    );
+    assert_eq!(interrupted, event(branch));
 }
 
 #[test]
@@ -283,71 +265,32 @@ fn hlt_counts_only_if_it_halts() {
     assert_eq!(step(HLT, CODE + 1).kernel.instructions, 1);
     // An interrupt wakes the vCPU, and the handler's first instruction has executed.
     let woken = step(HLT, NMI_HANDLER + 3);
-    assert_eq!(
-        woken,
-        StepOutcome {
-            kernel: kernel(2),
-            event: true,
-            ..StepOutcome::default()
-        }
-    );
-    let denied = step_from(
-        &mut StepMeter::new(Vendor::Intel),
-        HLT,
-        at(CODE, 3),
-        at(GP_HANDLER, 0),
-    );
-    assert_eq!(
-        denied,
-        StepOutcome {
-            event: true,
-            ..StepOutcome::default()
-        }
-    );
+    assert_eq!(woken, event(kernel(2)));
+    let denied = user_step(Vendor::Intel, HLT, GP_HANDLER, 0);
+    assert_eq!(denied, event(NOTHING));
 }
 
 #[test]
 fn system_calls_count_at_calling_level() {
-    let call = step_from(
-        &mut StepMeter::new(Vendor::Intel),
-        SYSCALL,
-        at(CODE, 3),
-        at(SYSTEM_CALL, 0),
-    );
+    let call = user_step(Vendor::Intel, SYSCALL, SYSTEM_CALL, 0);
     assert_eq!(
         call.user,
         RetiredCounts {
             instructions: 1,
             branches: 1,
-            ..RetiredCounts::default()
+            ..NOTHING
         }
     );
     assert_eq!(call.kernel, RetiredCounts::default());
-    let int = step_from(
-        &mut StepMeter::new(Vendor::Amd),
-        &[0xCD, 0x02],
-        at(CODE, 3),
-        at(NMI_HANDLER + 3, 0),
-    );
+    let int = user_step(Vendor::Amd, &[0xCD, 0x02], NMI_HANDLER + 3, 0);
     assert_eq!(
         (int.user.instructions, int.user.branches, int.user.taken_branches),
         (1, 1, 1)
     );
     assert_eq!(int.kernel, kernel(1), "and the handler's first instruction");
     // INT n through a gate that CPL 3 may not use.
-    let denied = step_from(
-        &mut StepMeter::new(Vendor::Intel),
-        &[0xCD, 0x02],
-        at(CODE, 3),
-        at(GP_HANDLER, 0),
-    );
-    assert_eq!(
-        denied,
-        StepOutcome {
-            event: true,
-            ..StepOutcome::default()
-        }
-    );
+    let denied = user_step(Vendor::Intel, &[0xCD, 0x02], GP_HANDLER, 0);
+    assert_eq!(denied, event(NOTHING));
 }
 
 #[test]
@@ -366,14 +309,16 @@ fn iret_returns_to_stack_address_or_faults() {
     }
 }
 
+/// CPL 0 with this RCX.
+fn count(rip: u64, rcx: u64) -> CpuState {
+    let mut state = at(rip, 0);
+    state.gpr[1] = rcx;
+    state
+}
+
 /// Another meter continues with an instruction that has iterated, whether its step has ended or not.
 #[test]
 fn unfinished_repeated_instruction_continues_in_another_meter() {
-    let count = |rip, rcx| {
-        let mut state = at(rip, 0);
-        state.gpr[1] = rcx;
-        state
-    };
     let whole = count(CODE, 3);
     let mut meter = StepMeter::new(Vendor::Intel);
     meter.begin(&whole, &mut Memory::new(REP_MOVSB));
@@ -391,22 +336,11 @@ fn unfinished_repeated_instruction_continues_in_another_meter() {
 
 #[test]
 fn repeated_instruction_counts_once_despite_interrupts() {
-    let count = |rip, rcx| {
-        let mut state = at(rip, 0);
-        state.gpr[1] = rcx;
-        state
-    };
     let mut meter = StepMeter::new(Vendor::Intel);
     let mut step = |from, to| step_from(&mut meter, REP_MOVSB, from, to);
     assert_eq!(step(count(CODE, 3), count(CODE, 2)), StepOutcome::default());
     let interrupted = step(count(CODE, 2), count(NMI_HANDLER, 1));
-    assert_eq!(
-        interrupted,
-        StepOutcome {
-            event: true,
-            ..StepOutcome::default()
-        }
-    );
+    assert_eq!(interrupted, event(NOTHING));
     assert_eq!(
         step(count(NMI_HANDLER, 1), count(NMI_HANDLER + 3, 1)).kernel,
         kernel(1)
@@ -421,7 +355,7 @@ fn repeated_instruction_counts_once_despite_interrupts() {
             instructions: 1,
             loads: 1,
             stores: 1,
-            ..RetiredCounts::default()
+            ..NOTHING
         }
     );
     // A repeated instruction with a zero count.
@@ -431,24 +365,11 @@ fn repeated_instruction_counts_once_despite_interrupts() {
 
 #[test]
 fn unexplained_step_is_lost_and_not_counted() {
-    assert_eq!(
-        step(NOP, 0x5555),
-        StepOutcome {
-            event: true,
-            lost: true,
-            ..StepOutcome::default()
-        }
-    );
+    assert_eq!(step(NOP, 0x5555), LOST);
     // Unreadable code faults.
     let mut meter = StepMeter::new(Vendor::Intel);
     let unreadable = step_from(&mut meter, NOP, at(0x9999_0000, 0), at(GP_HANDLER, 0));
-    assert_eq!(
-        unreadable,
-        StepOutcome {
-            event: true,
-            ..StepOutcome::default()
-        }
-    );
+    assert_eq!(unreadable, event(NOTHING));
     // RIP does not change.
     assert_eq!(step(NOP, CODE), StepOutcome::default());
 }

@@ -27,11 +27,17 @@ const COUNTERS: u64 = 3;
 /// Returns a guest that counts instructions and cycles on general-purpose counters 0 and 1.
 fn counting() -> Guest {
     let mut guest = Guest::of("intel", Some("4+3"));
-    guest.write(IA32_PERF_GLOBAL_CTRL, 0);
-    guest.write(IA32_PERFEVTSEL0, INSTRUCTIONS);
-    guest.write(IA32_PERFEVTSEL0 + 1, CYCLES);
-    guest.write(IA32_PERF_GLOBAL_CTRL, COUNTERS);
+    guest.start_counting();
     guest
+}
+
+impl<E: CounterEvents> Guest<E> {
+    fn start_counting(&mut self) {
+        self.write(IA32_PERF_GLOBAL_CTRL, 0);
+        self.write(IA32_PERFEVTSEL0, INSTRUCTIONS);
+        self.write(IA32_PERFEVTSEL0 + 1, CYCLES);
+        self.write(IA32_PERF_GLOBAL_CTRL, COUNTERS);
+    }
 }
 
 impl Guest {
@@ -40,14 +46,6 @@ impl Guest {
         for _ in 0..ticks / step {
             self.run(step);
         }
-    }
-
-    fn uncounted_ns(&mut self) -> u64 {
-        self.vpmu.uncounted_ns(&mut self.events)
-    }
-
-    fn view(&mut self, n: usize) -> CounterView {
-        self.vpmu.counters_view(&mut self.events).swap_remove(n)
     }
 }
 
@@ -292,8 +290,7 @@ pub struct PerfCoreGuest {
     pub pmu: SimPmu,
     pub context: Arc<VcpuContext>,
     guest_clock: Arc<VcpuClock>,
-    pub vpmu: Vpmu,
-    pub events: PerfCoreEvents,
+    pub guest: Guest<PerfCoreEvents>,
 }
 
 impl PerfCoreGuest {
@@ -328,36 +325,21 @@ impl PerfCoreGuest {
         context.sched_in();
         let sources = EventSources::new(policy, Some(Vendor::Intel), |_| None);
         let events = PerfCoreEvents::new(core.clone(), VCPU, sources);
-        let name = "intel".parse().unwrap();
-        let counters = Some("4+3".parse().unwrap());
-        let model = PmuModel::resolve(name, counters, None, &mut |_, _| CpuidRegs::default()).unwrap();
+        let vpmu = Guest::of("intel", Some("4+3")).vpmu;
         let mut rig = Self {
             core,
             clock,
             pmu,
             context,
             guest_clock,
-            vpmu: Vpmu::new(model),
-            events,
+            guest: Guest { vpmu, events },
         };
-        rig.write(IA32_PERF_GLOBAL_CTRL, 0);
-        rig.write(IA32_PERFEVTSEL0, INSTRUCTIONS);
-        rig.write(IA32_PERFEVTSEL0 + 1, CYCLES);
-        rig.write(IA32_PERF_GLOBAL_CTRL, COUNTERS);
+        rig.guest.start_counting();
         rig
     }
 
-    pub fn write(&mut self, msr: u32, value: u64) {
-        let written = self.vpmu.write_msr(MsrAddress(msr), value, &mut self.events);
-        assert_eq!(written, MsrWriteOutcome::Done);
-        self.vpmu.reconcile(&mut self.events);
-    }
-
     fn read(&mut self, n: u32) -> u64 {
-        match self.vpmu.read_msr(MsrAddress(IA32_PMC0 + n), &mut self.events) {
-            MsrReadOutcome::Value(value) => value,
-            MsrReadOutcome::InjectGp => panic!("counter {n} is not there"),
-        }
+        self.guest.read(IA32_PMC0 + n)
     }
 
     /// Runs the guest with an exit each millisecond. Hardware counts nanoseconds.
@@ -368,12 +350,8 @@ impl PerfCoreGuest {
             self.pmu.advance(VCPU, |_| MS);
             self.guest_clock.guest_exit();
             self.core.tick();
-            self.vpmu.reconcile(&mut self.events);
+            self.guest.vpmu.reconcile(&mut self.guest.events);
         }
-    }
-
-    fn view(&mut self, n: usize) -> CounterView {
-        self.vpmu.counters_view(&mut self.events).swap_remove(n)
     }
 }
 
@@ -383,9 +361,9 @@ fn revoked_slot_is_reported_and_regained() {
     rig.run(40);
     rig.pmu.take_slots(2);
     rig.run(100);
-    rig.vpmu.reconcile(&mut rig.events);
+    rig.guest.vpmu.reconcile(&mut rig.guest.events);
     for n in 0..2 {
-        let view = rig.view(n);
+        let view = rig.guest.view(n);
         assert!(
             !view.counting && view.enabled && view.backing == Some(Backing::Hardware),
             "{view:?}"
@@ -394,11 +372,11 @@ fn revoked_slot_is_reported_and_regained() {
         // The loss is only detected at 20 ms ticks, so its exact time is unknown.
         assert!((80 * MS..=100 * MS).contains(&view.uncounted_ns), "{view:?}");
     }
-    let uncounted_ns = rig.vpmu.uncounted_ns(&mut rig.events);
+    let uncounted_ns = rig.guest.uncounted_ns();
     assert!((80 * MS..=100 * MS).contains(&uncounted_ns), "{uncounted_ns}");
     rig.pmu.take_slots(0);
     rig.run(300);
-    assert!(rig.view(0).counting && rig.view(1).counting);
+    assert!(rig.guest.view(0).counting && rig.guest.view(1).counting);
     assert!(rig.read(0) > 60 * MS, "{}", rig.read(0));
     assert!(!rig.core.has_unhandled_errors());
 }
@@ -420,16 +398,15 @@ fn operator_event_revokes_and_returns_slots() {
     };
     let operators = [open(), open()];
     rig.run(50);
-    assert_eq!(
-        rig.vpmu.uncounted_ns(&mut rig.events),
-        50 * MS,
-        "known to the moment"
-    );
+    assert_eq!(rig.guest.uncounted_ns(), 50 * MS, "known to the moment");
     assert_eq!((rig.read(0), rig.read(1)), (10 * MS, 10 * MS));
     drop(operators);
     rig.run(300);
-    let missed = rig.vpmu.uncounted_ns(&mut rig.events);
-    assert_eq!(rig.view(0).counted.max(rig.view(1).counted) + missed, 360 * MS);
+    let missed = rig.guest.uncounted_ns();
+    assert_eq!(
+        rig.guest.view(0).counted.max(rig.guest.view(1).counted) + missed,
+        360 * MS
+    );
     assert!(missed < 200 * MS, "{missed}");
 }
 
@@ -438,13 +415,13 @@ fn operator_event_revokes_and_returns_slots() {
 fn vcpu_pause_is_not_uncounted_time() {
     let mut rig = PerfCoreGuest::new(1, BackingPolicy::Hardware);
     rig.run(30);
-    let before = rig.vpmu.uncounted_ns(&mut rig.events);
+    let before = rig.guest.uncounted_ns();
     assert_eq!(before, 30 * MS, "two counters on one slot");
     rig.context.sched_out();
     rig.clock.advance(1000 * MS);
     rig.context.sched_in();
     rig.run(10);
-    assert_eq!(rig.vpmu.uncounted_ns(&mut rig.events), 40 * MS);
+    assert_eq!(rig.guest.uncounted_ns(), 40 * MS);
 }
 
 #[test]
@@ -453,7 +430,7 @@ fn perf_core_cycles_fall_back_to_clock() {
     rig.run(30);
     rig.pmu.take_slots(2);
     rig.run(100);
-    let (instructions, cycles) = (rig.view(0), rig.view(1));
+    let (instructions, cycles) = (rig.guest.view(0), rig.guest.view(1));
     assert!(
         !instructions.counting && cycles.counting && cycles.fallback,
         "{cycles:?}"
@@ -466,7 +443,7 @@ fn perf_core_cycles_fall_back_to_clock() {
     let before = rig.read(1);
     rig.pmu.take_slots(0);
     rig.run(300);
-    let cycles = rig.view(1);
+    let cycles = rig.guest.view(1);
     assert!(!cycles.fallback && cycles.backing == Some(Backing::Hardware));
     assert!(cycles.value > before + 40 * MS);
 }
@@ -478,14 +455,14 @@ fn mediated_neighbour_leaves_cycles_to_clock() {
     let mediated = Arc::new(AtomicBool::new(true));
     let mut rig = PerfCoreGuest::beside(SimPmu::with_slots(2), BackingPolicy::Auto, mediated.clone());
     rig.run(50);
-    let (instructions, cycles) = (rig.view(0), rig.view(1));
+    let (instructions, cycles) = (rig.guest.view(0), rig.guest.view(1));
     assert!(cycles.counting && cycles.fallback && cycles.backing == Some(Backing::Clock));
     assert!(!instructions.counting && instructions.counted == 0);
     assert_eq!(instructions.uncounted_ns, 50 * MS);
     mediated.store(false, Ordering::Relaxed);
     rig.run(300);
     for n in 0..2 {
-        let view = rig.view(n);
+        let view = rig.guest.view(n);
         assert!(
             view.counting && view.backing == Some(Backing::Hardware),
             "{view:?}"

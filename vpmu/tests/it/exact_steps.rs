@@ -225,69 +225,43 @@ fn measure(function: unsafe extern "C" fn()) -> RetiredCounts {
 }
 
 #[test]
-fn straight_code() {
-    let expected = RetiredCounts {
-        instructions: 32,
-        branches: 1,
-        taken_branches: 1,
-        conditional_branches: 0,
-        loads: 1,
-        stores: 0,
-    };
-    assert_eq!(measure(exact_straight), expected);
-}
-
-#[test]
-fn a_loop() {
-    let expected = RetiredCounts {
-        instructions: 202,
-        branches: 101,
-        taken_branches: 100,
-        conditional_branches: 100,
-        loads: 1,
-        stores: 0,
-    };
-    assert_eq!(measure(exact_loop), expected);
-}
-
-#[test]
-fn calls_and_jumps_direct_and_indirect() {
-    let expected = RetiredCounts {
-        instructions: 11,
-        branches: 8,
-        taken_branches: 7,
-        conditional_branches: 2,
-        loads: 3,
-        stores: 2,
-    };
-    assert_eq!(measure(exact_calls), expected);
-}
-
-#[test]
-fn repeated_string_instructions_count_once() {
-    // Instructions: 3 + 1 + 1 + 1 + 3 + 1. The MOVS loads and stores, and the RET loads.
-    let expected = RetiredCounts {
-        instructions: 10,
-        branches: 4,
-        taken_branches: 3,
-        conditional_branches: 3,
-        loads: 2,
-        stores: 1,
-    };
-    assert_eq!(measure(exact_rep), expected);
-}
-
-#[test]
-fn loads_and_stores_count_instructions() {
-    let expected = RetiredCounts {
-        instructions: 14,
-        branches: 1,
-        taken_branches: 1,
-        conditional_branches: 0,
-        loads: 7,
-        stores: 5,
-    };
-    assert_eq!(measure(exact_memory), expected);
+fn known_code_retires_its_counts() {
+    // Instructions, branches, taken and conditional branches, loads and stores.
+    let blocks: [(&str, unsafe extern "C" fn(), [u32; 6]); 5] = [
+        ("straight code", exact_straight, [32, 1, 1, 0, 1, 0]),
+        ("a loop", exact_loop, [202, 101, 100, 100, 1, 0]),
+        (
+            "direct and indirect calls and jumps",
+            exact_calls,
+            [11, 8, 7, 2, 3, 2],
+        ),
+        // Instructions: 3 + 1 + 1 + 1 + 3 + 1. The MOVS loads and stores, and the RET loads.
+        ("string instructions count once", exact_rep, [10, 4, 3, 3, 2, 1]),
+        (
+            "loads and stores count instructions",
+            exact_memory,
+            [14, 1, 1, 0, 7, 5],
+        ),
+    ];
+    for (name, block, counts) in blocks {
+        let [
+            instructions,
+            branches,
+            taken_branches,
+            conditional_branches,
+            loads,
+            stores,
+        ] = counts;
+        let expected = RetiredCounts {
+            instructions,
+            branches,
+            taken_branches,
+            conditional_branches,
+            loads,
+            stores,
+        };
+        assert_eq!(measure(block), expected, "{name}");
+    }
 }
 
 #[test]

@@ -8,34 +8,21 @@ use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
 use perf_core::pmu::fed::{FedCounts, FedPmu};
 use perf_core::pmu::host::HostPmu;
-use perf_core::{PerfCore, PerfCoreConfig, SampleRegs, VcpuContext};
+use perf_core::{PerfCore, PerfCoreConfig, VcpuContext};
 use proptest::prelude::*;
 use vpmu::registers::*;
 use vpmu::*;
 
-use crate::common::Guest;
+use crate::common::{Guest, overflowed_counters};
 
 const VCPU: VcpuId = VcpuId(0);
 const TSC_KHZ: u32 = 1_000_000;
 
 struct Machine {
-    vpmu: Vpmu,
-    events: PerfCoreEvents,
+    guest: Guest<PerfCoreEvents>,
     context: Arc<VcpuContext>,
     fed: Arc<FedCounts>,
     clock: Arc<VcpuClock>,
-}
-
-pub struct UnavailableRegs;
-
-impl SampleRegs for UnavailableRegs {
-    fn mode(&mut self) -> perf_core::CpuMode {
-        perf_core::CpuMode::GuestKernel
-    }
-
-    fn ip(&mut self) -> u64 {
-        0
-    }
 }
 
 impl Machine {
@@ -53,27 +40,12 @@ impl Machine {
         let context = core.add_vcpu(VCPU, clock.tid()).unwrap();
         context.sched_in();
         let events = PerfCoreEvents::new(core, VCPU, EventSources::new(policy, None, |_| None));
+        let vpmu = Vpmu::new(model);
         Self {
-            vpmu: Vpmu::new(model),
-            events,
+            guest: Guest { vpmu, events },
             context,
             fed,
             clock,
-        }
-    }
-
-    fn write(&mut self, msr: u32, value: u64) {
-        assert_eq!(
-            self.vpmu.write_msr(MsrAddress(msr), value, &mut self.events),
-            MsrWriteOutcome::Done
-        );
-        self.vpmu.reconcile(&mut self.events);
-    }
-
-    fn read(&mut self, msr: u32) -> u64 {
-        match self.vpmu.read_msr(MsrAddress(msr), &mut self.events) {
-            MsrReadOutcome::Value(value) => value,
-            MsrReadOutcome::InjectGp => panic!("RDMSR {msr:#x} faults"),
         }
     }
 
@@ -87,15 +59,8 @@ impl Machine {
     }
 
     fn notice(&mut self) {
-        let mut counters = Vec::new();
-        self.context
-            .service_overflows(&mut UnavailableRegs, &mut |overflowed| {
-                counters.extend(PerfCoreEvents::counter_of(overflowed.cookie));
-            });
-        for counter in counters {
-            self.vpmu.overflowed(counter, &mut self.events);
-        }
-        self.vpmu.reconcile(&mut self.events);
+        let counters = overflowed_counters(&self.context);
+        self.guest.overflowed(counters);
     }
 
     fn run_for(&mut self, time: Duration) {
@@ -111,24 +76,32 @@ impl Machine {
 #[test]
 fn exact_counts_respect_privilege_levels() {
     let mut m = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
-    m.write(IA32_PERFEVTSEL0, 0x41_00C0); // USR
-    m.write(IA32_PERFEVTSEL0 + 1, 0x42_00C0); // OS
-    m.write(IA32_PERFEVTSEL0 + 2, 0x43_003C); // both, as cycles
-    assert!(m.events.needs_stepping());
+    m.guest.write(IA32_PERFEVTSEL0, 0x41_00C0); // USR
+    m.guest.write(IA32_PERFEVTSEL0 + 1, 0x42_00C0); // OS
+    m.guest.write(IA32_PERFEVTSEL0 + 2, 0x43_003C); // both, as cycles
+    assert!(m.guest.events.needs_stepping());
     m.retire(0, 100);
     m.retire(3, 30);
     assert_eq!(
-        [m.read(IA32_PMC0), m.read(IA32_PMC0 + 1), m.read(IA32_PMC0 + 2)],
+        [
+            m.guest.read(IA32_PMC0),
+            m.guest.read(IA32_PMC0 + 1),
+            m.guest.read(IA32_PMC0 + 2)
+        ],
         [30, 100, 130]
     );
-    m.write(IA32_PERF_GLOBAL_CTRL, 0b100);
+    m.guest.write(IA32_PERF_GLOBAL_CTRL, 0b100);
     m.retire(3, 5);
     assert_eq!(
-        [m.read(IA32_PMC0), m.read(IA32_PMC0 + 1), m.read(IA32_PMC0 + 2)],
+        [
+            m.guest.read(IA32_PMC0),
+            m.guest.read(IA32_PMC0 + 1),
+            m.guest.read(IA32_PMC0 + 2)
+        ],
         [30, 100, 135]
     );
-    m.write(IA32_PERFEVTSEL0 + 2, 0);
-    assert!(!m.events.needs_stepping());
+    m.guest.write(IA32_PERFEVTSEL0 + 2, 0);
+    assert!(!m.guest.events.needs_stepping());
 }
 
 #[test]
@@ -140,58 +113,61 @@ fn fed_event_overflow_raises_one_pmi() {
             (PERF_CTL0, PERF_CTR0)
         };
         let mut m = Machine::new(model, BackingPolicy::Exact);
-        m.write(counter, (1 << 48) - 7);
-        m.write(select, 0x53_00C0);
+        m.guest.write(counter, (1 << 48) - 7);
+        m.guest.write(select, 0x53_00C0);
         for round in 0..50u64 {
             m.retire(0, 6);
-            assert!(!m.vpmu.pmi_pending(), "{model}, round {round}");
+            assert!(!m.guest.vpmu.pmi_pending(), "{model}, round {round}");
             m.retire(0, 1);
-            assert!(m.vpmu.pmi_pending(), "{model}, round {round}");
-            m.vpmu.pmi_delivered(0);
-            assert_eq!(m.read(counter), 0);
-            m.write(counter, (1 << 48) - 7);
+            assert!(m.guest.vpmu.pmi_pending(), "{model}, round {round}");
+            m.guest.vpmu.pmi_delivered(0);
+            assert_eq!(m.guest.read(counter), 0);
+            m.guest.write(counter, (1 << 48) - 7);
         }
-        assert_eq!(m.vpmu.pmi_counts().delivered, 50);
+        assert_eq!(m.guest.vpmu.pmi_counts().delivered, 50);
     }
 }
 
 #[test]
 fn clock_counts_guest_time_only_and_a_disabled_counter_never_moves() {
     let mut m = Machine::new(PmuModel::AMD, BackingPolicy::Auto);
-    m.write(PERF_CTL0, 0x43_0076);
+    m.guest.write(PERF_CTL0, 0x43_0076);
     // Other load on the host may take the CPU away for a whole run.
     let (start, mut counted) = (Instant::now(), 0);
     while counted < 5_000_000 {
         assert!(start.elapsed() < Duration::from_secs(600), "{counted}");
         m.run_for(Duration::from_millis(5));
-        counted = m.read(PERF_CTR0);
+        counted = m.guest.read(PERF_CTR0);
     }
     // The clock runs at 1 GHz. Both clocks may differ slightly in speed.
     let most = u64::try_from(start.elapsed().as_nanos()).unwrap();
     assert!(counted <= most + most / 50, "{counted} of {most}");
     let start = Instant::now();
     while start.elapsed() < Duration::from_millis(5) {}
-    assert_eq!(m.read(PERF_CTR0), counted, "time in the VMM is not the guest's");
-    m.write(PERF_CTL0, 0);
+    assert_eq!(
+        m.guest.read(PERF_CTR0),
+        counted,
+        "time in the VMM is not the guest's"
+    );
+    m.guest.write(PERF_CTL0, 0);
     m.run_for(Duration::from_millis(5));
-    assert_eq!(m.read(PERF_CTR0), counted);
+    assert_eq!(m.guest.read(PERF_CTR0), counted);
     // A counter mask cannot be combined with the clock backing.
-    m.write(PERF_CTL0 + 2, 0x0143_0076);
+    m.guest.write(PERF_CTL0 + 2, 0x0143_0076);
     m.run_for(Duration::from_millis(5));
-    assert_eq!(m.read(PERF_CTR0 + 2), 0);
-    let view = m.vpmu.counters_view(&mut m.events);
-    assert_eq!(view[0].backing, Some(Backing::Clock));
-    assert_eq!(view[1].backing, Some(Backing::None));
+    assert_eq!(m.guest.read(PERF_CTR0 + 2), 0);
+    assert_eq!(m.guest.view(0).backing, Some(Backing::Clock));
+    assert_eq!(m.guest.view(1).backing, Some(Backing::None));
 }
 
 #[test]
 fn unsupported_event_does_not_count() {
     for policy in [BackingPolicy::None, BackingPolicy::Hardware, BackingPolicy::Clock] {
         let mut m = Machine::new(PmuModel::INTEL, policy);
-        m.write(IA32_PERFEVTSEL0, 0x43_00C0);
+        m.guest.write(IA32_PERFEVTSEL0, 0x43_00C0);
         m.retire(0, 50);
         m.run_for(Duration::from_millis(1));
-        assert_eq!(m.read(IA32_PMC0), 0, "{policy:?}");
+        assert_eq!(m.guest.read(IA32_PMC0), 0, "{policy:?}");
     }
 }
 
@@ -204,17 +180,17 @@ fn paravirtual_events_count_with_every_policy() {
         BackingPolicy::Auto,
     ] {
         let mut m = Machine::new(PmuModel::INTEL, policy);
-        m.write(IA32_PERFEVTSEL0, 0x43_05FF); // host page faults
-        m.write(IA32_PERFEVTSEL0 + 1, 0x43_0AFF); // MSR exits
-        let before = m.read(IA32_PMC0);
+        m.guest.write(IA32_PERFEVTSEL0, 0x43_05FF); // host page faults
+        m.guest.write(IA32_PERFEVTSEL0 + 1, 0x43_0AFF); // MSR exits
+        let before = m.guest.read(IA32_PMC0);
         // Touching new memory faults at least once per 2 MiB. A block of this size is always newly
         // mapped.
         let mut memory = vec![0u8; 64 << 20];
         memory.iter_mut().step_by(1 << 12).for_each(|byte| *byte = 1);
         assert!(std::hint::black_box(memory)[0] == 1);
         m.fed.add(fed::paravirtual(ParavirtualEvent::MsrExits), 0, 3);
-        assert!(m.read(IA32_PMC0) >= before + 16, "{policy:?}");
-        assert_eq!(m.read(IA32_PMC0 + 1), 3, "{policy:?}");
+        assert!(m.guest.read(IA32_PMC0) >= before + 16, "{policy:?}");
+        assert_eq!(m.guest.read(IA32_PMC0 + 1), 3, "{policy:?}");
     }
 }
 
@@ -223,58 +199,58 @@ fn rotated_events_are_reused() {
     let mut m = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
     let selectors = [0x43_00C0, 0x41_00C0, 0x43_00C4, 0x42_81D0];
     for selector in selectors {
-        m.write(IA32_PERFEVTSEL0, selector);
+        m.guest.write(IA32_PERFEVTSEL0, selector);
     }
     assert_eq!(m.context.stats().events, 4);
     for n in 0..1000 {
-        m.write(IA32_PERFEVTSEL0, selectors[n % 4]);
+        m.guest.write(IA32_PERFEVTSEL0, selectors[n % 4]);
     }
     assert_eq!(m.context.stats().events, 4);
     // The number of open events is bounded, regardless of how many events the guest tries.
     for umask in 1..=12 {
         for levels in [0x41_00FF, 0x42_00FF, 0x43_00FF] {
-            m.write(IA32_PERFEVTSEL0, levels | umask << 8);
+            m.guest.write(IA32_PERFEVTSEL0, levels | umask << 8);
         }
     }
     assert_eq!(m.context.stats().events, 4);
-    m.vpmu.reset(&mut m.events);
+    m.guest.vpmu.reset(&mut m.guest.events);
     assert_eq!(m.context.stats().events, 0);
 }
 
 #[test]
 fn restored_counters_resume() {
     let mut here = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
-    here.write(IA32_PERFEVTSEL0, 0x53_00C0);
-    here.write(IA32_A_PMC0, (1 << 48) - 10);
+    here.guest.write(IA32_PERFEVTSEL0, 0x53_00C0);
+    here.guest.write(IA32_A_PMC0, (1 << 48) - 10);
     here.retire(0, 4);
-    let bytes = here.vpmu.save(&mut here.events);
+    let bytes = here.guest.vpmu.save(&mut here.guest.events);
     let mut there = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
-    there.vpmu.restore(&bytes, &mut there.events).unwrap();
-    there.vpmu.reconcile(&mut there.events);
+    there.guest.vpmu.restore(&bytes, &mut there.guest.events).unwrap();
+    there.guest.vpmu.reconcile(&mut there.guest.events);
     there.retire(0, 5);
-    assert!(!there.vpmu.pmi_pending());
+    assert!(!there.guest.vpmu.pmi_pending());
     there.retire(0, 1);
-    assert!(there.vpmu.pmi_pending());
-    assert_eq!(there.read(IA32_PMC0), 0);
+    assert!(there.guest.vpmu.pmi_pending());
+    assert_eq!(there.guest.read(IA32_PMC0), 0);
 }
 
 #[test]
 fn vcpu_thread_change_keeps_counts_and_overflows() {
     let mut here = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
-    here.write(IA32_PERFEVTSEL0, 0x53_00C0);
-    here.write(IA32_A_PMC0, (1 << 48) - 10);
+    here.guest.write(IA32_PERFEVTSEL0, 0x53_00C0);
+    here.guest.write(IA32_A_PMC0, (1 << 48) - 10);
     here.retire(0, 4);
     // The next thread has its own context and events.
-    here.vpmu.detach(&mut here.events);
+    here.guest.vpmu.detach(&mut here.guest.events);
     assert_eq!(here.context.stats().events, 0);
     let mut there = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
-    there.vpmu = here.vpmu;
-    there.vpmu.reconcile(&mut there.events);
+    there.guest.vpmu = here.guest.vpmu;
+    there.guest.vpmu.reconcile(&mut there.guest.events);
     there.retire(0, 5);
-    assert!(!there.vpmu.pmi_pending());
+    assert!(!there.guest.vpmu.pmi_pending());
     there.retire(0, 1);
-    assert!(there.vpmu.pmi_pending());
-    assert_eq!(there.read(IA32_PMC0), 0);
+    assert!(there.guest.vpmu.pmi_pending());
+    assert_eq!(there.guest.read(IA32_PMC0), 0);
 }
 
 /// Guest operation on four instruction counters.
@@ -319,7 +295,7 @@ proptest! {
         let mut fed = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
         let mut host = Guest::new(PmuModel::INTEL);
         if freeze {
-            fed.write(IA32_DEBUGCTL, DEBUGCTL_FREEZE_ON_PMI);
+            fed.guest.write(IA32_DEBUGCTL, DEBUGCTL_FREEZE_ON_PMI);
             host.write(IA32_DEBUGCTL, DEBUGCTL_FREEZE_ON_PMI);
         }
         for access in accesses {
@@ -329,7 +305,7 @@ proptest! {
                 CounterAccess::Set(n, value) => (IA32_A_PMC0 + n, value),
                 CounterAccess::ClearStatus(value) => (IA32_PERF_GLOBAL_STATUS_RESET, value),
                 CounterAccess::Read(n) => {
-                    prop_assert_eq!(fed.read(IA32_PMC0 + n), host.read(IA32_PMC0 + n));
+                    prop_assert_eq!(fed.guest.read(IA32_PMC0 + n), host.read(IA32_PMC0 + n));
                     continue;
                 }
                 CounterAccess::Run(n) => {
@@ -340,20 +316,20 @@ proptest! {
                         fed.notice();
                         host.run(1);
                     }
-                    prop_assert_eq!(fed.vpmu.pmi_pending(), host.vpmu.pmi_pending());
-                    if fed.vpmu.pmi_pending() {
-                        fed.vpmu.pmi_delivered(0);
+                    prop_assert_eq!(fed.guest.vpmu.pmi_pending(), host.vpmu.pmi_pending());
+                    if fed.guest.vpmu.pmi_pending() {
+                        fed.guest.vpmu.pmi_delivered(0);
                         host.vpmu.pmi_delivered(0);
                     }
                     continue;
                 }
             };
-            fed.write(msr, value);
+            fed.guest.write(msr, value);
             host.write(msr, value);
-            prop_assert_eq!(fed.read(IA32_PERF_GLOBAL_STATUS), host.read(IA32_PERF_GLOBAL_STATUS));
+            prop_assert_eq!(fed.guest.read(IA32_PERF_GLOBAL_STATUS), host.read(IA32_PERF_GLOBAL_STATUS));
         }
         for n in 0..4 {
-            prop_assert_eq!(fed.read(IA32_PMC0 + n), host.read(IA32_PMC0 + n), "counter {}", n);
+            prop_assert_eq!(fed.guest.read(IA32_PMC0 + n), host.read(IA32_PMC0 + n), "counter {}", n);
         }
     }
 }

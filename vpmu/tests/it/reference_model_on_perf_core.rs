@@ -4,10 +4,11 @@
 use std::sync::{Arc, Mutex, Weak};
 
 use perf_core::pmu::{PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
-use perf_core::{Attr, CpuMode, EventType, PerfCore, PerfCoreConfig, Pmu, SampleRegs, VcpuContext};
+use perf_core::{Attr, EventType, PerfCore, PerfCoreConfig, Pmu, VcpuContext};
 use proptest::prelude::*;
 use vpmu::*;
 
+use crate::common::overflowed_counters;
 use crate::testing::reference::{UNCOUNTABLE_SELECT, select_of};
 use crate::testing::stream::{TestEvents, run};
 
@@ -62,14 +63,8 @@ impl Pmu for TickPmu {
     }
 
     fn serves(&self, ty: EventType) -> bool {
-        [
-            EventType::HARDWARE,
-            EventType::RAW,
-            EventType::KVM,
-            EventType::SOFTWARE,
-            EventType::FED,
-        ]
-        .contains(&ty)
+        use EventType as T;
+        [T::HARDWARE, T::RAW, T::KVM, T::SOFTWARE, T::FED].contains(&ty)
     }
 
     fn capacity(&self) -> PmuCapacity {
@@ -93,19 +88,13 @@ struct Machine {
     events: PerfCoreEvents,
 }
 
-struct UnavailableRegs;
-
-impl SampleRegs for UnavailableRegs {
-    fn mode(&mut self) -> CpuMode {
-        CpuMode::GuestKernel
-    }
-
-    fn ip(&mut self) -> u64 {
-        0
-    }
-}
-
 impl TestEvents for Machine {
+    type Events = PerfCoreEvents;
+
+    fn events(&mut self) -> &mut PerfCoreEvents {
+        &mut self.events
+    }
+
     fn new(vendor: Vendor) -> Self {
         let core = PerfCore::new(PerfCoreConfig::default());
         let driver = Arc::new(TickPmu::default());
@@ -153,58 +142,7 @@ impl TestEvents for Machine {
     }
 
     fn take_notified(&mut self) -> Vec<CounterIndex> {
-        let mut counters = Vec::new();
-        self.context
-            .service_overflows(&mut UnavailableRegs, &mut |report| {
-                counters.extend(PerfCoreEvents::counter_of(report.cookie));
-            });
-        counters
-    }
-}
-
-impl CounterEvents for Machine {
-    fn program(&mut self, counter: CounterIndex, request: Option<&EventRequest>) -> Backing {
-        self.events.program(counter, request)
-    }
-
-    fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (EnableOutcome, u64) {
-        self.events.enable(counter, overflow_in)
-    }
-
-    fn disable(&mut self, counter: CounterIndex) -> u64 {
-        self.events.disable(counter)
-    }
-
-    fn pause(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64)) {
-        self.events.pause(counters, each);
-    }
-
-    fn go_on(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64 {
-        self.events.go_on(counters, each)
-    }
-
-    fn count(&mut self, counter: CounterIndex) -> u64 {
-        self.events.count(counter)
-    }
-
-    fn arm(&mut self, counter: CounterIndex, overflow_in: u64) -> u64 {
-        self.events.arm(counter, overflow_in)
-    }
-
-    fn may_have_lost(&mut self) -> bool {
-        self.events.may_have_lost()
-    }
-
-    fn lost(&mut self, counter: CounterIndex) -> Option<EventLoss> {
-        self.events.lost(counter)
-    }
-
-    fn now_ns(&mut self) -> u64 {
-        self.events.now_ns()
-    }
-
-    fn times(&mut self, counter: CounterIndex) -> CounterTimes {
-        self.events.times(counter)
+        overflowed_counters(&self.context)
     }
 }
 

@@ -7,7 +7,7 @@ use vpmu::registers::*;
 use vpmu::*;
 
 use crate::backing_loss::PerfCoreGuest;
-use crate::perf_core_backing::UnavailableRegs;
+use crate::common::overflowed_counters;
 
 const VCPU: VcpuId = VcpuId(0);
 /// Selector for branch instructions at all privilege levels, interrupting and enabled.
@@ -21,33 +21,26 @@ fn sampling(min_period: u64, distance: u64) -> PerfCoreGuest {
         min_period,
         ..SimConfig::default()
     });
-    let mut guest = PerfCoreGuest::on(pmu, BackingPolicy::Hardware);
-    guest.write(IA32_PERF_GLOBAL_CTRL, 0);
-    guest.write(IA32_PERFEVTSEL0, BRANCHES);
-    guest.write(IA32_A_PMC0, (1 << 48) - distance);
-    guest.write(IA32_PERF_GLOBAL_CTRL, 1);
-    guest
+    let mut rig = PerfCoreGuest::on(pmu, BackingPolicy::Hardware);
+    rig.guest.write(IA32_PERF_GLOBAL_CTRL, 0);
+    rig.guest.write(IA32_PERFEVTSEL0, BRANCHES);
+    rig.guest.write(IA32_A_PMC0, (1 << 48) - distance);
+    rig.guest.write(IA32_PERF_GLOBAL_CTRL, 1);
+    rig
 }
 
 impl PerfCoreGuest {
     /// Handles an overflow signal.
     fn notice(&mut self) {
-        let mut counters = Vec::new();
-        self.context
-            .service_overflows(&mut UnavailableRegs, &mut |overflowed| {
-                counters.extend(PerfCoreEvents::counter_of(overflowed.cookie));
-            });
-        for counter in counters {
-            self.vpmu.overflowed(counter, &mut self.events);
-        }
-        self.vpmu.reconcile(&mut self.events);
+        let counters = overflowed_counters(&self.context);
+        self.guest.overflowed(counters);
     }
 
     /// Executes `branches` and returns whether a PMI is due. The host announces overflows itself.
     fn branches(&mut self, branches: u64) -> bool {
         self.pmu.advance(VCPU, |_| branches);
         self.notice();
-        self.vpmu.pmi_pending()
+        self.guest.vpmu.pmi_pending()
     }
 }
 
@@ -56,13 +49,10 @@ impl PerfCoreGuest {
 fn short_distance_overflows_within_the_minimum_period() {
     for minimum in MINIMUMS {
         for distance in [1, 2, 5, 31, 32, 33, 200] {
-            let mut guest = sampling(minimum, distance);
+            let mut rig = sampling(minimum, distance);
             let announced = distance.max(minimum);
-            assert!(
-                !guest.branches(announced - 1),
-                "{distance} on a host of {minimum}"
-            );
-            assert!(guest.branches(1), "{distance} on a host of {minimum}");
+            assert!(!rig.branches(announced - 1), "{distance} on a host of {minimum}");
+            assert!(rig.branches(1), "{distance} on a host of {minimum}");
         }
     }
 }
@@ -71,12 +61,16 @@ fn short_distance_overflows_within_the_minimum_period() {
 #[test]
 fn short_distance_of_a_rare_event_is_polled() {
     for minimum in MINIMUMS {
-        let mut guest = sampling(minimum, 3);
+        let mut rig = sampling(minimum, 3);
         for counted in 1..=3u64 {
-            guest.branches(1);
-            guest.pmu.poll_late_overflows(VCPU);
-            guest.notice();
-            assert_eq!(guest.vpmu.pmi_pending(), counted == 3, "{counted} on {minimum}");
+            rig.branches(1);
+            rig.pmu.poll_late_overflows(VCPU);
+            rig.notice();
+            assert_eq!(
+                rig.guest.vpmu.pmi_pending(),
+                counted == 3,
+                "{counted} on {minimum}"
+            );
         }
     }
 }
@@ -85,21 +79,21 @@ fn short_distance_of_a_rare_event_is_polled() {
 #[test]
 fn distance_is_shortened_to_one_while_counting() {
     for minimum in MINIMUMS {
-        let mut guest = sampling(minimum, 0xFFFF_FFFF);
-        assert!(!guest.branches(1000));
-        guest.write(IA32_A_PMC0, (1 << 48) - 1);
-        assert!(guest.branches(minimum), "a host of {minimum}");
-        guest.vpmu.pmi_delivered(0);
-        guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 1);
+        let mut rig = sampling(minimum, 0xFFFF_FFFF);
+        assert!(!rig.branches(1000));
+        rig.guest.write(IA32_A_PMC0, (1 << 48) - 1);
+        assert!(rig.branches(minimum), "a host of {minimum}");
+        rig.guest.vpmu.pmi_delivered(0);
+        rig.guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 1);
         // Each further overflow is armed in the same way.
         for _ in 0..3 {
-            guest.write(IA32_A_PMC0, (1 << 48) - 1);
-            assert!(guest.branches(minimum), "a host of {minimum}");
-            guest.vpmu.pmi_delivered(0);
-            guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 1);
+            rig.guest.write(IA32_A_PMC0, (1 << 48) - 1);
+            assert!(rig.branches(minimum), "a host of {minimum}");
+            rig.guest.vpmu.pmi_delivered(0);
+            rig.guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 1);
         }
         assert!(
-            !guest.branches(minimum),
+            !rig.branches(minimum),
             "nothing is armed for the next 2^48 branches"
         );
     }

@@ -9,9 +9,6 @@ use perf_core::ring::{Ring, RingReader};
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
 
-#[allow(unused_imports, reason = "each program uses its part")]
-pub use super::UnavailableRegs;
-
 /// The state of one event of the driver.
 #[derive(Debug, Default)]
 pub struct Counter {

@@ -1,11 +1,22 @@
-//! Test guest on simulated events, in which every access is an exit followed by an entry.
+//! Test guest in which every access is an exit followed by an entry.
 
+use perf_core::{UnavailableRegs, VcpuContext};
 use vpmu::sim::SimEvents;
 use vpmu::*;
 
-pub struct Guest {
+/// A guest on simulated events by default.
+pub struct Guest<E = SimEvents> {
     pub vpmu: Vpmu,
-    pub events: SimEvents,
+    pub events: E,
+}
+
+/// Services the overflows of a vCPU on perf-core and returns their counters.
+pub fn overflowed_counters(context: &VcpuContext) -> Vec<CounterIndex> {
+    let mut counters = Vec::new();
+    context.service_overflows(&mut UnavailableRegs, &mut |report| {
+        counters.extend(PerfCoreEvents::counter_of(report.cookie));
+    });
+    counters
 }
 
 impl Guest {
@@ -27,6 +38,23 @@ impl Guest {
         )
     }
 
+    /// Runs for `ticks` and handles each overflow immediately.
+    pub fn run(&mut self, ticks: u64) {
+        let mut left = ticks;
+        while left > 0 {
+            left -= self.events.run(left);
+            self.notice();
+        }
+    }
+
+    /// Delivers pending overflow notifications.
+    pub fn notice(&mut self) {
+        let counters: Vec<_> = self.events.take_notified().collect();
+        self.overflowed(counters);
+    }
+}
+
+impl<E: CounterEvents> Guest<E> {
     /// Executes WRMSR. Returns whether the instruction completes.
     pub fn try_write(&mut self, msr: u32, value: u64) -> bool {
         let outcome = self.vpmu.write_msr(MsrAddress(msr), value, &mut self.events);
@@ -61,20 +89,19 @@ impl Guest {
         }
     }
 
-    /// Runs for `ticks` and handles each overflow immediately.
-    pub fn run(&mut self, ticks: u64) {
-        let mut left = ticks;
-        while left > 0 {
-            left -= self.events.run(left);
-            self.notice();
-        }
-    }
-
-    /// Delivers pending overflow notifications.
-    pub fn notice(&mut self) {
-        for counter in self.events.take_notified() {
+    /// Reports overflows of `counters`.
+    pub fn overflowed(&mut self, counters: Vec<CounterIndex>) {
+        for counter in counters {
             self.vpmu.overflowed(counter, &mut self.events);
         }
         self.vpmu.reconcile(&mut self.events);
+    }
+
+    pub fn uncounted_ns(&mut self) -> u64 {
+        self.vpmu.uncounted_ns(&mut self.events)
+    }
+
+    pub fn view(&mut self, n: usize) -> CounterView {
+        self.vpmu.counters_view(&mut self.events).swap_remove(n)
     }
 }
