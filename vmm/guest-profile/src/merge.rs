@@ -498,6 +498,15 @@ mod tests {
         }
     }
 
+    /// Of the host's kernel if `host`, else of the guest.
+    fn origin(host: bool) -> SampleOrigin {
+        if host {
+            SampleOrigin::HostKernel
+        } else {
+            SampleOrigin::GuestUser
+        }
+    }
+
     fn whose(time_ns: u64, pid: u32) -> SampleTask {
         SampleTask {
             time_ns,
@@ -591,15 +600,7 @@ mod tests {
         assert!(!m.is_blind());
         // Occasional KVM work is no reason to switch.
         for t in 300..300 + WORK_WINDOW {
-            let work = t % 8 == 0;
-            m.light(sample(
-                t,
-                if work {
-                    SampleOrigin::HostKernel
-                } else {
-                    SampleOrigin::GuestUser
-                },
-            ));
+            m.light(sample(t, origin(t % 8 == 0)));
         }
         assert_eq!(m.decide(1000), None);
     }
@@ -612,12 +613,7 @@ mod tests {
         let mut pass = |m: &mut SampleMerger, one_in: u64| {
             for _ in 0..WORK_WINDOW {
                 now += 1;
-                let side = if now % one_in == 0 {
-                    SampleOrigin::HostKernel
-                } else {
-                    SampleOrigin::GuestUser
-                };
-                m.light(sample(now, side));
+                m.light(sample(now, origin(now % one_in == 0)));
             }
             (m.decide(now), now)
         };
@@ -668,12 +664,7 @@ mod tests {
     fn unseen_time_is_assigned_to_next_kernel_sample() {
         let mut m = merge(true);
         for t in 0..WINDOW {
-            let side = if t % 2 == 0 {
-                SampleOrigin::HostKernel
-            } else {
-                SampleOrigin::GuestUser
-            };
-            m.light(sample(t, side));
+            m.light(sample(t, origin(t % 2 == 0)));
         }
         // Half of the time was unseen; the next kernel sample represents it.
         assert_eq!(m.full(whose(WINDOW, 1), 0, 20 * PERIOD), WINDOW / 2 * PERIOD);

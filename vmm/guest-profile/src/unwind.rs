@@ -280,16 +280,27 @@ struct WalkState {
 }
 
 impl WalkState {
+    /// Creates a state in which only these registers are known.
+    fn at(ip: u64, sp: u64, bp: u64, exact_ip: bool) -> Self {
+        Self {
+            ip,
+            sp,
+            bp,
+            dx: None,
+            di: None,
+            r10: None,
+            r13: None,
+            exact_ip,
+        }
+    }
+
     fn from_regs(r: &GuestRegs) -> Self {
         Self {
-            ip: r.rip,
-            sp: r.rsp,
-            bp: r.rbp,
             dx: Some(r.rdx),
             di: Some(r.rdi),
             r10: Some(r.r10),
             r13: Some(r.r13),
-            exact_ip: true,
+            ..Self::at(r.rip, r.rsp, r.rbp, true)
         }
     }
 }
@@ -337,20 +348,28 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
                 Ok(WalkStep::Boundary) => return UnwindStop::Complete,
                 Ok(WalkStep::Frame) => {}
             }
-            let same_stack = before & !(THREAD_SIZE - 1) == self.state.sp & !(THREAD_SIZE - 1);
-            if self.state.sp <= before {
-                switches += 1;
-                if same_stack || switches > MAX_STACK_SWITCHES {
-                    return UnwindStop::BadFrame;
-                }
-            }
-            if !self.space.is_kernel_half(self.state.ip) {
-                return UnwindStop::BadFrame;
-            }
-            if let Err(end) = self.out.frame(self.state.ip) {
+            if let Err(end) = self.take_frame(before, &mut switches) {
                 return end;
             }
         }
+    }
+
+    /// Appends the frame of the current state. Its stack pointer must be above that of the previous
+    /// frame, unless the frame is on another stack.
+    #[inline]
+    fn take_frame(&mut self, before: u64, switches: &mut u32) -> Result<(), UnwindStop> {
+        let WalkState { sp, ip, .. } = self.state;
+        if sp <= before {
+            *switches += 1;
+            let same_stack = before & !(THREAD_SIZE - 1) == sp & !(THREAD_SIZE - 1);
+            if same_stack || *switches > MAX_STACK_SWITCHES {
+                return Err(UnwindStop::BadFrame);
+            }
+        }
+        if !self.space.is_kernel_half(ip) {
+            return Err(UnwindStop::BadFrame);
+        }
+        self.out.frame(ip)
     }
 
     fn orc_step(&mut self, e: &OrcEntry) -> Result<WalkStep, UnwindStop> {
@@ -371,32 +390,15 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
             OrcRegister::BpIndirect => self.word(base.wrapping_add_signed(offset))?,
             _ => base.wrapping_add_signed(offset),
         };
-        let mut next = WalkState {
-            dx: None,
-            di: None,
-            r10: None,
-            r13: None,
-            ..s
-        };
+        let mut next = WalkState::at(s.ip, s.sp, s.bp, s.exact_ip);
         match e.kind {
             OrcFrameKind::Call => {
                 next.ip = self.word(sp.wrapping_sub(8))?;
                 next.sp = sp;
                 next.exact_ip = false;
             }
-            OrcFrameKind::Regs => {
-                if self.take_regs(sp, None)? {
-                    return Ok(WalkStep::Boundary);
-                }
-                return Ok(WalkStep::Frame);
-            }
-            OrcFrameKind::RegsPartial => {
-                let at = sp.wrapping_sub(pt_regs::IP);
-                if self.take_regs(at, Some(s.bp))? {
-                    return Ok(WalkStep::Boundary);
-                }
-                return Ok(WalkStep::Frame);
-            }
+            OrcFrameKind::Regs => return self.take_regs(sp, None),
+            OrcFrameKind::RegsPartial => return self.take_regs(sp.wrapping_sub(pt_regs::IP), Some(s.bp)),
             OrcFrameKind::End | OrcFrameKind::Undefined => return Err(UnwindStop::NoTable),
         }
         match e.bp_reg {
@@ -410,8 +412,8 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
     }
 
     /// Continues from the `pt_regs` at `at`. If `bp` is given, only the last five words are valid.
-    /// Returns `true` if the registers are those of user mode.
-    fn take_regs(&mut self, at: u64, bp: Option<u64>) -> Result<bool, UnwindStop> {
+    /// Returns [`WalkStep::Boundary`] if the registers are those of user mode.
+    fn take_regs(&mut self, at: u64, bp: Option<u64>) -> Result<WalkStep, UnwindStop> {
         let hardware = at.wrapping_add(pt_regs::IP);
         let ip = self.word(hardware)?;
         let cs = self.word(hardware.wrapping_add(8))?;
@@ -439,18 +441,9 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
                     OtherRegs::At(at)
                 },
             });
-            return Ok(true);
+            return Ok(WalkStep::Boundary);
         }
-        let mut next = WalkState {
-            ip,
-            sp,
-            bp,
-            dx: None,
-            di: None,
-            r10: None,
-            r13: None,
-            exact_ip: true,
-        };
+        let mut next = WalkState::at(ip, sp, bp, true);
         if !partial {
             next.dx = Some(self.word(at.wrapping_add(pt_regs::DX))?);
             next.di = Some(self.word(at.wrapping_add(pt_regs::DI))?);
@@ -458,7 +451,7 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
             next.r13 = Some(self.word(at.wrapping_add(pt_regs::R13))?);
         }
         self.state = next;
-        Ok(false)
+        Ok(WalkStep::Frame)
     }
 
     /// Guesses the caller of an address without a table entry (a module or generated code): the
@@ -479,16 +472,7 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         if !self.space.is_kernel_half(ip) {
             return Err(UnwindStop::NoTable);
         }
-        self.state = WalkState {
-            ip,
-            sp: bp.wrapping_add(16),
-            bp: next,
-            dx: None,
-            di: None,
-            r10: None,
-            r13: None,
-            exact_ip: false,
-        };
+        self.state = WalkState::at(ip, bp.wrapping_add(16), next, false);
         Ok(WalkStep::Frame)
     }
 
@@ -503,7 +487,6 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
             }
             let step = if bp & 1 == 1 {
                 self.take_regs(bp & !1, None)
-                    .map(|user| if user { WalkStep::Boundary } else { WalkStep::Frame })
             } else {
                 self.frame_pointer_step()
             };
@@ -513,17 +496,7 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
                 Ok(WalkStep::Boundary) => return UnwindStop::Complete,
                 Ok(WalkStep::Frame) => {}
             }
-            if self.state.sp <= before {
-                switches += 1;
-                let same_stack = before & !(THREAD_SIZE - 1) == self.state.sp & !(THREAD_SIZE - 1);
-                if same_stack || switches > MAX_STACK_SWITCHES {
-                    return UnwindStop::BadFrame;
-                }
-            }
-            if !self.space.is_kernel_half(self.state.ip) {
-                return UnwindStop::BadFrame;
-            }
-            if let Err(end) = self.out.frame(self.state.ip) {
+            if let Err(end) = self.take_frame(before, &mut switches) {
                 return end;
             }
         }

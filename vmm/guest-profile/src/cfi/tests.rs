@@ -5,19 +5,28 @@ use proptest::prelude::*;
 const CODE: u64 = 0x5555_0000_0000;
 const STACK: u64 = 0x7fff_0000_0000;
 
+/// Builds an entry of `.eh_frame` or `.debug_frame`.
+fn entry(id: u32, body: &[u8]) -> Vec<u8> {
+    let mut bytes = id.to_le_bytes().to_vec();
+    bytes.extend(body);
+    bytes.resize(bytes.len().next_multiple_of(8) + 4, 0);
+    [&(bytes.len() as u32).to_le_bytes()[..], &bytes].concat()
+}
+
+/// Maps `module` at `start`, with a bias of `bias`.
+fn mapped(start: u64, len: u64, bias: u64, module: Module) -> CodeMap {
+    CodeMap::new(vec![MappedCode {
+        start,
+        end: start + len,
+        code: Some((bias, Arc::new(module))),
+    }])
+}
+
 /// Builds `.eh_frame` and its index for functions given as `(start, len, instructions)` in
 /// ascending order. Initially the CFA is rsp+8 and the return address is at CFA-8.
 fn tables(functions: &[(u64, u32, &[u8])]) -> UnwindTables {
     const INDEX_AT: u64 = 0x1000;
     const FRAMES_AT: u64 = 0x2000;
-    let entry = |id: u32, body: &[u8]| {
-        let mut bytes = id.to_le_bytes().to_vec();
-        bytes.extend(body);
-        bytes.resize(bytes.len().next_multiple_of(8) + 4, 0);
-        let mut all = u32::try_from(bytes.len()).unwrap().to_le_bytes().to_vec();
-        all.extend(bytes);
-        all
-    };
     // Version 1, "zR", code 1, data -8, return address 16; pointers of 8 bytes; CFA = rsp+8, ra at
     // CFA-8.
     let mut frames = entry(0, &[1, b'z', b'R', 0, 1, 0x78, 16, 1, 0, 0x0c, 7, 8, 0x90, 1]);
@@ -49,11 +58,7 @@ fn tables(functions: &[(u64, u32, &[u8])]) -> UnwindTables {
 }
 
 fn code(tables: UnwindTables) -> CodeMap {
-    CodeMap::new(vec![MappedCode {
-        start: CODE,
-        end: CODE + 0x10_0000,
-        code: Some((CODE, Arc::new(Module::of_tables(tables)))),
-    }])
+    mapped(CODE, 0x10_0000, CODE, Module::of_tables(tables))
 }
 
 fn state(ip: u64, stack: &[u8]) -> UserThreadState<'_> {
@@ -91,31 +96,26 @@ const FUNCTIONS: &[(u64, u32, &[u8])] = &[
     (0x400, 0x20, &[0x07, 16]),
 ];
 
-/// The CFA of the third frame depends on rbx, which a walk along rbp cannot restore.
-#[test]
-fn eh_frame_unwinds_stack_without_frame_pointers() {
-    let code = code(tables(FUNCTIONS));
+/// Unwinds a stack through all of [`FUNCTIONS`].
+fn check_unwinding_of_functions(code: &CodeMap) {
     let stack = words(&[CODE + 0x210, 1, 2, 0x99, CODE + 0x310, 3, 8, CODE + 0x410, 0]);
     let mut state = state(CODE + 0x110, &stack);
     state.registers[3] = Some(STACK + 8 * 6);
-    let (chain, unwound) = unwind(&code, &state);
+    let (chain, unwound) = unwind(code, &state);
     assert_eq!(chain, [CODE + 0x110, CODE + 0x210, CODE + 0x310, CODE + 0x410]);
-    assert_eq!(unwound.end, UnwindStop::Complete);
-    assert!(!unwound.guessed);
+    assert_eq!((unwound.end, unwound.guessed), (UnwindStop::Complete, false));
+}
+
+/// The CFA of the third frame depends on rbx, which a walk along rbp cannot restore.
+#[test]
+fn eh_frame_unwinds_stack_without_frame_pointers() {
+    check_unwinding_of_functions(&code(tables(FUNCTIONS)));
 }
 
 /// `.debug_frame` of the program's file replaces `.eh_frame` if the process has no unwind tables in
 /// memory.
 #[test]
 fn debug_frame_replaces_missing_eh_frame() {
-    let entry = |id: u32, body: &[u8]| {
-        let mut bytes = id.to_le_bytes().to_vec();
-        bytes.extend(body);
-        bytes.resize(bytes.len().next_multiple_of(8) + 4, 0);
-        let mut all = u32::try_from(bytes.len()).unwrap().to_le_bytes().to_vec();
-        all.extend(bytes);
-        all
-    };
     // Version 3, no augmentation, code 1, data -8, return address 16; CFA = rsp+8, ra at CFA-8.
     let mut section = entry(u32::MAX, &[3, 0, 1, 0x78, 16, 0x0c, 7, 8, 0x90, 1]);
     for (start, len, instructions) in FUNCTIONS {
@@ -125,17 +125,7 @@ fn debug_frame_replaces_missing_eh_frame() {
         section.extend(entry(0, &body));
     }
     let module = Module::of_debug_frames(DebugFrames::parse(section.clone()).unwrap());
-    let code = CodeMap::new(vec![MappedCode {
-        start: CODE,
-        end: CODE + 0x10_0000,
-        code: Some((CODE, Arc::new(module))),
-    }]);
-    let stack = words(&[CODE + 0x210, 1, 2, 0x99, CODE + 0x310, 3, 8, CODE + 0x410, 0]);
-    let mut state = state(CODE + 0x110, &stack);
-    state.registers[3] = Some(STACK + 8 * 6);
-    let (chain, unwound) = unwind(&code, &state);
-    assert_eq!(chain, [CODE + 0x110, CODE + 0x210, CODE + 0x310, CODE + 0x410]);
-    assert_eq!((unwound.end, unwound.guessed), (UnwindStop::Complete, false));
+    check_unwinding_of_functions(&mapped(CODE, 0x10_0000, CODE, module));
     // A section truncated at any byte must not cause a panic.
     for len in 0..section.len() {
         if let Some(frames) = DebugFrames::parse(section[..len].to_vec()) {
@@ -270,11 +260,7 @@ fn corrupted_libc_tables_terminate() {
                 tables.frames[at] = random() as u8;
             }
         }
-        let code = CodeMap::new(vec![MappedCode {
-            start: base,
-            end: base + (4 << 20),
-            code: Some((module.bias(base), Arc::new(Module::of_tables(tables)))),
-        }]);
+        let code = mapped(base, 4 << 20, module.bias(base), Module::of_tables(tables));
         for _ in 0..200 {
             out.clear();
             let state = state(base + random() % (2 << 20), &stack);

@@ -167,7 +167,7 @@ pub struct FileMapping {
 
 /// A sample. `chain` has the format of [`crate::unwind::walk`]: context markers and addresses,
 /// innermost first; empty if no call chain was taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ProfileSample<'c> {
     /// Time of the sample, in nanoseconds.
     pub time_ns: u64,

@@ -67,16 +67,11 @@ fn run(
     slots: usize,
 ) -> (CallChain, Vec<u64>) {
     let mut out = vec![0xAA; slots];
-    let chain = walk(
-        &g.ram[..],
-        regs,
-        kernel,
-        &UnwindLimits {
-            max_time: None,
-            ..UnwindLimits::default()
-        },
-        &mut out,
-    );
+    let limits = UnwindLimits {
+        max_time: None,
+        ..UnwindLimits::default()
+    };
+    let chain = walk(&g.ram[..], regs, kernel, &limits, &mut out);
     out.truncate(chain.len);
     (chain, out)
 }
@@ -97,13 +92,35 @@ fn orc() -> OrcTable {
     OrcTable::parse(&i, ORC_AT, &e).unwrap()
 }
 
+/// Unwinds a kernel that is not relocated by `table`.
+fn by_orc(table: &OrcTable) -> KernelUnwind<'_> {
+    KernelUnwind {
+        orc: Some(table),
+        slide: 0,
+        entry_text: (0, 0),
+    }
+}
+
+/// The registers of the leaf below [`user_frames`].
+fn user_regs(g: &TestGuest) -> GuestRegs {
+    regs(g, 3, UTEXT + 0x50, USTACK + 0x80, USTACK + 0x100)
+}
+
+/// Writes the `pt_regs` of [`user_regs`].
+fn put_user_regs(g: &mut TestGuest, at: u64) {
+    put_pt_regs(g, at, UTEXT + 0x50, USER64_CS, USTACK + 0x80, USTACK + 0x100);
+}
+
 fn put_pt_regs(g: &mut TestGuest, at: u64, ip: u64, cs: u64, sp: u64, bp: u64) {
     kput(g, at + pt_regs::BP, bp);
-    for (i, v) in [ip, cs, 0x202, sp, if cs & 3 == 3 { USER_DS } else { 0x18 }]
-        .into_iter()
-        .enumerate()
-    {
-        kput(g, at + pt_regs::IP + 8 * i as u64, v);
+    let ss = if cs & 3 == 3 { USER_DS } else { 0x18 };
+    kput_all(g, at + pt_regs::IP, [ip, cs, 0x202, sp, ss]);
+}
+
+/// Writes words from `gva` on.
+fn kput_all(g: &mut TestGuest, gva: u64, words: impl IntoIterator<Item = u64>) {
+    for (at, word) in (gva..).step_by(8).zip(words) {
+        kput(g, at, word);
     }
 }
 
@@ -111,7 +128,7 @@ fn put_pt_regs(g: &mut TestGuest, at: u64, ip: u64, cs: u64, sp: u64, bp: u64) {
 fn user_sample_follows_frame_pointers() {
     let mut g = guest();
     user_frames(&mut g);
-    let r = regs(&g, 3, UTEXT + 0x50, USTACK + 0x80, USTACK + 0x100);
+    let r = user_regs(&g);
     let (chain, out) = run(&g, &r, None, 16);
     assert_eq!(
         out,
@@ -158,12 +175,7 @@ fn frameless_leaf_caller_needs_matching_call() {
         g.ram[0xa072] = 0xE8;
         g.ram[0xa073..0xa077].copy_from_slice(&((target.wrapping_sub(ret)) as i32).to_le_bytes());
         uput(&mut g, USTACK + 0x80, ret);
-        let (chain, out) = run(
-            &g,
-            &regs(&g, 3, UTEXT + 0x50, USTACK + 0x80, USTACK + 0x100),
-            None,
-            16,
-        );
+        let (chain, out) = run(&g, &user_regs(&g), None, 16);
         assert_eq!(out.contains(&ret), found);
         assert_eq!(chain.guessed, found);
     }
@@ -179,22 +191,14 @@ fn orc_unwinds_from_kernel_to_user_space() {
     kput(&mut g, sp + 0x10, TEXT + slide + 0x110); // f's return address, into g
     kput(&mut g, sp + 0x18, 0xdead); // g's saved rbp
     kput(&mut g, sp + 0x20, TEXT + slide + 0x201); // g's return address, into the entry
-    put_pt_regs(
-        &mut g,
-        sp + 0x28,
-        UTEXT + 0x50,
-        USER64_CS,
-        USTACK + 0x80,
-        USTACK + 0x100,
-    );
+    put_user_regs(&mut g, sp + 0x28);
     let r = regs(&g, 0, TEXT + slide + 0x20, sp, 0);
     let (chain, out) = run(
         &g,
         &r,
         Some(KernelUnwind {
-            orc: Some(&table),
             slide,
-            entry_text: (0, 0),
+            ..by_orc(&table)
         }),
         16,
     );
@@ -224,16 +228,7 @@ fn orc_unwinds_through_interrupt_frame() {
     put_pt_regs(&mut g, sp, TEXT + 0x30, 0x10, KSTACK + 0x3000, 0);
     kput(&mut g, KSTACK + 0x3010, TEXT + 0x301);
     let r = regs(&g, 0, TEXT + 0x210, sp, 0);
-    let (chain, out) = run(
-        &g,
-        &r,
-        Some(KernelUnwind {
-            orc: Some(&table),
-            slide: 0,
-            entry_text: (0, 0),
-        }),
-        16,
-    );
+    let (chain, out) = run(&g, &r, Some(by_orc(&table)), 16);
     assert_eq!(
         out,
         [CONTEXT_GUEST_KERNEL, TEXT + 0x210, TEXT + 0x30, TEXT + 0x301]
@@ -250,45 +245,15 @@ fn user_part_is_found_at_stack_top_without_tables() {
     user_frames(&mut g);
     let table = orc();
     let top = KSTACK + THREAD_SIZE - pt_regs::SIZE;
-    put_pt_regs(
-        &mut g,
-        top,
-        UTEXT + 0x50,
-        USER64_CS,
-        USTACK + 0x80,
-        USTACK + 0x100,
-    );
+    put_user_regs(&mut g, top);
     let r = regs(&g, 0, TEXT + 0x410, KSTACK + 0x3000, 0);
-    let (chain, out) = run(
-        &g,
-        &r,
-        Some(KernelUnwind {
-            orc: Some(&table),
-            slide: 0,
-            entry_text: (0, 0),
-        }),
-        16,
-    );
+    let (chain, out) = run(&g, &r, Some(by_orc(&table)), 16);
     assert_eq!(chain.kernel_end, Some(UnwindStop::NoTable));
     assert_eq!(out[2..4], [CONTEXT_GUEST_USER, UTEXT + 0x50]);
     assert!(chain.guessed);
     // Without a user code selector, the words are not a user `pt_regs`.
     put_pt_regs(&mut g, top, UTEXT + 0x50, 0x10, USTACK + 0x80, USTACK + 0x100);
-    assert_eq!(
-        run(
-            &g,
-            &r,
-            Some(KernelUnwind {
-                orc: Some(&table),
-                slide: 0,
-                entry_text: (0, 0),
-            }),
-            16
-        )
-        .0
-        .user_frames,
-        0
-    );
+    assert_eq!(run(&g, &r, Some(by_orc(&table)), 16).0.user_frames, 0);
 }
 
 #[test]
@@ -298,22 +263,14 @@ fn frame_pointer_kernel_is_unwound() {
     let sp = KSTACK + 0x2000;
     kput(&mut g, sp + 0x20, (sp + 0x100) | 1); // an encoded pt_regs
     kput(&mut g, sp + 0x28, TEXT + 0x51);
-    put_pt_regs(
-        &mut g,
-        sp + 0x100,
-        UTEXT + 0x50,
-        USER64_CS,
-        USTACK + 0x80,
-        USTACK + 0x100,
-    );
+    put_user_regs(&mut g, sp + 0x100);
     let r = regs(&g, 0, TEXT + 0x20, sp, sp + 0x20);
     let (chain, out) = run(
         &g,
         &r,
         Some(KernelUnwind {
             orc: None,
-            slide: 0,
-            entry_text: (0, 0),
+            ..by_orc(&orc())
         }),
         16,
     );
@@ -378,12 +335,7 @@ fn syscall_entry_and_exit_have_user_chain() {
 #[test]
 fn exit_path_has_user_chain_from_return_frame() {
     let frame = |g: &mut TestGuest, at: u64| {
-        for (i, v) in [UTEXT + 0x50, USER64_CS, 0x202, USTACK + 0x80, USER_DS]
-            .into_iter()
-            .enumerate()
-        {
-            kput(g, at + 8 * i as u64, v);
-        }
+        kput_all(g, at, [UTEXT + 0x50, USER64_CS, 0x202, USTACK + 0x80, USER_DS]);
     };
     let old = KSTACK + 0x3000;
     for used in [0, 8, 40, 48] {
@@ -457,16 +409,7 @@ fn cyclic_or_descending_frames_end_walk() {
     let sp = KSTACK + 0x2000;
     put_pt_regs(&mut g, sp, TEXT + 0x210, 0x10, sp, 0);
     let r = regs(&g, 0, TEXT + 0x210, sp, 0);
-    let (chain, _) = run(
-        &g,
-        &r,
-        Some(KernelUnwind {
-            orc: Some(&table),
-            slide: 0,
-            entry_text: (0, 0),
-        }),
-        64,
-    );
+    let (chain, _) = run(&g, &r, Some(by_orc(&table)), 64);
     assert_eq!(
         (chain.kernel_end, chain.kernel_frames),
         (Some(UnwindStop::BadFrame), 1)
@@ -477,7 +420,7 @@ fn cyclic_or_descending_frames_end_walk() {
 fn walk_stops_at_end_of_slice() {
     let mut g = guest();
     user_frames(&mut g);
-    let r = regs(&g, 3, UTEXT + 0x50, USTACK + 0x80, USTACK + 0x100);
+    let r = user_regs(&g);
     for slots in 0..5 {
         let (chain, out) = run(&g, &r, None, slots);
         assert!(out.len() <= slots);
@@ -558,17 +501,8 @@ fn user_context_copies_registers_and_stack() {
     user_frames(&mut g);
     uput(&mut g, USTACK + 0x80, 0x1122_3344);
     let top = KSTACK + THREAD_SIZE - pt_regs::SIZE;
-    for n in 0..15 {
-        kput(&mut g, top + 8 * n, 0x100 + n);
-    }
-    put_pt_regs(
-        &mut g,
-        top,
-        UTEXT + 0x50,
-        USER64_CS,
-        USTACK + 0x80,
-        USTACK + 0x100,
-    );
+    kput_all(&mut g, top, 0x100..0x10f);
+    put_user_regs(&mut g, top);
     let in_kernel = regs(&g, 0, TEXT + 0x10, KSTACK + 0x2000, 0);
     let in_program = GuestRegs {
         rax: 0x10a,
@@ -585,19 +519,10 @@ fn user_context_copies_registers_and_stack() {
         r13: 0x102,
         r14: 0x101,
         r15: 0x100,
-        ..regs(&g, 3, UTEXT + 0x50, USTACK + 0x80, USTACK + 0x100)
+        ..user_regs(&g)
     };
-    let low = [
-        0x10a,
-        0x105,
-        0x10b,
-        0x10c,
-        0x10d,
-        0x10e,
-        USTACK + 0x100,
-        USTACK + 0x80,
-        UTEXT + 0x50,
-    ];
+    let pointers = [USTACK + 0x100, USTACK + 0x80, UTEXT + 0x50];
+    let low = [&[0x10a, 0x105, 0x10b, 0x10c, 0x10d, 0x10e][..], &pointers].concat();
     let high = [0x109, 0x108, 0x107, 0x106, 0x103, 0x102, 0x101, 0x100];
     for regs in [in_kernel, in_program] {
         let (chain, _) = run(&g, &regs, None, 127);

@@ -1,7 +1,7 @@
 //! Tests of folded stacks, flame graphs and pprof, and of invalid input files.
 
 use std::collections::BTreeMap;
-use std::io::{Cursor, Read};
+use std::io::{Cursor, Read, Seek, Write};
 
 use guest_profile::export::symbolize::{Symbolizer, complete_chains, symbols_to_save};
 use guest_profile::export::{
@@ -33,7 +33,6 @@ pub(super) fn profile() -> Profile {
     };
     let mut p = Profile::new(
         ProfileMetadata {
-            thread_switches: false,
             vcpus: 1,
             ..ProfileMetadata::default()
         },
@@ -54,20 +53,13 @@ pub(super) fn profile() -> Profile {
         path: "/bin/three".into(),
         build_id: None,
     }];
-    p.symbols = vec![
-        SavedSymbol {
-            start: 0x40_0100,
-            end: 0x40_0200,
-            name: "hot".into(),
-            pid: Some(42),
-        },
-        SavedSymbol {
-            start: 0x40_0200,
-            end: 0x40_0300,
-            name: "main".into(),
-            pid: Some(42),
-        },
-    ];
+    let symbol = |start, name: &str| SavedSymbol {
+        start,
+        end: start + 0x100,
+        name: name.into(),
+        pid: Some(42),
+    };
+    p.symbols = vec![symbol(0x40_0100, "hot"), symbol(0x40_0200, "main")];
     let user: &[u64] = &[CONTEXT_GUEST_USER, 0x40_0110, 0x40_0210];
     let system: &[u64] = &[
         CONTEXT_GUEST_KERNEL,
@@ -85,26 +77,39 @@ pub(super) fn profile() -> Profile {
     ] {
         p.push(&ProfileSample {
             time_ns,
-            vcpu: 0,
             pid,
             tid: pid,
             cpl,
             ip,
-            cr3: 0x5000,
-            period: 10,
-            event_id: 3,
-            ends: UnwindStops::default(),
-            branches: &[],
             chain,
+            ..sample()
         });
     }
     p
 }
 
+/// A sample in `hot` without a call chain.
+pub(super) fn sample() -> ProfileSample<'static> {
+    ProfileSample {
+        pid: 42,
+        tid: 42,
+        cpl: 3,
+        ip: 0x40_0110,
+        cr3: 0x5000,
+        period: 10,
+        event_id: 3,
+        ..ProfileSample::default()
+    }
+}
+
+fn stacks(p: &Profile) -> BTreeMap<String, u64> {
+    folded::stacks(p, &mut Symbolizer::new(p, Some(kernel()), None), None)
+}
+
 #[test]
 fn stacks_fold_by_task_with_the_outermost_first() {
     let p = profile();
-    let stacks = folded::stacks(&p, &mut Symbolizer::new(&p, Some(kernel()), None), None);
+    let stacks = stacks(&p);
     let want = [
         ("a:b;main;hot", 20),
         ("a:b;main;three;entry_[k];vfs_read_[k]", 10),
@@ -122,17 +127,9 @@ fn truncated_chains_are_not_reused() {
     let mut p = profile();
     let sample = |time_ns, ends, chain| ProfileSample {
         time_ns,
-        vcpu: 0,
-        pid: 42,
-        tid: 42,
-        cpl: 3,
-        ip: 0x40_0110,
-        cr3: 0x5000,
-        period: 10,
-        event_id: 3,
         ends,
-        branches: &[],
         chain,
+        ..sample()
     };
     let spent = UnwindStops {
         user: Some(UnwindStop::Spent),
@@ -142,17 +139,9 @@ fn truncated_chains_are_not_reused() {
     (0..6).for_each(|i| p.push(&sample(500 + i, spent, &cut)));
     (0..9).for_each(|i| p.push(&sample(600 + i, UnwindStops::default(), &[])));
     let full = complete_chains(&p, &mut Symbolizer::new(&p, Some(kernel()), None));
-    let lengths: Vec<usize> = full
-        .samples()
-        .filter(|s| s.time_ns >= 600)
-        .map(|s| s.chain.len())
-        .collect();
-    assert_eq!(lengths, [3; 9]);
-    assert!(
-        full.samples()
-            .filter(|s| s.time_ns >= 600)
-            .all(|s| s.chain != cut)
-    );
+    let added: Vec<_> = full.samples().filter(|s| s.time_ns >= 600).collect();
+    assert_eq!(added.len(), 9);
+    assert!(added.iter().all(|s| s.chain.len() == 3 && s.chain != cut));
     let mut only = Profile::new(p.meta.clone(), p.events.clone());
     only.push(&sample(1, spent, &cut));
     only.push(&sample(2, UnwindStops::default(), &[]));
@@ -174,17 +163,9 @@ fn samples_without_chain_reuse_chains_of_same_function() {
     let mut p = profile();
     let light = |time_ns, ip, cpl| ProfileSample {
         time_ns,
-        vcpu: 0,
-        pid: 42,
-        tid: 42,
         cpl,
         ip,
-        cr3: 0x5000,
-        period: 10,
-        event_id: 3,
-        ends: UnwindStops::default(),
-        branches: &[],
-        chain: &[],
+        ..sample()
     };
     p.push(&light(500, 0x40_0120, 3));
     p.push(&light(600, KERNEL + 0x180, 0));
@@ -262,23 +243,19 @@ fn fields(mut b: &[u8]) -> Vec<(u64, Field<'_>)> {
 }
 
 fn number(message: &[u8], field: u64) -> u64 {
-    fields(message)
-        .into_iter()
-        .find_map(|(f, v)| match v {
-            Field::Number(n) if f == field => Some(n),
-            _ => None,
-        })
-        .unwrap_or(0)
+    let number = |(f, v)| match v {
+        Field::Number(n) if f == field => Some(n),
+        _ => None,
+    };
+    fields(message).into_iter().find_map(number).unwrap_or(0)
 }
 
 fn messages(message: &[u8], field: u64) -> Vec<&[u8]> {
-    fields(message)
-        .into_iter()
-        .filter_map(|(f, v)| match v {
-            Field::Bytes(b) if f == field => Some(b),
-            _ => None,
-        })
-        .collect()
+    let message_of = |(f, v)| match v {
+        Field::Bytes(b) if f == field => Some(b),
+        _ => None,
+    };
+    fields(message).into_iter().filter_map(message_of).collect()
 }
 
 fn packed(mut b: &[u8]) -> Vec<u64> {
@@ -328,20 +305,14 @@ fn interrupted_first_instruction_differs_from_return_address() {
     ] {
         p.push(&ProfileSample {
             time_ns,
-            vcpu: 0,
-            pid: 42,
-            tid: 42,
             cpl,
             ip: chain[1],
-            cr3: 0x5000,
             period: 1000,
-            event_id: 3,
-            ends: UnwindStops::default(),
-            branches: &[],
             chain,
+            ..sample()
         });
     }
-    let stacks = folded::stacks(&p, &mut Symbolizer::new(&p, Some(kernel()), None), None);
+    let stacks = stacks(&p);
     for stack in ["a:b;hot;main", "a:b;main;vfs_read_[k]", "a:b;main"] {
         assert_eq!(stacks.get(stack), Some(&1000), "{stack}: {stacks:?}");
     }
@@ -434,6 +405,10 @@ fn symbols_to_be_saved_are_those_hit_and_give_the_same_names_back() {
     );
 }
 
+fn writer<W: Write + Seek>(p: &Profile, out: W) -> perfdata::PerfDataWriter<W> {
+    perfdata::PerfDataWriter::new(out, p.meta.clone(), p.events.clone()).unwrap()
+}
+
 fn file() -> Vec<u8> {
     perfdata::write(Cursor::new(Vec::new()), &profile())
         .unwrap()
@@ -469,7 +444,7 @@ fn killed_recording_is_readable_up_to_checkpoint() {
     let p = profile();
     let events = p.events.len();
     let mut out = Cursor::new(Vec::new());
-    let mut w = perfdata::PerfDataWriter::new(&mut out, p.meta.clone(), p.events.clone()).unwrap();
+    let mut w = writer(&p, &mut out);
     let samples: Vec<_> = p.samples().collect();
     let mut kept = 0;
     for (n, sample) in samples.iter().enumerate() {
@@ -502,7 +477,7 @@ fn killed_recording_is_readable_up_to_checkpoint() {
 fn recording_killed_before_checkpoint_is_reported() {
     let p = profile();
     let mut out = Cursor::new(Vec::new());
-    let mut w = perfdata::PerfDataWriter::new(&mut out, p.meta.clone(), p.events.clone()).unwrap();
+    let mut w = writer(&p, &mut out);
     p.samples().for_each(|s| w.sample(&s).unwrap());
     drop(w);
     assert!(matches!(
@@ -520,14 +495,9 @@ fn truncated_recording_is_readable() {
     let p = profile();
     let samples: Vec<_> = p.samples().collect();
     for (kept, lost) in [(0, 0), (3, 7), (3, 40), (3, 5_000)] {
-        let file = std::fs::File::options()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .open(&path)
-            .unwrap();
-        let unbuffered = std::io::BufWriter::with_capacity(0, file);
-        let mut w = perfdata::PerfDataWriter::new(unbuffered, p.meta.clone(), p.events.clone()).unwrap();
+        let file = std::fs::File::create_new(&path).unwrap();
+        let unbuffered = std::io::BufWriter::with_capacity(0, file.try_clone().unwrap());
+        let mut w = writer(&p, unbuffered);
         for _ in 0..kept {
             w.sample(&samples[0]).unwrap();
         }
@@ -536,13 +506,7 @@ fn truncated_recording_is_readable() {
             w.sample(&samples[0]).unwrap();
         }
         // The disk contains all but the last bytes.
-        let length = std::fs::metadata(&path).unwrap().len();
-        std::fs::File::options()
-            .write(true)
-            .open(&path)
-            .unwrap()
-            .set_len(length - lost)
-            .unwrap();
+        file.set_len(file.metadata().unwrap().len() - lost).unwrap();
         let left = w.truncate_to_records().unwrap();
         assert!(
             (kept..=kept + 1000).contains(&left) && (left == kept + 1000) == (lost == 0),
@@ -558,14 +522,9 @@ fn hole_after_last_record_is_truncated() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("perf.data");
     let p = profile();
-    let file = std::fs::File::options()
-        .read(true)
-        .write(true)
-        .create_new(true)
-        .open(&path)
-        .unwrap();
+    let file = std::fs::File::create_new(&path).unwrap();
     let unbuffered = std::io::BufWriter::with_capacity(0, file.try_clone().unwrap());
-    let mut w = perfdata::PerfDataWriter::new(unbuffered, p.meta.clone(), p.events.clone()).unwrap();
+    let mut w = writer(&p, unbuffered);
     for _ in 0..3 {
         w.sample(&p.samples().next().unwrap()).unwrap();
     }

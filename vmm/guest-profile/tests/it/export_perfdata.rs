@@ -82,26 +82,14 @@ fn profile() -> Profile {
         path: "/usr/bin/three".into(),
         build_id: BuildId::new(&[0xab; 20]),
     }];
-    p.symbols = vec![
-        SavedSymbol {
-            start: PROGRAM + 0x100,
-            end: PROGRAM + 0x200,
-            name: "hot".into(),
+    p.symbols = [(0x100, "hot"), (0x200, "warm"), (0x300, "main")]
+        .map(|(offset, name)| SavedSymbol {
+            start: PROGRAM + offset,
+            end: PROGRAM + offset + 0x100,
+            name: name.into(),
             pid: Some(42),
-        },
-        SavedSymbol {
-            start: PROGRAM + 0x200,
-            end: PROGRAM + 0x300,
-            name: "warm".into(),
-            pid: Some(42),
-        },
-        SavedSymbol {
-            start: PROGRAM + 0x300,
-            end: PROGRAM + 0x400,
-            name: "main".into(),
-            pid: Some(42),
-        },
-    ];
+        })
+        .into();
     for i in 0..100u64 {
         let user = if i < 60 { PROGRAM + 0x110 } else { PROGRAM + 0x210 };
         let user_chain = [CONTEXT_GUEST_USER, user, PROGRAM + 0x310];
@@ -156,12 +144,12 @@ fn bytes(p: &Profile) -> Vec<u8> {
 
 /// Runs perf on a file of `p` in a directory with our kallsyms, which are also in the build-ID
 /// directory. Returns `None` and prints a message if perf is not installed.
-fn perf(p: &Profile, args: &[&str]) -> Option<String> {
+fn perf(p: &Profile, args: &str) -> Option<String> {
     perf_on(p, &bytes(p), args)
 }
 
 /// Runs [`perf`] on a file with the contents `data`, a recording of `p`.
-fn perf_on(p: &Profile, data: &[u8], args: &[&str]) -> Option<String> {
+fn perf_on(p: &Profile, data: &[u8], args: &str) -> Option<String> {
     if Command::new("perf").arg("--version").output().is_err() {
         // `make setup` does not install perf.
         skip::skipped("perf is not installed", false);
@@ -179,7 +167,7 @@ fn perf_on(p: &Profile, data: &[u8], args: &[&str]) -> Option<String> {
             .unwrap();
     }
     let out = Command::new("perf")
-        .args(args)
+        .args(args.split(' '))
         .current_dir(dir.path())
         .env("PERF_PAGER", "cat")
         .env("HOME", dir.path())
@@ -188,8 +176,8 @@ fn perf_on(p: &Profile, data: &[u8], args: &[&str]) -> Option<String> {
         .unwrap();
     let text = String::from_utf8_lossy(&out.stdout).into_owned();
     let errors = String::from_utf8_lossy(&out.stderr);
-    assert!(out.status.success(), "perf {args:?}: {errors}\n{text}");
-    eprintln!("perf {args:?}: {errors}\n{text}");
+    assert!(out.status.success(), "perf {args}: {errors}\n{text}");
+    eprintln!("perf {args}: {errors}\n{text}");
     Some(text)
 }
 
@@ -284,14 +272,11 @@ fn invalid_build_id_length_is_skipped() {
 /// A plain `perf report` needs no option for the guest or its symbols.
 #[test]
 fn plain_perf_report_names_kernel_functions_tasks_and_callers() {
-    let args = ["report", "-i", "perf.data", "--stdio", "--no-children", "-G"];
-    let Some(text) = perf(&profile(), &args) else {
+    let args = "report -i perf.data --stdio --no-children -G";
+    let Some(text) = perf(&profile(), args) else {
         return;
     };
-    let line = text
-        .lines()
-        .find(|l| l.contains("vfs_read"))
-        .expect("vfs_read in the report");
+    let line = text.lines().find(|l| l.contains("vfs_read")).unwrap();
     assert!(
         line.contains("10.00%") && line.contains("three") && line.contains("[k] vfs_read"),
         "{line}"
@@ -310,29 +295,21 @@ fn host_program_does_not_symbolize_guest() {
     let exe = std::env::current_exe().unwrap();
     p.mappings[0].path = exe.to_str().unwrap().to_owned();
     p.mappings[0].file_offset = 0;
-    let args = [
-        "report",
-        "-i",
-        "perf.data",
-        "--stdio",
-        "--no-children",
-        "-g",
-        "none",
-    ];
-    let Some(text) = perf(&p, &args) else { return };
+    let args = "report -i perf.data --stdio --no-children -g none";
+    let Some(text) = perf(&p, args) else { return };
     assert!(text.contains("60.00%") && text.contains("[.] 0x"), "{text}");
 }
 
 /// The file contains the wall-clock time, so that reports can be compared with other logs.
 #[test]
 fn perf_script_shows_wall_clock_time() {
-    let args = ["script", "-i", "perf.data", "-F", "tod,comm", "--ns"];
-    let Some(text) = perf(&profile(), &args) else {
+    let args = "script -i perf.data -F tod,comm --ns";
+    let Some(text) = perf(&profile(), args) else {
         return;
     };
     assert!(text.contains("2023-11-14 14:14:50.000000010"), "{text:.300}");
-    let args = ["report", "-i", "perf.data", "--header-only"];
-    let text = perf(&profile(), &args).unwrap();
+    let args = "report -i perf.data --header-only";
+    let text = perf(&profile(), args).unwrap();
     assert!(
         text.contains("reference time") && text.contains("CLOCK_MONOTONIC")
             || text.contains("clockid: monotonic"),
@@ -356,16 +333,8 @@ fn perf_script_shows_when_the_host_preempts_a_vcpu() {
         file.thread_switch(1, ThreadSwitch { time_ns, kind }).unwrap();
     }
     let data = file.finish(&[]).unwrap().into_inner();
-    let args = [
-        "script",
-        "-i",
-        "perf.data",
-        "--show-switch-events",
-        "-F",
-        "comm,cpu,time",
-        "--ns",
-    ];
-    let Some(text) = perf_on(&p, &data, &args) else {
+    let args = "script -i perf.data --show-switch-events -F comm,cpu,time --ns";
+    let Some(text) = perf_on(&p, &data, args) else {
         return;
     };
     let found: Vec<&str> = text
@@ -383,23 +352,11 @@ fn perf_script_shows_when_the_host_preempts_a_vcpu() {
 
 #[test]
 fn perf_kvm_report_names_guest_kernel_functions_and_tasks() {
-    let args = [
-        "kvm",
-        "--guest",
-        "--guestkallsyms=kallsyms",
-        "-i",
-        "perf.data",
-        "report",
-        "--stdio",
-        "--no-children",
-    ];
-    let Some(text) = perf(&as_host(), &args) else {
+    let args = "kvm --guest --guestkallsyms=kallsyms -i perf.data report --stdio --no-children";
+    let Some(text) = perf(&as_host(), args) else {
         return;
     };
-    let line = text
-        .lines()
-        .find(|l| l.contains("vfs_read"))
-        .expect("vfs_read in the report");
+    let line = text.lines().find(|l| l.contains("vfs_read")).unwrap();
     assert!(line.contains("10.00%") && line.contains("three"), "{line}");
     assert!(text.contains("three") && text.contains("60.00%"), "{text}");
 }
@@ -407,11 +364,8 @@ fn perf_kvm_report_names_guest_kernel_functions_and_tasks() {
 #[test]
 fn perf_script_shows_the_samples_with_their_chains() {
     for (p, args) in [
-        (profile(), &["script", "-i", "perf.data"][..]),
-        (
-            as_host(),
-            &["script", "-i", "perf.data", "--guestkallsyms=kallsyms"],
-        ),
+        (profile(), "script -i perf.data"),
+        (as_host(), "script -i perf.data --guestkallsyms=kallsyms"),
     ] {
         let Some(text) = perf(&p, args) else { return };
         assert_eq!(text.matches("cycles:").count(), 100, "{text}");
@@ -503,9 +457,7 @@ fn branch_stacks_round_trip() {
         branches: &branches,
         ..profile.samples().next().unwrap()
     });
-    let file = perfdata::write(Cursor::new(Vec::new()), &written)
-        .unwrap()
-        .into_inner();
+    let file = bytes(&written);
     let read = reader::read(&file).unwrap();
     assert_eq!(read.events[0].branch_filter, filter.bits());
     let last = read.samples().max_by_key(|s| s.branches.len()).unwrap();
@@ -529,9 +481,7 @@ fn event_without_chains_has_no_chain_field() {
     let mut profile = profile();
     profile.events[0].branch_filter = (BranchFilter::ANY | BranchFilter::USER).bits();
     profile.events[0].has_chains = false;
-    let file = perfdata::write(Cursor::new(Vec::new()), &profile)
-        .unwrap()
-        .into_inner();
+    let file = bytes(&profile);
     let read = reader::read(&file).unwrap();
     assert!(!read.events[0].has_chains);
     assert_eq!(read.len(), profile.len());

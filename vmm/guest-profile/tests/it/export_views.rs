@@ -8,11 +8,10 @@ use guest_profile::export::filter::SampleFilter;
 use guest_profile::export::report::{self, ReportColumn, ReportOptions, SortKey};
 use guest_profile::export::script::{self, ScriptField, ScriptFields, ScriptFormat, ScriptOptions};
 use guest_profile::export::symbolize::Symbolizer;
-use guest_profile::export::{NO_PID, Profile, ProfileSample, firefox, folded, speedscope};
-use guest_profile::unwind::UnwindStops;
+use guest_profile::export::{Profile, ProfileSample, firefox, folded, speedscope};
 use serde_json::Value;
 
-use super::export_formats::{kernel, profile};
+use super::export_formats::{kernel, profile, sample};
 
 fn report(profile: &Profile, options: &ReportOptions) -> String {
     let mut symbols = Symbolizer::new(profile, Some(kernel()), None);
@@ -100,18 +99,8 @@ fn report_tells_different_weights() {
     let mut profile = profile();
     assert!(!report(&profile, &ReportOptions::default()).contains(NOTE));
     profile.push(&ProfileSample {
-        time_ns: 500,
-        vcpu: 0,
-        pid: NO_PID,
-        tid: NO_PID,
-        cpl: 3,
-        ip: 0x1234,
-        cr3: 0x5000,
         period: 11,
-        event_id: 3,
-        ends: UnwindStops::default(),
-        branches: &[],
-        chain: &[],
+        ..sample()
     });
     assert!(report(&profile, &ReportOptions::default()).contains(NOTE));
 }
@@ -152,18 +141,9 @@ fn call_graph_depth_is_bounded() {
     let chain: Vec<u64> = (0..5000).map(|n| 0x40_0000 + 2 * n).collect();
     for skip in 0..50 {
         long.push(&ProfileSample {
-            time_ns: 500,
-            vcpu: 0,
-            pid: 42,
-            tid: 42,
-            cpl: 3,
-            ip: 0x40_0000,
-            cr3: 0x5000,
             period: 1000,
-            event_id: 3,
-            ends: UnwindStops::default(),
-            branches: &[],
             chain: &chain[skip..],
+            ..sample()
         });
     }
     let options = ReportOptions {
