@@ -40,14 +40,10 @@ impl SampleRegs for InterruptedExit<'_> {
     fn ip(&mut self) -> u64 {
         let vcpu = self.vcpu;
         let inside = |level, id| vcpu.software_event_at(level, id, 1, None, &mut |_| {});
-        assert!(
-            inside(RaiseLevel::Signal, SoftwareEventId::Pmis),
-            "another level is counted"
-        );
-        assert!(
-            !inside(RaiseLevel::Thread, SoftwareEventId::Exits),
-            "its own would go round in circles"
-        );
+        // An event of another level is counted.
+        assert!(inside(RaiseLevel::Signal, SoftwareEventId::Pmis));
+        // An event of the same level would recurse.
+        assert!(!inside(RaiseLevel::Thread, SoftwareEventId::Exits));
         self.exit.ip()
     }
 }

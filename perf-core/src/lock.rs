@@ -240,10 +240,8 @@ mod tests {
         assert!(!violates_order(&outputs[1], &outputs[0]), "nobody else has two");
         assert!(!violates_order(&contexts[0], &contexts[1]), "by address");
         assert!(violates_order(&contexts[1], &contexts[0]));
-        assert!(
-            violates_order(&contexts[0], &contexts[0]),
-            "it would wait for itself"
-        );
+        // A thread that holds a lock would wait for itself.
+        assert!(violates_order(&contexts[0], &contexts[0]));
     }
 
     /// `try_lock` is exempt from the lock order, and released locks no longer count, in any order

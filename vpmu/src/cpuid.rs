@@ -193,6 +193,15 @@ mod tests {
         PmuModel::new(PmuGeneration::Intel(version), Some(numbers), None).unwrap()
     }
 
+    const fn regs(eax: u32, ebx: u32, ecx: u32, edx: u32) -> CpuidRegs {
+        CpuidRegs { eax, ebx, ecx, edx }
+    }
+
+    /// Returns leaf `number` of a model whose events cannot be counted.
+    fn uncounted(model: &PmuModel, number: u32, from: CpuidRegs) -> CpuidRegs {
+        leaf(model, number, 0, CountableEvents::NONE, from)
+    }
+
     fn leaf(
         model: &PmuModel,
         leaf: u32,
@@ -205,54 +214,24 @@ mod tests {
         regs
     }
 
-    const ONES: CpuidRegs = CpuidRegs {
-        eax: !0,
-        ebx: !0,
-        ecx: !0,
-        edx: !0,
-    };
+    const ONES: CpuidRegs = regs(!0, !0, !0, !0);
 
     #[test]
     fn leaf_a_has_the_fields_of_its_version() {
         let clock = CountableEvents::CLOCK;
         // The clock backing cannot count instructions, cache events or branches.
         let v2 = leaf(&PmuModel::INTEL, 0xA, 0, clock, ONES);
-        assert_eq!(
-            v2,
-            CpuidRegs {
-                eax: 0x0730_0402,
-                ebx: 0x7A,
-                ecx: 0,
-                edx: 3 | 48 << 5 | 1 << 15
-            }
-        );
+        assert_eq!(v2, regs(0x0730_0402, 0x7A, 0, 3 | 48 << 5 | 1 << 15));
         let v1 = leaf(&intel(1, 8, 0), 0xA, 0, clock, ONES);
-        assert_eq!(
-            v1,
-            CpuidRegs {
-                eax: 0x0730_0801,
-                ebx: 0x7A,
-                ecx: 0,
-                edx: 0
-            }
-        );
+        assert_eq!(v1, regs(0x0730_0801, 0x7A, 0, 0));
         let v5 = leaf(&intel(5, 8, 4), 0xA, 0, CountableEvents::EXACT, ONES);
-        assert_eq!(
-            v5,
-            CpuidRegs {
-                eax: 0x0830_0805,
-                ebx: 0xD8,
-                ecx: 0xF,
-                edx: 4 | 48 << 5 | 1 << 15
-            }
-        );
+        assert_eq!(v5, regs(0x0830_0805, 0xD8, 0xF, 4 | 48 << 5 | 1 << 15));
         assert_eq!(leaf(&PmuModel::AMD, 0xA, 0, clock, ONES), CpuidRegs::default());
     }
 
     #[test]
     fn perf_capabilities_require_version_two() {
-        let pdcm =
-            |model: &PmuModel| leaf(model, 1, 0, CountableEvents::NONE, CpuidRegs::default()).ecx >> 15 & 1;
+        let pdcm = |model: &PmuModel| uncounted(model, 1, CpuidRegs::default()).ecx >> 15 & 1;
         assert_eq!(pdcm(&intel(1, 4, 0)), 0);
         assert_eq!(pdcm(&intel(2, 4, 3)), 1);
         assert_eq!(pdcm(&PmuModel::AMD), 0);
@@ -260,21 +239,18 @@ mod tests {
 
     #[test]
     fn unsupported_cpuid_features_are_hidden() {
-        let hidden = leaf(&PmuModel::INTEL, 1, 0, CountableEvents::NONE, ONES);
+        let hidden = uncounted(&PmuModel::INTEL, 1, ONES);
         assert_eq!(hidden.edx, !(1 << 21));
         assert_eq!(hidden.ecx, !(1 << 2 | 1 << 4));
-        let ext = leaf(&PmuModel::AMD, 0x8000_0001, 0, CountableEvents::NONE, ONES);
+        let ext = uncounted(&PmuModel::AMD, 0x8000_0001, ONES);
         assert_eq!(ext.ecx, !EXT1_ECX_OTHER_PMU);
         let k7 = PmuModel::new(PmuGeneration::AmdK7, None, None).unwrap();
         assert_eq!(
-            leaf(&k7, 0x8000_0001, 0, CountableEvents::NONE, ONES).ecx,
+            uncounted(&k7, 0x8000_0001, ONES).ecx,
             !(EXT1_ECX_OTHER_PMU | EXT1_ECX_PERFCTR_CORE)
         );
         for number in [0x14, 0x1C, 0x23, 0x8000_001B, 0x8000_0022] {
-            assert_eq!(
-                leaf(&PmuModel::AMD, number, 0, CountableEvents::NONE, ONES),
-                CpuidRegs::default()
-            );
+            assert_eq!(uncounted(&PmuModel::AMD, number, ONES), CpuidRegs::default());
         }
     }
 
@@ -285,47 +261,18 @@ mod tests {
             fixed: None,
         };
         let model = PmuModel::new(PmuGeneration::AmdV2, Some(numbers), None).unwrap();
-        let v2 = leaf(
-            &model,
-            LEAF_AMD_PERFMON_V2,
-            0,
-            CountableEvents::NONE,
-            CpuidRegs::default(),
-        );
-        assert_eq!(
-            v2,
-            CpuidRegs {
-                eax: 1,
-                ebx: 15,
-                ecx: 0,
-                edx: 0
-            }
-        );
-        let last = CpuidRegs {
-            eax: 0x8000_0008,
-            ..Default::default()
-        };
-        assert_eq!(
-            leaf(&model, 0x8000_0000, 0, CountableEvents::NONE, last).eax,
-            LEAF_AMD_PERFMON_V2
-        );
-        let basic = CpuidRegs {
-            eax: 7,
-            ..Default::default()
-        };
-        assert_eq!(
-            leaf(&PmuModel::INTEL, 0, 0, CountableEvents::NONE, basic).eax,
-            0xA
-        );
+        let v2 = uncounted(&model, LEAF_AMD_PERFMON_V2, CpuidRegs::default());
+        assert_eq!(v2, regs(1, 15, 0, 0));
+        let last = regs(0x8000_0008, 0, 0, 0);
+        assert_eq!(uncounted(&model, 0x8000_0000, last).eax, LEAF_AMD_PERFMON_V2);
+        let basic = regs(7, 0, 0, 0);
+        assert_eq!(uncounted(&PmuModel::INTEL, 0, basic).eax, 0xA);
     }
 
     #[test]
     fn unrelated_cpuid_leaves_are_unchanged() {
         for number in [2, 4, 0xB, 0xD, 0x15, 0x4000_0000, 0x8000_0002] {
-            assert_eq!(
-                leaf(&PmuModel::INTEL, number, 0, CountableEvents::NONE, ONES),
-                ONES
-            );
+            assert_eq!(uncounted(&PmuModel::INTEL, number, ONES), ONES);
         }
     }
 
@@ -350,19 +297,14 @@ mod tests {
             .unwrap(),
         ] {
             let mut host = |number: u32, subleaf: u32| {
-                let mut regs = CpuidRegs::default();
+                let mut leaf = CpuidRegs::default();
                 if number == 0 {
                     let name = model.vendor().cpuid_name().as_bytes();
                     let word = |n: usize| u32::from_le_bytes(name[n..n + 4].try_into().unwrap());
-                    regs = CpuidRegs {
-                        eax: 0,
-                        ebx: word(0),
-                        edx: word(4),
-                        ecx: word(8),
-                    };
+                    leaf = regs(0, word(0), word(8), word(4));
                 }
-                model.adjust_cpuid(number, subleaf, &mut regs, CountableEvents::CLOCK);
-                regs
+                model.adjust_cpuid(number, subleaf, &mut leaf, CountableEvents::CLOCK);
+                leaf
             };
             assert_eq!(PmuModel::host(&mut host), Ok(model));
         }
@@ -371,18 +313,8 @@ mod tests {
     #[test]
     fn host_model_is_limited_to_supported_counters() {
         let mut host = |number: u32, _| match number {
-            0 => CpuidRegs {
-                eax: 0x20,
-                ebx: 0x756E_6547,
-                edx: 0x4965_6E69,
-                ecx: 0x6C65_746E,
-            },
-            0xA => CpuidRegs {
-                eax: 0x0839_1006,
-                ebx: 0,
-                ecx: 0xFF,
-                edx: 0x31F,
-            },
+            0 => regs(0x20, 0x756E_6547, 0x6C65_746E, 0x4965_6E69),
+            0xA => regs(0x0839_1006, 0, 0xFF, 0x31F),
             _ => CpuidRegs::default(),
         };
         let model = PmuModel::host(&mut host).unwrap();

@@ -504,75 +504,61 @@ mod tests {
 
     #[test]
     fn model_errors_name_input_limit_and_remedy() {
-        for (name, counters, width, message) in [
+        // Model, counters and width.
+        for (options, message) in [
             (
-                "intel-v9",
-                None,
-                None,
+                "intel-v9 - -",
                 "unknown PMU model \"intel-v9\"; must be auto, host, off, intel, intel-v1 to intel-v5, amd, amd-k7 or amd-v2",
             ),
             (
-                "intel",
-                Some("four"),
-                None,
+                "intel four -",
                 "invalid counter numbers \"four\"; must be GP or GP+FIXED, for example 4 or 4+3",
             ),
             (
-                "intel",
-                Some("9"),
-                None,
+                "intel 9 -",
                 "9 general-purpose counters: intel-v2 supports 2 to 8; choose a number in this range",
             ),
             (
-                "intel-v4",
-                Some("1+3"),
-                None,
+                "intel-v4 1+3 -",
                 "1 general-purpose counters: intel-v4 supports 2 to 8; choose a number in this range",
             ),
             (
-                "amd",
-                Some("5"),
-                None,
+                "amd 5 -",
                 "5 general-purpose counters: amd supports 4 (without the core extension) or 6; choose --pmu amd-v2, whose CPUID can report any number from 4 to 15",
             ),
             (
-                "intel-v1",
-                Some("4+3"),
-                None,
+                "intel-v1 4+3 -",
                 "3 fixed counters: intel-v1 supports none; fixed counters exist from --pmu intel-v2; omit +FIXED",
             ),
             (
-                "intel-v3",
-                Some("4+5"),
-                None,
+                "intel-v3 4+5 -",
                 "5 fixed counters: intel-v3 supports 0 to 4; choose a number in this range, or omit it for 3",
             ),
             (
-                "amd",
-                None,
-                Some(40),
+                "amd - 40",
                 "a counter width of 40 bits: amd supports 48 only; omit --pmu-width for 48",
             ),
             (
-                "intel",
-                None,
-                Some(64),
+                "intel - 64",
                 "a counter width of 64 bits: intel-v2 supports 32 to 48; omit --pmu-width for 48",
             ),
             (
-                "off",
-                Some("4"),
-                None,
+                "off 4 -",
                 "--pmu off does not support --pmu-counters and --pmu-width; choose a model by name, for example --pmu intel-v2",
             ),
             (
-                "host",
-                None,
-                None,
+                "host - -",
                 "--pmu host: no PMU found in this host's CPUID; choose a model by name, for example --pmu intel",
             ),
         ] {
-            assert_eq!(build(name, counters, width).unwrap_err().to_string(), message);
+            let [name, counters, width] = options.split(' ').collect::<Vec<_>>()[..] else {
+                panic!("three options");
+            };
+            let counters = (counters != "-").then_some(counters);
+            assert_eq!(
+                build(name, counters, width.parse().ok()).unwrap_err().to_string(),
+                message
+            );
         }
     }
 
@@ -589,8 +575,9 @@ mod tests {
             " 4",
             "4 ",
             "0x4",
-            "99999999999",
-            "4+\n3",
+            "9999999999",
+            "4+
+3",
         ] {
             assert!(text.parse::<CounterNumbers>().is_err(), "{text:?} was taken");
         }
@@ -605,11 +592,8 @@ mod tests {
 
     #[test]
     fn model_error_escapes_and_truncates_name() {
-        let message = "\x1b[2J\n"
-            .repeat(1000)
-            .parse::<PmuModelName>()
-            .unwrap_err()
-            .to_string();
+        let name = "\x1b[2J\n".repeat(1000);
+        let message = name.parse::<PmuModelName>().unwrap_err().to_string();
         assert!(
             message.len() < 500 && !message.contains(['\n', '\x1b']),
             "{message:?}"

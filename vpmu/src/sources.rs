@@ -384,6 +384,15 @@ mod tests {
             .collect()
     }
 
+    /// Returns the sources of the automatic policy.
+    fn auto(hardware: impl Into<Option<Vendor>>, request: &EventRequest) -> Vec<(Backing, u32, u64)> {
+        chosen(BackingPolicy::Auto, hardware.into(), request)
+    }
+
+    const fn hardware(ty: EventType, config: u64) -> (Backing, u32, u64) {
+        (Backing::Hardware, ty.0, config)
+    }
+
     /// Tests each architectural event under each policy, on hosts without a PMU and with a PMU of
     /// either vendor that opens all, some or no generic events. CPUID reports an event if and only
     /// if the guest's request for it is known to count, and an operator's event uses the same
@@ -394,14 +403,8 @@ mod tests {
             .with(ArchEvent::CoreCycles)
             .with(ArchEvent::Instructions);
         let vendors = [Vendor::Intel, Vendor::Amd];
-        for policy in [
-            BackingPolicy::Auto,
-            BackingPolicy::Hardware,
-            BackingPolicy::Clock,
-            BackingPolicy::Exact,
-            BackingPolicy::Kvm,
-            BackingPolicy::None,
-        ] {
+        use BackingPolicy::{Auto, Clock, Exact, Hardware, Kvm};
+        for policy in [Auto, Hardware, Clock, Exact, Kvm, BackingPolicy::None] {
             for hardware in [None, Some(Vendor::Intel), Some(Vendor::Amd)] {
                 for opens in [CountableEvents::ALL, some, CountableEvents::NONE] {
                     let sources = EventSources::new(policy, hardware, |_| None).opening(opens);
@@ -522,16 +525,13 @@ mod tests {
     #[test]
     fn auto_prefers_the_hosts_pmu_and_falls_back_to_the_clock() {
         let cycles = request(Vendor::Intel, 0x3C, 0);
-        let hardware = (Backing::Hardware, EventType::HARDWARE.0, 0);
+        let host = hardware(EventType::HARDWARE, 0);
         let clock = (Backing::Clock, EventType::CLOCK.0, 0);
-        assert_eq!(
-            chosen(BackingPolicy::Auto, Some(Vendor::Amd), &cycles),
-            [hardware, clock]
-        );
-        assert_eq!(chosen(BackingPolicy::Auto, None, &cycles), [clock]);
+        assert_eq!(auto(Vendor::Amd, &cycles), [host, clock]);
+        assert_eq!(auto(None, &cycles), [clock]);
         assert_eq!(
             chosen(BackingPolicy::Hardware, Some(Vendor::Amd), &cycles),
-            [hardware]
+            [host]
         );
         assert_eq!(chosen(BackingPolicy::Clock, Some(Vendor::Amd), &cycles), [clock]);
         assert_eq!(chosen(BackingPolicy::None, Some(Vendor::Amd), &cycles), []);
@@ -540,19 +540,16 @@ mod tests {
     #[test]
     fn raw_events_require_same_vendor() {
         let raw = request(Vendor::Intel, 0xD1, 0x20);
-        assert_eq!(
-            chosen(BackingPolicy::Auto, Some(Vendor::Intel), &raw),
-            [(Backing::Hardware, EventType::RAW.0, 0x20D1)]
-        );
-        assert_eq!(chosen(BackingPolicy::Auto, Some(Vendor::Amd), &raw), []);
+        assert_eq!(auto(Vendor::Intel, &raw), [hardware(EventType::RAW, 0x20D1)]);
+        assert_eq!(auto(Vendor::Amd, &raw), []);
         let modified = EventRequest {
             cmask: 16,
             invert: true,
             ..request(Vendor::Intel, 0xC0, 0)
         };
         assert_eq!(
-            chosen(BackingPolicy::Auto, Some(Vendor::Intel), &modified),
-            [(Backing::Hardware, EventType::RAW.0, 0x1080_00C0)]
+            auto(Vendor::Intel, &modified),
+            [hardware(EventType::RAW, 0x1080_00C0)]
         );
         assert_eq!(chosen(BackingPolicy::Exact, None, &modified), []);
     }
@@ -563,12 +560,9 @@ mod tests {
     fn bus_cycles_never_mix_clocks() {
         let bus = request(Vendor::Intel, 0x3C, 1);
         let clock = (Backing::Clock, EventType::CLOCK.0, clock::REF_CYCLES);
-        assert_eq!(
-            chosen(BackingPolicy::Auto, Some(Vendor::Intel), &bus),
-            [(Backing::Hardware, EventType::HARDWARE.0, 6)]
-        );
-        assert_eq!(chosen(BackingPolicy::Auto, Some(Vendor::Amd), &bus), [clock]);
-        assert_eq!(chosen(BackingPolicy::Auto, None, &bus), [clock]);
+        assert_eq!(auto(Vendor::Intel, &bus), [hardware(EventType::HARDWARE, 6)]);
+        assert_eq!(auto(Vendor::Amd, &bus), [clock]);
+        assert_eq!(auto(None, &bus), [clock]);
         assert_eq!(chosen(BackingPolicy::Clock, Some(Vendor::Intel), &bus), [clock]);
         assert_eq!(chosen(BackingPolicy::Hardware, Some(Vendor::Amd), &bus), []);
     }
@@ -578,14 +572,11 @@ mod tests {
     fn cache_events_require_same_vendor() {
         for umask in [0x4F, 0x41] {
             let cache = request(Vendor::Intel, 0x2E, umask);
-            assert_eq!(chosen(BackingPolicy::Auto, Some(Vendor::Amd), &cache), []);
-            assert_eq!(chosen(BackingPolicy::Auto, Some(Vendor::Intel), &cache).len(), 1);
+            assert_eq!(auto(Vendor::Amd, &cache), []);
+            assert_eq!(auto(Vendor::Intel, &cache).len(), 1);
         }
         let misses = request(Vendor::Intel, 0xC5, 0);
-        assert_eq!(
-            chosen(BackingPolicy::Auto, Some(Vendor::Amd), &misses),
-            [(Backing::Hardware, EventType::HARDWARE.0, 5)]
-        );
+        assert_eq!(auto(Vendor::Amd, &misses), [hardware(EventType::HARDWARE, 5)]);
     }
 
     /// A guest with the signature of another generation counts by the host's own number.
@@ -644,20 +635,17 @@ mod tests {
             ..request(Vendor::Intel, 0x3C, 0)
         };
         assert_eq!(
-            chosen(BackingPolicy::Auto, Some(Vendor::Intel), &in_transaction),
-            [(Backing::Hardware, EventType::RAW.0, 0x3_0000_003C)]
+            auto(Vendor::Intel, &in_transaction),
+            [hardware(EventType::RAW, 0x3_0000_003C)]
         );
-        assert_eq!(chosen(BackingPolicy::Auto, None, &in_transaction), []);
+        assert_eq!(auto(None, &in_transaction), []);
     }
 
     #[test]
     fn guest_events_exclude_host_and_keep_levels() {
         for policy in [BackingPolicy::Auto, BackingPolicy::Clock, BackingPolicy::Exact] {
-            for (_, attr) in EventSources::new(policy, Some(Vendor::Intel), |_| None).choose(&request(
-                Vendor::Intel,
-                0x3C,
-                0,
-            )) {
+            let sources = EventSources::new(policy, Some(Vendor::Intel), |_| None);
+            for (_, attr) in sources.choose(&request(Vendor::Intel, 0x3C, 0)) {
                 assert!(attr.exclude_host && attr.pinned && attr.disabled);
                 assert!(attr.exclude_kernel && !attr.exclude_user);
             }
@@ -671,18 +659,9 @@ mod tests {
             chosen(BackingPolicy::None, None, &exits),
             [(Backing::KvmStat, EventType::KVM.0, 42)]
         );
-        assert_eq!(
-            chosen(
-                BackingPolicy::Auto,
-                Some(Vendor::Amd),
-                &EventRequest { cmask: 1, ..exits }
-            ),
-            []
-        );
+        let masked = EventRequest { cmask: 1, ..exits };
+        assert_eq!(auto(Vendor::Amd, &masked), []);
         // The host's KVM lacks this statistic.
-        assert_eq!(
-            chosen(BackingPolicy::Auto, None, &request(Vendor::Amd, 0xFFF, 4)),
-            []
-        );
+        assert_eq!(auto(None, &request(Vendor::Amd, 0xFFF, 4)), []);
     }
 }

@@ -560,8 +560,12 @@ mod tests {
     /// Length of the measurement of the PMI handler.
     const HANDLER_BYTES: usize = 1 + 4 * 8;
 
+    fn idle() -> (Vpmu, SimEvents) {
+        (Vpmu::new(PmuModel::INTEL), SimEvents::default())
+    }
+
     fn busy() -> (Vpmu, SimEvents) {
-        let (mut vpmu, mut events) = (Vpmu::new(PmuModel::INTEL), SimEvents::default());
+        let (mut vpmu, mut events) = idle();
         for (msr, value) in [
             (IA32_PERFEVTSEL0, 0x43_00C0u64),
             (IA32_PMC0, 1000),
@@ -569,10 +573,8 @@ mod tests {
             (IA32_FIXED_CTR0 + 1, (1 << 48) - 10),
             (IA32_PERF_GLOBAL_CTRL, 0x2_0000_0001),
         ] {
-            assert_eq!(
-                vpmu.write_msr(MsrAddress(msr), value, &mut events),
-                MsrWriteOutcome::Done
-            );
+            let written = vpmu.write_msr(MsrAddress(msr), value, &mut events);
+            assert_eq!(written, MsrWriteOutcome::Done);
         }
         vpmu.reconcile(&mut events);
         (vpmu, events)
@@ -588,7 +590,7 @@ mod tests {
         let (mut vpmu, mut events) = busy();
         events.run(10);
         let bytes = vpmu.save(&mut events);
-        let (mut there, mut there_events) = (Vpmu::new(PmuModel::INTEL), SimEvents::default());
+        let (mut there, mut there_events) = idle();
         there.restore(&bytes, &mut there_events).unwrap();
         assert!(there.pmi_pending());
         there.reconcile(&mut there_events);
@@ -598,10 +600,8 @@ mod tests {
             (IA32_FIXED_CTR0 + 1, 5),
             (IA32_PERF_GLOBAL_STATUS, 1 << 33),
         ] {
-            assert_eq!(
-                there.read_msr(MsrAddress(msr), &mut there_events),
-                MsrReadOutcome::Value(value)
-            );
+            let read = there.read_msr(MsrAddress(msr), &mut there_events);
+            assert_eq!(read, MsrReadOutcome::Value(value));
         }
     }
 
@@ -611,15 +611,13 @@ mod tests {
         let (mut vpmu, mut events) = busy();
         events.run(10);
         let bytes = vpmu.save(&mut events);
-        let (mut there, mut there_events) = (Vpmu::new(PmuModel::INTEL), SimEvents::default());
+        let (mut there, mut there_events) = idle();
         there.restore_before_use(&bytes).unwrap();
         assert!(there.pmi_pending());
         there.reconcile(&mut there_events);
         there_events.run(5);
-        assert_eq!(
-            there.read_msr(MsrAddress(IA32_PMC0), &mut there_events),
-            MsrReadOutcome::Value(1015)
-        );
+        let read = there.read_msr(MsrAddress(IA32_PMC0), &mut there_events);
+        assert_eq!(read, MsrReadOutcome::Value(1015));
     }
 
     #[test]
@@ -650,31 +648,23 @@ mod tests {
     fn unreachable_states_are_rejected() {
         let (mut vpmu, mut events) = busy();
         let bytes = vpmu.save(&mut events);
+        const MODEL: usize = HEADER_BYTES;
         for (at, what) in [
-            (HEADER_BYTES, "there is no such model"),
+            (MODEL, "there is no such model"),
+            (MODEL + 12, "the fixed counters' control has reserved bits"),
+            (MODEL + 20, "the global control has reserved bits"),
+            (MODEL + 27, "the global status has reserved bits"),
+            (MODEL + 35, "the debug control has reserved bits"),
+            (MODEL + 37, "the PMI is neither due nor not due"),
+            (MODEL + 38, "a counter that does not exist requested the PMI"),
+            (MODEL + 46, "the PMI handler is in no known phase"),
             (
-                HEADER_BYTES + 5 + 7,
-                "the fixed counters' control has reserved bits",
-            ),
-            (HEADER_BYTES + 5 + 15, "the global control has reserved bits"),
-            (HEADER_BYTES + 5 + 22, "the global status has reserved bits"),
-            (HEADER_BYTES + 5 + 30, "the debug control has reserved bits"),
-            (HEADER_BYTES + 5 + 32, "the PMI is neither due nor not due"),
-            (
-                HEADER_BYTES + 5 + 33,
-                "a counter that does not exist requested the PMI",
-            ),
-            (HEADER_BYTES + 5 + 41, "the PMI handler is in no known phase"),
-            (
-                HEADER_BYTES + 5 + 42,
+                MODEL + 47,
                 "the PMI handler has to serve a counter that does not exist",
             ),
-            (
-                HEADER_BYTES + 5 + 75,
-                "a counter is there twice or does not exist",
-            ),
-            (HEADER_BYTES + 5 + 83, "a selector has reserved bits"),
-            (HEADER_BYTES + 5 + 91, "a counter is wider than its width"),
+            (MODEL + 80, "a counter is there twice or does not exist"),
+            (MODEL + 88, "a selector has reserved bits"),
+            (MODEL + 96, "a counter is wider than its width"),
         ] {
             let mut changed = bytes.clone();
             changed[at] = 0x55;
@@ -743,14 +733,11 @@ mod tests {
         let mut old = bytes.clone();
         old.drain(PMI + 1..PMI + 9 + HANDLER_BYTES);
         let old = as_version(1, old);
-        let (mut there, mut there_events) = (Vpmu::new(PmuModel::INTEL), SimEvents::default());
+        let (mut there, mut there_events) = idle();
         there.restore(&old, &mut there_events).unwrap();
         assert!(there.pmi_pending());
-        assert_eq!(
-            there.save(&mut there_events),
-            bytes,
-            "saved in the current layout"
-        );
+        // The state is saved in the current layout.
+        assert_eq!(there.save(&mut there_events), bytes);
         let mut deferred = old;
         deferred[PMI] = PMI_DEFERRED;
         assert_eq!(
@@ -763,12 +750,9 @@ mod tests {
     fn state_of_other_model_is_rejected_by_name() {
         let (mut vpmu, mut events) = busy();
         let bytes = vpmu.save(&mut events);
-        let error = Vpmu::new(PmuModel::AMD)
-            .restore(&bytes, &mut events)
-            .unwrap_err()
-            .to_string();
+        let error = Vpmu::new(PmuModel::AMD).restore(&bytes, &mut events);
         assert_eq!(
-            error,
+            error.unwrap_err().to_string(),
             "the saved state is for a PMU intel-v2 with 4+3 counters of 48 bits, but this one is amd with 6 counters of 48 bits; start the VM with the same --pmu options"
         );
     }

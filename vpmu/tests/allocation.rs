@@ -23,24 +23,11 @@ fn counter_counts() {
 
 #[test]
 fn register_access_does_not_allocate() {
-    let v2 = PmuModel::new(
-        PmuGeneration::AmdV2,
-        Some(CounterNumbers {
-            general: 15,
-            fixed: None,
-        }),
-        None,
-    )
-    .unwrap();
-    let v5 = PmuModel::new(
-        PmuGeneration::Intel(5),
-        Some(CounterNumbers {
-            general: 8,
-            fixed: Some(4),
-        }),
-        None,
-    )
-    .unwrap();
+    let model = |generation, general, fixed| {
+        PmuModel::new(generation, Some(CounterNumbers { general, fixed }), None).unwrap()
+    };
+    let v2 = model(PmuGeneration::AmdV2, 15, None);
+    let v5 = model(PmuGeneration::Intel(5), 8, Some(4));
     for model in [PmuModel::INTEL, PmuModel::AMD, v2, v5] {
         let mut vpmu = Vpmu::new(model);
         vpmu.set_pmi_share(PmiShare::default());

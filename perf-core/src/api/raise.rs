@@ -79,11 +79,7 @@ mod tests {
             1
         );
         assert_eq!(seen, [OverflowReport { cookie: 9, times: 2 }]);
-        assert_eq!(
-            vcpu.service_overflows(&mut UnavailableRegs, &mut |_| {}),
-            0,
-            "served once"
-        );
+        assert_eq!(vcpu.service_overflows(&mut UnavailableRegs, &mut |_| {}), 0);
         assert_eq!(halts.read().unwrap().value, 10);
     }
 

@@ -410,6 +410,11 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    const TARGET: PmuTarget = PmuTarget::Vcpu {
+        vcpu: VcpuId(0),
+        tid: 0,
+    };
+
     fn setup(selectors: usize) -> (Arc<FedCounts>, FedPmu) {
         let counts = Arc::new(FedCounts::new(selectors));
         let pmu = FedPmu::new();
@@ -419,17 +424,11 @@ mod tests {
 
     fn open(pmu: &FedPmu, config: u64, exclude_user: bool, exclude_kernel: bool) -> Box<dyn PmuEvent> {
         let attr = Attr {
-            ty: EventType::FED,
-            config,
             exclude_user,
             exclude_kernel,
-            ..Attr::default()
+            ..Attr::counting(EventType::FED, config)
         };
-        let target = PmuTarget::Vcpu {
-            vcpu: VcpuId(0),
-            tid: 0,
-        };
-        pmu.open(&attr, target).unwrap()
+        pmu.open(&attr, TARGET).unwrap()
     }
 
     /// The VMM produces a count, for example by single-stepping, while an event needs it.
@@ -455,21 +454,14 @@ mod tests {
     #[test]
     fn levels_are_counted_exactly() {
         let (counts, pmu) = setup(2);
-        let mut both = open(&pmu, 1, false, false);
-        let mut user = open(&pmu, 1, false, true);
-        let mut kernel = open(&pmu, 1, true, false);
-        let mut nothing = open(&pmu, 1, true, true);
+        let excluded = [(false, false), (false, true), (true, false), (true, true)];
+        let mut events = excluded.map(|(user, kernel)| open(&pmu, 1, user, kernel));
         counts.add(1, 0, 1_000);
-        for ev in [&mut both, &mut user, &mut kernel, &mut nothing] {
-            ev.start(None).unwrap();
-        }
+        events.iter_mut().for_each(|ev| ev.start(None).unwrap());
         counts.add(1, 3, 7);
         counts.add(1, 0, 5);
         counts.add(0, 3, 100);
-        assert_eq!(both.read(), 12);
-        assert_eq!(user.read(), 7);
-        assert_eq!(kernel.read(), 5);
-        assert_eq!(nothing.read(), 0);
+        assert_eq!(events.each_mut().map(|ev| ev.read()), [12, 7, 5, 0]);
     }
 
     #[test]
@@ -478,15 +470,9 @@ mod tests {
         assert!(!counts.add(1, 3, 5));
         assert_eq!(counts.until_overflow(1, 3), None);
         let attr = Attr::counting(EventType::FED, 1);
-        let target = PmuTarget::Vcpu {
-            vcpu: VcpuId(0),
-            tid: 0,
-        };
-        assert!(matches!(pmu.open(&attr, target), Err(PmuError::NoSuchEvent)));
-        assert!(matches!(
-            pmu.open(&attr, PmuTarget::Vm),
-            Err(PmuError::Unsupported(_))
-        ));
+        assert!(matches!(pmu.open(&attr, TARGET), Err(PmuError::NoSuchEvent)));
+        let of_vm = pmu.open(&attr, PmuTarget::Vm);
+        assert!(matches!(of_vm, Err(PmuError::Unsupported(_))));
     }
 
     #[test]

@@ -112,10 +112,8 @@ impl Ring {
             let units = unit(tail);
             assert!(units >= 2 && tail + 8 * units <= head, "whole records only");
             let tag = unit(tail + 8);
-            assert!(
-                (1..units).all(|n| unit(tail + 8 * n) == tag),
-                "one writer's bytes"
-            );
+            // All words are of one writer.
+            assert!((1..units).all(|n| unit(tail + 8 * n) == tag));
             tail += 8 * units;
             records += 1;
             tagged += usize::from(tag == wanted);
@@ -200,11 +198,8 @@ fn p28_batch_is_published_at_once_beside_another_writer() {
         other.join().expect("no panic");
         assert_eq!(all + ring.read(), 3);
         assert_eq!(ring.head.load(Relaxed), 48);
-        assert_eq!(
-            ring.notified.load(Relaxed),
-            48,
-            "the third sample wakes, once all can be read"
-        );
+        // The third sample wakes the reader, once all can be read.
+        assert_eq!(ring.notified.load(Relaxed), 48);
     });
 }
 
@@ -324,11 +319,8 @@ fn p31_last_due_record_wakes_reader_after_publication() {
         for writer in writers {
             writer.join().expect("no panic");
         }
-        assert_eq!(
-            ring.notified.load(Relaxed),
-            32,
-            "a notification came after the last publication"
-        );
+        // A notification follows the last publication.
+        assert_eq!(ring.notified.load(Relaxed), 32);
     });
 }
 

@@ -21,10 +21,8 @@ fn drain(reader: &mut RingReader) -> (Vec<(usize, u64)>, u64) {
         } else {
             assert_eq!(record.ty(), 9);
             let tag = if record.bytes().len() > 8 { word(1) } else { 0 };
-            assert!(
-                (1..record.bytes().len() / 8).all(|n| word(n) == tag),
-                "a record of one writer only"
-            );
+            // All words are of one writer.
+            assert!((1..record.bytes().len() / 8).all(|n| word(n) == tag));
             records.push((record.bytes().len(), tag));
         }
     }
@@ -65,10 +63,8 @@ fn nested_writers_are_published_by_the_outermost() {
         write(&ring, 32, 4).expect("room");
         inner.put_u64(3);
     }
-    assert!(
-        drain(&mut reader).0.is_empty(),
-        "nothing while the outermost writes"
-    );
+    // Nothing is published before the outermost record.
+    assert!(drain(&mut reader).0.is_empty());
     outer.put_u64(1);
     drop(outer);
     assert_eq!(drain(&mut reader).0, [(16, 1), (24, 2), (16, 3), (32, 4)]);
@@ -137,10 +133,8 @@ fn unused_batch_space_is_one_zero_record() {
     while let Some(record) = reader.next_record().expect("sound") {
         assert_eq!((record.ty(), record.misc()), (0, 0));
         if record.bytes().len() != 16 {
-            assert!(
-                record.body().iter().all(|&byte| byte == 0),
-                "nothing old shows through"
-            );
+            // Earlier contents are cleared.
+            assert!(record.body().iter().all(|&byte| byte == 0));
         }
         sizes.push(record.bytes().len());
     }
@@ -160,11 +154,8 @@ fn failed_batch_counts_no_loss_and_keeps_pending_losses() {
     let mut run = ring.begin_batch(16, 2).expect("room again");
     run.begin(16).expect("all of it").put(&[9, 0, 0, 0]);
     drop(run);
-    assert_eq!(
-        drain(&mut reader).1,
-        1,
-        "and before it the report of what was lost"
-    );
+    // A LOST record precedes it.
+    assert_eq!(drain(&mut reader).1, 1);
     assert_eq!(ring.pending_lost(), 0);
     let control_only = Ring::new(0, RingMode::Writable).expect("a ring");
     assert_eq!(refused(control_only.begin_batch(64, 2)), ("no data", 0));

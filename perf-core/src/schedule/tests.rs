@@ -78,6 +78,15 @@ struct World {
     asked: Asked,
 }
 
+/// An event that fits the counters `bits`.
+fn request(bits: u64) -> CounterRequest {
+    CounterRequest {
+        event: EventKey::new(0),
+        fits: CounterMask::from_bits(bits),
+        seat: None,
+    }
+}
+
 /// Returns `true` if all of `masks` can get distinct counters. Tries all assignments.
 fn possible(masks: &[u64], free: u64) -> bool {
     match masks.split_first() {
@@ -99,15 +108,7 @@ impl World {
         let mut groups = Table::default();
         for group in &asked.groups {
             let mut new = Group::new(Some(PoolId::new(0)), group.class, group.exclusive);
-            new.wants = group
-                .fits
-                .iter()
-                .map(|&bits| CounterRequest {
-                    event: EventKey::new(0),
-                    fits: CounterMask::from_bits(bits),
-                    seat: None,
-                })
-                .collect();
+            new.wants = group.fits.iter().map(|&bits| request(bits)).collect();
             new.queued = true;
             let key = groups.insert(new);
             match pool.queue(group.class) {
@@ -129,14 +130,18 @@ impl World {
     }
 
     fn fit_together(&self, keys: &[usize]) -> bool {
-        let exclusive =
-            |key: &usize| self.asked.groups[*key].exclusive && !self.asked.groups[*key].fits.is_empty();
-        let others = |key: &usize| {
-            keys.iter()
-                .any(|k| k != key && !self.asked.groups[*k].fits.is_empty())
-        };
+        let others = |key: &usize| keys.iter().any(|k| k != key && self.needs_counters(*k));
         let masks: Vec<u64> = keys.iter().flat_map(|&key| self.masks(key)).collect();
-        keys.iter().all(|key| !exclusive(key) || !others(key)) && possible(&masks, self.asked.counters)
+        keys.iter().all(|key| !self.excludes_others(*key) || !others(key))
+            && possible(&masks, self.asked.counters)
+    }
+
+    fn needs_counters(&self, key: usize) -> bool {
+        !self.asked.groups[key].fits.is_empty()
+    }
+
+    fn excludes_others(&self, key: usize) -> bool {
+        self.asked.groups[key].exclusive && self.needs_counters(key)
     }
 
     /// Computes a plan and makes it the active set. Returns the plan and the previous assignments.
@@ -186,11 +191,8 @@ proptest! {
                             let with: Vec<usize> = before.iter().copied().chain([key]).collect();
                             // An exclusive group at the head of the queue excludes all others, even
                             // groups that need no counter.
-                            let alone = before.iter().any(|k| {
-                                world.asked.groups[*k].exclusive && !world.asked.groups[*k].fits.is_empty()
-                            });
-                            let first = !group.exclusive
-                                || before.iter().all(|k| world.asked.groups[*k].fits.is_empty());
+                            let alone = before.iter().any(|k| world.excludes_others(*k));
+                            let first = !group.exclusive || !before.iter().any(|k| world.needs_counters(*k));
                             let fits = !alone && first && world.fit_together(&with);
                             prop_assert_eq!(plan.on.contains(&key), fits, "group {}", key);
                             prop_assert_eq!(plan.failed.contains(&key), !fits);
@@ -207,12 +209,10 @@ proptest! {
             let flexible = |key: usize| !world.asked.groups[key].class.is_pinned();
             if !plan.on.iter().any(|&key| flexible(key)) {
                 let pinned: Vec<usize> = plan.on.clone();
-                let no_pinned_event = pinned.iter().all(|k| world.asked.groups[*k].fits.is_empty());
+                let no_pinned_event = !pinned.iter().any(|k| world.needs_counters(*k));
                 for (key, group) in world.asked.groups.iter().enumerate().filter(|(k, _)| flexible(*k)) {
                     let with: Vec<usize> = pinned.iter().copied().chain([key]).collect();
-                    let alone = pinned.iter().any(|k| {
-                        world.asked.groups[*k].exclusive && !world.asked.groups[*k].fits.is_empty()
-                    });
+                    let alone = pinned.iter().any(|k| world.excludes_others(*k));
                     prop_assert!(
                         alone || (group.exclusive && !no_pinned_event) || !world.fit_together(&with),
                         "group {} waits beside {:?}", key, pinned
@@ -277,21 +277,8 @@ proptest! {
 /// the pinned groups change in kind, even if their number stays the same.
 #[test]
 fn parked_groups_return_when_pinned_events_change() {
-    let group = |class, bits| AskedGroup {
-        class,
-        exclusive: false,
-        fits: vec![bits],
-    };
-    let mut world = World::new(Asked {
-        counters: 0b11,
-        reserved: 0,
-        groups: vec![
-            group(GroupClass::Guest, 0b01),
-            group(GroupClass::FlexibleVcpu, 0b01),
-        ],
-        policy: SharePolicy::GuestFirst,
-        turns: vec![],
-    });
+    let groups = [GroupClass::Guest, GroupClass::FlexibleVcpu].map(|class| asked_group(class, 0b01));
+    let mut world = world(0b11, 0, groups.to_vec());
     assert_eq!(world.plan().on[..], [0]);
     assert!(world.groups[GroupKey::new(1)].parked, "it can not go on");
     // The pinned event is replaced by one that fits a different counter.
@@ -344,34 +331,29 @@ fn capacity_change_is_detected() {
     let room = |world: &World, fits: [u64; 2]| {
         let mut room = FreeCapacity::new(&world.pool, &world.groups);
         for bits in fits {
-            let want = CounterRequest {
-                event: EventKey::new(0),
-                fits: CounterMask::from_bits(bits),
-                seat: None,
-            };
             let key = GroupKey::new(0);
-            assert!(room.seats.take(key, &[want], CounterMask::ALL, false).is_ok());
+            assert!(
+                room.seats
+                    .take(key, &[request(bits)], CounterMask::ALL, false)
+                    .is_ok()
+            );
         }
         room
     };
     let first = room(&world, [0b11, 0b11]);
-    let changes = [(true, "nothing was known"), (false, "nothing changed")];
-    for (changed, why) in changes {
-        assert_eq!(left.update(&first, always), changed, "{why}");
-    }
+    assert!(left.update(&first, always), "nothing was known");
+    assert!(!left.update(&first, always), "nothing changed");
     let exclusive = AlwaysActive {
         exclusive: true,
         ..always
     };
     assert!(left.update(&first, exclusive));
     assert!(!left.update(&first, exclusive));
-    assert!(left.update(
-        &first,
-        AlwaysActive {
-            events: 1,
-            ..exclusive
-        }
-    ));
+    let fewer = AlwaysActive {
+        events: 1,
+        ..exclusive
+    };
+    assert!(left.update(&first, fewer));
     assert!(left.update(&first, exclusive));
     let second = room(&world, [0b11, 0b1100]);
     assert!(left.update(&second, exclusive), "another kind of event");

@@ -361,11 +361,8 @@ fn pinned_event_without_a_slot_is_in_error_until_it_is_enabled_again() {
     assert_eq!(late.state(), EventState::Error);
     burn(5 * MS);
     let mut bytes = [0; 64];
-    assert_eq!(
-        late.read_bytes(&mut bytes).unwrap(),
-        0,
-        "end of file, not a count"
-    );
+    // End of file instead of a count.
+    assert_eq!(late.read_bytes(&mut bytes).unwrap(), 0);
     held.pop();
     assert_eq!(late.state(), EventState::Error, "it does not come back by itself");
     late.enable(ControlScope::Event).unwrap();
@@ -591,11 +588,8 @@ fn core_multiplexes_and_kernel_does_not() {
         stop.store(true, Ordering::Relaxed);
     });
     let opened = opened();
-    assert_eq!(
-        opened.len(),
-        shared.len() + 1,
-        "one kernel event for each of ours"
-    );
+    // One kernel event for each event of the core.
+    assert_eq!(opened.len(), shared.len() + 1);
     for &fd in &opened {
         let [count, enabled, running] = kernel_times(fd).expect("a kernel event in the error state");
         assert_eq!(

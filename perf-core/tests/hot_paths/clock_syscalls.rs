@@ -10,8 +10,7 @@ use perf_core::pmu::clock::{ClockPmu, GUEST_NS, VcpuClock};
 use perf_core::pmu::{Pmu, PmuEvent, PmuTarget, VcpuId};
 
 use crate::common::thread::{burn, catch_signals, clock_attr, signals_of_this_thread, this_tid};
-use crate::must;
-use test_support::steps;
+use crate::{calls, must};
 
 const SET: u64 = libc::SYS_timer_settime as u64;
 /// Time after which a timer that expires sixteen times per second has expired again.
@@ -54,8 +53,8 @@ impl ClockFixture {
     }
 }
 
-fn calls(setup: impl FnOnce() -> ClockFixture, work: impl FnOnce(&mut ClockFixture)) -> Vec<u64> {
-    let mut calls = steps::system_calls(setup, work).expect("processes may be traced, and `must` holds");
+fn timer_calls(setup: impl FnOnce() -> ClockFixture, work: impl FnOnce(&mut ClockFixture)) -> Vec<u64> {
+    let mut calls = calls(setup, work);
     calls.retain(|&call| call != libc::SYS_clock_gettime as u64);
     calls
 }
@@ -68,7 +67,7 @@ fn turn(scene: &ClockFixture) {
 
 #[test]
 fn overflow_arms_timer_once() {
-    let calls = calls(ClockFixture::overflowed, |scene| {
+    let calls = timer_calls(ClockFixture::overflowed, |scene| {
         let count = scene.event.overflowed();
         must(count.is_some());
         must(scene.event.rearm(count.unwrap_or(0), 1_000_000).is_ok());
@@ -82,7 +81,7 @@ fn overflow_arms_timer_once() {
 /// stops it and starts it again, with an exit for each.
 #[test]
 fn guest_pmi_arms_timer_once() {
-    let calls = calls(ClockFixture::overflowed, |scene| {
+    let calls = timer_calls(ClockFixture::overflowed, |scene| {
         let count = scene.event.overflowed();
         must(count.is_some());
         must(scene.event.rearm(count.unwrap_or(0), 1 << 47).is_ok());
@@ -98,7 +97,7 @@ fn guest_pmi_arms_timer_once() {
 /// Models a guest that switches between tasks continuously.
 #[test]
 fn repeated_starts_arm_timer_at_most_twice() {
-    let calls = calls(
+    let calls = timer_calls(
         || ClockFixture::armed(1 << 40),
         |scene| {
             for _ in 0..20 {
@@ -124,7 +123,7 @@ fn early_timer_is_armed_once_more() {
         }
         scene
     };
-    let calls = calls(setup, |scene| {
+    let calls = timer_calls(setup, |scene| {
         must(scene.event.overflowed().is_none());
         turn(scene);
     });
@@ -139,7 +138,7 @@ fn overflow_check_makes_no_system_call() {
         turn(&scene);
         scene
     };
-    let calls = calls(setup, |scene| {
+    let calls = timer_calls(setup, |scene| {
         must(scene.event.overflowed().is_none());
         turn(scene);
     });
@@ -153,7 +152,7 @@ fn overflow_check_makes_no_system_call() {
 /// is disarmed at once, and there is no second signal to wait for.
 #[test]
 fn unused_timer_is_disarmed_at_second_expiry() {
-    let calls = calls(
+    let calls = timer_calls(
         || ClockFixture::armed(100_000),
         |scene| {
             turn(scene);
@@ -178,7 +177,7 @@ fn unused_timer_is_disarmed_at_second_expiry() {
 fn event_of_one_level_is_stopped_and_started_with_one_call_at_most() {
     let mut attr = clock_attr(GUEST_NS);
     attr.exclude_kernel = true;
-    let mut calls = calls(
+    let mut calls = timer_calls(
         || {
             let scene = ClockFixture::of(&attr, None);
             turn(&scene);
@@ -199,7 +198,7 @@ fn event_of_one_level_is_stopped_and_started_with_one_call_at_most() {
 /// The timer does not expire while the vCPU is paused.
 #[test]
 fn paused_vcpu_has_timer_disarmed() {
-    let calls = calls(
+    let calls = timer_calls(
         || {
             let scene = ClockFixture::armed(1 << 40);
             turn(&scene);

@@ -10,8 +10,7 @@ use perf_core::*;
 
 use crate::common::memory::FreshPages;
 use crate::common::thread::{catch_signals, this_tid};
-use crate::must;
-use test_support::steps;
+use crate::{calls, must};
 
 const PAGE_FAULTS: u64 = 2;
 /// `config` of minor page faults, which read nothing from disk, as in all these tests.
@@ -60,19 +59,29 @@ impl GroupFixture {
 
     fn join_as(&mut self, attr: Attr) {
         let target = OpenTarget::Vcpu(VcpuId(0));
-        let opened = self.core.open(
-            &self.session,
-            attr,
-            target,
-            self.group.first(),
-            OpenFlags::default(),
-        );
+        let (leader, flags) = (self.group.first(), OpenFlags::default());
+        let opened = self.core.open(&self.session, attr, target, leader, flags);
         self.group.push(opened.unwrap());
     }
 
     /// Takes `n` page faults without a system call.
     fn fault(&mut self, n: usize) {
         self.fresh.fault(n);
+    }
+
+    /// Returns `true` if each event counts 100 faults.
+    fn all_count(&mut self) -> bool {
+        self.growth(100).iter().all(|g| *g >= 100)
+    }
+
+    fn set_enabled(&self, event: usize, on: bool) {
+        let event = &self.group[event];
+        let done = if on {
+            event.enable(ControlScope::Event)
+        } else {
+            event.disable(ControlScope::Event)
+        };
+        done.unwrap();
     }
 
     fn counts(&self) -> Vec<u64> {
@@ -93,7 +102,7 @@ impl GroupFixture {
 #[test]
 fn turn_takes_one_disable_one_read_and_one_enable() {
     for members in [2, 4, 12] {
-        let calls = steps::system_calls(
+        let calls = calls(
             || GroupFixture::new(members),
             |scene| {
                 must(scene.group[0].disable(ControlScope::Event).is_ok());
@@ -104,12 +113,8 @@ fn turn_takes_one_disable_one_read_and_one_enable() {
             },
         );
         assert_eq!(
-            calls.expect("processes may be traced"),
-            [
-                libc::SYS_ioctl as u64,
-                libc::SYS_read as u64,
-                libc::SYS_ioctl as u64
-            ],
+            calls,
+            [libc::SYS_ioctl, libc::SYS_read, libc::SYS_ioctl].map(|call| call as u64),
             "{members} members"
         );
     }
@@ -118,17 +123,14 @@ fn turn_takes_one_disable_one_read_and_one_enable() {
 /// The vCPU stops and continues, so its whole context is scheduled out and in.
 #[test]
 fn vcpu_sched_out_and_in_take_one_call_each() {
-    let calls = steps::system_calls(
+    let calls = calls(
         || GroupFixture::new(6),
         |scene| {
             scene.vcpu.sched_out();
             scene.vcpu.sched_in();
         },
     );
-    assert_eq!(
-        calls.expect("processes may be traced"),
-        [libc::SYS_ioctl as u64, libc::SYS_ioctl as u64]
-    );
+    assert_eq!(calls, [libc::SYS_ioctl as u64, libc::SYS_ioctl as u64]);
 }
 
 /// All members have equal counts after any common history.
@@ -137,12 +139,12 @@ fn group_members_have_equal_counts() {
     let mut scene = GroupFixture::new(5);
     scene.fault(100);
     for _ in 0..10 {
-        scene.group[0].disable(ControlScope::Event).unwrap();
+        scene.set_enabled(0, false);
         scene.fault(50);
-        scene.group[0].enable(ControlScope::Event).unwrap();
+        scene.set_enabled(0, true);
         scene.fault(20);
     }
-    scene.group[0].disable(ControlScope::Event).unwrap();
+    scene.set_enabled(0, false);
     let counts = scene.counts();
     assert!(
         counts[0] >= 300 && counts.iter().all(|c| *c == counts[0]),
@@ -170,14 +172,8 @@ fn members_do_not_drift_apart_over_random_turns() {
                 inside = !inside;
             }
             1 => {
-                let leader = &scene.group[0];
-                let done = if on {
-                    leader.disable(ControlScope::Event)
-                } else {
-                    leader.enable(ControlScope::Event)
-                };
-                done.unwrap();
                 on = !on;
+                scene.set_enabled(0, on);
             }
             2 => {
                 scene.group[rng.usize(..5)].read().unwrap();
@@ -222,8 +218,8 @@ fn member_joining_running_group_counts_immediately() {
             growth[1] >= 50 && growth[2] >= 50,
             "round {round}, leader {config}, after a change: {growth:?}"
         );
-        scene.group[1].disable(ControlScope::Event).unwrap();
-        scene.group[1].enable(ControlScope::Event).unwrap();
+        scene.set_enabled(1, false);
+        scene.set_enabled(1, true);
         assert!(
             scene.growth(50)[1] >= 50,
             "round {round}, leader {config}: on again"
@@ -258,9 +254,9 @@ fn sampling_member_samples_and_counts_with_its_group() {
                 }
                 match round % 3 {
                     0 => {
-                        scene.group[0].disable(ControlScope::Event).unwrap();
+                        scene.set_enabled(0, false);
                         scene.fault(30);
-                        scene.group[0].enable(ControlScope::Event).unwrap();
+                        scene.set_enabled(0, true);
                     }
                     1 => {
                         scene.vcpu.sched_out();
@@ -307,23 +303,23 @@ fn sampling_member_samples_and_counts_with_its_group() {
 #[test]
 fn member_that_is_off_stays_off_while_the_others_take_turns() {
     let mut scene = GroupFixture::new(4);
-    scene.group[2].disable(ControlScope::Event).unwrap();
+    scene.set_enabled(2, false);
     let growth = scene.growth(100);
     assert!(
         growth[2] == 0 && growth[3] >= 100 && growth[0] >= 100,
         "{growth:?}"
     );
-    scene.group[0].disable(ControlScope::Event).unwrap();
+    scene.set_enabled(0, false);
     assert_eq!(scene.growth(100), [0; 4]);
-    scene.group[0].enable(ControlScope::Event).unwrap();
+    scene.set_enabled(0, true);
     let growth = scene.growth(100);
     assert!(growth[2] == 0 && growth[3] >= 100, "{growth:?}");
     // Continue while the group is off.
-    scene.group[0].disable(ControlScope::Event).unwrap();
-    scene.group[2].enable(ControlScope::Event).unwrap();
+    scene.set_enabled(0, false);
+    scene.set_enabled(2, true);
     assert_eq!(scene.growth(100), [0; 4]);
-    scene.group[0].enable(ControlScope::Event).unwrap();
-    assert!(scene.growth(100).iter().all(|g| *g >= 100));
+    scene.set_enabled(0, true);
+    assert!(scene.all_count());
 }
 
 /// The remaining siblings count separately and keep their counts.
@@ -351,7 +347,7 @@ fn siblings_outlive_their_leader() {
         );
         assert!(scene.growth(100).iter().all(|g| (100..500).contains(g)));
         // The events are no longer a group.
-        scene.group[0].disable(ControlScope::Event).unwrap();
+        scene.set_enabled(0, false);
         let growth = scene.growth(100);
         assert!(
             growth[0] == 0 && growth[1] >= 100 && growth[2] >= 100,
@@ -366,22 +362,22 @@ fn group_outlives_its_siblings() {
     let mut scene = GroupFixture::new(4);
     while scene.group.len() > 1 {
         drop(scene.group.remove(1));
-        assert!(scene.growth(100).iter().all(|g| *g >= 100));
-        scene.group[0].disable(ControlScope::Event).unwrap();
+        assert!(scene.all_count());
+        scene.set_enabled(0, false);
         assert!(scene.growth(100).iter().all(|g| *g == 0));
-        scene.group[0].enable(ControlScope::Event).unwrap();
+        scene.set_enabled(0, true);
     }
     scene.join();
-    assert!(scene.growth(100).iter().all(|g| *g >= 100));
+    assert!(scene.all_count());
 }
 
 /// Members that do not fit in the kernel group still belong to the group.
 #[test]
 fn members_beyond_kernel_group_limit_are_opened_alone() {
     let mut scene = GroupFixture::new(24);
-    assert!(scene.growth(100).iter().all(|g| *g >= 100));
-    scene.group[0].disable(ControlScope::Event).unwrap();
+    assert!(scene.all_count());
+    scene.set_enabled(0, false);
     assert!(scene.growth(100).iter().all(|g| *g == 0));
-    scene.group[0].enable(ControlScope::Event).unwrap();
-    assert!(scene.growth(100).iter().all(|g| *g >= 100));
+    scene.set_enabled(0, true);
+    assert!(scene.all_count());
 }

@@ -10,8 +10,7 @@ use perf_core::*;
 
 use crate::common::memory::FreshPages;
 use crate::common::thread::{burn, catch_signals, signals_of_this_thread, this_tid};
-use crate::must;
-use test_support::steps;
+use crate::{calls, must};
 
 const TASK_CLOCK: u64 = 1;
 const PAGE_FAULTS: u64 = 2;
@@ -71,22 +70,19 @@ impl HostFixture {
 
 #[test]
 fn calls_are_counted() {
-    let calls = steps::system_calls(
+    let calls = calls(
         || (),
         |_| {
             // SAFETY: getppid takes no arguments.
             unsafe { libc::getppid() };
         },
     );
-    assert_eq!(
-        calls.expect("processes may be traced"),
-        [libc::SYS_getppid as u64]
-    );
+    assert_eq!(calls, [libc::SYS_getppid as u64]);
 }
 
 #[test]
 fn overflow_with_the_same_period_makes_no_system_call() {
-    let calls = steps::system_calls(
+    let calls = calls(
         || HostFixture::new(PAGE_FAULTS, 100),
         |scene| {
             for _ in 0..20 {
@@ -97,18 +93,16 @@ fn overflow_with_the_same_period_makes_no_system_call() {
             }
         },
     );
-    let calls = calls.expect("processes may be traced");
     assert!(calls.is_empty(), "{calls:?}");
 }
 
 /// Also without an overflow, after a kick for another reason.
 #[test]
 fn overflow_check_makes_no_system_call() {
-    let calls = steps::system_calls(
+    let calls = calls(
         || HostFixture::new(PAGE_FAULTS, 100),
         |scene| must(scene.serve() == 0),
     );
-    let calls = calls.expect("processes may be traced");
     assert!(calls.is_empty(), "{calls:?}");
 }
 
@@ -116,21 +110,18 @@ fn overflow_check_makes_no_system_call() {
 /// event reads its count and sets its period, once each.
 #[test]
 fn rearmed_clock_reads_once_and_sets_period_once() {
-    let calls = steps::system_calls(
+    let calls = calls(
         || HostFixture::new(TASK_CLOCK, 1_000_000),
         |scene| must(scene.event.arm(3_000_000).is_ok()),
     );
-    assert_eq!(
-        calls.expect("processes may be traced"),
-        [libc::SYS_read as u64, libc::SYS_ioctl as u64]
-    );
+    assert_eq!(calls, [libc::SYS_read as u64, libc::SYS_ioctl as u64]);
 }
 
 #[test]
 fn read_makes_one_system_call() {
-    let calls = steps::system_calls(
+    let calls = calls(
         || HostFixture::new(PAGE_FAULTS, 100),
         |scene| must(scene.event.read().is_ok_and(|r| r.value > 0)),
     );
-    assert_eq!(calls.expect("processes may be traced"), [libc::SYS_read as u64]);
+    assert_eq!(calls, [libc::SYS_read as u64]);
 }

@@ -31,3 +31,19 @@ fn must(holds: bool) {
         unsafe { libc::_exit(1) };
     }
 }
+
+/// Returns the number of allocations of `work`.
+fn allocations(work: impl FnOnce()) -> u64 {
+    allocation_counter::measure(work).count_total
+}
+
+#[test]
+fn allocations_are_counted() {
+    assert_eq!(allocations(|| drop(std::hint::black_box(Box::new(1)))), 1);
+}
+
+/// Returns the system calls of `work`. Exits of the child by [`must`] fail the test.
+#[cfg(feature = "host")]
+fn calls<T>(setup: impl FnOnce() -> T, work: impl FnOnce(&mut T)) -> Vec<u64> {
+    test_support::steps::system_calls(setup, work).expect("processes may be traced, and `must` holds")
+}

@@ -10,14 +10,7 @@ use perf_core::record::{
 use perf_core::record::{Record, Sample, SampleId, WordList};
 use perf_core::ring::{PageCounter, Ring, RingMode, RingReader};
 
-fn allocations(work: impl FnOnce()) -> u64 {
-    allocation_counter::measure(work).count_total
-}
-
-#[test]
-fn counter_counts() {
-    assert_eq!(allocations(|| drop(std::hint::black_box(Box::new(1)))), 1);
-}
+use crate::allocations;
 
 #[test]
 fn no_allocation_on_write_loss_wakeup_and_read() {
@@ -105,10 +98,7 @@ fn no_allocation_on_write_loss_wakeup_and_read() {
         });
         assert_eq!(count, 0, "{mode:?}");
         assert!(read > 0 && sum == read * 10 && written > 0);
-        assert_eq!(
-            refused > 0,
-            mode == RingMode::Writable,
-            "the full ring was part of it"
-        );
+        // The writable ring was full for a while.
+        assert_eq!(refused > 0, mode == RingMode::Writable);
     }
 }

@@ -3,18 +3,10 @@
 
 use perf_core::*;
 
+use crate::allocations;
 use crate::common::test_core::*;
 use test_support::skip;
 use test_support::steps;
-
-fn allocations(work: impl FnOnce()) -> u64 {
-    allocation_counter::measure(work).count_total
-}
-
-#[test]
-fn counter_counts() {
-    assert_eq!(allocations(|| drop(std::hint::black_box(Box::new(1)))), 1);
-}
 
 #[test]
 fn tick_read_overflow_and_raise_do_not_allocate() {

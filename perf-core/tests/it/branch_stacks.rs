@@ -100,11 +100,8 @@ fn waiting_sample_outlives_schedule_out() {
     v.service_overflows(&mut BranchRegs::new(None), &mut |_| {});
     assert!(samples(&ring).is_empty());
     v.service_overflows(&mut UnavailableRegs, &mut |_| {});
-    assert_eq!(
-        samples(&ring),
-        [(10, vec![])],
-        "a VMM without branches has empty stacks"
-    );
+    // A VMM without branches has empty stacks.
+    assert_eq!(samples(&ring), [(10, vec![])]);
 }
 
 /// Each event has its own filter and depth, also when one stack serves several events.

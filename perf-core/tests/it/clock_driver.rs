@@ -35,14 +35,42 @@ fn open(pmu: &ClockPmu, config: u64) -> Box<dyn PmuEvent> {
     pmu.open(&clock_attr(config), target(this_tid())).unwrap()
 }
 
+/// Runs the guest for `ns`.
+fn run_guest(clock: &VcpuClock, ns: u64) {
+    clock.guest_enter();
+    burn(ns);
+    clock.guest_exit();
+}
+
+/// Runs the guest until this thread has received more than `handled` signals.
+fn run_until_signal(clock: &VcpuClock, handled: u64) {
+    clock.guest_enter();
+    wait_for_signal(handled);
+    clock.guest_exit();
+}
+
+/// Runs `work` with a new clock on a vCPU thread. Returns a driver that counts the thread.
+fn vcpu_thread<T: Send + 'static>(
+    signal: Option<i32>,
+    work: impl FnOnce(&Arc<VcpuClock>, mpsc::Sender<Arc<VcpuClock>>) -> T + Send + 'static,
+) -> (thread::JoinHandle<T>, Arc<VcpuClock>, ClockPmu) {
+    let (send, receive) = mpsc::channel();
+    let thread = thread::spawn(move || {
+        let clock = Arc::new(VcpuClock::for_current_thread(TSC_KHZ));
+        work(&clock, send)
+    });
+    let clock: Arc<VcpuClock> = receive.recv().unwrap();
+    let pmu = ClockPmu::new(signal);
+    pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
+    (thread, clock, pmu)
+}
+
 /// Uses CPU time until this thread has received more than `handled` signals.
 fn wait_for_signal(handled: u64) {
     let began = Instant::now();
     while signals_of_this_thread() == handled {
-        assert!(
-            began.elapsed() < Duration::from_secs(600),
-            "no signal within a minute"
-        );
+        // A signal must arrive.
+        assert!(began.elapsed() < Duration::from_secs(600));
         burn(1_000);
     }
 }
@@ -128,29 +156,21 @@ fn short_exits_are_not_counted_but_guest_time_between_is() {
 fn stopped_event_keeps_count_and_resumes() {
     let (clock, pmu) = one_vcpu(None);
     let mut ev = open(&pmu, GUEST_NS);
-    clock.guest_enter();
-    burn(1_000_000);
-    clock.guest_exit();
+    run_guest(&clock, 1_000_000);
     assert_eq!(ev.read(), 0, "never started");
 
     ev.start(None).unwrap();
-    clock.guest_enter();
-    burn(1_000_000);
-    clock.guest_exit();
+    run_guest(&clock, 1_000_000);
     ev.stop();
     let stopped = ev.read();
     assert!(stopped >= 1_000_000);
 
-    clock.guest_enter();
-    burn(1_000_000);
-    clock.guest_exit();
+    run_guest(&clock, 1_000_000);
     assert_eq!(ev.read(), stopped);
 
     ev.start(None).unwrap();
     assert_eq!(ev.read(), stopped);
-    clock.guest_enter();
-    burn(1_000_000);
-    clock.guest_exit();
+    run_guest(&clock, 1_000_000);
     assert!(ev.read() >= stopped + 1_000_000);
 }
 
@@ -159,23 +179,16 @@ fn stopped_event_keeps_count_and_resumes() {
 #[test]
 fn another_thread_starts_and_reads_while_the_guest_runs() {
     let stop = Arc::new(AtomicBool::new(false));
-    let (send, receive) = mpsc::channel();
-    let vcpu = {
-        let stop = Arc::clone(&stop);
-        thread::spawn(move || {
-            let clock = Arc::new(VcpuClock::for_current_thread(TSC_KHZ));
-            clock.guest_enter();
-            send.send(Arc::clone(&clock)).unwrap();
-            while !stop.load(Ordering::Relaxed) {
-                std::hint::spin_loop();
-            }
-            clock.guest_exit();
-            thread_cpu_ns()
-        })
-    };
-    let clock = receive.recv().unwrap();
-    let pmu = ClockPmu::new(None);
-    pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
+    let stopped = Arc::clone(&stop);
+    let (vcpu, clock, pmu) = vcpu_thread(None, move |clock, send| {
+        clock.guest_enter();
+        send.send(Arc::clone(clock)).unwrap();
+        while !stopped.load(Ordering::Relaxed) {
+            std::hint::spin_loop();
+        }
+        clock.guest_exit();
+        thread_cpu_ns()
+    });
     let mut ev = pmu.open(&clock_attr(GUEST_NS), target(clock.tid())).unwrap();
     ev.start(None).unwrap();
     let (mut last, mut moved) = (0, 0);
@@ -195,23 +208,14 @@ fn another_thread_starts_and_reads_while_the_guest_runs() {
 /// monotonic, and the last one equals that of the vCPU's own thread.
 #[test]
 fn readings_are_monotonic_during_guest_entries_and_exits() {
-    let (send, receive) = mpsc::channel();
     let stop = Arc::new(AtomicBool::new(false));
-    let vcpu = {
-        let stop = Arc::clone(&stop);
-        thread::spawn(move || {
-            let clock = Arc::new(VcpuClock::for_current_thread(TSC_KHZ));
-            send.send(Arc::clone(&clock)).unwrap();
-            while !stop.load(Ordering::Relaxed) {
-                clock.guest_enter();
-                burn(500);
-                clock.guest_exit();
-            }
-        })
-    };
-    let clock = receive.recv().unwrap();
-    let pmu = ClockPmu::new(None);
-    pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
+    let stopped = Arc::clone(&stop);
+    let (vcpu, clock, pmu) = vcpu_thread(None, move |clock, send| {
+        send.send(Arc::clone(clock)).unwrap();
+        while !stopped.load(Ordering::Relaxed) {
+            run_guest(clock, 500);
+        }
+    });
     let attr = clock_attr(GUEST_NS);
     let mut events: Vec<_> = (0..3)
         .map(|_| pmu.open(&attr, target(clock.tid())).unwrap())
@@ -248,12 +252,9 @@ fn overflow_is_reported_at_its_count_and_not_before() {
     for _ in 0..4 {
         loop {
             // The timer also runs in the VMM's own time, so it expires early.
-            clock.guest_enter();
-            clock.guest_exit();
+            run_guest(&clock, 0);
             burn(1_500_000);
-            clock.guest_enter();
-            wait_for_signal(handled);
-            clock.guest_exit();
+            run_until_signal(&clock, handled);
             // Saved before the timer is re-armed: if this thread then loses its CPU, the next
             // signal arrives first.
             handled = signals_of_this_thread();
@@ -294,9 +295,7 @@ fn events_with_different_deadlines_share_the_timer() {
     events[3].stop();
     let mut order = Vec::new();
     while order.len() < 3 {
-        clock.guest_enter();
-        wait_for_signal(handled);
-        clock.guest_exit();
+        run_until_signal(&clock, handled);
         handled = signals_of_this_thread();
         for (at, event) in events.iter_mut().enumerate() {
             if event.take_overflows() == 1 {
@@ -311,9 +310,7 @@ fn events_with_different_deadlines_share_the_timer() {
     events[3].start(Some(500_000)).unwrap();
     events[0].arm(1 << 40).unwrap();
     while events[3].take_overflows() == 0 {
-        clock.guest_enter();
-        wait_for_signal(handled);
-        clock.guest_exit();
+        run_until_signal(&clock, handled);
         handled = signals_of_this_thread();
     }
     assert!(events[3].read() >= before + 500_000);
@@ -323,18 +320,12 @@ fn events_with_different_deadlines_share_the_timer() {
 /// Another thread arms an event while the guest runs, and sets the timer itself.
 #[test]
 fn another_thread_arms_while_the_guest_runs() {
-    let signal = catch_signals();
-    let (send, receive) = mpsc::channel();
-    let vcpu = thread::spawn(move || {
-        let clock = Arc::new(VcpuClock::for_current_thread(TSC_KHZ));
+    let (vcpu, clock, pmu) = vcpu_thread(Some(catch_signals()), |clock, send| {
         clock.guest_enter();
-        send.send(Arc::clone(&clock)).unwrap();
+        send.send(Arc::clone(clock)).unwrap();
         wait_for_signal(0);
         clock.guest_exit();
     });
-    let clock = receive.recv().unwrap();
-    let pmu = ClockPmu::new(Some(signal));
-    pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
     let mut event = pmu.open(&clock_attr(GUEST_NS), target(clock.tid())).unwrap();
     event.start(Some(200_000)).unwrap();
     vcpu.join().unwrap();
@@ -348,28 +339,20 @@ fn removed_vcpu_has_timer_disarmed() {
     let (clock, pmu) = one_vcpu(Some(signal));
     let mut event = open(&pmu, GUEST_NS);
     event.start(Some(1_000_000)).unwrap();
-    clock.guest_enter();
-    clock.guest_exit();
+    run_guest(&clock, 0);
     let quiet = signals_of_this_thread();
     pmu.remove_vcpu(VcpuId(0));
     let count = event.read();
-    clock.guest_enter();
-    burn(3_000_000);
-    clock.guest_exit();
-    assert_eq!(
-        signals_of_this_thread(),
-        quiet,
-        "it rings for a vCPU that is gone"
-    );
+    run_guest(&clock, 3_000_000);
+    // The timer of a removed vCPU is disarmed.
+    assert_eq!(signals_of_this_thread(), quiet);
     assert!(event.read() > count);
     // The vCPU's new thread has a new clock.
     let again = Arc::new(VcpuClock::for_current_thread(TSC_KHZ));
     pmu.add_vcpu(VcpuId(0), Arc::clone(&again));
     let mut event = open(&pmu, GUEST_NS);
     event.start(Some(1_000_000)).unwrap();
-    again.guest_enter();
-    wait_for_signal(quiet);
-    again.guest_exit();
+    run_until_signal(&again, quiet);
 }
 
 /// Neither an event without a re-arm nor a stopped event causes signals.
@@ -378,29 +361,22 @@ fn no_signals_without_an_armed_event() {
     let signal = catch_signals();
     let (clock, pmu) = one_vcpu(Some(signal));
     let mut ev = open(&pmu, GUEST_NS);
-    clock.guest_enter();
-    clock.guest_exit();
+    run_guest(&clock, 0);
     ev.start(Some(100_000)).unwrap();
-    clock.guest_enter();
-    burn(1_000_000);
-    clock.guest_exit();
+    run_guest(&clock, 1_000_000);
     assert_eq!(ev.take_overflows(), 1);
     assert_eq!(ev.take_overflows(), 0);
     // The vCPU's single timer repeats occasionally until disarmed; it is re-armed for armed events.
     clock.quiesce();
     let quiet = signals_of_this_thread();
-    clock.guest_enter();
-    burn(2_000_000);
-    clock.guest_exit();
+    run_guest(&clock, 2_000_000);
     assert_eq!(signals_of_this_thread(), quiet, "left armed after its overflow");
 
     ev.arm(100_000).unwrap();
     ev.stop();
     clock.quiesce();
     let quiet = signals_of_this_thread();
-    clock.guest_enter();
-    burn(2_000_000);
-    clock.guest_exit();
+    run_guest(&clock, 2_000_000);
     assert_eq!(signals_of_this_thread(), quiet, "stopped, yet armed");
     assert_eq!(ev.take_overflows(), 0);
 }
@@ -419,9 +395,7 @@ fn slow_vmm_reaches_overflow() {
         burn(100_000);
         // As with `immediate_exit`: after a signal before the entry the guest does not run.
         if signals_of_this_thread() == handled {
-            clock.guest_enter();
-            wait_for_signal(handled);
-            clock.guest_exit();
+            run_until_signal(&clock, handled);
         }
         handled = signals_of_this_thread();
         if ev.take_overflows() == 1 {
@@ -452,9 +426,7 @@ fn blocked_signals_do_not_pile_up() {
         let before = signals_of_this_thread();
         mask(libc::SIG_BLOCK);
         ev.start(Some(10_000)).unwrap();
-        clock.guest_enter();
-        burn(5_000_000);
-        clock.guest_exit();
+        run_guest(&clock, 5_000_000);
         mask(libc::SIG_UNBLOCK);
         let came = signals_of_this_thread() - before;
         // Five hundred would be due. There may be none if the queue is already full.
@@ -526,9 +498,7 @@ fn single_level_count_is_part_of_total() {
     }
     let mut last = (0, 0);
     for i in 0..40 {
-        clock.guest_enter();
-        burn(500_000);
-        clock.guest_exit();
+        run_guest(&clock, 500_000);
         if clock.wants_ticks() {
             clock.tick(Some(if i % 2 == 0 { 0 } else { 3 }));
         }

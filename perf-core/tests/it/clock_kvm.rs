@@ -15,21 +15,25 @@ use test_support::skip;
 /// `jmp .`
 const JUMP_TO_SELF: [u8; 2] = [0xeb, 0xfe];
 
+/// Creates a guest that never exits by itself, and a driver that counts its vCPU on this thread.
+fn spinning_guest() -> Option<(RealModeVm, Arc<VcpuClock>, ClockPmu, PmuTarget)> {
+    let Some(guest) = RealModeVm::new(1, &JUMP_TO_SELF) else {
+        skip::skipped("no usable /dev/kvm", false);
+        return None;
+    };
+    let clock = Arc::new(VcpuClock::for_current_thread(2_000_000));
+    let pmu = ClockPmu::new(Some(catch_signals()));
+    pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
+    let (vcpu, tid) = (VcpuId(0), this_tid());
+    Some((guest, clock, pmu, PmuTarget::Vcpu { vcpu, tid }))
+}
+
 /// Each overflow takes a guest that never exits by itself out of `KVM_RUN`, with EINTR. The clock
 /// counts the guest's time and not the VMM's time in between.
 #[test]
 fn overflows_take_a_spinning_guest_out_of_kvm_run() {
-    let Some(mut guest) = RealModeVm::new(1, &JUMP_TO_SELF) else {
-        skip::skipped("no usable /dev/kvm", false);
+    let Some((mut guest, clock, pmu, target)) = spinning_guest() else {
         return;
-    };
-    let signal = catch_signals();
-    let clock = Arc::new(VcpuClock::for_current_thread(2_000_000));
-    let pmu = ClockPmu::new(Some(signal));
-    pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
-    let target = PmuTarget::Vcpu {
-        vcpu: VcpuId(0),
-        tid: this_tid(),
     };
     let mut ev = pmu.open(&clock_attr(GUEST_NS), target).unwrap();
     const PERIOD: u64 = 1_000_000;
@@ -68,17 +72,8 @@ fn overflows_take_a_spinning_guest_out_of_kvm_run() {
 /// guest time by the host.
 #[test]
 fn time_is_attributed_to_current_guest_level() {
-    let Some(mut guest) = RealModeVm::new(1, &JUMP_TO_SELF) else {
-        skip::skipped("no usable /dev/kvm", false);
+    let Some((mut guest, clock, pmu, target)) = spinning_guest() else {
         return;
-    };
-    let signal = catch_signals();
-    let clock = Arc::new(VcpuClock::for_current_thread(2_000_000));
-    let pmu = ClockPmu::new(Some(signal));
-    pmu.add_vcpu(VcpuId(0), Arc::clone(&clock));
-    let target = PmuTarget::Vcpu {
-        vcpu: VcpuId(0),
-        tid: this_tid(),
     };
     let open = |exclude_user, exclude_kernel| {
         let attr = perf_core::attr::Attr {

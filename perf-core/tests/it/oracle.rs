@@ -7,15 +7,13 @@
 //!
 //! `PERF_CORE_ORACLE_CASES` sets the number of histories.
 
-mod driver;
 mod model;
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
-use driver::{Driver, DriverFault, DriverPair, SOFT, rate};
+use crate::common::test_core::{Counter, DriverFault, DriverState, SOFT, TestPmu};
 use model::{
     CONTEXT_SWITCHES, EventState as Expected, Model, OracleKind, OracleSetup, OracleSpec, OverflowCounts,
     RingRecord, Totals, VM,
@@ -172,7 +170,8 @@ struct TrackedEvent {
 struct CoreAndModel {
     core: PerfCore,
     clock: Arc<ManualClock>,
-    bench: Arc<DriverPair>,
+    hw: Arc<DriverState>,
+    sw: Arc<DriverState>,
     admin: Session,
     guest: Session,
     model: Model,
@@ -183,6 +182,11 @@ struct CoreAndModel {
 
 fn config_of(name: u64, rate: u64) -> u64 {
     4 * name + rate - 1
+}
+
+/// Returns the counter that one of the drivers has just opened for `config` on `vcpu`.
+fn claim(drivers: [&Arc<DriverState>; 2], vcpu: u32, config: u64) -> Option<Arc<Counter>> {
+    drivers.into_iter().find_map(|driver| driver.claim(vcpu, config))
 }
 
 impl CoreAndModel {
@@ -196,19 +200,22 @@ impl CoreAndModel {
             reserved_slots: setup.reserved,
             ..PerfCoreConfig::default()
         });
-        let bench = DriverPair::new(fault);
-        for slots in [setup.slots, 0] {
-            core.register(Arc::new(Driver {
-                bench: Arc::clone(&bench),
+        let [hw, sw] = [setup.slots, 0].map(|slots| {
+            let world = Arc::new(DriverState::with_fault(fault));
+            core.register(Arc::new(TestPmu {
+                world: Arc::clone(&world),
                 slots,
+                rate: |config| config % 4 + 1,
             }));
-        }
+            world
+        });
         Self {
             admin: core.session(0, Role::Admin),
             guest: core.session(0, Role::Guest),
             core,
             clock,
-            bench,
+            hw,
+            sw,
             model: Model::new(setup),
             open: Vec::new(),
             pin: None,
@@ -225,7 +232,8 @@ impl CoreAndModel {
             Step::Run { vcpu, ns } => {
                 let tid = self.model.tid(vcpu);
                 self.clock.advance(ns);
-                self.bench.work(tid, ns);
+                self.hw.work_on_thread(tid, ns);
+                self.sw.work_on_thread(tid, ns);
                 self.model.run(tid, ns);
             }
             Step::Tick => {
@@ -239,10 +247,10 @@ impl CoreAndModel {
             Step::Add(n) if !self.model.at.contains_key(&n) => {
                 let tid = self.model.tid(n);
                 self.core.add_vcpu(VcpuId(n), tid).map_err(|e| e.to_string())?;
-                let (bench, open) = (&self.bench, &self.open);
+                let (pair, open) = ([&self.hw, &self.sw], &self.open);
                 self.model.add_vcpu(n, &|name| {
                     let event = open.iter().find(|e| e.name == name)?;
-                    bench.claim(n, event.config)
+                    claim(pair, n, event.config)
                 });
             }
             Step::Unpin => {
@@ -263,7 +271,7 @@ impl CoreAndModel {
                             .any(|o| o.leader == e.leader && o.spec.kind == OracleKind::Hw)
                 };
                 if !self.model.events.values().any(|e| sampled(e) || mixed(e)) {
-                    self.bench.refuse.store(on, Ordering::Relaxed);
+                    *self.sw.refuse.lock().unwrap() = on;
                     self.model.refuse = on;
                 }
             }
@@ -446,7 +454,6 @@ impl CoreAndModel {
             OracleKind::Soft => (SOFT, config_of(name, spec.rate)),
             OracleKind::Raised(id) => (EventType::VMM, id),
         };
-        debug_assert!(matches!(spec.kind, OracleKind::Raised(_)) || rate(config) == spec.rate);
         let attr = Attr {
             ty,
             config,
@@ -480,9 +487,9 @@ impl CoreAndModel {
         };
         // Large enough for the most that one step raises, 512 records of 16 bytes.
         let ring = handle.map(4, true).map_err(|e| e.to_string())?;
-        let bench = &self.bench;
+        let pair = [&self.hw, &self.sw];
         self.model
-            .open(name, spec, leader, &|vcpu| bench.claim(vcpu, config));
+            .open(name, spec, leader, &|vcpu| claim(pair, vcpu, config));
         self.open.push(TrackedEvent {
             name,
             config,

@@ -68,11 +68,8 @@ impl Model {
         match seen {
             CheckedRecord::Lost(n) => self.reported += n,
             CheckedRecord::Tagged(_, number) => {
-                assert_eq!(
-                    Some(number),
-                    self.accepted.pop_front(),
-                    "the order of reservation"
-                );
+                // Records are in the order of their reservation.
+                assert_eq!(Some(number), self.accepted.pop_front());
                 self.seen += 1;
             }
         }
@@ -97,10 +94,8 @@ impl Model {
     fn check_positions(&mut self) {
         let (head, tail) = (peek(&self.page, DATA_HEAD), peek(&self.page, DATA_TAIL));
         assert!(head >= self.head, "p29: the head only grows");
-        assert!(
-            head - tail <= self.ring.data_size() as u64,
-            "p29: unread bytes are never overwritten"
-        );
+        // p29: unread bytes are never overwritten.
+        assert!(head - tail <= self.ring.data_size() as u64);
         self.head = head;
     }
 }
@@ -453,10 +448,8 @@ fn overwrite_ring_keeps_newest_and_reports_overrun() {
     let open = ring
         .begin(1000, false)
         .expect("the quarter, but for a LOST record");
-    assert!(
-        matches!(ring.begin(32, false), Err(RingError::Full)),
-        "nothing beyond it while it is being written"
-    );
+    // Nothing is reserved beyond a record in flight.
+    assert!(matches!(ring.begin(32, false), Err(RingError::Full)));
     drop(open);
     assert!(ring.begin(8, false).is_ok());
 }

@@ -57,11 +57,8 @@ fn rearming_running_event_takes_effect_immediately() {
     m.run(0, 10); // passed, not served yet
     c.arm(5).unwrap();
     m.run(0, 4);
-    assert_eq!(
-        serve(&v),
-        [OverflowReport { cookie: 1, times: 1 }],
-        "the one before the write"
-    );
+    // The overflow from before the write.
+    assert_eq!(serve(&v), [OverflowReport { cookie: 1, times: 1 }]);
     m.run(0, 1);
     assert_eq!(serve(&v), [OverflowReport { cookie: 1, times: 1 }]);
 }

@@ -54,11 +54,8 @@ fn pinned_groups_precede_flexible_groups() {
     assert_eq!(pinned_vm.read().unwrap().value, 10);
     assert!(flexible_vm.iter().all(|e| e.read().unwrap().value == 10));
     assert_eq!(flexible_vcpu.read().unwrap().time_running_ns, 0);
-    assert_eq!(
-        flexible_vcpu.read().unwrap().estimate(),
-        None,
-        "not counted is no number"
-    );
+    // An event that never ran has no estimate.
+    assert_eq!(flexible_vcpu.read().unwrap().estimate(), None);
 }
 
 #[test]
@@ -361,11 +358,8 @@ fn estimate_follows_rate_and_reports_exactness() {
         m.core.tick();
     }
     let e = alone.estimate().unwrap().unwrap();
-    assert_eq!(
-        (e.value, e.exact),
-        (1000, false),
-        "a steady rate is estimated exactly, from the reset on"
-    );
+    // A steady rate is estimated exactly, from the reset on.
+    assert_eq!((e.value, e.exact), (1000, false));
 }
 
 #[test]

@@ -89,11 +89,8 @@ fn pinned_event_enters_error_state_when_its_slot_is_taken_and_recovers_when_enab
     );
     lost.enable(ControlScope::Event).unwrap();
     let failure = lost.failure().unwrap();
-    assert_eq!(
-        failure.cause,
-        EventFailureCause::Busy,
-        "it is still somebody else's"
-    );
+    // The slot is still taken.
+    assert_eq!(failure.cause, EventFailureCause::Busy);
     assert_eq!(failure.since_ns, rig.vcpu.time_ns());
     rig.pmu.take_slots(0);
     lost.enable(ControlScope::Event).unwrap();
@@ -153,11 +150,8 @@ fn flexible_event_waits_for_its_slot_to_come_back() {
     let reading = event.read().unwrap();
     assert_eq!(reading.value, 2000);
     assert_eq!(reading.time_enabled_ns, 2000 + 2 * WHILE_NS);
-    assert_eq!(
-        reading.time_running_ns,
-        2000 + WHILE_NS,
-        "up to the tick that looked"
-    );
+    // Up to the tick that detected the loss.
+    assert_eq!(reading.time_running_ns, 2000 + WHILE_NS);
 }
 
 /// Each check takes a system call; ticks in quick succession skip it.
@@ -170,11 +164,8 @@ fn lost_slot_is_detected_by_reads_and_periodic_ticks() {
     rig.pmu.take_slots(1);
     rig.run(1000);
     rig.core.tick();
-    assert_eq!(
-        event.state(),
-        EventState::Active,
-        "the last look was a moment ago"
-    );
+    // The last check was a moment ago.
+    assert_eq!(event.state(), EventState::Active);
     assert_eq!(event.count().unwrap(), WHILE_NS);
     assert_eq!(event.state(), EventState::Error);
 }

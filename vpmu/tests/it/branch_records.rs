@@ -234,20 +234,15 @@ fn records_are_collected_and_frozen_before_the_pmi() {
             let full = guest.vpmu.add_branch(&jump(0x1000 + n));
             assert_eq!(full, n + 1 == u64::from(depth), "{name}: branch {n}");
         }
-        assert!(
-            guest.vpmu.add_branch(&jump(0x9000)),
-            "a full stack keeps its records"
-        );
+        // A full stack keeps its records.
+        assert!(guest.vpmu.add_branch(&jump(0x9000)));
         guest.vpmu.complete_branches();
         let newest_first: Vec<u64> = (0..u64::from(depth)).rev().map(|n| 0x1000 + n).collect();
         assert_eq!(sources(&mut guest, depth), newest_first, "{name}");
         assert_eq!(status(&mut guest), frozen_status | 1, "{name}");
         if name == "intel" {
-            assert_eq!(
-                guest.read(IA32_LBR_CTL),
-                ALL_BRANCHES & !1,
-                "the records are disabled"
-            );
+            // The records are disabled.
+            assert_eq!(guest.read(IA32_LBR_CTL), ALL_BRANCHES & !1);
         }
         guest.vpmu.pmi_delivered(1);
         // A frozen stack is kept for the next PMI, too.
@@ -290,10 +285,8 @@ fn interrupted_collection_leaves_no_old_records() {
         overflow(&mut guest);
         guest.vpmu.begin_branches(0);
         set_enabled(&mut guest, false);
-        assert!(
-            guest.vpmu.add_branch(&jump(1)),
-            "disabled records end the collection"
-        );
+        // Disabling the records ends the collection.
+        assert!(guest.vpmu.add_branch(&jump(1)));
         assert_eq!(sources(&mut guest, 1), [0]);
     }
 }

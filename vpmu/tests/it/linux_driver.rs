@@ -80,11 +80,8 @@ fn linux_amd_drivers_probe_and_sample() {
             assert_eq!(guest.read(PERF_CNTR_GLOBAL_STATUS), 0b100);
         }
         guest.events.run(7);
-        assert_eq!(
-            guest.read(PERF_LEGACY_CTR0 + 2),
-            7,
-            "the K7 register is the same counter"
-        );
+        // The K7 register is the same counter.
+        assert_eq!(guest.read(PERF_LEGACY_CTR0 + 2), 7);
     }
 }
 

@@ -144,11 +144,8 @@ fn clock_counts_guest_time_only_and_a_disabled_counter_never_moves() {
     assert!(counted <= most + most / 50, "{counted} of {most}");
     let start = Instant::now();
     while start.elapsed() < Duration::from_millis(5) {}
-    assert_eq!(
-        m.guest.read(PERF_CTR0),
-        counted,
-        "time in the VMM is not the guest's"
-    );
+    // Time in the VMM is not counted.
+    assert_eq!(m.guest.read(PERF_CTR0), counted);
     m.guest.write(PERF_CTL0, 0);
     m.run_for(Duration::from_millis(5));
     assert_eq!(m.guest.read(PERF_CTR0), counted);

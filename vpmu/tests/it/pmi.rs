@@ -94,11 +94,8 @@ fn throttled_pmi_is_withdrawn_when_served() {
     assert_eq!(guest.vpmu.pmi_ready(until), PmiReadiness::No);
     assert_eq!(guest.vpmu.pmi_counts().withdrawn, 1);
     let until = hold(&mut guest);
-    assert_eq!(
-        guest.vpmu.pmi_ready(until),
-        PmiReadiness::Now,
-        "not served, and not lost"
-    );
+    // The PMI is neither served nor lost.
+    assert_eq!(guest.vpmu.pmi_ready(until), PmiReadiness::Now);
 }
 
 /// Serving one counter must not hide an undetected overflow of another.
@@ -267,11 +264,8 @@ fn filter_applies_to_running_counters() {
     guest.vpmu.reconcile(&mut guest.events);
     guest.run(10);
     assert_eq!(guest.read(IA32_PMC0), 10, "denied: constant, and no fault");
-    assert_eq!(
-        guest.read(IA32_FIXED_CTR0 + 1),
-        20,
-        "the bitmap decides for fixed counters, and lists none"
-    );
+    // The bitmap lists no fixed counter.
+    assert_eq!(guest.read(IA32_FIXED_CTR0 + 1), 20);
     let view = guest.vpmu.counters_view(&mut guest.events);
     assert!(view[0].enabled && !view[0].allowed);
     guest.vpmu.set_filter(Arc::new(EventFilter::allow_all()));

@@ -273,10 +273,8 @@ fn held_pmi_is_delivered_before_its_counter_stays_stopped() {
             let mut sampled = SampledGuest::new((model, registers), half(), 10, 1_000);
             sampled.sample();
             sampled.guest.run(10);
-            assert!(
-                matches!(sampled.readiness(), PmiReadiness::NotBefore { .. }),
-                "{model}"
-            );
+            let held = matches!(sampled.readiness(), PmiReadiness::NotBefore { .. });
+            assert!(held, "{model}");
             sampled.guest.write(register, 0);
             assert_eq!(sampled.readiness(), PmiReadiness::Now, "{model}: {register:#x}");
             let now_ns = sampled.now_ns();
@@ -298,10 +296,8 @@ fn stop_in_handler_releases_no_held_pmi() {
     sampled.guest.write(registers.counter, WIDTH - 5);
     sampled.guest.run(5);
     sampled.guest.write(PERF_CNTR_GLOBAL_CTL, 0);
-    assert_eq!(
-        sampled.readiness_if(true),
-        PmiReadiness::NotBefore { time_ns: 20 }
-    );
+    let held = PmiReadiness::NotBefore { time_ns: 20 };
+    assert_eq!(sampled.readiness_if(true), held);
 }
 
 /// A counter that overflows while the handler of another still runs waits for the end of that
@@ -328,15 +324,11 @@ fn overflow_in_handler_waits_for_its_return() {
     let held = PmiReadiness::NotBefore { time_ns: 200 };
     assert_eq!(unserved.readiness_if(true), held);
     unserved.guest.run(20);
-    assert_eq!(
-        unserved.readiness_if(true),
-        PmiReadiness::NotBefore { time_ns: 240 }
-    );
+    let held = PmiReadiness::NotBefore { time_ns: 240 };
+    assert_eq!(unserved.readiness_if(true), held);
     unserved.guest.run(30);
-    assert_eq!(
-        unserved.readiness_if(false),
-        PmiReadiness::NotBefore { time_ns: 240 }
-    );
+    let held = PmiReadiness::NotBefore { time_ns: 240 };
+    assert_eq!(unserved.readiness_if(false), held);
     unserved.guest.run(40);
     assert_eq!(unserved.readiness_if(false), PmiReadiness::Now);
 }

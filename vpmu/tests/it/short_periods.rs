@@ -92,9 +92,7 @@ fn distance_is_shortened_to_one_while_counting() {
             rig.guest.vpmu.pmi_delivered(0);
             rig.guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 1);
         }
-        assert!(
-            !rig.branches(minimum),
-            "nothing is armed for the next 2^48 branches"
-        );
+        // Nothing is armed for the next 2^48 branches.
+        assert!(!rig.branches(minimum));
     }
 }

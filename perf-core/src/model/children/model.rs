@@ -60,10 +60,8 @@ fn family(n: usize) -> (Family, Vec<Child>) {
 fn sum(family: &Family) -> u64 {
     let children = family.0.lock().unwrap();
     let totals = children.totals(&family.1.folded);
-    assert_eq!(
-        totals.count, totals.times.running_ns,
-        "count and times are folded together"
-    );
+    // Count and times are folded together.
+    assert_eq!(totals.count, totals.times.running_ns);
     totals.count
 }
 

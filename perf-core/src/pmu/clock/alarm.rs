@@ -428,11 +428,8 @@ mod tests {
             vcpu.arm(0, MS);
         }
         let early = vcpu.rings - 100;
-        assert_eq!(
-            vcpu.sets,
-            100 + early,
-            "one for each overflow, and one for each early ring"
-        );
+        // One call for each overflow and one for each early expiry.
+        assert_eq!(vcpu.sets, 100 + early);
     }
 
     /// Four events with separate deadlines arm the timer and receive a signal once each.
@@ -523,16 +520,11 @@ mod tests {
         assert!(alarm.expired_for(first) && !alarm.expired_for(second));
         alarm.remove(first);
         assert!(alarm.is_set());
-        assert_eq!(
-            alarm.add(tid, libc::SIGCONT).unwrap(),
-            first,
-            "places are used again"
-        );
+        // Indexes are reused.
+        assert_eq!(alarm.add(tid, libc::SIGCONT).unwrap(), first);
         alarm.end();
         assert!(!alarm.is_set());
-        assert!(
-            alarm.add(tid, libc::SIGCONT).is_err(),
-            "its thread is about to end"
-        );
+        // The thread is about to end.
+        assert!(alarm.add(tid, libc::SIGCONT).is_err());
     }
 }

@@ -299,9 +299,16 @@ mod tests {
         (found.general, found.general_there, fixed.collect())
     }
 
-    fn names(names: &[&str]) -> Vec<String> {
-        names.iter().map(|&name| name.to_owned()).collect()
+    /// Probes `host` and checks [`describe`].
+    fn check(host: SimHost, nmi_watchdog: bool, general: (usize, usize), fixed: &[&str]) -> HostCounters {
+        let found = find(host, nmi_watchdog);
+        let fixed = fixed.iter().map(|&name| name.to_owned()).collect();
+        assert_eq!(describe(&found), (general.0, general.1, fixed));
+        found
     }
+
+    const FIXED: [&str; 3] = ["instructions", "cycles", "ref-cycles"];
+    const WATCHED: [&str; 3] = ["instructions", "-cycles", "ref-cycles"];
 
     fn hardware(config: u64) -> Attr {
         Attr::counting(EventType::HARDWARE, config)
@@ -309,11 +316,7 @@ mod tests {
 
     #[test]
     fn intel_host_with_two_threads_a_core() {
-        let found = find(SimHost::intel(4), false);
-        assert_eq!(
-            describe(&found),
-            (4, 4, names(&["instructions", "cycles", "ref-cycles"]))
-        );
+        let found = check(SimHost::intel(4), false, (4, 4), &FIXED);
         assert_eq!(found.free(), 7);
         // Cycles fit every general-purpose counter and their own; reference cycles fit their own
         // only.
@@ -326,11 +329,7 @@ mod tests {
 
     #[test]
     fn watchdog_of_an_intel_host_takes_the_fixed_counter_of_cycles() {
-        let found = find(SimHost::intel(4).with_watchdog(), true);
-        assert_eq!(
-            describe(&found),
-            (4, 4, names(&["instructions", "-cycles", "ref-cycles"]))
-        );
+        let found = check(SimHost::intel(4).with_watchdog(), true, (4, 4), &WATCHED);
         assert_eq!(found.at_once(&hardware(SimHost::CYCLES)), 4);
         assert!(found.hold(3, &[0, 1, 9]));
         assert!(!found.hold(4, &[0, 1, 9]));
@@ -340,48 +339,38 @@ mod tests {
     /// counter is treated as in use.
     #[test]
     fn watchdog_on_other_cpus_reserves_a_counter() {
-        let intel = find(SimHost::intel(4), true);
-        assert_eq!(
-            describe(&intel),
-            (4, 4, names(&["instructions", "-cycles", "ref-cycles"]))
-        );
-        let amd = find(SimHost::amd(6), true);
-        assert_eq!(describe(&amd), (5, 6, vec![]));
+        check(SimHost::intel(4), true, (4, 4), &WATCHED);
+        check(SimHost::amd(6), true, (5, 6), &[]);
     }
 
     #[test]
     fn taken_general_counter_is_not_free() {
-        let found = find(SimHost::intel(4).with_taken(2), false);
-        assert_eq!(
-            describe(&found),
-            (3, 4, names(&["instructions", "cycles", "ref-cycles"]))
-        );
+        check(SimHost::intel(4).with_taken(2), false, (3, 4), &FIXED);
     }
 
     /// Reference cycles cannot be counted if their counter is in use; they fit no general-purpose
     /// counter.
     #[test]
     fn ref_cycles_do_not_fall_back_to_general_counters() {
-        let found = find(SimHost::intel(4).with_taken(6), false);
-        assert_eq!(
-            describe(&found),
-            (4, 4, names(&["instructions", "cycles", "-ref-cycles"]))
+        let found = check(
+            SimHost::intel(4).with_taken(6),
+            false,
+            (4, 4),
+            &["instructions", "cycles", "-ref-cycles"],
         );
         assert!(found.constraint(&hardware(SimHost::REF_CYCLES)).is_empty());
     }
 
     #[test]
     fn amd_host_with_the_watchdog_on() {
-        let found = find(SimHost::amd(6).with_watchdog(), true);
-        assert_eq!(describe(&found), (5, 6, vec![]));
+        let found = check(SimHost::amd(6).with_watchdog(), true, (5, 6), &[]);
         assert_eq!(found.at_once(&hardware(SimHost::CYCLES)), 5);
         assert!(!found.hold(6, &[]));
     }
 
     #[test]
     fn version_two_of_amd_with_fifteen() {
-        let found = find(SimHost::amd(15), false);
-        assert_eq!(describe(&found), (15, 15, vec![]));
+        let found = check(SimHost::amd(15), false, (15, 15), &[]);
         assert_eq!(found.free(), 15);
     }
 
@@ -393,11 +382,7 @@ mod tests {
             config: 0x400,
             general_too: false,
         });
-        let found = find(host, false);
-        assert_eq!(
-            describe(&found),
-            (8, 8, names(&["instructions", "cycles", "ref-cycles"]))
-        );
+        check(host, false, (8, 8), &FIXED);
     }
 
     #[test]
@@ -422,11 +407,8 @@ mod tests {
             assert_eq!(raw(changed), CounterMask::first(4), "{changed:#x}");
         }
         let cache = found.constraint(&Attr::counting(EventType::HW_CACHE, 0));
-        assert_eq!(
-            cache,
-            CounterMask::first(4),
-            "0 is cycles among the generic events only"
-        );
+        // Only among generic events is 0 cycles.
+        assert_eq!(cache, CounterMask::first(4));
     }
 
     proptest! {

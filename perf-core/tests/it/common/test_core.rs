@@ -1,7 +1,6 @@
 //! A deterministic driver and a small machine that drives it.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use perf_core::pmu::{PmuCapacity, PmuError, PmuTarget};
 use perf_core::record::{Record, RecordFormat, Sample};
@@ -9,69 +8,122 @@ use perf_core::ring::{Ring, RingReader};
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
 
-/// The state of one event of the driver.
+/// One event of the driver.
 #[derive(Debug, Default)]
 pub struct Counter {
-    pub count: u64,
-    pub on: bool,
-    pub armed_at: Option<u64>,
-    pub overflows: u32,
-    pub starts: u64,
-    pub rate: u64,
+    /// vCPU for which the event was opened (`u32::MAX` for the VM), and its thread.
+    pub vcpu: u32,
+    tid: i32,
+    pub config: u64,
+    /// Counts per unit of work.
+    rate: u64,
+    state: Mutex<CounterState>,
+}
+
+#[derive(Debug, Default)]
+struct CounterState {
+    claimed: bool,
+    count: u64,
+    on: bool,
+    armed_at: Option<u64>,
+    overflows: u32,
+    starts: u64,
+}
+
+impl Counter {
+    fn lock(&self) -> MutexGuard<'_, CounterState> {
+        self.state.lock().unwrap()
+    }
+
+    pub fn is_on(&self) -> bool {
+        self.lock().on
+    }
+}
+
+/// A deliberate fault of the driver, which the oracle must detect.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DriverFault {
+    #[default]
+    None,
+    /// A stop loses one count.
+    LosesCount,
+    /// Overflows are not reported.
+    DropsOverflows,
 }
 
 #[derive(Debug, Default)]
 pub struct DriverState {
-    /// Counters by vCPU (`u32::MAX` for the VM).
-    counters: Mutex<HashMap<u32, Vec<Arc<Mutex<Counter>>>>>,
+    counters: Mutex<Vec<Arc<Counter>>>,
     /// Total of the package count.
     pub package: Mutex<u64>,
     /// Age of the package count, in nanoseconds.
     pub package_age_ns: Mutex<u64>,
     /// Set to refuse every start.
     pub refuse: Mutex<bool>,
+    fault: DriverFault,
 }
 
 impl DriverState {
+    pub fn with_fault(fault: DriverFault) -> Self {
+        Self {
+            fault,
+            ..Self::default()
+        }
+    }
+
+    fn counters(&self) -> Vec<Arc<Counter>> {
+        self.counters.lock().unwrap().clone()
+    }
+
     /// Runs the vCPU for `n` units of work: every event that is on counts `n` times its rate.
     pub fn work(&self, vcpu: u32, n: u64) {
-        for counter in self.counters.lock().unwrap().get(&vcpu).into_iter().flatten() {
-            let mut c = counter.lock().unwrap();
+        self.work_where(n, |c| c.vcpu == vcpu);
+    }
+
+    /// Runs thread `tid` for `n` units of work.
+    pub fn work_on_thread(&self, tid: i32, n: u64) {
+        self.work_where(n, |c| c.tid == tid);
+    }
+
+    fn work_where(&self, n: u64, counts: impl Fn(&Counter) -> bool) {
+        for counter in self.counters.lock().unwrap().iter().filter(|c| counts(c)) {
+            let mut c = counter.lock();
             if c.on {
-                c.count += n * c.rate;
+                c.count += n * counter.rate;
                 if c.armed_at.is_some_and(|at| c.count >= at) {
                     c.armed_at = None;
-                    c.overflows += 1;
+                    c.overflows += u32::from(self.fault != DriverFault::DropsOverflows);
                 }
             }
         }
     }
 
+    /// Returns the counter that was just opened for `config` on `vcpu`.
+    pub fn claim(&self, vcpu: u32, config: u64) -> Option<Arc<Counter>> {
+        let mut counters = self.counters().into_iter();
+        counters
+            .find(|c| (c.vcpu, c.config) == (vcpu, config) && !std::mem::replace(&mut c.lock().claimed, true))
+    }
+
     /// Returns the number of starts of all existing events.
     pub fn starts(&self) -> u64 {
-        self.counters
-            .lock()
-            .unwrap()
-            .values()
-            .flatten()
-            .map(|c| c.lock().unwrap().starts)
-            .sum()
+        self.counters().iter().map(|c| c.lock().starts).sum()
     }
 
     pub fn on(&self, vcpu: u32) -> usize {
-        let counters = self.counters.lock().unwrap();
-        counters
-            .get(&vcpu)
-            .map_or(0, |c| c.iter().filter(|c| c.lock().unwrap().on).count())
+        let counters = self.counters();
+        counters.iter().filter(|c| c.vcpu == vcpu && c.is_on()).count()
     }
 }
 
-/// A hardware driver with `slots` counters per vCPU. `config` 0 does not exist, 1 counts work, and
-/// n counts n times the work; [`PACKAGE`] is a package count. It counts vCPUs, not VMs.
+/// A driver with `slots` counters per vCPU, or of software events if 0. `config` 0 does not exist,
+/// and [`PACKAGE`] is a package count. It counts vCPUs, not VMs.
 #[derive(Debug)]
 pub struct TestPmu {
     pub world: Arc<DriverState>,
     pub slots: usize,
+    /// Counts per unit of work by `config`.
+    pub rate: fn(u64) -> u64,
 }
 
 pub const PACKAGE: u64 = 1000;
@@ -82,9 +134,8 @@ pub const SOFT: EventType = EventType(0x1ff);
 
 #[derive(Debug)]
 struct TestEvent {
-    counter: Arc<Mutex<Counter>>,
+    counter: Arc<Counter>,
     world: Arc<DriverState>,
-    package: bool,
 }
 
 impl Pmu for TestPmu {
@@ -92,45 +143,33 @@ impl Pmu for TestPmu {
         "test"
     }
     fn serves(&self, ty: EventType) -> bool {
-        if self.slots == 0 {
-            ty == SOFT
-        } else {
-            ty == EventType::SIM
-        }
+        ty == if self.slots == 0 { SOFT } else { EventType::SIM }
     }
     fn capacity(&self) -> PmuCapacity {
-        if self.slots == 0 {
-            PmuCapacity::Unlimited
-        } else {
-            PmuCapacity::counters(self.slots)
+        match self.slots {
+            0 => PmuCapacity::Unlimited,
+            slots => PmuCapacity::counters(slots),
         }
     }
     fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
-        let package = attr.config == PACKAGE;
-        let vcpu = match target {
-            PmuTarget::Vcpu { vcpu, .. } => vcpu.0,
-            PmuTarget::Vm if package => u32::MAX,
+        let (vcpu, tid) = match target {
+            PmuTarget::Vcpu { vcpu, tid } => (vcpu.0, tid),
+            PmuTarget::Vm if attr.config == PACKAGE => (u32::MAX, 0),
             PmuTarget::Vm | PmuTarget::Cpu { .. } => return Err(PmuError::Unsupported("counts vCPUs")),
         };
         if attr.config == 0 {
             return Err(PmuError::NoSuchEvent);
         }
-        let counter = Arc::new(Mutex::new(Counter {
-            rate: attr.config,
+        let counter = Arc::new(Counter {
+            vcpu,
+            tid,
+            config: attr.config,
+            rate: (self.rate)(attr.config),
             ..Counter::default()
-        }));
-        self.world
-            .counters
-            .lock()
-            .unwrap()
-            .entry(vcpu)
-            .or_default()
-            .push(Arc::clone(&counter));
-        Ok(Box::new(TestEvent {
-            counter,
-            world: Arc::clone(&self.world),
-            package,
-        }))
+        });
+        self.world.counters.lock().unwrap().push(Arc::clone(&counter));
+        let world = Arc::clone(&self.world);
+        Ok(Box::new(TestEvent { counter, world }))
     }
 }
 
@@ -139,7 +178,7 @@ impl PmuEvent for TestEvent {
         if *self.world.refuse.lock().unwrap() {
             return Err(PmuError::Busy);
         }
-        let mut c = self.counter.lock().unwrap();
+        let mut c = self.counter.lock();
         assert!(!c.on, "started twice");
         c.on = true;
         c.starts += 1;
@@ -147,24 +186,27 @@ impl PmuEvent for TestEvent {
         Ok(())
     }
     fn stop(&mut self) {
-        let mut c = self.counter.lock().unwrap();
+        let mut c = self.counter.lock();
         assert!(c.on, "stopped twice");
         c.on = false;
+        if self.world.fault == DriverFault::LosesCount {
+            c.count = c.count.saturating_sub(1);
+        }
     }
     fn read(&mut self) -> u64 {
-        self.counter.lock().unwrap().count
+        self.counter.lock().count
     }
     fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {
-        let mut c = self.counter.lock().unwrap();
-        assert!(c.on);
+        let mut c = self.counter.lock();
+        assert!(c.on, "armed while off");
         c.armed_at = Some(c.count + overflow_in);
         Ok(())
     }
     fn take_overflows(&mut self) -> u32 {
-        std::mem::take(&mut self.counter.lock().unwrap().overflows)
+        std::mem::take(&mut self.counter.lock().overflows)
     }
     fn count(&mut self) -> Option<u64> {
-        self.package.then(|| *self.world.package.lock().unwrap())
+        (self.counter.config == PACKAGE).then(|| *self.world.package.lock().unwrap())
     }
     fn count_age_ns(&mut self) -> u64 {
         *self.world.package_age_ns.lock().unwrap()
@@ -173,11 +215,8 @@ impl PmuEvent for TestEvent {
 
 impl Drop for TestEvent {
     fn drop(&mut self) {
-        let counters = self.world.counters.lock();
-        if let Ok(mut counters) = counters {
-            for list in counters.values_mut() {
-                list.retain(|c| !Arc::ptr_eq(c, &self.counter));
-            }
+        if let Ok(mut counters) = self.world.counters.lock() {
+            counters.retain(|c| !Arc::ptr_eq(c, &self.counter));
         }
     }
 }
@@ -206,14 +245,13 @@ impl TestCore {
         tweak(&mut config);
         let core = PerfCore::new(config);
         let (hw, sw) = (Arc::new(DriverState::default()), Arc::new(DriverState::default()));
-        core.register(Arc::new(TestPmu {
-            world: Arc::clone(&hw),
-            slots,
-        }));
-        core.register(Arc::new(TestPmu {
-            world: Arc::clone(&sw),
-            slots: 0,
-        }));
+        for (world, slots) in [(&hw, slots), (&sw, 0)] {
+            core.register(Arc::new(TestPmu {
+                world: Arc::clone(world),
+                slots,
+                rate: |config| config,
+            }));
+        }
         let admin = core.session(0, Role::Admin);
         let guest = core.session(0, Role::Guest);
         Self {

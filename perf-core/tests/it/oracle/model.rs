@@ -10,7 +10,7 @@ mod judging;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::driver::Counter;
+use crate::common::test_core::Counter;
 pub use counting::RingRecord;
 use judging::SlotUsage;
 
