@@ -7,11 +7,12 @@ use std::thread;
 
 use perf_core::pmu::host::{HostPmu, HostProbe, MIN_CLOCK_PERIOD_NS, ignore_sigio};
 use perf_core::pmu::{PmuCapacity, PmuError, PmuTarget};
-use perf_core::record::{Record, RecordFormat};
-use perf_core::ring::RingReader;
+use perf_core::record::Record;
+use perf_core::ring::{Ring, RingReader};
 use perf_core::*;
 
 use crate::common::memory::fault;
+use crate::common::test_core::for_each_record;
 use crate::common::thread::{burn, catch_signals, signals_of_this_thread, this_tid};
 
 const TASK_CLOCK: u64 = 1;
@@ -27,10 +28,8 @@ fn here() -> PmuTarget {
 
 fn software(config: u64) -> Attr {
     Attr {
-        ty: EventType::SOFTWARE,
-        config,
         exclude_host: true,
-        ..Attr::default()
+        ..Attr::counting(EventType::SOFTWARE, config)
     }
 }
 
@@ -38,6 +37,62 @@ fn hardware(config: u64) -> Attr {
     Attr {
         ty: EventType::HARDWARE,
         ..software(config)
+    }
+}
+
+/// A core that samples this thread as its only vCPU.
+struct SampledThread {
+    _core: PerfCore,
+    _session: Session,
+    vcpu: Arc<VcpuContext>,
+    event: Handle,
+    ring: Arc<Ring>,
+}
+
+impl SampledThread {
+    /// Samples this thread with an event whose samples have periods.
+    fn new(attr: Attr) -> Self {
+        let core = PerfCore::new(PerfCoreConfig::default());
+        core.register(Arc::new(HostPmu::software(Some(catch_signals()))));
+        let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
+        vcpu.sched_in();
+        let session = core.session(0, Role::Admin);
+        let (attr, target) = (
+            attr.with_sample_type(SampleType::PERIOD),
+            OpenTarget::Vcpu(VcpuId(0)),
+        );
+        let event = core
+            .open(&session, attr, target, None, OpenFlags::default())
+            .unwrap();
+        Self {
+            ring: event.map(16, true).unwrap(),
+            _core: core,
+            _session: session,
+            vcpu,
+            event,
+        }
+    }
+
+    fn serve(&self) {
+        self.vcpu.service_overflows(&mut UnavailableRegs, &mut |_| {});
+    }
+
+    /// Ends sampling. Returns the periods of the samples, and the count.
+    fn finish(&self) -> (Vec<u64>, u64) {
+        self.vcpu.sched_out();
+        self.serve();
+        let mut periods = Vec::new();
+        for_each_record(
+            &mut RingReader::map(self.ring.memfd()).unwrap(),
+            self.event.attr(),
+            |record| {
+                let Record::Sample(sample) = record else {
+                    panic!("only samples are expected")
+                };
+                periods.push(sample.period);
+            },
+        );
+        (periods, self.event.read().unwrap().value)
     }
 }
 
@@ -98,26 +153,15 @@ fn new_period_takes_effect_immediately() {
 /// unfinished last period.
 #[test]
 fn periods_of_real_samples_add_up_to_the_count() {
-    let core = PerfCore::new(PerfCoreConfig::default());
-    core.register(Arc::new(HostPmu::software(Some(catch_signals()))));
-    let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
-    vcpu.sched_in();
-    let session = core.session(0, Role::Admin);
-    let attr = Attr {
+    let thread = SampledThread::new(Attr {
         sample_period: 50,
-        sample_type: SampleType::PERIOD,
         ..software(PAGE_FAULTS)
-    };
-    let target = OpenTarget::Vcpu(VcpuId(0));
-    let event = core
-        .open(&session, attr, target, None, OpenFlags::default())
-        .unwrap();
-    let ring = event.map(4, true).unwrap();
-    let serve = || vcpu.service_overflows(&mut UnavailableRegs, &mut |_| {});
+    });
+    let (event, vcpu) = (&thread.event, &thread.vcpu);
     let work = |faults: usize| {
         for _ in 0..faults / 20 {
             fault(20);
-            serve();
+            thread.serve();
         }
     };
     work(120);
@@ -134,18 +178,8 @@ fn periods_of_real_samples_add_up_to_the_count() {
     event.set_period(3).unwrap();
     vcpu.sched_in();
     work(60);
-    vcpu.sched_out();
-    serve();
-    let format = RecordFormat::of_samples(SampleType::PERIOD);
-    let (mut reader, mut stood_for, mut samples) = (RingReader::map(ring.memfd()).unwrap(), 0, 0);
-    while let Some(raw) = reader.next_record().unwrap() {
-        let Record::Sample(sample) = Record::decode(raw, format).unwrap() else {
-            panic!("only samples are expected")
-        };
-        stood_for += sample.period;
-        samples += 1;
-    }
-    let counted = event.read().unwrap().value;
+    let (periods, counted) = thread.finish();
+    let (stood_for, samples) = (periods.iter().sum::<u64>(), periods.len());
     assert!(counted >= 980, "{counted} page faults");
     assert!(samples > 10, "{samples} samples");
     assert!(
@@ -214,25 +248,25 @@ fn signal_interrupts_a_blocking_call() {
 #[test]
 fn host_driver_rejects_unsupported_events() {
     let pmu = HostPmu::software(None);
-    assert!(matches!(
-        pmu.open(&software(PAGE_FAULTS), PmuTarget::Vm),
-        Err(PmuError::Unsupported(_))
-    ));
     let user_only = Attr {
         exclude_kernel: true,
         ..software(PAGE_FAULTS)
     };
+    let refusal = |attr: &Attr, target| pmu.open(attr, target).err();
+    let of_vm = refusal(&software(PAGE_FAULTS), PmuTarget::Vm);
+    assert!(matches!(of_vm, Some(PmuError::Unsupported(_))));
     assert!(matches!(
-        pmu.open(&user_only, here()),
-        Err(PmuError::Unsupported(_))
+        refusal(&user_only, here()),
+        Some(PmuError::Unsupported(_))
     ));
     assert!(matches!(
-        pmu.open(&hardware(0), here()),
-        Err(PmuError::NoSuchEvent)
+        refusal(&hardware(0), here()),
+        Some(PmuError::NoSuchEvent)
     ));
+    let unknown = refusal(&software(9_999), here());
     assert!(matches!(
-        pmu.open(&software(9_999), here()),
-        Err(PmuError::NoSuchEvent | PmuError::Unsupported(_))
+        unknown,
+        Some(PmuError::NoSuchEvent | PmuError::Unsupported(_))
     ));
     let mut ev = pmu.open(&software(PAGE_FAULTS), here()).unwrap();
     assert!(matches!(ev.start(Some(5)), Err(PmuError::Unsupported(_))));
@@ -350,68 +384,44 @@ fn clock_with_a_short_period_leaves_its_thread_time() {
     }
 }
 
-/// Returns the periods of the samples of `attr` while this thread uses 5 ms, and the count.
-fn clock_samples(attr: Attr) -> (Vec<u64>, u64) {
-    let core = PerfCore::new(PerfCoreConfig::default());
-    core.register(Arc::new(HostPmu::software(Some(catch_signals()))));
-    let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
-    vcpu.sched_in();
-    let session = core.session(0, Role::Admin);
-    let target = OpenTarget::Vcpu(VcpuId(0));
-    let event = core
-        .open(&session, attr.clone(), target, None, OpenFlags::default())
-        .unwrap();
-    let ring = event.map(16, true).unwrap();
-    while event.read().unwrap().value < 5_000_000 {
+/// Returns the periods of the samples of `attr` while this thread uses 5 ms, and checks that they
+/// add up to the count but for the last period, of `period_ns`.
+fn clock_samples(attr: Attr, period_ns: u64) -> Vec<u64> {
+    let thread = SampledThread::new(attr);
+    while thread.event.read().unwrap().value < 5_000_000 {
         burn(20_000);
-        vcpu.service_overflows(&mut UnavailableRegs, &mut |_| {});
+        thread.serve();
     }
-    vcpu.sched_out();
-    vcpu.service_overflows(&mut UnavailableRegs, &mut |_| {});
-    let (mut reader, mut periods) = (RingReader::map(ring.memfd()).unwrap(), Vec::new());
-    while let Some(raw) = reader.next_record().unwrap() {
-        let Record::Sample(sample) = Record::decode(raw, RecordFormat::from(&attr)).unwrap() else {
-            panic!("only samples are expected")
-        };
-        periods.push(sample.period);
-    }
-    (periods, event.read().unwrap().value)
+    let (periods, counted) = thread.finish();
+    let stood_for: u64 = periods.iter().sum();
+    assert!(
+        stood_for <= counted && counted - stood_for < period_ns,
+        "{stood_for} of {counted}"
+    );
+    assert!(
+        periods.iter().all(|period| period % period_ns == 0),
+        "{periods:?}"
+    );
+    periods
 }
 
 /// If the kernel uses a longer period than requested, each sample has the actual number of counts.
 #[test]
 fn short_clock_samples_account_for_all_counts() {
-    let (periods, counted) = clock_samples(Attr {
+    let attr = Attr {
         sample_period: 1000,
-        sample_type: SampleType::PERIOD,
         ..software(TASK_CLOCK)
-    });
-    let stood_for: u64 = periods.iter().sum();
-    assert!(
-        stood_for <= counted && counted - stood_for < 1000,
-        "{stood_for} of {counted}"
-    );
-    assert!(periods.iter().all(|period| period % 1000 == 0), "{periods:?}");
+    };
     // The number of samples depends on the host's interrupt latency; it may be one.
-    assert!(!periods.is_empty(), "{counted} ns were counted");
+    assert!(!clock_samples(attr, 1000).is_empty());
 }
 
 /// The frequency of a clock is a period, from the first sample on.
 #[test]
 fn clocks_frequency_is_its_period() {
-    let (periods, counted) = clock_samples(Attr {
+    let attr = Attr {
         sample_period: 1000,
-        freq: true,
-        sample_type: SampleType::PERIOD,
         ..software(TASK_CLOCK)
-    });
-    let stood_for: u64 = periods.iter().sum();
-    assert!(
-        stood_for <= counted && counted - stood_for < 1_000_000,
-        "{stood_for} of {counted}"
-    );
-    assert!(
-        periods.iter().all(|period| period % 1_000_000 == 0),
-        "{periods:?}"
-    );
+    };
+    clock_samples(attr.with_freq(), 1_000_000);
 }

@@ -111,13 +111,12 @@ impl log::Log for StderrLogger {
 
 impl ThreadCore {
     fn new(probe: &HostProbe) -> Self {
-        Self::with(
-            probe,
-            PerfCoreConfig {
-                clock: Arc::new(CpuTime::of_this_thread()),
-                ..PerfCoreConfig::default()
-            },
-        )
+        let clock = Arc::new(CpuTime::of_this_thread());
+        let config = PerfCoreConfig {
+            clock,
+            ..PerfCoreConfig::default()
+        };
+        Self::with(probe, config)
     }
 
     fn with(probe: &HostProbe, config: PerfCoreConfig) -> Self {
@@ -172,8 +171,12 @@ impl ThreadCore {
 
     /// Handles overflows until `event` has the given number of counts.
     fn serve_counts(&self, event: &Handle, counts: u64, passed: &mut [u64; 4]) {
+        self.serve_while(passed, |_| event.read().unwrap().value < counts);
+    }
+
+    fn serve_while(&self, passed: &mut [u64; 4], waits: impl Fn(&[u64; 4]) -> bool) {
         let end = thread_cpu_ns() + PATIENCE_NS;
-        while event.read().unwrap().value < counts && thread_cpu_ns() < end {
+        while waits(passed) && thread_cpu_ns() < end {
             self.serve(20 * MS, passed);
         }
     }
@@ -181,10 +184,7 @@ impl ThreadCore {
     /// Handles overflows until the periods of all these counts but the last are reported. An
     /// overflow is reported after its signal, which may be late on a busy machine.
     fn serve_reports(&self, cookie: usize, due: u64, passed: &mut [u64; 4]) {
-        let end = thread_cpu_ns() + PATIENCE_NS;
-        while passed[cookie] + 1 < due && thread_cpu_ns() < end {
-            self.serve(20 * MS, passed);
-        }
+        self.serve_while(passed, |passed| passed[cookie] + 1 < due);
     }
 }
 
@@ -656,6 +656,7 @@ fn take_all_counters() -> Vec<OwnedFd> {
 /// time, no counts are lost, and the event continues when the counters are free again.
 #[test]
 fn counters_taken_by_kernel_are_detected_and_recovered() {
+    use EventState::{Active, Error, Inactive};
     let Some(probe) = pmu() else { return };
     // The core's clock here is the driver's clock for lost counters, because a thread's CPU time
     // excludes interrupts.
@@ -665,18 +666,15 @@ fn counters_taken_by_kernel_are_detected_and_recovered() {
     burn(20 * MS);
     let before_ns = t.vcpu.time_ns();
     t.vcpu.look();
-    assert_eq!(
-        (t.vcpu.errors(), pinned.state(), flexible.state()),
-        (0, EventState::Active, EventState::Active)
-    );
+    let states = || (pinned.state(), flexible.state());
+    assert_eq!((t.vcpu.errors(), states()), (0, (Active, Active)));
     burn(30 * MS);
     let counted = pinned.count().unwrap();
     let hogs = take_all_counters();
     let taken_ns = t.vcpu.time_ns();
     burn(1200 * MS);
     t.vcpu.look();
-    assert_eq!((t.vcpu.errors(), pinned.state()), (1, EventState::Error));
-    assert_eq!(flexible.state(), EventState::Inactive, "it waits for its turn");
+    assert_eq!((t.vcpu.errors(), states()), (1, (Error, Inactive)));
     let failure = pinned.failure().unwrap();
     assert_eq!(failure.cause, EventFailureCause::Taken);
     let now_ns = t.vcpu.time_ns();
@@ -690,17 +688,12 @@ fn counters_taken_by_kernel_are_detected_and_recovered() {
     burn(10 * MS);
     assert_eq!(pinned.count().unwrap(), stands);
     pinned.enable(ControlScope::Event).unwrap();
-    assert_eq!(
-        (pinned.state(), pinned.failure().unwrap().cause),
-        (EventState::Error, EventFailureCause::Busy)
-    );
+    let cause = pinned.failure().unwrap().cause;
+    assert_eq!((pinned.state(), cause), (Error, EventFailureCause::Busy));
     drop(hogs);
     pinned.enable(ControlScope::Event).unwrap();
     t.core.tick();
-    assert_eq!(
-        (pinned.state(), flexible.state()),
-        (EventState::Active, EventState::Active)
-    );
+    assert_eq!(states(), (Active, Active));
     burn(20 * MS);
     assert!(pinned.count().unwrap() > stands);
     let reading = flexible.read().unwrap();

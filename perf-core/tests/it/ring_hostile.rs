@@ -7,7 +7,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd};
 use std::sync::Arc;
 
-use perf_core::ring::{PAGE_SIZE, PollState, Ring, RingMode, RingReadError, RingReader};
+use perf_core::ring::{PAGE_SIZE, PollState, RawRecord, Ring, RingMode, RingReadError, RingReader};
 
 use crate::common::ring::{DATA_HEAD, DATA_TAIL, TAGGED, foreign, peek, poke, ring_and_reader, write};
 
@@ -46,6 +46,15 @@ fn one_good_one_bad(size: u64, there: u64) -> (Ring, File) {
     (ring, memory)
 }
 
+fn size_of_record(record: RawRecord<'_>) -> u64 {
+    record.bytes().len() as u64
+}
+
+/// Returns the size of the next record.
+fn next_size(reader: &mut RingReader) -> Option<u64> {
+    reader.next_record().expect("sound").map(size_of_record)
+}
+
 const BAD: [(u64, u64, &str); 6] = [
     (0, 24, SMALL),
     (7, 24, SMALL),
@@ -69,10 +78,7 @@ fn corrupt_records_are_reported_and_skipped() {
         assert!(reader.next_record().expect("nothing").is_none());
         header(&memory, 16 + there, 24);
         poke(&memory, DATA_HEAD, 16 + there + 24);
-        assert_eq!(
-            reader.next_record().expect("sound").expect("one").bytes().len(),
-            24
-        );
+        assert_eq!(next_size(&mut reader), Some(24));
     }
 }
 
@@ -81,7 +87,7 @@ fn batch_ends_before_corrupt_record() {
     for (size, there, what) in BAD {
         let (ring, memory) = one_good_one_bad(size, there);
         let mut reader = RingReader::map(ring.memfd()).expect("maps");
-        let sizes: Vec<_> = reader.batch().expect("sound").map(|r| r.bytes().len()).collect();
+        let sizes: Vec<_> = reader.batch().expect("sound").map(size_of_record).collect();
         assert_eq!(sizes, [16], "{size} bytes of {there}");
         let error = reader.batch().err().expect("nonsense");
         assert_eq!(corrupt(error), (16, what), "{size} bytes of {there}");
@@ -96,22 +102,12 @@ fn records_of_limit_sizes_are_valid() {
     for (size, there) in [(8, 8), (24, 24), (PAGE - 16, PAGE - 16)] {
         let (ring, _) = one_good_one_bad(size, there);
         let mut reader = RingReader::map(ring.memfd()).expect("maps");
-        let sizes: Vec<_> = reader
-            .batch()
-            .expect("sound")
-            .map(|r| r.bytes().len() as u64)
-            .collect();
+        let sizes: Vec<_> = reader.batch().expect("sound").map(size_of_record).collect();
         assert_eq!(sizes, [16, size]);
-        drop(reader);
         let (ring, _) = one_good_one_bad(size, there);
         let mut reader = RingReader::map(ring.memfd()).expect("maps");
-        for expected in [16, size] {
-            assert_eq!(
-                reader.next_record().expect("sound").expect("one").bytes().len() as u64,
-                expected
-            );
-        }
-        assert!(reader.next_record().expect("nothing").is_none());
+        let sizes = [(); 3].map(|()| next_size(&mut reader));
+        assert_eq!(sizes, [Some(16), Some(size), None]);
     }
 }
 
@@ -265,7 +261,7 @@ fn space_is_released_per_quarter() {
     for n in 1..=100u64 {
         assert!(reader.next_record().expect("sound").is_some());
         let tail = peek(&memory, DATA_TAIL);
-        if tails.last() != Some(&(n, tail)) && tails.last().is_none_or(|(_, last)| *last != tail) {
+        if tails.last().is_none_or(|(_, last)| *last != tail) {
             tails.push((n, tail));
         }
     }
@@ -296,6 +292,7 @@ fn memfd(len: u64, seals: libc::c_int, data_offset: u64, data_size: u64) -> File
 
 #[test]
 fn non_ring_is_rejected_with_reason() {
+    const LARGE: u64 = (1 << 17) * PAGE;
     let sealed = libc::F_SEAL_SHRINK;
     for (len, seals, data_offset, data_size, why) in [
         (2 * PAGE, libc::F_SEAL_GROW, PAGE, PAGE, "not sealed"),
@@ -304,13 +301,7 @@ fn non_ring_is_rejected_with_reason() {
         (PAGE - 1, sealed, PAGE, 0, "1 + 2^n pages"),
         (0, sealed, PAGE, 0, "1 + 2^n pages"),
         // More than the maximum, in a sparse file.
-        (
-            PAGE + (1 << 17) * PAGE,
-            sealed,
-            PAGE,
-            (1 << 17) * PAGE,
-            "1 + 2^n pages",
-        ),
+        (PAGE + LARGE, sealed, PAGE, LARGE, "1 + 2^n pages"),
         (2 * PAGE, sealed, 2 * PAGE, PAGE, "control page"),
         (2 * PAGE, sealed, PAGE, 2 * PAGE, "control page"),
     ] {

@@ -26,15 +26,8 @@ const PAGE: usize = 4096;
 
 #[test]
 fn kernel_samples_are_read_in_place_and_across_wrap() {
-    let format = RecordFormat {
-        sample_type: SampleType::IP
-            | SampleType::TID
-            | SampleType::TIME
-            | SampleType::ADDR
-            | SampleType::PERIOD,
-        read_format: ReadFormat::empty(),
-        ..RecordFormat::default()
-    };
+    use SampleType as S;
+    let format = RecordFormat::of_samples(S::IP | S::TID | S::TIME | S::ADDR | S::PERIOD);
     let flags = SampleFlag::IP | SampleFlag::TID | SampleFlag::TIME | SampleFlag::ADDR | SampleFlag::PERIOD;
     let mut counter = match Builder::new(Software::PAGE_FAULTS)
         .sample_period(1)
@@ -104,17 +97,25 @@ fn kernel_event(attr: &Attr, group: i32) -> Option<OwnedFd> {
 
 /// Opens a [`kernel_event`] for this thread while on `cpu`, or on any CPU for -1.
 fn kernel_event_on(attr: &Attr, cpu: i32, group: i32) -> Option<OwnedFd> {
+    match open_event(attr, cpu, group) {
+        Ok(event) => Some(event),
+        Err(error) => {
+            assert_eq!(error.kind(), std::io::ErrorKind::PermissionDenied, "{error}");
+            skip::skipped(&format!("this user may not open perf events ({error})"), false);
+            None
+        }
+    }
+}
+
+fn open_event(attr: &Attr, cpu: i32, group: i32) -> std::io::Result<OwnedFd> {
     let bytes = attr.to_bytes();
     // SAFETY: the attribute is readable for its stated size.
     let fd = unsafe { libc::syscall(libc::SYS_perf_event_open, bytes.as_ptr(), 0, cpu, group, 0) };
     if fd < 0 {
-        let error = std::io::Error::last_os_error();
-        assert_eq!(error.kind(), std::io::ErrorKind::PermissionDenied, "{error}");
-        skip::skipped(&format!("this user may not open perf events ({error})"), false);
-        return None;
+        return Err(std::io::Error::last_os_error());
     }
     // SAFETY: the file descriptor was just opened here.
-    Some(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
 /// Reads every record in the kernel's ring, decodes it, encodes it into a ring of this crate and
@@ -155,15 +156,7 @@ fn read_formats() -> u64 {
         sample_period: 0,
         ..faults(SampleType::empty(), ReadFormat::LOST)
     };
-    let bytes = attr.to_bytes();
-    // SAFETY: the attribute is readable for its stated size.
-    let fd = unsafe { libc::syscall(libc::SYS_perf_event_open, bytes.as_ptr(), 0, -1, -1, 0) };
-    if fd < 0 {
-        return 16;
-    }
-    // SAFETY: the file descriptor was just opened here.
-    drop(unsafe { OwnedFd::from_raw_fd(fd as i32) });
-    32
+    if open_event(&attr, -1, -1).is_ok() { 32 } else { 16 }
 }
 
 /// Returns attributes that sample every page fault of this thread in user mode.
@@ -174,6 +167,13 @@ fn faults(sample_type: SampleType, read_format: ReadFormat) -> Attr {
         exclude_kernel: true,
         disabled: true,
         ..Attr::sampling(EventType::SOFTWARE, 2, 1)
+    }
+}
+
+/// Checks the minimum numbers of records by type.
+fn check_numbers(types: &BTreeMap<u32, u32>, minimum: &[(u32, u32)]) {
+    for (ty, least) in minimum {
+        assert!(types.get(ty).is_some_and(|n| n >= least), "type {ty}: {types:?}");
     }
 }
 
@@ -209,11 +209,7 @@ fn samples_match_kernel_encoding() {
         enable(&leader, true);
         fault(20);
         enable(&leader, false);
-        let format = RecordFormat {
-            sample_type: attr.sample_type,
-            read_format,
-            ..RecordFormat::default()
-        };
+        let format = RecordFormat::from(&attr);
         let types = check_reencoded_records(&mut reader, format);
         assert!(types[&SAMPLE] >= 20, "{types:?}");
     }
@@ -267,12 +263,10 @@ fn side_band_records_match_kernel_encoding() {
         for (ty, n) in check_reencoded_records(&mut reader, format) {
             *types.entry(ty).or_insert(0) += n;
         }
-        for (ty, least) in [(FORK, 1), (COMM, 4), (MMAP, 1), (LOST, 1), (SAMPLE, 30)] {
-            assert!(
-                types.get(&ty).is_some_and(|n| *n >= least),
-                "type {ty}: {types:?}"
-            );
-        }
+        check_numbers(
+            &types,
+            &[(FORK, 1), (COMM, 4), (MMAP, 1), (LOST, 1), (SAMPLE, 30)],
+        );
     }
 }
 
@@ -319,11 +313,6 @@ fn thread_exit_records_match_kernel_encoding() {
         }
         enable(&event, false);
         let types = check_reencoded_records(&mut reader, format);
-        for (ty, least) in [(FORK, 1), (EXIT, 1), (SAMPLE, 3)] {
-            assert!(
-                types.get(&ty).is_some_and(|n| *n >= least),
-                "type {ty}: {types:?}"
-            );
-        }
+        check_numbers(&types, &[(FORK, 1), (EXIT, 1), (SAMPLE, 3)]);
     }
 }
