@@ -334,23 +334,6 @@ impl EventFilter {
         &self.entries
     }
 
-    /// Returns a specification of this filter.
-    #[must_use]
-    pub fn to_spec(&self) -> FilterSpec {
-        let events = self.entries.iter().map(|entry| FilterEntrySpec {
-            select: entry.select.into(),
-            umask: None,
-            umask_mask: Some(entry.mask.into()),
-            umask_match: Some(entry.matches.into()),
-            exclude: entry.exclude,
-        });
-        FilterSpec {
-            action: self.action,
-            fixed_counters: self.fixed_counters.into(),
-            events: events.collect(),
-        }
-    }
-
     /// Returns whether an entry lists the event and no entry excludes it.
     pub fn lists(&self, select: u16, umask: UnitMask) -> bool {
         let first = self.entries.partition_point(|entry| entry.select < select);
@@ -409,22 +392,12 @@ impl FilterEntry {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::events::ArchEvent;
+    use crate::events::{ArchEvent, EventSelect};
+    use proptest::prelude::*;
 
     /// Iterates over all event selects and unit masks that can be programmed.
     fn general_events() -> impl Iterator<Item = (u16, u8)> {
         (0..=0xFFF).flat_map(|select| (0..=u8::MAX).map(move |umask| (select, umask)))
-    }
-
-    #[test]
-    fn filter_round_trips_through_its_specification() {
-        for filter in [
-            EventFilter::allow_all(),
-            EventFilter::architectural(Vendor::Intel),
-            EventFilter::architectural(Vendor::Amd).without_paravirtual(Vendor::Amd),
-        ] {
-            assert_eq!(EventFilter::new(&filter.to_spec()).unwrap(), filter);
-        }
     }
 
     #[test]
@@ -483,9 +456,6 @@ mod tests {
             }
         }
     }
-    use crate::events::EventSelect;
-    use proptest::prelude::*;
-
     fn general(select: u16, umask: u8) -> EventSelection {
         EventSelection::General(EventSelect(select), UnitMask(umask))
     }

@@ -216,38 +216,8 @@ fn through_a_core() {
     }
 }
 
-/// Measures the cost of longer intervals, for hosts with expensive kicks.
-fn by_length() {
-    println!("\nadaptive by the first length of its turns, interpolating, mean error");
-    println!(
-        "{:<12}{:>12}{:>10}{:>10}{:>34}",
-        "turn", "turns/s", "fixed", "random", "random, over rotate's of 4 ms"
-    );
-    let fixed = traces::all();
-    let random: Vec<Trace> = family::HOLD_OUT.map(family::trace).collect();
-    let mean = |traces: &[Trace], figure: &dyn Fn(&Trace) -> f64| {
-        traces.iter().map(figure).sum::<f64>() / traces.len() as f64
-    };
-    let linear = |t: &Trace| summarise(&runs(t, MuxPolicy::Rotate, TICK_NS, 1, 2), |r| r.linear_error).mean;
-    let reference = mean(&random, &linear);
-    for turn_us in [300u64, 584, 1_000, 2_000, 4_000, 6_500] {
-        let measure = (turn_us as f64 * 1e3 / family::PACE) as u64;
-        let error = |t: &Trace| summarise(&runs(t, MuxPolicy::Adaptive, measure, 1, 2), |r| r.error).mean;
-        let (fixed, random) = (mean(&fixed, &error), mean(&random, &error));
-        println!(
-            "{:<12}{:>12.0}{:>8.2} %{:>8.2} %{:>34.2}",
-            format!("{:.3} ms", turn_us as f64 / 1e3),
-            1e6 / turn_us as f64,
-            100.0 * fixed,
-            100.0 * random,
-            random / reference,
-        );
-    }
-}
-
 fn main() {
     fixed();
     random();
     through_a_core();
-    by_length();
 }

@@ -16,9 +16,6 @@ pub enum DecodeError {
         /// Number of excess bytes.
         bytes: usize,
     },
-    /// The header does not match the bytes.
-    #[error("the size in the header is not that of the record")]
-    Header,
 }
 
 pub(super) struct Cursor<'a> {

@@ -380,22 +380,4 @@ impl<'a> Record<'a> {
             _ => Self::Other(raw),
         })
     }
-
-    /// Decodes a record at the beginning of `bytes`, which may be longer than the record.
-    ///
-    /// # Errors
-    ///
-    /// Returns the errors of [`decode`](Self::decode), and [`DecodeError::Header`] if the size in
-    /// the header is invalid or exceeds `bytes`.
-    pub fn decode_bytes(bytes: &'a [u8], format: RecordFormat) -> Result<Self, DecodeError> {
-        let &[_, _, _, _, _, _, low, high, ..] = bytes else {
-            return Err(DecodeError::Short { field: "header" });
-        };
-        let size = usize::from(u16::from_ne_bytes([low, high]));
-        let raw = bytes
-            .get(..size)
-            .and_then(RawRecord::new)
-            .ok_or(DecodeError::Header)?;
-        Self::decode(raw, format)
-    }
 }

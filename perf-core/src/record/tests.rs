@@ -21,6 +21,10 @@ const REGISTERS: [u64; REGS_USER_LEN] = {
     registers
 };
 
+fn decode(bytes: &[u8], format: RecordFormat) -> Result<Record<'_>, DecodeError> {
+    Record::decode(RawRecord::new(bytes).expect("one record"), format)
+}
+
 /// Returns the words of `bytes`.
 fn words(bytes: &[u8]) -> Vec<u64> {
     let (words, _) = bytes.as_chunks();
@@ -159,7 +163,7 @@ fn check(entries: &[ReadEntry], ips: &[u64], raw: &[u8], format: RecordFormat) {
         })
         .collect();
     let expected = Record::Sample(projected(&full, format, &padded, &seen));
-    assert_eq!(Record::decode_bytes(&bytes, format), Ok(expected), "{format:?}");
+    assert_eq!(decode(&bytes, format), Ok(expected), "{format:?}");
 }
 
 #[test]
@@ -209,14 +213,16 @@ proptest! {
         let mut bytes = Vec::new();
         put_header(&mut bytes, RecordType(ty), RecordMisc(3), lie.map_or(HEADER_SIZE + body.len(), usize::from));
         bytes.extend_from_slice(&body);
-        match Record::decode_bytes(&bytes, format) {
+        let raw = RawRecord::new(&bytes);
+        prop_assert!(raw.is_some() || lie.is_some());
+        match raw.map(|raw| Record::decode(raw, format)) {
             // Decoded fields lie within the input and can be iterated.
-            Ok(Record::Sample(sample)) => {
+            Some(Ok(Record::Sample(sample))) => {
                 prop_assert!(sample.callchain.iter().count() * 8 <= body.len());
                 prop_assert!(sample.read.entries.iter().count() * 8 <= body.len().max(8));
             }
-            Ok(_) => {}
-            Err(error) => prop_assert!(!error.to_string().is_empty()),
+            Some(Err(error)) => prop_assert!(!error.to_string().is_empty()),
+            _ => {}
         }
     }
 
@@ -236,7 +242,7 @@ proptest! {
         prop_assert_eq!(bytes[bytes.len() - trailer - 1], 0, "the name is terminated");
         prop_assert_eq!(&bytes[bytes.len() - trailer..], encoded_id(format));
         let cut = CommRecord { name: &name[..name.len().min(15)], sample_id, ..comm };
-        prop_assert_eq!(Record::decode_bytes(&bytes, format), Ok(Record::Comm(cut)));
+        prop_assert_eq!(decode(&bytes, format), Ok(Record::Comm(cut)));
 
         let name = MappingName::Path(&name);
         let mmap = MmapRecord { misc: CpuMode::GuestKernel.into(), pid, tid, start, len, pgoff, name, sample_id: ID };
@@ -245,7 +251,7 @@ proptest! {
         prop_assert_eq!(bytes.len() % 8, 0);
         prop_assert_eq!(bytes[bytes.len() - trailer - 1], 0, "the path is terminated");
         prop_assert_eq!(&bytes[bytes.len() - trailer..], encoded_id(format));
-        prop_assert_eq!(Record::decode_bytes(&bytes, format), Ok(Record::Mmap(MmapRecord { sample_id, ..mmap })));
+        prop_assert_eq!(decode(&bytes, format), Ok(Record::Mmap(MmapRecord { sample_id, ..mmap })));
     }
 }
 
@@ -317,16 +323,13 @@ fn sample_without_user_context_takes_sixteen_bytes() {
     let format = RecordFormat::of_samples(SampleType::REGS_USER | SampleType::STACK_USER);
     let bytes = encoded(&Sample::default(), format);
     assert_eq!(bytes.len(), 8 + 16);
-    assert_eq!(
-        Record::decode_bytes(&bytes, format),
-        Ok(Record::Sample(Sample::default()))
-    );
+    assert_eq!(decode(&bytes, format), Ok(Record::Sample(Sample::default())));
     // The stack claims to be longer than its record.
     let mut sample = Sample::default();
     sample.user.stack = &[7; 32];
     let mut long = encoded(&sample, format);
     long[16..24].copy_from_slice(&u64::MAX.to_ne_bytes());
-    let decoded = Record::decode_bytes(&long, format);
+    let decoded = decode(&long, format);
     assert!(matches!(decoded, Err(DecodeError::Short { .. })));
 }
 
@@ -367,7 +370,7 @@ fn member_count_beyond_record_is_rejected() {
             put_u64(&mut bytes, word);
         }
         assert_eq!(
-            Record::decode_bytes(&bytes, format),
+            decode(&bytes, format),
             Err(DecodeError::Short {
                 field: "group members"
             }),
@@ -381,10 +384,7 @@ fn sample_longer_than_its_format_is_refused() {
     let format = RecordFormat::of_samples(SampleType::IP);
     let longer = RecordFormat::of_samples(SampleType::IP | SampleType::TIME);
     let bytes = encoded(&Sample::default(), longer);
-    assert_eq!(
-        Record::decode_bytes(&bytes, format),
-        Err(DecodeError::Trailing { bytes: 8 })
-    );
+    assert_eq!(decode(&bytes, format), Err(DecodeError::Trailing { bytes: 8 }));
 }
 
 /// Checks that `record` has a body of `len` bytes and the trailer [`ID`], and decodes to `expected`.
@@ -400,7 +400,7 @@ fn check_side_band<R: EncodeRecord>(
     assert_eq!((bytes.len(), record.size(format)), (size, size), "{format:?}");
     assert_eq!(size_in_header(&bytes), size);
     assert_eq!(bytes[8 + len..], trailer, "{format:?}");
-    assert_eq!(Record::decode_bytes(&bytes, format), Ok(expected(record)));
+    assert_eq!(decode(&bytes, format), Ok(expected(record)));
     bytes
 }
 
@@ -498,15 +498,12 @@ fn record_too_short_for_its_trailer_is_refused() {
         put_header(&mut bytes, RecordType::LOST, RecordMisc::default(), 8 + body);
         bytes.resize(8 + body, 0);
         let short = Err(DecodeError::Short { field });
-        assert_eq!(Record::decode_bytes(&bytes, format), short, "{body} bytes");
+        assert_eq!(decode(&bytes, format), short, "{body} bytes");
     }
     // Records of unsupported types are passed through unchanged, with or without a trailer.
     let mut bytes = Vec::new();
     put_header(&mut bytes, RecordType(10), RecordMisc::default(), 8);
-    assert!(matches!(
-        Record::decode_bytes(&bytes, format),
-        Ok(Record::Other(_))
-    ));
+    assert!(matches!(decode(&bytes, format), Ok(Record::Other(_))));
 }
 
 #[test]

@@ -61,7 +61,7 @@ const BLIND: u8 = 2;
 
 /// The source of the guest's privilege level on this host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LevelSource {
+pub(super) enum LevelSource {
     /// The host kernel's samples, which take no exit from the guest.
     KernelRing,
     /// As `KernelRing`, with host kernel samples attributed to level 0 because this KVM interprets
@@ -191,10 +191,6 @@ impl CplAttribution {
             seen_user: 0,
             kicked_user: 0,
         }
-    }
-
-    pub(crate) fn source(&self) -> LevelSource {
-        self.source
     }
 
     /// Selects the source for a KVM that interprets the guest's kernel. Must be called before the
@@ -433,13 +429,10 @@ mod tests {
     /// assumes it.
     #[test]
     fn host_kernel_samples_count_as_guest_only_if_interpreted() {
-        assert_ne!(
-            CplAttribution::new(0).source(),
-            LevelSource::KernelRingInterpreted
-        );
+        assert_ne!(CplAttribution::new(0).source, LevelSource::KernelRingInterpreted);
         let mut split = CplAttribution::new(0);
         split.kernel_is_interpreted();
-        assert_eq!(split.source(), LevelSource::KernelRingInterpreted);
+        assert_eq!(split.source, LevelSource::KernelRingInterpreted);
         assert!(!split.uses_kicks());
     }
 

@@ -11,8 +11,9 @@
 //! never counted, so `exclude_guest` is rejected and `exclude_host` has no effect.
 //!
 //! # One privilege level
-//! An event with `exclude_user` or `exclude_kernel` counts an estimate: see
-//! [`ClockPmu::is_estimate`] and [`LevelSource`]. An event with both counts nothing.
+//! An event with `exclude_user` or `exclude_kernel` counts an estimate
+//! ([`ClockPmu::is_estimate`]) from the host kernel's samples of the guest, or from kicks of the vCPU
+//! where there are none. An event with both counts nothing.
 //!
 //! # Overflow
 //! One timer per vCPU is armed for the earliest overflow when the guest is entered (see
@@ -33,7 +34,6 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
-pub use cpl::LevelSource;
 pub use vcpu::VcpuClock;
 
 use crate::attr::{Attr, EventType};
@@ -76,7 +76,7 @@ impl ClockPmu {
 
     /// Sets whether KVM interprets the guest's kernel, as a software-only KVM does.
     ///
-    /// The host kernel accounts such time as its own: see [`LevelSource::KernelRingInterpreted`].
+    /// The host kernel accounts such time as its own.
     /// The driver cannot detect this; the caller must determine it.
     #[must_use]
     pub fn interpreting_kernel(self, interprets_kernel: bool) -> Self {
@@ -123,13 +123,6 @@ impl ClockPmu {
     #[must_use]
     pub fn is_estimate(attr: &Attr) -> bool {
         attr.ty == EventType::CLOCK && attr.exclude_user != attr.exclude_kernel
-    }
-
-    /// Returns the source of privilege levels for `vcpu`, or `None` if it has no clock.
-    #[must_use]
-    pub fn level_source(&self, vcpu: VcpuId) -> Option<LevelSource> {
-        let clock = self.lock().get(&vcpu).cloned()?;
-        Some(clock.cpl_attribution().source())
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<VcpuId, Arc<VcpuClock>>> {

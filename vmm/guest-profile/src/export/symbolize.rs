@@ -216,52 +216,6 @@ fn is_file(path: &str) -> bool {
     path.starts_with('/') && !path.starts_with("//")
 }
 
-/// Returns the symbols that the samples of a profile refer to, each once, for saving in its file.
-/// Call this before writing, while the sources are available.
-pub fn symbols_to_save(
-    profile: &Profile,
-    kernel: Option<&KernelSymbols>,
-    mount: Option<GuestSymbols>,
-) -> Vec<SavedSymbol> {
-    let mut symbolizer = Symbolizer::new(profile, None, mount);
-    let mut found: HashMap<(Option<u32>, u64), SavedSymbol> = HashMap::new();
-    for sample in profile.samples() {
-        for frame in super::frames(&sample) {
-            let lookup = frame.instruction();
-            if frame.kernel {
-                let Some((s, _)) = kernel.and_then(|k| k.resolve(lookup)) else {
-                    continue;
-                };
-                found.entry((None, s.address)).or_insert_with(|| SavedSymbol {
-                    start: s.address,
-                    end: kernel.map_or(s.address, |k| k.end_of(s.address)),
-                    name: s.name.to_owned(),
-                    pid: None,
-                });
-            } else {
-                let named = symbolizer.name(frame, sample.pid);
-                if !named.known {
-                    continue;
-                }
-                let start = frame.address.wrapping_sub(named.offset);
-                let entry = found
-                    .entry((Some(sample.pid), start))
-                    .or_insert_with(|| SavedSymbol {
-                        start,
-                        end: start,
-                        name: named.name.clone(),
-                        pid: Some(sample.pid),
-                    });
-                // The sources may not provide a size, so the extent covers the sampled addresses.
-                entry.end = entry.end.max(lookup.saturating_add(1));
-            }
-        }
-    }
-    let mut list: Vec<_> = found.into_values().collect();
-    list.sort_by_key(|s| (s.pid, s.start));
-    list
-}
-
 /// Adds a call chain to each sample that has none because its vCPU was not stopped.
 ///
 /// Chains are taken in turn from samples in the same function of the same process, so that the
