@@ -4,7 +4,7 @@
 //!
 //! `cargo run -p perf-core --example raised`
 
-use perf_core::record::{MappingName, Record, RecordFormat};
+use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
@@ -85,7 +85,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
         start: 0xffff_ffff_8100_0000,
         len: 0x1_0000,
         pgoff: 0,
-        name: MappingName::Path(b"[guest.kernel.kallsyms]"),
+        name: b"[guest.kernel.kallsyms]",
         kernel: true,
     });
     let mut told = 0;
@@ -125,7 +125,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     while let Some(raw) = ring.next_record()? {
         match Record::decode(raw, format)? {
             Record::Comm(comm) => println!("thread {} is {}", comm.tid, String::from_utf8_lossy(comm.name)),
-            Record::Mmap(map) => println!("{:#x}: {}", map.start, String::from_utf8_lossy(map.name.bytes())),
+            Record::Mmap(map) => println!("{:#x}: {}", map.start, String::from_utf8_lossy(map.name)),
             Record::Sample(sample) => {
                 samples += 1;
                 assert_eq!(sample.period, 10);

@@ -151,7 +151,7 @@ const ALIASING_FACTOR: f64 = 10.0;
 const CALM: f64 = 1e-3;
 
 /// Statistics of rate changes between slices and within slices.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Default)]
 struct StepStatistics {
     n: u64,
     last_gap: f64,
@@ -239,22 +239,6 @@ fn weights(on: f64) -> [f64; 3] {
 }
 
 impl StepStatistics {
-    const NONE: Self = Self {
-        n: 0,
-        last_gap: 0.0,
-        squares: 0.0,
-        products: 0.0,
-        gap_squares: 0.0,
-        gap_products: 0.0,
-        second: 0.0,
-        fourth: 0.0,
-        largest: 0.0,
-        last: [0.0; LAGS],
-        lags: [0.0; LAGS],
-        halves: 0.0,
-        halved: 0,
-    };
-
     /// Adds a step across `gap`.
     fn add(&mut self, step: f64, gap: f64) {
         let square = step * step;
@@ -366,7 +350,7 @@ impl StepStatistics {
 ///
 /// All times are nanoseconds of the *time enabled* of the event and do not advance while the event
 /// is disabled. Rates are counts per nanosecond.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Default)]
 pub struct Estimator {
     /// Number of counts in all slices.
     counted: u64,
@@ -389,34 +373,11 @@ pub struct Estimator {
     mid_slice: Option<(u64, u64)>,
 }
 
-impl Default for Estimator {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 impl Estimator {
     /// Creates an estimator without slices.
     #[must_use]
-    pub const fn new() -> Self {
-        Self {
-            counted: 0,
-            running_ns: 0,
-            end_ns: 0,
-            last_rate: 0.0,
-            last_step: 0.0,
-            last_ns: 0,
-            gap_ns: 0,
-            first_gap_ns: 0,
-            trapezoids: 0.0,
-            rates: RunningVariance {
-                n: 0,
-                mean: 0.0,
-                m2: 0.0,
-            },
-            steps: StepStatistics::NONE,
-            mid_slice: None,
-        }
+    pub fn new() -> Self {
+        Self::default()
     }
 
     /// Returns `true` if a periodic pattern certainly aliases with the slices: the rate varies more

@@ -97,7 +97,7 @@ impl SavedHandler {
 
 /// Measurement of PMI handlers and the time of the next PMI, in nanoseconds of the vCPU's event
 /// time.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct ShareLimit {
     share: PmiShare,
     phase: HandlerPhase,
@@ -114,11 +114,7 @@ impl ShareLimit {
     pub(crate) fn new(share: PmiShare) -> Self {
         Self {
             share,
-            phase: HandlerPhase::Returned,
-            sources: 0,
-            unserved: 0,
-            began_ns: 0,
-            next_ns: 0,
+            ..Self::default()
         }
     }
 

@@ -1,7 +1,7 @@
 //! Guest side-band records: vCPU names and guest memory mappings.
 
 use crate::pmu::VcpuId;
-use crate::record::{CpuMode, MappingName, MmapRecord, RecordMisc, SampleId};
+use crate::record::{CpuMode, MmapRecord, RecordMisc, SampleId};
 use crate::service::core::PerfCore;
 use crate::service::sideband::write_to;
 
@@ -15,7 +15,7 @@ pub struct GuestMapping<'a> {
     /// Offset of the first byte in the mapped file, in bytes.
     pub pgoff: u64,
     /// Name, such as a file path or `[guest.kernel.kallsyms]`.
-    pub name: MappingName<'a>,
+    pub name: &'a [u8],
     /// `true` for code that runs at CPL 0.
     pub kernel: bool,
 }

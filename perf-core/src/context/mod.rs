@@ -66,6 +66,7 @@ pub(crate) struct EventHistory {
     slices: Option<Slices>,
 }
 
+#[derive(Default)]
 pub(crate) struct Context {
     pub clock: ContextClock,
     pub events: Table<EventKey, Event>,
@@ -116,31 +117,9 @@ pub(crate) struct Context {
 impl Context {
     pub fn new(policy: SharePolicy, mux: MuxConfig) -> Self {
         Self {
-            clock: ContextClock::default(),
-            events: Table::default(),
-            groups: Table::default(),
-            pools: SlotPools::default(),
-            software: GroupQueue::default(),
-            refused: VecDeque::new(),
-            lists: EventLists::default(),
-            ticks: 0,
-            next_frequency: 0,
-            pending: Vec::new(),
-            to_serve: Arc::default(),
-            raised: Default::default(),
-            entries: Vec::new(),
-            branch_words: Vec::new(),
-            clone_of: None,
-            pins: 0,
             policy,
             mux,
-            active: 0,
-            errors: Arc::default(),
-            looked_ns: 0,
-            samples: 0,
-            lost_samples: 0,
-            throttles: 0,
-            dead: false,
+            ..Self::default()
         }
     }
 

@@ -191,7 +191,7 @@ impl RegsCache {
 }
 
 /// Register data that was read for one overflow.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct SampledRegs<'a> {
     /// Data that was requested.
     pub wants: RegsRequest,
@@ -225,21 +225,6 @@ impl<'a> SampledRegs<'a> {
         UserRegsAndStack {
             stack: &self.user.stack[..self.user.stack.len().min(most)],
             ..self.user
-        }
-    }
-}
-
-impl Default for SampledRegs<'_> {
-    fn default() -> Self {
-        Self {
-            wants: RegsRequest::default(),
-            mode: CpuMode::Unknown,
-            ip: 0,
-            addr: 0,
-            callchain: &[],
-            branches: None,
-            raw: &[],
-            user: UserRegsAndStack::default(),
         }
     }
 }

@@ -40,13 +40,17 @@ pub(super) struct GroupList {
     len: usize,
 }
 
-impl GroupList {
-    pub(super) const EMPTY: Self = Self {
-        head: NIL,
-        tail: NIL,
-        len: 0,
-    };
+impl Default for GroupList {
+    fn default() -> Self {
+        Self {
+            head: NIL,
+            tail: NIL,
+            len: 0,
+        }
+    }
+}
 
+impl GroupList {
     pub(super) fn len(&self) -> usize {
         self.len
     }

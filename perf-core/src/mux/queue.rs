@@ -53,12 +53,10 @@ const FIRST_SHIFT: RotationCount = RotationCount(8);
 const NEXT_SHIFT: u64 = 4;
 
 /// Index into [`INTERVALS`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 struct IntervalIndex(usize);
 
 impl IntervalIndex {
-    const FIRST: Self = Self(0);
-
     /// Returns the multiplexing interval, in units of the interval of [`MuxPolicy::Rotate`].
     fn turn(self) -> f64 {
         INTERVALS[self.0]
@@ -71,7 +69,7 @@ impl IntervalIndex {
 }
 
 /// Number of the period between two changes of the interval.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 struct IntervalEra(u32);
 
 impl IntervalEra {
@@ -83,7 +81,7 @@ impl IntervalEra {
 }
 
 /// A number of rotations. Each group is scheduled once per rotation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 struct RotationCount(u64);
 
 impl RotationCount {
@@ -101,7 +99,7 @@ impl RotationCount {
 }
 
 /// A number of multiplexing intervals.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Default)]
 struct IntervalCount(u64);
 
 impl IntervalCount {
@@ -182,9 +180,10 @@ impl QueueEntry {
 }
 
 /// Phase of the interval sequence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Phase {
     /// Intervals of equal length.
+    #[default]
     Regular,
     /// One rotation with longer intervals, which shifts all following ones by 0.618 of a rotation.
     Stretched,
@@ -195,7 +194,7 @@ enum Phase {
 /// A queue that multiplexes the flexible groups of one context.
 ///
 /// Memory use is proportional to the largest [`GroupKey`].
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct MuxQueue {
     policy: MuxPolicy,
     /// Multiplexing interval under [`MuxPolicy::Rotate`], in nanoseconds.
@@ -240,23 +239,7 @@ impl MuxQueue {
         Self {
             policy,
             turn_ns: turn_ns.max(1),
-            entries: Vec::new(),
-            on: GroupList::EMPTY,
-            waiting: GroupList::EMPTY,
-            held: None,
-            next_turn_ns: 0,
-            pace: IntervalIndex::FIRST,
-            era: IntervalEra::FIRST,
-            phase: Phase::Regular,
-            left: IntervalCount::NONE,
-            run: RotationCount::NONE,
-            suspects: 0,
-            checked: 0,
-            revealed: 0,
-            pattern_confirmed: false,
-            draw: 0,
-            turns: IntervalCount::NONE,
-            aliased_at: None,
+            ..Self::default()
         }
     }
 

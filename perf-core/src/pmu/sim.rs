@@ -53,7 +53,7 @@ pub struct SimConfig {
     pub package: Vec<u64>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct SimCounter {
     vcpu: Option<VcpuId>,
     config: u64,
@@ -324,14 +324,7 @@ impl Pmu for SimPmu {
             SimCounter {
                 vcpu,
                 config: attr.config,
-                on: false,
-                slot: None,
-                count: 0,
-                armed_at: None,
-                wanted_at: 0,
-                floor: PeriodFloor::default(),
-                overflows: 0,
-                lost: None,
+                ..SimCounter::default()
             },
         );
         Ok(Box::new(SimEvent {

@@ -22,9 +22,7 @@ pub use id::SampleId;
 pub(crate) use read::read_size_of;
 pub use read::{ReadEntries, ReadEntry, ReadValues};
 pub use sample::{Sample, UserRegsAndStack, WordList};
-pub use side::{
-    CommRecord, LostRecord, MappingName, MmapRecord, ReadRecord, SwitchRecord, TaskRecord, ThrottleRecord,
-};
+pub use side::{CommRecord, LostRecord, MmapRecord, ReadRecord, SwitchRecord, TaskRecord, ThrottleRecord};
 
 /// Size of a record header, in bytes.
 pub const HEADER_SIZE: usize = 8;

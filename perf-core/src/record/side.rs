@@ -309,49 +309,16 @@ impl<'a> CommRecord<'a> {
     }
 }
 
-/// The name of a mapping.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MappingName<'a> {
-    /// A file, or the name of a guest memory region. A path of 4096 bytes or more is written as
-    /// `TooLong`.
-    Path(&'a [u8]),
-    /// Anonymous memory: `//anon`.
-    Anonymous,
-    /// A path that does not fit: `//toolong`.
-    TooLong,
-    /// A name that could not be determined for lack of memory: `//enomem`.
-    NoMemory,
-    /// The kernel's vDSO: `[vdso]`.
-    Vdso,
-}
-
-impl<'a> MappingName<'a> {
-    /// Returns the name as written, without padding.
-    pub fn bytes(&self) -> &'a [u8] {
-        match self {
-            Self::Path(path) if until_nul(path).len() < PATH_MAX => until_nul(path),
-            Self::Path(_) | Self::TooLong => b"//toolong",
-            Self::Anonymous => b"//anon",
-            Self::NoMemory => b"//enomem",
-            Self::Vdso => b"[vdso]",
-        }
-    }
-}
-
-impl<'a> From<&'a [u8]> for MappingName<'a> {
-    fn from(bytes: &'a [u8]) -> Self {
-        match bytes {
-            b"//anon" => Self::Anonymous,
-            b"//toolong" => Self::TooLong,
-            b"//enomem" => Self::NoMemory,
-            b"[vdso]" => Self::Vdso,
-            path => Self::Path(path),
-        }
+/// Returns the name of a mapping as written, without padding.
+fn mapping_name(name: &[u8]) -> &[u8] {
+    match until_nul(name) {
+        name if name.len() < PATH_MAX => name,
+        _ => b"//toolong",
     }
 }
 
 /// `PERF_RECORD_MMAP`: a mapping, such as guest memory or firmware.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MmapRecord<'a> {
     /// [`CpuMode`](super::CpuMode) of the code in the mapping.
     pub misc: RecordMisc,
@@ -365,15 +332,16 @@ pub struct MmapRecord<'a> {
     pub len: u64,
     /// Offset in the file, in bytes.
     pub pgoff: u64,
-    /// Name of the mapping.
-    pub name: MappingName<'a>,
+    /// File, or a name such as `//anon` for memory without one. A path of 4096 bytes or more is
+    /// written as `//toolong`.
+    pub name: &'a [u8],
     /// Trailer.
     pub sample_id: SampleId,
 }
 
 impl EncodeRecord for MmapRecord<'_> {
     fn size(&self, format: RecordFormat) -> usize {
-        HEADER_SIZE + 32 + text_size(self.name.bytes()) + id::size_of(format)
+        HEADER_SIZE + 32 + text_size(mapping_name(self.name)) + id::size_of(format)
     }
 
     fn encode(&self, format: RecordFormat, out: &mut impl RecordSink) {
@@ -382,7 +350,7 @@ impl EncodeRecord for MmapRecord<'_> {
         put_u64(out, self.start);
         put_u64(out, self.len);
         put_u64(out, self.pgoff);
-        put_text(out, self.name.bytes());
+        put_text(out, mapping_name(self.name));
         self.sample_id.encode(format, out);
     }
 
@@ -404,7 +372,7 @@ impl<'a> MmapRecord<'a> {
             start: body.u64("start")?,
             len: body.u64("length")?,
             pgoff: body.u64("offset")?,
-            name: MappingName::from(until_nul(body.rest())),
+            name: until_nul(body.rest()),
             sample_id,
         })
     }

@@ -244,8 +244,7 @@ proptest! {
         let cut = CommRecord { name: &name[..name.len().min(15)], sample_id, ..comm };
         prop_assert_eq!(decode(&bytes, format), Ok(Record::Comm(cut)));
 
-        let name = MappingName::Path(&name);
-        let mmap = MmapRecord { misc: CpuMode::GuestKernel.into(), pid, tid, start, len, pgoff, name, sample_id: ID };
+        let mmap = MmapRecord { misc: CpuMode::GuestKernel.into(), pid, tid, start, len, pgoff, name: &name, sample_id: ID };
         let bytes = encoded(&mmap, format);
         prop_assert_eq!(bytes.len(), mmap.size(format));
         prop_assert_eq!(bytes.len() % 8, 0);
@@ -509,16 +508,25 @@ fn record_too_short_for_its_trailer_is_refused() {
 #[test]
 fn names_of_mappings_fall_back() {
     let long = vec![b'x'; 4096];
-    assert_eq!(MappingName::Path(&long).bytes(), b"//toolong");
-    assert_eq!(MappingName::Path(&long[..4095]).bytes().len(), 4095);
-    assert_eq!(MappingName::Path(b"cut\0here").bytes(), b"cut");
-    for name in [
-        MappingName::Anonymous,
-        MappingName::TooLong,
-        MappingName::NoMemory,
-        MappingName::Vdso,
+    let fits = &long[..4095];
+    for (name, written) in [
+        (&long[..], &b"//toolong"[..]),
+        (fits, fits),
+        (b"cut\0here", b"cut"),
     ] {
-        assert_eq!(MappingName::from(name.bytes()), name);
+        let mmap = MmapRecord {
+            name,
+            ..MmapRecord::default()
+        };
+        let bytes = encoded(&mmap, RecordFormat::default());
+        let expected = MmapRecord {
+            name: written,
+            ..mmap
+        };
+        assert_eq!(
+            decode(&bytes, RecordFormat::default()),
+            Ok(Record::Mmap(expected))
+        );
     }
 }
 

@@ -592,6 +592,7 @@ impl Ring {
 /// slow work in between. Leaking it (`std::mem::forget`) stops publication permanently, without
 /// further harm.
 #[must_use = "dropping a reservation ends its record"]
+#[derive(Debug)]
 pub struct Reservation<'a> {
     ring: &'a Ring,
     /// Claim that the drop ends; `None` in a batch, which ends its own claim for all records.
@@ -600,15 +601,6 @@ pub struct Reservation<'a> {
     left: usize,
     size: u16,
     _not_send: PhantomData<*mut ()>,
-}
-
-impl fmt::Debug for Reservation<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reservation")
-            .field("size", &self.size)
-            .field("left", &self.left)
-            .finish_non_exhaustive()
-    }
 }
 
 impl Reservation<'_> {
@@ -675,20 +667,13 @@ impl Drop for Reservation<'_> {
 /// Unused space becomes one record of zeros (type 0, which readers skip), so the reservation should
 /// match the records.
 #[must_use = "dropping a run ends it"]
+#[derive(Debug)]
 pub struct BatchReservation<'a> {
     ring: &'a Ring,
     claim: Option<Claim>,
     at: *mut u8,
     left: usize,
     _not_send: PhantomData<*mut ()>,
-}
-
-impl fmt::Debug for BatchReservation<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Run")
-            .field("left", &self.left)
-            .finish_non_exhaustive()
-    }
 }
 
 impl BatchReservation<'_> {

@@ -248,7 +248,7 @@ pub(crate) enum ClassQueue<'a> {
 }
 
 /// Configuration of multiplexing.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct MuxConfig {
     pub policy: MuxPolicy,
     /// Multiplexing interval, in nanoseconds. Under rotation, every tick ends an interval.

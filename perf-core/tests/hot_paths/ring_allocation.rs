@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use perf_core::attr::{ReadFormat, SampleType, Wakeup};
 use perf_core::record::{
-    CommRecord, EncodeRecord, LostRecord, MappingName, MmapRecord, ReadEntries, ReadEntry, ReadValues,
-    RecordFormat, RecordMisc,
+    CommRecord, EncodeRecord, LostRecord, MmapRecord, ReadEntries, ReadEntry, ReadValues, RecordFormat,
+    RecordMisc,
 };
 use perf_core::record::{Record, Sample, SampleId, WordList};
 use perf_core::ring::{PageCounter, Ring, RingMode, RingReader};
@@ -61,13 +61,9 @@ fn no_allocation_on_write_loss_wakeup_and_read() {
                 let _ = LostRecord::write_all(several, format, &ring);
                 let map = MmapRecord {
                     misc: RecordMisc(4),
-                    pid: 1,
-                    tid: 1,
-                    start: 0,
                     len: 1,
-                    pgoff: 0,
-                    name: MappingName::Anonymous,
-                    sample_id: SampleId::default(),
+                    name: b"//anon",
+                    ..MmapRecord::default()
                 };
                 let _ = map.write(format, &ring);
                 ring.control()

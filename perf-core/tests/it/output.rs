@@ -3,7 +3,7 @@
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
-use perf_core::record::{MappingName, Record};
+use perf_core::record::Record;
 use perf_core::ring::{PageCounter, Ring, RingMode, RingReader};
 use perf_core::*;
 use proptest::prelude::*;
@@ -144,7 +144,7 @@ fn p39_exit_comes_after_the_last_sample_and_reads_follow_it() {
         start: 0x1000,
         len: 0x2000,
         pgoff: 0,
-        name: MappingName::Path(b"/boot/vmlinux"),
+        name: b"/boot/vmlinux",
         kernel: true,
     });
     assert!(m.core.name_vcpu(VcpuId(0), "a name that is longer than fifteen"));

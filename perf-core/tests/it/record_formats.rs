@@ -7,7 +7,7 @@ use std::sync::Arc;
 use linux_perf_data::linux_perf_event_reader::RecordType;
 use linux_perf_data::{PerfFileReader, PerfFileRecord};
 use perf_core::attr::ATTR_SIZE_VER8;
-use perf_core::record::{MappingName, Record};
+use perf_core::record::Record;
 use perf_core::ring::RingReader;
 use perf_core::*;
 
@@ -86,7 +86,7 @@ fn reader_of_perf_files_finds_event_vcpu_and_time_of_every_record() {
         start: 0x1000,
         len: 0x2000,
         pgoff: 0,
-        name: MappingName::Path(b"/boot/vmlinux"),
+        name: b"/boot/vmlinux",
         kernel: true,
     });
     for _ in 0..3 {

@@ -114,15 +114,9 @@ impl UserThreadState<'_> {
 }
 
 /// An unwinder whose buffers are reused from one stack to the next.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub struct Unwinder {
     context: UnwindContext<usize>,
-}
-
-impl std::fmt::Debug for Unwinder {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Unwinder").finish_non_exhaustive()
-    }
 }
 
 /// The result of unwinding one stack.

@@ -94,16 +94,17 @@ pub struct SampleTotals {
     pub host: u64,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum MergeMode {
     /// Mostly light samples, with occasional full ones.
+    #[default]
     LightSample,
     /// Full samples only.
     Full,
 }
 
 /// Parameters for interpreting the host's sample ring.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct HostRingParams {
     /// Number of events per light sample; `None` to use the period in the sample.
     pub period: Option<u64>,
@@ -119,7 +120,7 @@ pub struct HostRingParams {
 }
 
 /// Merges the two streams of one event on one vCPU.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct SampleMerger {
     terms: HostRingParams,
     mode: MergeMode,
@@ -161,25 +162,10 @@ impl SampleMerger {
     pub fn new(terms: HostRingParams) -> Self {
         Self {
             terms,
-            mode: MergeMode::LightSample,
             every: terms.chain_every,
             costs: VecDeque::with_capacity(COSTS),
-            since_ns: 0,
-            pending: VecDeque::new(),
-            whose: VecDeque::new(),
-            program: None,
-            unseen: 0,
-            uncovered: 0,
-            covered_until_ns: 0,
-            first: false,
-            guest: 0,
-            host: 0,
-            full: 0,
-            full_kernel: 0,
-            ever_seen: false,
             limit: UNSEEN_LIMIT,
-            share: 0.0,
-            totals: SampleTotals::default(),
+            ..Self::default()
         }
     }
 

@@ -113,7 +113,7 @@ impl UnwindStops {
 }
 
 /// The result of a walk.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CallChain {
     /// Number of slice entries filled, including context markers.
     pub len: usize,
@@ -161,16 +161,7 @@ pub fn walk<M: GuestPhys + ?Sized>(
         len: 0,
         frames_left: limits.max_frames,
     };
-    let mut chain = CallChain {
-        len: 0,
-        kernel_frames: 0,
-        user_frames: 0,
-        kernel_end: None,
-        user_end: None,
-        guessed: false,
-        reads: 0,
-        user: None,
-    };
+    let mut chain = CallChain::default();
     let in_user = (regs.cpl == 3).then_some(UserRegs {
         ip: regs.rip,
         sp: regs.rsp,

@@ -209,6 +209,7 @@ struct PendingStep {
 }
 
 /// Counter of the instructions that each step of one vCPU retires.
+#[derive(Debug)]
 pub struct StepMeter {
     vendor: Vendor,
     info: InstructionInfoFactory,
@@ -217,14 +218,6 @@ pub struct StepMeter {
     unfinished: Option<(u64, u8)>,
     /// Branches taken since the last [`StepMeter::take_branches`]; `None` if they are not recorded.
     branches: Option<Vec<BranchEntry>>,
-}
-
-impl std::fmt::Debug for StepMeter {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("StepMeter")
-            .field("pending", &self.pending)
-            .finish_non_exhaustive()
-    }
 }
 
 impl StepMeter {

@@ -72,7 +72,7 @@ fn step_from(meter: &mut StepMeter, code: &[u8], from: CpuState, to: CpuState) -
 fn kernel(instructions: u32) -> RetiredCounts {
     RetiredCounts {
         instructions,
-        ..NOTHING
+        ..RetiredCounts::default()
     }
 }
 
@@ -99,20 +99,13 @@ fn in_user_mode(user: RetiredCounts) -> StepOutcome {
 }
 
 /// A step that ends at an unexplained place.
-const LOST: StepOutcome = StepOutcome {
-    user: NOTHING,
-    kernel: NOTHING,
-    event: true,
-    lost: true,
-};
-const NOTHING: RetiredCounts = RetiredCounts {
-    instructions: 0,
-    branches: 0,
-    taken_branches: 0,
-    conditional_branches: 0,
-    loads: 0,
-    stores: 0,
-};
+fn lost() -> StepOutcome {
+    StepOutcome {
+        event: true,
+        lost: true,
+        ..StepOutcome::default()
+    }
+}
 
 const NOP: &[u8] = &[0x90];
 const RDMSR: &[u8] = &[0x0F, 0x32];
@@ -138,19 +131,19 @@ fn completed_instruction_counts_once() {
 #[test]
 fn faulting_instruction_does_not_count_but_handler_does() {
     // The vCPU stops at the handler's first instruction or after it.
-    assert_eq!(step(RDMSR, GP_HANDLER), event(NOTHING));
+    assert_eq!(step(RDMSR, GP_HANDLER), event(RetiredCounts::default()));
     let behind = step(RDMSR, GP_HANDLER + 1);
     assert_eq!(
         behind.kernel,
         RetiredCounts {
             instructions: 1,
             stores: 1,
-            ..NOTHING
+            ..RetiredCounts::default()
         }
     );
     assert!(behind.event && !behind.lost);
     // UD2 never completes, even if no gate indicates the exception.
-    assert_eq!(step(UD2, 0x9000), LOST);
+    assert_eq!(step(UD2, 0x9000), lost());
 }
 
 #[test]
@@ -170,7 +163,7 @@ fn handler_starting_with_jump_is_recognized() {
         instructions: 1,
         branches: 1,
         taken_branches: 1,
-        ..NOTHING
+        ..RetiredCounts::default()
     };
     assert_eq!(behind, event(jump));
 }
@@ -181,7 +174,7 @@ fn interrupt_is_a_taken_branch_on_amd() {
     let branch = RetiredCounts {
         branches: 1,
         taken_branches: 1,
-        ..NOTHING
+        ..RetiredCounts::default()
     };
     assert_eq!(interrupted, event(branch));
 }
@@ -267,7 +260,7 @@ fn hlt_counts_only_if_it_halts() {
     let woken = step(HLT, NMI_HANDLER + 3);
     assert_eq!(woken, event(kernel(2)));
     let denied = user_step(Vendor::Intel, HLT, GP_HANDLER, 0);
-    assert_eq!(denied, event(NOTHING));
+    assert_eq!(denied, event(RetiredCounts::default()));
 }
 
 #[test]
@@ -278,7 +271,7 @@ fn system_calls_count_at_calling_level() {
         RetiredCounts {
             instructions: 1,
             branches: 1,
-            ..NOTHING
+            ..RetiredCounts::default()
         }
     );
     assert_eq!(call.kernel, RetiredCounts::default());
@@ -290,7 +283,7 @@ fn system_calls_count_at_calling_level() {
     assert_eq!(int.kernel, kernel(1), "and the handler's first instruction");
     // INT n through a gate that CPL 3 may not use.
     let denied = user_step(Vendor::Intel, &[0xCD, 0x02], GP_HANDLER, 0);
-    assert_eq!(denied, event(NOTHING));
+    assert_eq!(denied, event(RetiredCounts::default()));
 }
 
 #[test]
@@ -340,7 +333,7 @@ fn repeated_instruction_counts_once_despite_interrupts() {
     let mut step = |from, to| step_from(&mut meter, REP_MOVSB, from, to);
     assert_eq!(step(count(CODE, 3), count(CODE, 2)), StepOutcome::default());
     let interrupted = step(count(CODE, 2), count(NMI_HANDLER, 1));
-    assert_eq!(interrupted, event(NOTHING));
+    assert_eq!(interrupted, event(RetiredCounts::default()));
     assert_eq!(
         step(count(NMI_HANDLER, 1), count(NMI_HANDLER + 3, 1)).kernel,
         kernel(1)
@@ -355,7 +348,7 @@ fn repeated_instruction_counts_once_despite_interrupts() {
             instructions: 1,
             loads: 1,
             stores: 1,
-            ..NOTHING
+            ..RetiredCounts::default()
         }
     );
     // A repeated instruction with a zero count.
@@ -365,11 +358,11 @@ fn repeated_instruction_counts_once_despite_interrupts() {
 
 #[test]
 fn unexplained_step_is_lost_and_not_counted() {
-    assert_eq!(step(NOP, 0x5555), LOST);
+    assert_eq!(step(NOP, 0x5555), lost());
     // Unreadable code faults.
     let mut meter = StepMeter::new(Vendor::Intel);
     let unreadable = step_from(&mut meter, NOP, at(0x9999_0000, 0), at(GP_HANDLER, 0));
-    assert_eq!(unreadable, event(NOTHING));
+    assert_eq!(unreadable, event(RetiredCounts::default()));
     // RIP does not change.
     assert_eq!(step(NOP, CODE), StepOutcome::default());
 }

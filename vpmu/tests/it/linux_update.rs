@@ -16,7 +16,7 @@ const BITS: u32 = 48;
 const MASK: u64 = (1 << BITS) - 1;
 
 /// `hw_perf_event` of a sampling event.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 struct SamplingEvent {
     period: i64,
     left: i64,
@@ -40,10 +40,7 @@ impl Linux {
     fn new(periods: [i64; 2], turns: Vec<u64>) -> Self {
         let event = |period| SamplingEvent {
             period,
-            left: 0,
-            previous: 0,
-            count: 0,
-            worst: 0,
+            ..SamplingEvent::default()
         };
         let mut linux = Self {
             guest: Guest::of("amd", None),

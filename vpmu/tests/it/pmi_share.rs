@@ -18,6 +18,11 @@ struct Registers {
     global: Option<[u32; 3]>,
 }
 
+const AMD: Registers = Registers {
+    selector: PERF_CTL0,
+    counter: PERF_CTR0,
+    global: None,
+};
 const MODELS: [(&str, Registers); 3] = [
     (
         "intel",
@@ -31,24 +36,16 @@ const MODELS: [(&str, Registers); 3] = [
             ]),
         },
     ),
-    (
-        "amd",
-        Registers {
-            selector: PERF_CTL0,
-            counter: PERF_CTR0,
-            global: None,
-        },
-    ),
+    ("amd", AMD),
     (
         "amd-v2",
         Registers {
-            selector: PERF_CTL0,
-            counter: PERF_CTR0,
             global: Some([
                 PERF_CNTR_GLOBAL_CTL,
                 PERF_CNTR_GLOBAL_STATUS,
                 PERF_CNTR_GLOBAL_STATUS_CLR,
             ]),
+            ..AMD
         },
     ),
 ];

@@ -151,7 +151,7 @@ fn adaptive_favors_variable_groups_without_starvation() {
     let fair = 4_000 / 8;
     assert!(visits[3] > fair * 3 / 2, "{visits:?}");
     assert!(visits.iter().all(|&v| v > fair / 2), "{visits:?}");
-    assert_eq!(queue.pace, IntervalIndex::FIRST);
+    assert_eq!(queue.pace, IntervalIndex::default());
 }
 
 /// Intervals have the same length, except during a shift.
@@ -160,7 +160,7 @@ fn calm_groups_are_verified_by_shift() {
     let mut queue = queue(MuxPolicy::Adaptive, 4);
     let (_, lengths) = live(&mut queue, 1_000, |_, _, _| 1.0);
     assert_eq!(lengths, BTreeSet::from([146, 236]));
-    assert_eq!((queue.pace, queue.suspects), (IntervalIndex::FIRST, 0));
+    assert_eq!((queue.pace, queue.suspects), (IntervalIndex::default(), 0));
 }
 
 /// All slices see the same phase of a pattern with the period of a rotation, so slices alone cannot
@@ -172,7 +172,7 @@ fn aliasing_pattern_changes_interval() {
     live(&mut queue, turns, |key, from, to| {
         square(from + 200 * key as u64, to + 200 * key as u64, 8 * 146)
     });
-    assert_eq!(queue.pace, IntervalIndex::FIRST.next());
+    assert_eq!(queue.pace, IntervalIndex::default().next());
 }
 
 /// Groups with varying rates are not shifted, because a shift would cost precision and no pattern

@@ -60,7 +60,7 @@ const SHOW_GUEST: u8 = 1;
 const BLIND: u8 = 2;
 
 /// The source of the guest's privilege level on this host.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum LevelSource {
     /// The host kernel's samples, which take no exit from the guest.
     KernelRing,
@@ -68,6 +68,7 @@ pub(super) enum LevelSource {
     /// the guest's kernel.
     KernelRingInterpreted,
     /// Kicks of the vCPU.
+    #[default]
     Kicks,
 }
 
@@ -145,7 +146,7 @@ impl Kicks {
 }
 
 /// The attribution of one vCPU's guest time to privilege levels.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct CplAttribution {
     tid: i32,
     source: LevelSource,
@@ -177,19 +178,7 @@ impl CplAttribution {
         Self {
             tid,
             source: LevelSource::first(),
-            signal: None,
-            ring: None,
-            kicks: None,
-            users: 0,
-            user_ns: 0,
-            kernel_ns: 0,
-            mark_ns: 0,
-            carry_ns: 0,
-            watched_ns: 0,
-            watched_from_ns: 0,
-            seen_guest: 0,
-            seen_user: 0,
-            kicked_user: 0,
+            ..Self::default()
         }
     }
 

@@ -19,9 +19,10 @@ pub const VM: usize = 0;
 /// Id of the raised event that counts schedule-outs of vCPUs.
 pub const CONTEXT_SWITCHES: u64 = 7;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub enum EventState {
     Error,
+    #[default]
     Off,
     Waiting,
     On,
@@ -96,6 +97,7 @@ struct PendingOverflows {
 }
 
 /// An event in one context.
+#[derive(Default)]
 pub struct OracleEventInContext {
     pub event: u64,
     pub ctx: usize,
@@ -143,7 +145,7 @@ pub struct OracleContext {
     stalled: bool,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct OracleSetup {
     pub slots: usize,
     /// Number of slots reserved for VM-wide events.
@@ -158,6 +160,7 @@ pub struct OracleSetup {
 #[derive(Default)]
 pub struct OverflowCounts(pub BTreeMap<u64, u64>);
 
+#[derive(Default)]
 pub struct Model {
     pub setup: OracleSetup,
     pub now: u64,
@@ -181,15 +184,8 @@ impl Model {
         };
         Self {
             setup,
-            now: 0,
-            refuse: false,
             contexts: vec![vm],
-            at: BTreeMap::new(),
-            events: BTreeMap::new(),
-            parts: Vec::new(),
-            stamp: 0,
-            generation: 0,
-            turned: Vec::new(),
+            ..Self::default()
         }
     }
 
@@ -496,25 +492,11 @@ impl Model {
             } else {
                 EventState::Off
             },
-            totals: Totals::default(),
             counter,
             on_exec,
-            line: 0,
-            on_since: 0,
-            refused: false,
-            excused: false,
-            position: 0,
             period,
             to_go: period,
-            covered: 0,
-            fresh: PendingOverflows::default(),
-            kept: PendingOverflows::default(),
-            apart: false,
-            throttled: false,
-            limit: 0,
-            window_ns: 0,
-            window_tick: 0,
-            interrupts: 0,
+            ..OracleEventInContext::default()
         });
         let p = self.parts.len() - 1;
         if leads {

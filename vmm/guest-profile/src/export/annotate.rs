@@ -212,7 +212,6 @@ pub fn render(event: &str, function: &SampledFunction, annotated: &AnnotatedCode
 mod tests {
     use super::super::{EventRate, NO_PID, ProfileMetadata, ProfileSample, SavedSymbol};
     use super::*;
-    use crate::unwind::UnwindStops;
 
     /// push %rbp; mov %rsp,%rbp; jmp to itself; ret
     const CODE: [u8; 7] = [0x55, 0x48, 0x89, 0xe5, 0xeb, 0xfe, 0xc3];
@@ -242,18 +241,13 @@ mod tests {
 
     fn push(profile: &mut Profile, ip: u64, cr3: u64) {
         profile.push(&ProfileSample {
-            time_ns: 0,
-            vcpu: 0,
             pid: NO_PID,
             tid: NO_PID,
-            cpl: 0,
             ip,
             cr3,
             period: 10,
             event_id: 7,
-            ends: UnwindStops::default(),
-            branches: &[],
-            chain: &[],
+            ..ProfileSample::default()
         });
     }
 

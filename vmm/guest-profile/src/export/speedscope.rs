@@ -33,7 +33,7 @@ struct SpeedscopeFrame {
 }
 
 /// The samples of one event and task, in chronological order.
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct SampledProfile {
     #[serde(rename = "type")]
@@ -53,10 +53,7 @@ impl SampledProfile {
             kind: "sampled",
             name,
             unit: "none",
-            start_value: 0,
-            end_value: 0,
-            samples: Vec::new(),
-            weights: Vec::new(),
+            ..Self::default()
         }
     }
 }
