@@ -5,17 +5,15 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
-use diagnostics::{error_line, guest_log};
 use event_manager::{EventOps, Events, MutEventSubscriber};
 use sandbox::ThreadKind;
 use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
 use vm_memory::{Bytes, GuestMemoryMmap};
-use vmm_sys_util::epoll::EventSet;
 
 use crate::device::{ActivateError, Activation, ActiveQueue, ConfigChangeNotifier, VirtioDevice};
 use crate::rate_limiter::RateLimiter;
-use crate::serve::{GuestDescriptorChain, log_driver_error, serve_queue_while};
-use crate::worker::DeviceWorker;
+use crate::serve::{GuestDescriptorChain, request_reset_if_broken, serve_queue_while};
+use crate::worker::{DeviceWorker, watch_readable};
 
 /// Source of the random bytes. Reads never block once the host has booted.
 const SOURCE: &str = "/dev/urandom";
@@ -91,22 +89,17 @@ impl VirtioDevice for EntropyDevice {
         else {
             return Err(ActivateError::Driver("entropy without its queue"));
         };
-        let host = |what| move |source| ActivateError::Host { what, source };
         let server = EntropyHandler {
-            source: self.source.try_clone().map_err(host("dup"))?,
+            source: (self.source.try_clone())
+                .map_err(|source| ActivateError::Host { what: "dup", source })?,
             queue,
             memory: activation.memory,
             config_change: activation.config_change,
             limiter: self.limiter.clone(),
             broken: false,
         };
-        let worker = DeviceWorker::spawn(
-            ThreadKind::Device,
-            self.name(),
-            server,
-            activation.fatal_error_callback,
-        );
-        self.worker = Some(worker.map_err(host("starting a thread"))?);
+        let callback = activation.fatal_error_callback;
+        self.worker = Some(DeviceWorker::spawn(ThreadKind::Device, "rng0", server, callback)?);
         Ok(())
     }
 
@@ -135,11 +128,7 @@ impl EntropyHandler {
             }
             written
         });
-        if let Err(error) = served {
-            log_driver_error("rng0", "it stops until it is reset", &error);
-            self.broken = true;
-            self.config_change.needs_reset();
-        }
+        self.broken = request_reset_if_broken("rng0", served, &self.config_change);
     }
 }
 
@@ -177,14 +166,8 @@ impl MutEventSubscriber for EntropyHandler {
     }
 
     fn init(&mut self, ops: &mut EventOps) {
-        let kick = ops.add(Events::new(&*self.queue.kick, EventSet::IN));
-        let timer = self
-            .limiter
-            .iter()
-            .try_for_each(|limiter| ops.add(Events::new(&**limiter, EventSet::IN)));
-        if let Err(error) = kick.and(timer) {
-            guest_log!(Error, "rng0 cannot receive notifications: {}", error_line(&error));
-        }
+        let timer = self.limiter.iter().map(AsRawFd::as_raw_fd);
+        watch_readable(ops, "rng0", timer.chain([self.queue.kick.as_raw_fd()]));
     }
 }
 
@@ -194,8 +177,8 @@ mod tests {
     use vm_memory::GuestAddress;
 
     use super::*;
-    use crate::serve::testing::{BUFFERS, Driver, HOSTILE, activation, memory};
-    use crate::serve::{continue_at_used_ring, serve_queue};
+    use crate::serve::serve_queue;
+    use crate::serve::testing::{BUFFERS, Driver, HOSTILE, activate, memory};
 
     #[test]
     fn broken_ring_requests_reset() {
@@ -203,12 +186,11 @@ mod tests {
         let mut driver = Driver::new(&memory, 16);
         // The head index is outside the descriptor table.
         driver.offer(16);
-        let (activation, seen) = activation(&memory, vec![Some(driver.active())]);
         let mut rng = EntropyDevice::new().unwrap();
-        rng.activate(activation).unwrap();
-        driver.active.kick.write(1).unwrap();
+        let seen = activate(&mut rng, &driver);
+        driver.kick();
         seen.changed.read().unwrap();
-        assert!(seen.needs_reset.load(std::sync::atomic::Ordering::Acquire));
+        assert!(seen.needs_reset());
         rng.reset();
     }
 
@@ -220,34 +202,23 @@ mod tests {
         let mut rng = EntropyDevice::new().unwrap();
         let mut offered = 0;
         for _ in 0..5 {
-            let mut active = driver.active();
-            continue_at_used_ring(&mut active.queue, &memory).unwrap();
-            let (activation, _seen) = activation(&memory, vec![Some(active)]);
-            rng.activate(activation).unwrap();
+            let _seen = activate(&mut rng, &driver);
             for _ in 0..3 {
-                driver.write(offered, &[Descriptor::new(BUFFERS, 16, 2, 0)]);
-                driver.offer(offered);
+                driver.offer_chain(offered, &[Descriptor::new(BUFFERS, 16, 2, 0)]);
                 offered += 1;
             }
-            driver.active.kick.write(1).unwrap();
+            driver.kick();
             // The device may be stopped before, between and after chains.
             if offered % 2 == 0 {
                 driver.vector.read().ok();
             } else {
-                while driver.used().len() < usize::from(offered) {
-                    std::thread::yield_now();
-                }
+                driver.wait_until_used(offered.into());
             }
             rng.reset();
         }
-        let mut active = driver.active();
-        continue_at_used_ring(&mut active.queue, &memory).unwrap();
-        let (activation, _seen) = activation(&memory, vec![Some(active)]);
-        rng.activate(activation).unwrap();
-        driver.active.kick.write(1).unwrap();
-        while driver.used().len() < usize::from(offered) {
-            std::thread::yield_now();
-        }
+        let _seen = activate(&mut rng, &driver);
+        driver.kick();
+        driver.wait_until_used(offered.into());
         rng.reset();
         let heads = driver.used().into_iter().map(|(head, _)| head);
         assert!(heads.eq(0..u32::from(offered)), "each chain once and in order");
@@ -259,17 +230,13 @@ mod tests {
         let mut driver = Driver::new(&memory, 64);
         let limiter = RateLimiter::new("bandwidth=64/20".parse().unwrap()).unwrap();
         let mut rng = EntropyDevice::new().unwrap().with_limiter(limiter);
-        let (activation, _seen) = activation(&memory, vec![Some(driver.active())]);
-        rng.activate(activation).unwrap();
+        let _seen = activate(&mut rng, &driver);
         let start = std::time::Instant::now();
         for head in 0..8 {
-            driver.write(head, &[Descriptor::new(BUFFERS, 64, 2, 0)]);
-            driver.offer(head);
+            driver.offer_chain(head, &[Descriptor::new(BUFFERS, 64, 2, 0)]);
         }
-        driver.active.kick.write(1).unwrap();
-        while driver.used().len() < 8 {
-            std::thread::sleep(std::time::Duration::from_millis(1));
-        }
+        driver.kick();
+        driver.wait_until_used(8);
         assert!(start.elapsed() >= std::time::Duration::from_millis(120));
         assert!(rng.rate_limiters()[0].1.throttled() >= 6);
         rng.reset();
@@ -277,8 +244,7 @@ mod tests {
 
     fn serve(memory: &GuestMemoryMmap, chain: &[Descriptor]) -> u32 {
         let mut driver = Driver::new(memory, 64);
-        driver.write(0, chain);
-        driver.offer(0);
+        driver.offer_chain(0, chain);
         let mut source = File::open(SOURCE).unwrap();
         serve_queue(&mut driver.active, memory, |chain| {
             fill(&mut source, memory, chain)
@@ -327,17 +293,6 @@ mod tests {
             })
             .unwrap();
         }
-        let used = driver.used();
-        assert!(
-            used.iter().map(|(head, _)| *head).eq(0..u32::from(HOSTILE)),
-            "{used:?}"
-        );
-        assert!(
-            used.iter().all(|(_, bytes)| *bytes as usize <= MAX_CHAIN_BYTES),
-            "{used:?}"
-        );
-        // Nothing is written to read-only buffers or to addresses outside RAM.
-        assert_eq!([used[2].1, used[4].1, used[5].1, used[12].1], [0; 4], "{used:?}");
-        assert_eq!(used.last(), Some(&(13, 256)));
+        driver.assert_hostile_used(MAX_CHAIN_BYTES, 256);
     }
 }

@@ -9,7 +9,7 @@ use diagnostics::{error_line, guest_log};
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
 use vm_memory::GuestMemoryMmap;
 
-use crate::device::ActiveQueue;
+use crate::device::{ActiveQueue, ConfigChangeNotifier};
 
 /// A descriptor chain in guest memory. The guest may modify the memory at any time.
 pub type GuestDescriptorChain<'m> = DescriptorChain<&'m GuestMemoryMmap>;
@@ -35,6 +35,20 @@ pub enum QueueError {
 /// [`mod@diagnostics::guest_log`].
 pub fn log_driver_error(device: &str, what: &str, error: &dyn Error) {
     guest_log!(Warn, "{device}: {what}: {}", error_line(error));
+}
+
+/// Logs the error of a round, if any, and requests a device reset from the driver. Returns whether
+/// the queue is broken.
+pub(crate) fn request_reset_if_broken(
+    device: &str,
+    served: Result<(), QueueError>,
+    config_change: &ConfigChangeNotifier,
+) -> bool {
+    if let Err(error) = &served {
+        log_driver_error(device, "it stops until it is reset", error);
+        config_change.needs_reset();
+    }
+    served.is_err()
 }
 
 /// Maximum time that one round may start new chains. A chain in progress is always finished.
@@ -201,7 +215,7 @@ pub(crate) mod testing {
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
     use super::*;
-    use crate::device::{Activation, ConfigChangeNotifier, DeviceInterrupt, FatalErrorCallback};
+    use crate::device::{Activation, DeviceInterrupt, FatalErrorCallback, VirtioDevice};
 
     /// Size of guest memory, in bytes. The queue is at the start.
     pub(crate) const MEMORY_BYTES: usize = 4 << 20;
@@ -222,7 +236,23 @@ pub(crate) mod testing {
         /// Configuration-change interrupt.
         pub changed: Arc<EventFd>,
         /// The DEVICE_NEEDS_RESET status bit.
-        pub needs_reset: Arc<AtomicBool>,
+        needs_reset: Arc<AtomicBool>,
+    }
+
+    impl DriverView {
+        pub(crate) fn needs_reset(&self) -> bool {
+            self.needs_reset.load(Ordering::Acquire)
+        }
+    }
+
+    /// Polls until `holds` returns `true`.
+    #[track_caller]
+    pub(crate) fn wait_until(holds: impl Fn() -> bool) {
+        let start = Instant::now();
+        while !holds() {
+            assert!(start.elapsed() < Duration::from_secs(30), "timed out");
+            std::thread::sleep(Duration::from_micros(100));
+        }
     }
 
     /// Returns the [`Activation`] of a device whose driver has set up these queues.
@@ -245,6 +275,15 @@ pub(crate) mod testing {
             fatal_error_callback: FatalErrorCallback::default(),
         };
         (activation, seen)
+    }
+
+    /// Activates a device whose only queue continues at its used ring.
+    pub(crate) fn activate(device: &mut impl VirtioDevice, driver: &Driver<'_>) -> DriverView {
+        let mut active = driver.active();
+        continue_at_used_ring(&mut active.queue, driver.memory).unwrap();
+        let (activation, view) = activation(driver.memory, vec![Some(active)]);
+        device.activate(activation).unwrap();
+        view
     }
 
     /// Both ends of a virtqueue.
@@ -295,6 +334,36 @@ pub(crate) mod testing {
                 let table = self.mock.desc_table();
                 table.store(at, RawDescriptor::from(*descriptor)).unwrap();
             }
+        }
+
+        /// Writes a chain from index `head` on and adds it to the available ring.
+        pub(crate) fn offer_chain(&mut self, head: u16, chain: &[Descriptor]) {
+            self.write(head, chain);
+            self.offer(head);
+        }
+
+        /// Notifies the device.
+        pub(crate) fn kick(&self) {
+            self.active.kick.write(1).unwrap();
+        }
+
+        /// Waits until the device has used `count` chains.
+        #[track_caller]
+        pub(crate) fn wait_until_used(&self, count: usize) {
+            wait_until(|| self.used().len() >= count);
+        }
+
+        /// Checks that the device has used the chains of [`Driver::offer_hostile`] in order, has written
+        /// nothing to read-only buffers or outside RAM, at most `limit` bytes to any chain, and `good`
+        /// bytes to the valid one.
+        #[track_caller]
+        pub(crate) fn assert_hostile_used(&self, limit: usize, good: u32) {
+            let used = self.used();
+            let heads = used.iter().map(|(head, _)| *head);
+            assert!(heads.eq(0..u32::from(HOSTILE)), "{used:?}");
+            assert!(used.iter().all(|(_, bytes)| *bytes as usize <= limit), "{used:?}");
+            assert_eq!([used[2].1, used[4].1, used[5].1, used[12].1], [0; 4], "{used:?}");
+            assert_eq!(used.last(), Some(&(u32::from(HOSTILE) - 1, good)));
         }
 
         /// Adds the chain at `head` to the available ring.
@@ -354,8 +423,7 @@ pub(crate) mod testing {
             ];
             assert_eq!(chains.len(), usize::from(HOSTILE));
             for (head, chain) in (0..).zip(chains) {
-                self.write(head, &[chain]);
-                self.offer(head);
+                self.offer_chain(head, &[chain]);
             }
         }
 
@@ -391,8 +459,7 @@ mod tests {
             let memory = memory();
             let mut driver = Driver::new(&memory, 16);
             for head in 0..5 {
-                driver.write(head, &[Descriptor::new(BUFFERS, 8, 2, 0)]);
-                driver.offer(head);
+                driver.offer_chain(head, &[Descriptor::new(BUFFERS, 8, 2, 0)]);
             }
             let (mut written, mut clock) = (10, Instant::now());
             let serve = |chain: GuestDescriptorChain<'_>| {
@@ -415,7 +482,6 @@ mod tests {
     fn empty_queue_raises_no_interrupt() {
         let memory = memory();
         let mut driver = Driver::new(&memory, 16);
-        // An empty queue causes no interrupt.
         serve_queue(&mut driver.active, &memory, |_| panic!("there is no chain")).unwrap();
         assert!(driver.vector.read().is_err());
     }
@@ -436,8 +502,7 @@ mod tests {
         let memory = memory();
         let mut driver = Driver::new(&memory, 4);
         for head in 0..4 {
-            driver.write(head, &[Descriptor::new(BUFFERS, 8, 2, 0)]);
-            driver.offer(head);
+            driver.offer_chain(head, &[Descriptor::new(BUFFERS, 8, 2, 0)]);
         }
         serve_with_stopped_clock(&mut driver.active, &memory, |_| 0).unwrap();
         assert_eq!(driver.active.kick.read().unwrap(), 1);
@@ -449,8 +514,7 @@ mod tests {
         let memory = memory();
         let mut driver = Driver::new(&memory, 16);
         for head in 0..5 {
-            driver.write(head, &[Descriptor::new(BUFFERS, 8, 2, 0)]);
-            driver.offer(head);
+            driver.offer_chain(head, &[Descriptor::new(BUFFERS, 8, 2, 0)]);
         }
         let mut served = 0;
         serve_queue(&mut driver.active, &memory, |_| {
@@ -470,8 +534,7 @@ mod tests {
     fn invalid_ring_is_an_error_after_signalling() {
         let memory = memory();
         let mut driver = Driver::new(&memory, 4);
-        driver.write(0, &[Descriptor::new(BUFFERS, 8, 2, 0)]);
-        driver.offer(0);
+        driver.offer_chain(0, &[Descriptor::new(BUFFERS, 8, 2, 0)]);
         driver.offer(4);
         let error = serve_with_stopped_clock(&mut driver.active, &memory, |_| 8).unwrap_err();
         assert!(matches!(error, QueueError::Head { head: 4, size: 4 }), "{error}");

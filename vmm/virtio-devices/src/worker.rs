@@ -1,7 +1,7 @@
 //! Device worker threads.
 
 use std::any::Any;
-use std::io;
+use std::os::fd::RawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 use std::thread::JoinHandle;
@@ -14,7 +14,7 @@ use sandbox::ThreadKind;
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use crate::device::FatalErrorCallback;
+use crate::device::{ActivateError, FatalErrorCallback};
 
 /// A thread that serves a device's queues until the worker is stopped or dropped.
 #[derive(Debug)]
@@ -90,18 +90,19 @@ impl DeviceWorker {
     /// `fatal_error_callback`.
     ///
     /// # Errors
-    /// Returns an error if the host has run out of file descriptors or threads.
-    pub fn spawn<H>(
+    /// Returns [`ActivateError::Host`] if the host has run out of file descriptors or threads.
+    pub fn spawn(
         kind: ThreadKind,
         name: &str,
-        handler: H,
+        handler: impl MutEventSubscriber + Send + 'static,
         fatal_error_callback: FatalErrorCallback,
-    ) -> io::Result<Self>
-    where
-        H: MutEventSubscriber + Send + 'static,
-    {
-        let stop = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
-        let fd = stop.try_clone()?;
+    ) -> Result<Self, ActivateError> {
+        let host = |source| ActivateError::Host {
+            what: "starting a thread",
+            source,
+        };
+        let stop = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(host)?;
+        let fd = stop.try_clone().map_err(host)?;
         let device = name.to_owned();
         let builder = std::thread::Builder::new()
             .name(name.to_owned())
@@ -115,7 +116,8 @@ impl DeviceWorker {
             };
             log::error!("the thread of {device} exited, which terminates the VM: {why}");
             fatal_error_callback.take();
-        })?;
+        })
+        .map_err(host)?;
         Ok(Self {
             stop,
             thread: Some(thread),
@@ -138,6 +140,19 @@ impl DeviceWorker {
 impl Drop for DeviceWorker {
     fn drop(&mut self) {
         self.stop();
+    }
+}
+
+/// Makes the event loop of device `name` report when any of `fds` is readable.
+pub(crate) fn watch_readable(ops: &mut EventOps, name: &str, fds: impl IntoIterator<Item = RawFd>) {
+    for fd in fds {
+        if let Err(error) = ops.add(Events::new_raw(fd, EventSet::IN)) {
+            guest_log!(
+                Error,
+                "{name} cannot receive notifications: {}",
+                error_line(&error)
+            );
+        }
     }
 }
 

@@ -33,14 +33,13 @@ use sandbox::ThreadKind;
 use virtio_bindings::virtio_ids::VIRTIO_ID_BALLOON;
 use virtio_queue::{QueueOwnedT, QueueT};
 use vm_memory::GuestMemoryMmap;
-use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::timerfd::TimerFd;
 
 use crate::device::{
     ActivateError, Activation, ActiveQueue, ConfigChangeNotifier, VirtioDevice, read_config_bytes,
 };
-use crate::serve::{GuestDescriptorChain, QueueError, log_driver_error, serve_queue};
-use crate::worker::DeviceWorker;
+use crate::serve::{GuestDescriptorChain, QueueError, request_reset_if_broken, serve_queue};
+use crate::worker::{DeviceWorker, watch_readable};
 use config::BalloonConfig;
 use control::BalloonControl;
 use pages::{InflatedPages, PageRange, reported_ranges};
@@ -131,14 +130,17 @@ impl VirtioDevice for BalloonDevice {
     }
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
-        let host = |what| move |source| ActivateError::Host { what, source };
+        let host = |source| ActivateError::Host {
+            what: "timerfd_create",
+            source,
+        };
         let accepted = |bit: u32| activation.features & 1 << bit != 0;
         let mut queues = activation.queues.into_iter();
         let (Some(inflate), Some(deflate)) = (queues.next().flatten(), queues.next().flatten()) else {
             return Err(ActivateError::Driver("a balloon without one of its queues"));
         };
         let statistics = match accepted(VIRTIO_BALLOON_F_STATS_VQ).then(|| queues.next().flatten()) {
-            Some(Some(queue)) => Some(StatisticsQueue::new(queue).map_err(host("timerfd_create"))?),
+            Some(Some(queue)) => Some(StatisticsQueue::new(queue).map_err(host)?),
             Some(None) => return Err(ActivateError::Driver("statistics without a queue")),
             None => None,
         };
@@ -159,13 +161,13 @@ impl VirtioDevice for BalloonDevice {
             broken: false,
         };
         self.control.set_config_notifier(Some(activation.config_change));
-        let worker = DeviceWorker::spawn(
+        let callback = activation.fatal_error_callback;
+        self.worker = Some(DeviceWorker::spawn(
             ThreadKind::Balloon,
-            self.name(),
+            DEVICE_NAME,
             handler,
-            activation.fatal_error_callback,
-        );
-        self.worker = Some(worker.map_err(host("starting a thread"))?);
+            callback,
+        )?);
         Ok(())
     }
 
@@ -328,11 +330,7 @@ impl MutEventSubscriber for BalloonHandler {
             return;
         }
         let served = self.serve_timer(events.fd()).and_then(|()| self.serve());
-        if let Err(error) = served {
-            log_driver_error(DEVICE_NAME, "it stops until it is reset", &error);
-            self.broken = true;
-            self.config_change.needs_reset();
-        }
+        self.broken = request_reset_if_broken(DEVICE_NAME, served, &self.config_change);
     }
 
     fn init(&mut self, ops: &mut EventOps) {
@@ -343,15 +341,7 @@ impl MutEventSubscriber for BalloonHandler {
         let timers = statistics
             .iter()
             .flat_map(|queue| [queue.timer.as_raw_fd(), self.control.interval_event().as_raw_fd()]);
-        for fd in kicks.chain(timers) {
-            if let Err(error) = ops.add(Events::new_raw(fd, EventSet::IN)) {
-                guest_log!(
-                    Error,
-                    "{DEVICE_NAME} cannot receive notifications: {}",
-                    error_line(&error)
-                );
-            }
-        }
+        watch_readable(ops, DEVICE_NAME, kicks.chain(timers));
         self.arm(Duration::MAX);
     }
 }

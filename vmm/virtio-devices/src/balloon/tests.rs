@@ -1,5 +1,3 @@
-use std::time::Instant;
-
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes, GuestAddress};
 
@@ -8,7 +6,9 @@ use super::pages::PAGE_BYTES;
 use super::statistics::StatisticTag;
 use super::*;
 use crate::serve::continue_at_used_ring;
-use crate::serve::testing::{BUFFERS, Driver, DriverView, HOSTILE, MEMORY_BYTES, activation, memory};
+use crate::serve::testing::{
+    BUFFERS, Driver, DriverView, HOSTILE, MEMORY_BYTES, activation, memory, wait_until,
+};
 
 /// First page that the tests give to the balloon.
 const FIRST_PFN: u32 = 0x280;
@@ -44,26 +44,21 @@ fn activate(balloon: &mut BalloonDevice, memory: &GuestMemoryMmap, drivers: &[Dr
     view
 }
 
-#[track_caller]
-fn wait_until(holds: impl Fn() -> bool) {
-    let start = Instant::now();
-    while !holds() {
-        assert!(start.elapsed() < Duration::from_secs(20), "timed out");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
 /// Offers page frame numbers in a chain with head `head`, and waits until it is used.
 #[track_caller]
 fn send_pages(driver: &mut Driver<'_>, memory: &GuestMemoryMmap, head: u16, pfns: &[u32]) {
     let bytes: Vec<u8> = pfns.iter().flat_map(|pfn| pfn.to_le_bytes()).collect();
     memory.write_slice(&bytes, GuestAddress(BUFFERS)).unwrap();
     let len = u32::try_from(bytes.len()).unwrap();
-    driver.write(head, &[Descriptor::new(BUFFERS, len, 0, 0)]);
     let used = driver.used().len();
-    driver.offer(head);
-    driver.active.kick.write(1).unwrap();
-    wait_until(|| driver.used().len() > used);
+    send(driver, head, &[Descriptor::new(BUFFERS, len, 0, 0)]);
+    driver.wait_until_used(used + 1);
+}
+
+/// Offers a chain and notifies the device.
+fn send(driver: &mut Driver<'_>, head: u16, chain: &[Descriptor]) {
+    driver.offer_chain(head, chain);
+    driver.kick();
 }
 
 fn fill_pages(memory: &GuestMemoryMmap, first: u32, count: u32) {
@@ -145,9 +140,7 @@ fn release_of_the_queues_does_not_break_the_device() {
         let queues: Vec<u32> = (0..0x10).chain([0x100]).collect();
         let bytes: Vec<u8> = queues.iter().flat_map(|pfn: &u32| pfn.to_le_bytes()).collect();
         memory.write_slice(&bytes, GuestAddress(BUFFERS)).unwrap();
-        drivers[0].write(0, &[Descriptor::new(BUFFERS, 17 * 4, 0, 0)]);
-        drivers[0].offer(0);
-        drivers[0].active.kick.write(1).unwrap();
+        send(&mut drivers[0], 0, &[Descriptor::new(BUFFERS, 17 * 4, 0, 0)]);
         wait_until(|| balloon.control().state().released_bytes == 17 * PAGE_BYTES);
         balloon.reset();
     }
@@ -166,7 +159,7 @@ fn hostile_chains_are_returned() {
         let view = activate(&mut balloon, &memory, &drivers);
         let direction = if queue == 3 { WRITE } else { 0 };
         drivers[queue].offer_hostile(direction);
-        drivers[queue].active.kick.write(1).unwrap();
+        drivers[queue].kick();
         // The statistics queue returns one buffer per interval.
         if queue == 2 {
             balloon.control().set_statistics_interval(1).unwrap();
@@ -175,7 +168,7 @@ fn hostile_chains_are_returned() {
             wait_until(|| drivers[queue].used().len() == usize::from(HOSTILE));
         }
         balloon.reset();
-        assert!(!view.needs_reset.load(std::sync::atomic::Ordering::Acquire));
+        assert!(!view.needs_reset());
     }
 }
 
@@ -188,8 +181,8 @@ fn broken_ring_requests_reset() {
         let view = activate(&mut balloon, &memory, &drivers);
         // The available index exceeds the queue size.
         drivers[queue].mock.avail().idx().store(1000_u16.to_le());
-        drivers[queue].active.kick.write(1).unwrap();
-        wait_until(|| view.needs_reset.load(std::sync::atomic::Ordering::Acquire));
+        drivers[queue].kick();
+        wait_until(|| view.needs_reset());
         drivers[queue].mock.avail().idx().store(0);
         drivers[queue].mock.used().idx().store(0);
         drivers[queue].offer(0);
@@ -209,9 +202,7 @@ fn reported_pages_are_released_in_whole_pages() {
         Descriptor::new(start + 5 * PAGE_BYTES, 4096, WRITE | 1, 2),
         Descriptor::new(u64::MAX - 4095, u32::MAX, WRITE, 0),
     ];
-    drivers[3].write(0, &chain);
-    drivers[3].offer(0);
-    drivers[3].active.kick.write(1).unwrap();
+    send(&mut drivers[3], 0, &chain);
     wait_until(|| drivers[3].used() == [(0, 0)]);
     let bytes: Vec<u8> = (0..8).map(|n| first_byte(&memory, FIRST_PFN + n)).collect();
     assert_eq!(bytes, [7, 0, 0, 7, 7, 0, 7, 7]);
@@ -231,9 +222,7 @@ fn queues_follow_the_accepted_features() {
     only_reporting.features = 1 << VIRTIO_BALLOON_F_PAGE_REPORTING;
     balloon.activate(only_reporting).unwrap();
     let at = u64::from(FIRST_PFN) * PAGE_BYTES;
-    drivers[3].write(0, &[Descriptor::new(at, 4096, WRITE, 0)]);
-    drivers[3].offer(0);
-    drivers[3].active.kick.write(1).unwrap();
+    send(&mut drivers[3], 0, &[Descriptor::new(at, 4096, WRITE, 0)]);
     wait_until(|| balloon.control().state().released_bytes == PAGE_BYTES);
     balloon.reset();
     let queues = vec![Some(drivers[0].active()), Some(drivers[1].active()), None, None];
@@ -328,15 +317,11 @@ fn statistics_are_read_and_updated() {
     let at = GuestAddress(BUFFERS + 3);
     memory.write_slice(&bytes, at).unwrap();
     let len = u32::try_from(bytes.len()).unwrap();
-    drivers[2].write(
-        0,
-        &[
-            Descriptor::new(at.0, 7, 1, 1),
-            Descriptor::new(at.0 + 7, len - 7, 0, 0),
-        ],
-    );
-    drivers[2].offer(0);
-    drivers[2].active.kick.write(1).unwrap();
+    let pieces = [
+        Descriptor::new(at.0, 7, 1, 1),
+        Descriptor::new(at.0 + 7, len - 7, 0, 0),
+    ];
+    send(&mut drivers[2], 0, &pieces);
     wait_until(|| control.state().statistics.is_some());
     let statistics = control.state().statistics.unwrap();
     assert_eq!(statistics.get(StatisticTag::FreeMemory), Some(2));
@@ -348,9 +333,7 @@ fn statistics_are_read_and_updated() {
     wait_until(|| drivers[2].used() == [(0, 0)]);
     assert_eq!(drivers[2].vector.read().unwrap(), 1);
     memory.write_slice(&entry(0, 11), at).unwrap();
-    drivers[2].write(1, &[Descriptor::new(at.0, 10, 0, 0)]);
-    drivers[2].offer(1);
-    drivers[2].active.kick.write(1).unwrap();
+    send(&mut drivers[2], 1, &[Descriptor::new(at.0, 10, 0, 0)]);
     wait_until(|| control.state().statistics.unwrap().get(StatisticTag::SwapIn) == Some(11));
     assert_eq!(
         control.state().statistics.unwrap().get(StatisticTag::FreeMemory),
@@ -396,7 +379,7 @@ fn restored_balloon_continues() {
     );
     assert_eq!(restored.config.statistics_interval_s, 60);
     let _view = activate(&mut target, &memory, &drivers);
-    drivers[2].active.kick.write(1).unwrap();
+    drivers[2].kick();
     wait_until(|| target.control().state().statistics.is_some());
     send_pages(&mut drivers[0], &memory, 0, &[FIRST_PFN]);
     assert_eq!(target.control().state().released_bytes, PAGE_BYTES);

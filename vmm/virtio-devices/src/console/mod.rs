@@ -15,18 +15,18 @@ pub mod port;
 pub mod queues;
 
 use std::io::{self, Write};
+use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use diagnostics::{error_line, guest_log};
 use event_manager::{EventOps, Events, MutEventSubscriber};
 use sandbox::ThreadKind;
 use virtio_bindings::virtio_ids::VIRTIO_ID_CONSOLE;
 use vm_memory::GuestMemoryMmap;
-use vmm_sys_util::epoll::EventSet;
+use vmm_sys_util::eventfd::EventFd;
 
 use crate::device::{ActivateError, Activation, ConfigChangeNotifier, VirtioDevice, read_config_bytes};
-use crate::serve::log_driver_error;
-use crate::worker::DeviceWorker;
+use crate::serve::request_reset_if_broken;
+use crate::worker::{DeviceWorker, watch_readable};
 use port::{ConsolePort, WindowSize};
 use queues::ConsoleQueues;
 
@@ -110,16 +110,8 @@ impl VirtioDevice for VirtioConsole {
             broken: false,
         };
         self.port.set_config_notifier(Some(activation.config_change));
-        let started = DeviceWorker::spawn(
-            ThreadKind::Device,
-            self.name(),
-            server,
-            activation.fatal_error_callback,
-        );
-        self.worker = Some(started.map_err(|source| ActivateError::Host {
-            what: "starting a thread",
-            source,
-        })?);
+        let callback = activation.fatal_error_callback;
+        self.worker = Some(DeviceWorker::spawn(ThreadKind::Device, "hvc0", server, callback)?);
         Ok(())
     }
 
@@ -139,24 +131,19 @@ struct ConsoleHandler {
 }
 
 impl ConsoleHandler {
-    fn fds(&self) -> [Events; 3] {
-        let readable = |fd| Events::new(fd, EventSet::IN);
+    fn events(&self) -> [&EventFd; 3] {
         [
-            readable(&*self.queues.input.kick),
-            readable(&*self.queues.output.kick),
-            readable(self.port.input_event()),
+            &self.queues.input.kick,
+            &self.queues.output.kick,
+            self.port.input_event(),
         ]
     }
 }
 
 impl MutEventSubscriber for ConsoleHandler {
     fn process(&mut self, _: Events, _: &mut EventOps) {
-        for fd in [
-            &*self.queues.input.kick,
-            &*self.queues.output.kick,
-            self.port.input_event(),
-        ] {
-            let _ = fd.read();
+        for event in self.events() {
+            let _ = event.read();
         }
         if self.broken {
             return;
@@ -164,19 +151,11 @@ impl MutEventSubscriber for ConsoleHandler {
         let mut sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner);
         let served = self.queues.serve_output(&self.memory, &mut **sink);
         let served = served.and_then(|()| self.queues.serve_input(&self.memory, &self.port));
-        if let Err(error) = served {
-            log_driver_error("hvc0", "it stops until it is reset", &error);
-            self.broken = true;
-            self.config_change.needs_reset();
-        }
+        self.broken = request_reset_if_broken("hvc0", served, &self.config_change);
     }
 
     fn init(&mut self, ops: &mut EventOps) {
-        for events in self.fds() {
-            if let Err(error) = ops.add(events) {
-                guest_log!(Error, "hvc0 cannot receive notifications: {}", error_line(&error));
-            }
-        }
+        watch_readable(ops, "hvc0", self.events().map(AsRawFd::as_raw_fd));
         // Deliver input that arrived before the driver was ready.
         let _ = self.port.input_event().write(1);
     }

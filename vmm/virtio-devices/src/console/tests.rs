@@ -9,8 +9,8 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use super::port::INPUT_BYTES;
 use super::queues::{MAX_OUTPUT_BYTES, take};
 use super::*;
-use crate::device::{ActiveQueue, ConfigChangeNotifier, DeviceInterrupt};
-use crate::serve::testing::{BUFFERS, Driver, GOOD, HOSTILE, activation, memory};
+use crate::device::{ConfigChangeNotifier, DeviceInterrupt};
+use crate::serve::testing::{BUFFERS, Driver, GOOD, HOSTILE, activation, memory, wait_until};
 use crate::serve::{serve_queue, serve_queue_while};
 
 const NEXT: u16 = 1;
@@ -34,8 +34,7 @@ impl Write for TestSink {
 /// Returns the bytes that a chain of the driver writes to the sink.
 fn written(memory: &GuestMemoryMmap, chain: &[Descriptor]) -> Vec<u8> {
     let mut driver = Driver::new(memory, 64);
-    driver.write(0, chain);
-    driver.offer(0);
+    driver.offer_chain(0, chain);
     let mut out = Vec::new();
     serve_queue(&mut driver.active, memory, |chain| {
         take(&mut out, memory, chain);
@@ -120,29 +119,14 @@ fn hostile_chains_do_not_block_input() {
         port.send(&[b'i'; INPUT_BYTES]);
         queues.serve_input(&memory, &port).unwrap();
     }
-    let used = driver.used();
-    assert!(
-        used.iter().map(|(head, _)| *head).eq(0..u32::from(HOSTILE)),
-        "{used:?}"
-    );
-    assert!(
-        used.iter().all(|(_, bytes)| *bytes as usize <= INPUT_BYTES),
-        "{used:?}"
-    );
-    assert_eq!([used[2].1, used[4].1, used[5].1, used[12].1], [0; 4], "{used:?}");
-    assert_eq!(used.last(), Some(&(13, 256)));
+    driver.assert_hostile_used(INPUT_BYTES, 256);
 }
 
 fn queues<'m>(memory: &'m GuestMemoryMmap, input: Driver<'m>) -> (ConsoleQueues, Driver<'m>, Driver<'m>) {
     let output = Driver::at(memory, 16, 0x8000);
-    let copy = |driver: &Driver<'_>| ActiveQueue {
-        queue: driver.mock.create_queue().unwrap(),
-        kick: driver.active.kick.clone(),
-        interrupt: DeviceInterrupt::new(Some(driver.vector.clone())),
-    };
     let queues = ConsoleQueues {
-        input: copy(&input),
-        output: copy(&output),
+        input: input.active(),
+        output: output.active(),
     };
     (queues, input, output)
 }
@@ -261,7 +245,7 @@ fn broken_ring_requests_reset() {
         console.activate(activation).unwrap();
         output.active.kick.write(1).unwrap();
         seen.changed.read().unwrap();
-        assert!(seen.needs_reset.load(std::sync::atomic::Ordering::Acquire));
+        assert!(seen.needs_reset());
         console.reset();
     }
 }
@@ -274,33 +258,20 @@ fn console_serves_both_directions_after_reset() {
     let mut console = VirtioConsole::new(Box::new(sink.clone()), None).unwrap();
     for round in 0..2u8 {
         let mut input = Driver::new(&memory, 16);
-        input.write(0, &[Descriptor::new(BUFFERS, 4, WRITE, 0)]);
-        input.offer(0);
+        input.offer_chain(0, &[Descriptor::new(BUFFERS, 4, WRITE, 0)]);
         // The rings of the second queue follow those of the first.
         let mut output = Driver::at(&memory, 16, 0x8000);
         memory
             .write_slice(&[b'a' + round], GuestAddress(BUFFERS + 64))
             .unwrap();
-        output.write(0, &[Descriptor::new(BUFFERS + 64, 1, 0, 0)]);
-        output.offer(0);
+        output.offer_chain(0, &[Descriptor::new(BUFFERS + 64, 1, 0, 0)]);
         output.active.kick.write(1).unwrap();
         console.port().send(&[b'0' + round]);
-        let told: Vec<_> = [&input, &output]
-            .map(|driver| {
-                let vector = Arc::new(EventFd::new(0).unwrap());
-                let active = ActiveQueue {
-                    queue: driver.mock.create_queue().unwrap(),
-                    kick: driver.active.kick.clone(),
-                    interrupt: DeviceInterrupt::new(Some(vector.clone())),
-                };
-                (vector, Some(active))
-            })
-            .into();
-        let (vectors, queues): (Vec<_>, Vec<_>) = told.into_iter().unzip();
-        let (activation, _) = activation(&memory, queues);
+        let queues = [&input, &output].map(|driver| Some(driver.active()));
+        let (activation, _) = activation(&memory, queues.into());
         console.activate(activation).unwrap();
-        for vector in vectors {
-            vector.read().unwrap();
+        for driver in [&input, &output] {
+            wait_until(|| driver.vector.read().is_ok());
         }
         assert_eq!((input.used(), output.used()), (vec![(0, 1)], vec![(0, 0)]));
         assert_eq!(

@@ -39,7 +39,6 @@ use virtio_bindings::virtio_blk::{
 };
 use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 use vm_memory::GuestMemoryMmap;
-use vmm_sys_util::epoll::EventSet;
 
 use self::config::{DiskConfig, MAX_SERIAL};
 use self::image::{DiskImage, DiskImageError};
@@ -51,8 +50,8 @@ use crate::device::{
     ActivateError, Activation, ActiveQueue, ConfigChangeNotifier, VirtioDevice, read_config_bytes,
 };
 use crate::rate_limiter::RateLimiter;
-use crate::serve::{log_driver_error, serve_queue_while};
-use crate::worker::DeviceWorker;
+use crate::serve::{request_reset_if_broken, serve_queue_while};
+use crate::worker::{DeviceWorker, watch_readable};
 
 /// Queue size, in entries. One request with the maximum number of segments fits without indirect
 /// descriptors.
@@ -202,17 +201,13 @@ impl VirtioDevice for BlockDevice {
             broken: false,
             said: self.said.clone(),
         };
-        let worker = DeviceWorker::spawn(
+        let callback = activation.fatal_error_callback;
+        self.worker = Some(DeviceWorker::spawn(
             ThreadKind::Device,
             &self.name,
             server,
-            activation.fatal_error_callback,
-        )
-        .map_err(|source| ActivateError::Host {
-            what: "starting a thread",
-            source,
-        })?;
-        self.worker = Some(worker);
+            callback,
+        )?);
         Ok(())
     }
 
@@ -275,11 +270,7 @@ impl BlockHandler {
             let why = error_line(&error);
             guest_log!(Warn, "{}: the guest gets I/O errors: {why}", self.name);
         }
-        if let Err(error) = served {
-            log_driver_error(&self.name, "it stops until it is reset", &error);
-            self.broken = true;
-            self.config_change.needs_reset();
-        }
+        self.broken = request_reset_if_broken(&self.name, served, &self.config_change);
     }
 }
 
@@ -305,18 +296,7 @@ impl MutEventSubscriber for BlockHandler {
     }
 
     fn init(&mut self, ops: &mut EventOps) {
-        let kick = ops.add(Events::new(&*self.queue.kick, EventSet::IN));
-        let timer = self
-            .limiter
-            .iter()
-            .try_for_each(|limiter| ops.add(Events::new(&**limiter, EventSet::IN)));
-        if let Err(error) = kick.and(timer) {
-            guest_log!(
-                Error,
-                "{} cannot receive notifications: {}",
-                self.name,
-                error_line(&error)
-            );
-        }
+        let timer = self.limiter.iter().map(AsRawFd::as_raw_fd);
+        watch_readable(ops, &self.name, timer.chain([self.queue.kick.as_raw_fd()]));
     }
 }

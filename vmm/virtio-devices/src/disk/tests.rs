@@ -15,9 +15,8 @@ use super::image::DiskImage;
 use super::request::{DiskBackend, MAX_REQUEST_BYTES, RequestFailure};
 use super::*;
 use crate::rate_limiter::LimitChange;
-use crate::serve::continue_at_used_ring;
 use crate::serve::serve_queue;
-use crate::serve::testing::{BUFFERS, Driver, MEMORY_BYTES, activation, memory};
+use crate::serve::testing::{BUFFERS, Driver, MEMORY_BYTES, activate, memory};
 
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
@@ -53,8 +52,7 @@ impl DiskTest {
     fn raw(&self, descriptors: &[Descriptor]) -> (u8, u32, Result<(), RequestFailure>) {
         self.memory.write_obj(NO_STATUS, GuestAddress(STATUS)).unwrap();
         let mut driver = Driver::new(&self.memory, 256);
-        driver.write(0, descriptors);
-        driver.offer(0);
+        driver.offer_chain(0, descriptors);
         let mut outcome = None;
         serve_queue(&mut driver.active, &self.memory, |chain| {
             let request = self.disk.serve(&self.memory, chain);
@@ -409,18 +407,15 @@ fn disk_works_after_broken_ring_and_reset() {
         driver.write(0, &[Descriptor::new(STATUS, 1, WRITE, 0)]);
         // The queue has 16 descriptors, so index 16 is invalid.
         driver.offer(if breaks { 16 } else { 0 });
-        let (activation, seen) = activation(&memory, vec![Some(driver.active())]);
-        block.activate(activation).unwrap();
-        driver.active.kick.write(1).unwrap();
+        let seen = activate(&mut block, &driver);
+        driver.kick();
         if breaks {
             seen.changed.read().unwrap();
         }
         // Requests in progress complete before the device stops.
-        while !breaks && driver.used().is_empty() {
-            std::thread::yield_now();
-        }
+        driver.wait_until_used(usize::from(!breaks));
         block.reset();
-        let needs_reset = seen.needs_reset.load(std::sync::atomic::Ordering::Acquire);
+        let needs_reset = seen.needs_reset();
         assert_eq!((needs_reset, driver.used().len()), (breaks, usize::from(!breaks)));
     }
 }
@@ -431,13 +426,11 @@ fn device_without_kicks_can_be_stopped() {
     let memory = memory();
     let (mut block, _file) = device();
     let mut driver = Driver::new(&memory, 16);
-    driver.write(0, &[Descriptor::new(STATUS, 1, WRITE, 0)]);
-    driver.offer(0);
-    let (activation, seen) = activation(&memory, vec![Some(driver.active())]);
-    block.activate(activation).unwrap();
+    driver.offer_chain(0, &[Descriptor::new(STATUS, 1, WRITE, 0)]);
+    let seen = activate(&mut block, &driver);
     block.reset();
     assert_eq!(driver.used(), []);
-    assert!(!seen.needs_reset.load(std::sync::atomic::Ordering::Acquire));
+    assert!(!seen.needs_reset());
 }
 
 /// Continuous notifications coalesce. The thread processes pending requests once and stops when
@@ -449,12 +442,10 @@ fn continuous_kicks_do_not_block_stop() {
     for breaks in [false, true] {
         let (mut block, _file) = device();
         let mut driver = Driver::new(&memory, 16);
-        driver.write(0, &[Descriptor::new(STATUS, 1, WRITE, 0)]);
-        driver.offer(0);
+        driver.offer_chain(0, &[Descriptor::new(STATUS, 1, WRITE, 0)]);
         if breaks {
             driver.offer(16);
         }
-        let (activation, _seen) = activation(&memory, vec![Some(driver.active())]);
         let (kick, end) = (driver.active.kick.clone(), Arc::new(AtomicBool::new(false)));
         let kicks = std::thread::spawn({
             let end = end.clone();
@@ -466,10 +457,8 @@ fn continuous_kicks_do_not_block_stop() {
                 kicks
             }
         });
-        block.activate(activation).unwrap();
-        while driver.used().is_empty() {
-            std::thread::yield_now();
-        }
+        let _seen = activate(&mut block, &driver);
+        driver.wait_until_used(1);
         block.reset();
         end.store(true, Ordering::Relaxed);
         assert!(kicks.join().unwrap() > 0);
@@ -483,25 +472,16 @@ fn read_sectors(driver: &mut Driver<'_>, memory: &GuestMemoryMmap, count: usize)
     let first = driver.used().len();
     memory.write_obj(VIRTIO_BLK_T_IN, GuestAddress(HEADER)).unwrap();
     memory.write_obj(0_u64, GuestAddress(HEADER + 8)).unwrap();
+    let chain = [
+        Descriptor::new(HEADER, 16, NEXT, 1),
+        Descriptor::new(DATA, 512, NEXT | WRITE, 2),
+        Descriptor::new(STATUS, 1, WRITE, 0),
+    ];
     for _ in 0..count {
-        driver.write(
-            0,
-            &[
-                Descriptor::new(HEADER, 16, NEXT, 1),
-                Descriptor::new(DATA, 512, NEXT | WRITE, 2),
-                Descriptor::new(STATUS, 1, WRITE, 0),
-            ],
-        );
-        driver.offer(0);
+        driver.offer_chain(0, &chain);
     }
-    driver.active.kick.write(1).unwrap();
-    while driver.used().len() < first + count {
-        assert!(
-            start.elapsed() < Duration::from_secs(30),
-            "the timer does not wake the disk"
-        );
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    driver.kick();
+    driver.wait_until_used(first + count);
     start.elapsed()
 }
 
@@ -519,8 +499,7 @@ fn throttled_requests_are_served_by_the_timer() {
     for limits in ["ops=10/100", "bandwidth=5120/100"] {
         let (mut block, _file) = limited(limits);
         let mut driver = Driver::new(&memory, 256);
-        let (activation, _seen) = activation(&memory, vec![Some(driver.active())]);
-        block.activate(activation).unwrap();
+        let _seen = activate(&mut block, &driver);
         // The bucket has 10 tokens of a request, and gets 100 in a second.
         let took = read_sectors(&mut driver, &memory, 40);
         assert!(took >= Duration::from_millis(290), "{limits}: {took:?}");
@@ -540,10 +519,7 @@ fn limit_outlives_a_reset() {
     let (mut block, _file) = limited("ops=1/200+9");
     let mut driver = Driver::new(&memory, 256);
     for count in [10, 1, 1] {
-        let mut active = driver.active();
-        continue_at_used_ring(&mut active.queue, &memory).unwrap();
-        let (activation, _seen) = activation(&memory, vec![Some(active)]);
-        block.activate(activation).unwrap();
+        let _seen = activate(&mut block, &driver);
         let took = read_sectors(&mut driver, &memory, count);
         assert!(count > 1 || took >= Duration::from_millis(100), "{took:?}");
         block.reset();
@@ -555,8 +531,7 @@ fn removed_limit_releases_waiting_requests() {
     let memory = memory();
     let (mut block, _file) = limited("ops=1/86400000");
     let mut driver = Driver::new(&memory, 256);
-    let (activation, _seen) = activation(&memory, vec![Some(driver.active())]);
-    block.activate(activation).unwrap();
+    let _seen = activate(&mut block, &driver);
     read_sectors(&mut driver, &memory, 1);
     let limiter = block.rate_limiters()[0].1.clone();
     let change = std::thread::spawn(move || {
@@ -576,12 +551,10 @@ fn broken_queue_ignores_the_timer() {
     let memory = memory();
     let (mut block, _file) = limited("ops=1/50");
     let mut driver = Driver::new(&memory, 16);
-    driver.write(0, &[Descriptor::new(STATUS, 1, WRITE, 0)]);
-    driver.offer(0);
+    driver.offer_chain(0, &[Descriptor::new(STATUS, 1, WRITE, 0)]);
     driver.offer(16);
-    let (activation, seen) = activation(&memory, vec![Some(driver.active())]);
-    block.activate(activation).unwrap();
-    driver.active.kick.write(1).unwrap();
+    let seen = activate(&mut block, &driver);
+    driver.kick();
     seen.changed.read().unwrap();
     assert_eq!(
         driver.used().len(),
@@ -597,8 +570,7 @@ fn transferred_bytes_are_those_of_the_request() {
     let rig = DiskTest::new(128, false);
     let transferred = |chain: &[Descriptor]| {
         let mut driver = Driver::new(&rig.memory, 256);
-        driver.write(0, chain);
-        driver.offer(0);
+        driver.offer_chain(0, chain);
         let mut bytes = 0;
         serve_queue(&mut driver.active, &rig.memory, |chain| {
             let request = rig.disk.serve(&rig.memory, chain);

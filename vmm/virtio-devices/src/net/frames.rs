@@ -413,27 +413,19 @@ fn byte_at(pieces: &[(GuestAddress, u32)], offset: usize) -> Option<GuestAddress
 mod tests {
     use std::os::unix::net::UnixDatagram;
 
-    use virtio_queue::desc::{RawDescriptor, split::Descriptor};
-    use virtio_queue::mock::MockSplitQueue;
+    use virtio_queue::desc::split::Descriptor;
 
     use super::*;
+    use crate::serve::testing::{BUFFERS, Driver, HOSTILE, memory};
 
     const NEXT: u16 = 1;
     const WRITE: u16 = 2;
-    const INDIRECT: u16 = 4;
     const SIZE: u16 = 256;
-    /// Address of the guest's buffers. The queue is below.
-    const BUFFERS: u64 = 0x10_0000;
-    const MEMORY_BYTES: usize = 0x200_0000;
-
-    fn memory() -> GuestMemoryMmap {
-        GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).unwrap()
-    }
 
     /// The driver's end of a queue, and a socket pair that replaces the tap device.
     struct FrameTest<'m> {
-        driver: MockSplitQueue<'m, GuestMemoryMmap>,
-        put_in: u16,
+        memory: &'m GuestMemoryMmap,
+        driver: Driver<'m>,
         tap: Tap,
         far: UnixDatagram,
     }
@@ -444,46 +436,33 @@ mod tests {
             near.set_nonblocking(true).unwrap();
             far.set_nonblocking(true).unwrap();
             Self {
-                driver: MockSplitQueue::create(memory, GuestAddress(0), SIZE),
-                put_in: 0,
+                memory,
+                driver: Driver::new(memory, SIZE),
                 tap: Tap::on(near.into()),
                 far,
             }
         }
 
-        fn queue(&self) -> Queue {
-            self.driver.create_queue().unwrap()
+        fn sender(&self) -> FrameSender {
+            FrameSender::new(self.driver.active().queue)
         }
 
-        fn describe(&self, index: u16, address: u64, length: u32, flags: u16, next: u16) {
-            let descriptor = RawDescriptor::from(Descriptor::new(address, length, flags, next));
-            self.driver.desc_table().store(index, descriptor).unwrap();
+        fn receiver(&self, mergeable: bool) -> FrameReceiver {
+            FrameReceiver::new(self.driver.active().queue, mergeable)
         }
 
-        fn put_in(&mut self, head: u16) {
-            let slot = usize::from(self.put_in % SIZE);
-            self.driver
-                .avail()
-                .ring()
-                .ref_at(slot)
-                .unwrap()
-                .store(head.to_le());
-            self.put_in = self.put_in.wrapping_add(1);
-            self.driver.avail().idx().store(self.put_in.to_le());
+        fn send(&self, sender: &mut FrameSender) -> (BatchEnd, bool) {
+            sender.run(self.memory, Some(&self.tap), None).unwrap()
         }
 
-        /// Returns the used ring entries so far: head index and length.
-        fn used(&self) -> Vec<(u32, u32)> {
-            let count = u16::from_le(self.driver.used().idx().load());
-            let entry = |i: u16| {
-                self.driver
-                    .used()
-                    .ring()
-                    .ref_at(usize::from(i % SIZE))
-                    .unwrap()
-                    .load()
-            };
-            (0..count).map(|i| (entry(i).id(), entry(i).len())).collect()
+        fn receive(&self, receiver: &mut FrameReceiver) -> (BatchEnd, bool) {
+            receiver.run(self.memory, &self.tap, None).unwrap()
+        }
+
+        /// Offers one buffer.
+        fn offer(&mut self, head: u16, address: u64, length: u32, flags: u16) {
+            let buffer = Descriptor::new(address, length, flags, 0);
+            self.driver.offer_chain(head, &[buffer]);
         }
 
         fn arrived(&self) -> Vec<Vec<u8>> {
@@ -504,19 +483,20 @@ mod tests {
     fn segmented_frame_is_sent_as_one() {
         let memory = memory();
         let mut rig = FrameTest::new(&memory);
-        let mut sender = FrameSender::new(rig.queue());
+        let mut sender = rig.sender();
         let sent = frame(5000);
         memory.write_slice(&sent, GuestAddress(BUFFERS)).unwrap();
-        rig.describe(3, BUFFERS, 12, NEXT, 7);
-        rig.describe(7, BUFFERS + 12, 4000, NEXT, 1);
-        rig.describe(1, BUFFERS + 4012, 988, 0, 0);
-        rig.put_in(3);
-        let (pause, wanted) = sender.run(&memory, Some(&rig.tap), None).unwrap();
+        rig.driver.write(1, &[Descriptor::new(BUFFERS + 4012, 988, 0, 0)]);
+        rig.driver
+            .write(7, &[Descriptor::new(BUFFERS + 12, 4000, NEXT, 1)]);
+        rig.driver
+            .offer_chain(3, &[Descriptor::new(BUFFERS, 12, NEXT, 7)]);
+        let (pause, wanted) = rig.send(&mut sender);
         assert!(matches!(pause, BatchEnd::Idle) && wanted);
         assert_eq!(rig.arrived(), [sent]);
-        assert_eq!(rig.used(), [(3, 0)]);
+        assert_eq!(rig.driver.used(), [(3, 0)]);
         // No new chain was used, so no interrupt is due.
-        assert!(!sender.run(&memory, Some(&rig.tap), None).unwrap().1);
+        assert!(!rig.send(&mut sender).1);
     }
 
     /// With mergeable buffers, frames are delivered to buffers smaller than the longest frame.
@@ -525,20 +505,19 @@ mod tests {
         const BUFFER: u64 = 1536;
         let memory = memory();
         let mut rig = FrameTest::new(&memory);
-        let mut receiver = FrameReceiver::new(rig.queue(), true);
+        let mut receiver = rig.receiver(true);
         let offer = |rig: &mut FrameTest<'_>, heads: std::ops::Range<u16>| {
             for head in heads {
-                rig.describe(head, BUFFERS + u64::from(head) * BUFFER, BUFFER as u32, WRITE, 0);
-                rig.put_in(head);
+                rig.offer(head, BUFFERS + u64::from(head) * BUFFER, BUFFER as u32, WRITE);
             }
         };
         offer(&mut rig, 0..4);
         rig.far.send(&frame(1000)).unwrap();
         rig.far.send(&frame(4000)).unwrap();
         rig.far.send(&frame(9000)).unwrap();
-        let (pause, wanted) = receiver.run(&memory, &rig.tap, None).unwrap();
+        let (pause, wanted) = rig.receive(&mut receiver);
         assert!(matches!(pause, BatchEnd::NoBuffer) && wanted);
-        assert_eq!(rig.used(), [(0, 1000), (1, 1536), (2, 1536), (3, 928)]);
+        assert_eq!(rig.driver.used(), [(0, 1000), (1, 1536), (2, 1536), (3, 928)]);
         let in_guest = |length: usize, at: u64| {
             let mut bytes = vec![0; length];
             memory.read_slice(&mut bytes, GuestAddress(at)).unwrap();
@@ -548,12 +527,12 @@ mod tests {
         assert_eq!(in_guest(4000, BUFFERS + BUFFER), (3, frame(4000)[12..].to_vec()));
         // First too few buffers for the third frame, then enough.
         offer(&mut rig, 4..8);
-        let (pause, wanted) = receiver.run(&memory, &rig.tap, None).unwrap();
+        let (pause, wanted) = rig.receive(&mut receiver);
         assert!(matches!(pause, BatchEnd::NoBuffer) && !wanted);
         offer(&mut rig, 8..10);
-        let (pause, wanted) = receiver.run(&memory, &rig.tap, None).unwrap();
+        let (pause, wanted) = rig.receive(&mut receiver);
         assert!(matches!(pause, BatchEnd::NoBuffer) && wanted);
-        assert_eq!(rig.used().len(), 10);
+        assert_eq!(rig.driver.used().len(), 10);
         assert_eq!(
             in_guest(9000, BUFFERS + 4 * BUFFER),
             (6, frame(9000)[12..].to_vec())
@@ -564,93 +543,58 @@ mod tests {
     fn frame_longer_than_ring_is_dropped() {
         let memory = memory();
         let mut rig = FrameTest::new(&memory);
-        let mut receiver = FrameReceiver::new(rig.queue(), true);
+        let mut receiver = rig.receiver(true);
         for head in 0..SIZE {
-            rig.describe(head, BUFFERS + u64::from(head) * 16, 16, WRITE, 0);
-            rig.put_in(head);
+            rig.offer(head, BUFFERS + u64::from(head) * 16, 16, WRITE);
         }
         rig.far.send(&frame(5000)).unwrap();
         rig.far.send(&frame(40)).unwrap();
-        let (pause, wanted) = receiver.run(&memory, &rig.tap, None).unwrap();
+        let (pause, wanted) = rig.receive(&mut receiver);
         assert!(matches!(pause, BatchEnd::Idle) && wanted, "{pause:?}");
-        assert_eq!(rig.used(), [(0, 16), (1, 16), (2, 8)]);
+        assert_eq!(rig.driver.used(), [(0, 16), (1, 16), (2, 8)]);
     }
 
     #[test]
     fn frames_without_tap_are_dropped() {
         let memory = memory();
         let mut rig = FrameTest::new(&memory);
-        let mut sender = FrameSender::new(rig.queue());
+        let mut sender = rig.sender();
         for head in 0..100 {
-            rig.describe(head, BUFFERS, 64, 0, 0);
-            rig.put_in(head);
+            rig.offer(head, BUFFERS, 64, 0);
         }
-        assert!(matches!(
-            sender.run(&memory, None, None).unwrap().0,
-            BatchEnd::More
-        ));
-        assert!(matches!(
-            sender.run(&memory, None, None).unwrap().0,
-            BatchEnd::Idle
-        ));
-        assert_eq!(rig.used().len(), 100);
+        let mut end = || sender.run(&memory, None, None).unwrap().0;
+        assert!(matches!((end(), end()), (BatchEnd::More, BatchEnd::Idle)));
+        assert_eq!(rig.driver.used().len(), 100);
         assert!(rig.arrived().is_empty());
     }
 
-    /// Each malformed chain is used at once without sending a frame, and the valid frame after them
-    /// is sent.
+    /// Each malformed chain is used at once without sending a frame, and the valid frames after them
+    /// are sent.
     #[test]
     fn malformed_chains_send_no_frames() {
         let memory = memory();
         let mut rig = FrameTest::new(&memory);
-        let mut sender = FrameSender::new(rig.queue());
-        rig.describe(0, BUFFERS, 64, NEXT, 0); // a loop
-        rig.describe(1, MEMORY_BYTES as u64 - 8, 64, 0, 0); // out of memory
-        rig.describe(2, BUFFERS, 64, WRITE, 0); // to be written
-        rig.describe(3, BUFFERS, 11, 0, 0); // no whole header
-        rig.describe(4, BUFFERS, u32::MAX, 0, 0); // longer than memory
-        rig.describe(5, BUFFERS, 0x10_0000, 0, 0); // longer than any frame
-        rig.describe(6, BUFFERS, 0, NEXT, 999); // behind the table
-        // An indirect table of 65,535 descriptors, and a nested one.
-        rig.describe(7, BUFFERS + 0x10_0000, 65_535 * 16, INDIRECT, 0);
-        for i in 0..65_535_u64 {
-            let piece = Descriptor::new(BUFFERS, 1, NEXT, (i as u16).wrapping_add(1));
-            memory
-                .write_obj(piece, GuestAddress(BUFFERS + 0x10_0000 + i * 16))
-                .unwrap();
-        }
-        rig.describe(8, BUFFERS + 0x30_0000, 16, INDIRECT, 0);
-        let inner = Descriptor::new(BUFFERS + 0x10_0000, 16, INDIRECT, 0);
-        memory
-            .write_obj(inner, GuestAddress(BUFFERS + 0x30_0000))
-            .unwrap();
-        rig.describe(9, BUFFERS + 1, 17, INDIRECT, 0); // a table of a piece and a bit
-        rig.describe(10, BUFFERS, 60, 0, 0); // a good one
-        for head in 0..=10 {
-            rig.put_in(head);
-        }
-        assert!(matches!(
-            sender.run(&memory, Some(&rig.tap), None).unwrap().0,
-            BatchEnd::Idle
-        ));
-        assert_eq!(rig.used(), (0..=10).map(|head| (head, 0)).collect::<Vec<_>>());
-        assert_eq!(rig.arrived().iter().map(Vec::len).collect::<Vec<_>>(), [60]);
+        let mut sender = rig.sender();
+        rig.driver.offer_hostile(0);
+        rig.offer(HOSTILE, BUFFERS, 11, 0); // no whole header
+        rig.offer(HOSTILE + 1, BUFFERS, 0x10_0000, 0); // longer than any frame
+        rig.offer(HOSTILE + 2, BUFFERS, 60, 0);
+        assert!(matches!(rig.send(&mut sender).0, BatchEnd::Idle));
+        let heads = 0..u32::from(HOSTILE) + 3;
+        assert_eq!(rig.driver.used(), heads.map(|head| (head, 0)).collect::<Vec<_>>());
+        assert_eq!(rig.arrived().iter().map(Vec::len).collect::<Vec<_>>(), [256, 60]);
     }
 
     #[test]
     fn invalid_rings_break_the_queue() {
         let memory = memory();
         let mut rig = FrameTest::new(&memory);
-        rig.put_in(SIZE);
-        let error = FrameSender::new(rig.queue())
-            .run(&memory, Some(&rig.tap), None)
-            .unwrap_err();
+        rig.driver.offer(SIZE);
+        let error = rig.sender().run(&memory, Some(&rig.tap), None).err().unwrap();
         assert!(matches!(error, FrameQueueError::Head(SIZE)), "{error:?}");
-        rig.driver.avail().idx().store(SIZE + 1);
+        rig.driver.mock.avail().idx().store(SIZE + 1);
         for mergeable in [false, true] {
-            let error = FrameReceiver::new(rig.queue(), mergeable)
-                .run(&memory, &rig.tap, None)
-                .unwrap_err();
+            let error = rig.receiver(mergeable).run(&memory, &rig.tap, None).unwrap_err();
             assert!(matches!(error, FrameQueueError::Queue(_)), "{error:?}");
         }
     }
@@ -661,20 +605,19 @@ mod tests {
     fn long_frame_spans_several_buffers() {
         let memory = memory();
         let mut rig = FrameTest::new(&memory);
-        let mut receiver = FrameReceiver::new(rig.queue(), true);
+        let mut receiver = rig.receiver(true);
         for head in 0..60 {
-            rig.describe(head, BUFFERS + 1500 * u64::from(head), 1500, WRITE, 0);
-            rig.put_in(head);
+            rig.offer(head, BUFFERS + 1500 * u64::from(head), 1500, WRITE);
         }
         for length in [60, 4000] {
             rig.far.send(&frame(length)).unwrap();
         }
-        let (pause, wanted) = receiver.run(&memory, &rig.tap, None).unwrap();
+        let (pause, wanted) = rig.receive(&mut receiver);
         assert!(
             wanted && matches!(pause, BatchEnd::Idle | BatchEnd::NoBuffer),
             "{pause:?}"
         );
-        assert_eq!(rig.used(), [(0, 60), (1, 1500), (2, 1500), (3, 1000)]);
+        assert_eq!(rig.driver.used(), [(0, 60), (1, 1500), (2, 1500), (3, 1000)]);
         let buffers = |at: u64| memory.read_obj::<u16>(GuestAddress(at + 10)).unwrap();
         assert_eq!((buffers(BUFFERS), buffers(BUFFERS + 1500)), (1, 3));
         let mut got = vec![0; 4000];
@@ -687,48 +630,42 @@ mod tests {
     fn unmerged_frame_uses_one_chain() {
         let memory = memory();
         let mut rig = FrameTest::new(&memory);
-        let mut receiver = FrameReceiver::new(rig.queue(), false);
+        let mut receiver = rig.receiver(false);
         for chain in 0..2_u16 {
             let at = BUFFERS + 0x1000 * u64::from(chain);
-            rig.describe(2 * chain, at, 11, NEXT | WRITE, 2 * chain + 1);
-            rig.describe(2 * chain + 1, at + 0x800, 1515, WRITE, 0);
-            rig.put_in(2 * chain);
+            let header = Descriptor::new(at, 11, NEXT | WRITE, 2 * chain + 1);
+            let data = Descriptor::new(at + 0x800, 1515, WRITE, 0);
+            rig.driver.offer_chain(2 * chain, &[header, data]);
         }
         // The second frame is longer than its chain and is truncated.
         rig.far.send(&frame(1000)).unwrap();
         rig.far.send(&frame(9000)).unwrap();
-        receiver.run(&memory, &rig.tap, None).unwrap();
-        assert_eq!(rig.used(), [(0, 1000), (2, 1526)]);
-        let split = (GuestAddress(BUFFERS + 10), GuestAddress(BUFFERS + 0x800));
-        let bytes: (u8, u8) = (
-            memory.read_obj(split.0).unwrap(),
-            memory.read_obj(split.1).unwrap(),
-        );
-        assert_eq!(bytes, (1, 0));
+        rig.receive(&mut receiver);
+        assert_eq!(rig.driver.used(), [(0, 1000), (2, 1526)]);
+        let byte = |at| memory.read_obj::<u8>(GuestAddress(at)).unwrap();
+        assert_eq!((byte(BUFFERS + 10), byte(BUFFERS + 0x800)), (1, 0));
     }
 
     #[test]
     fn unwritable_buffers_are_returned() {
         let memory = memory();
         let mut rig = FrameTest::new(&memory);
-        let mut receiver = FrameReceiver::new(rig.queue(), false);
-        rig.describe(0, BUFFERS, 2000, 0, 0); // to be read
-        rig.describe(1, u64::MAX - 4, 2000, WRITE, 0); // nowhere
-        rig.describe(2, BUFFERS, 4, WRITE, 0); // no room for a header
-        rig.describe(3, BUFFERS, 2000, WRITE, 0);
-        (0..4).for_each(|head| rig.put_in(head));
+        let mut receiver = rig.receiver(false);
+        rig.offer(0, BUFFERS, 2000, 0); // to be read
+        rig.offer(1, u64::MAX - 4, 2000, WRITE); // nowhere
+        rig.offer(2, BUFFERS, 4, WRITE); // no room for a header
+        rig.offer(3, BUFFERS, 2000, WRITE);
         rig.far.send(&frame(99)).unwrap();
-        receiver.run(&memory, &rig.tap, None).unwrap();
-        assert_eq!(rig.used(), [(0, 0), (1, 0), (2, 0), (3, 99)]);
+        rig.receive(&mut receiver);
+        assert_eq!(rig.driver.used(), [(0, 0), (1, 0), (2, 0), (3, 99)]);
     }
 
     #[test]
     fn removed_tap_is_detected() {
         let memory = memory();
         let mut rig = FrameTest::new(&memory);
-        let mut receiver = FrameReceiver::new(rig.queue(), false);
-        rig.describe(0, BUFFERS, 2000, WRITE, 0);
-        rig.put_in(0);
+        let mut receiver = rig.receiver(false);
+        rig.offer(0, BUFFERS, 2000, WRITE);
         let gone = Tap::on(std::fs::File::create("/dev/null").unwrap().into());
         assert!(matches!(
             receiver.run(&memory, &gone, None).unwrap(),

@@ -44,7 +44,7 @@ use crate::device::{
     ActivateError, Activation, ActiveQueue, DeviceInterrupt, VirtioDevice, read_config_bytes,
 };
 use crate::rate_limiter::RateLimiter;
-use crate::worker::DeviceWorker;
+use crate::worker::{DeviceWorker, watch_readable};
 use config::MacAddress;
 use frames::{BatchEnd, FrameQueueError, FrameReceiver, FrameSender};
 use link::{LINK_UP, NetLink};
@@ -269,12 +269,8 @@ impl VirtioDevice for NetDevice {
                     source: io::Error::other(e),
                 })?;
             let tap = Some(self.tap.clone());
-            DeviceWorker::spawn(
-                ThreadKind::Device,
-                &self.name,
-                VhostHandler { watch, tap, link },
-                fatal_error_callback,
-            )
+            let handler = VhostHandler { watch, tap, link };
+            DeviceWorker::spawn(ThreadKind::Device, &self.name, handler, fatal_error_callback)
         } else {
             let merges = features & (1 << VIRTIO_NET_F_MRG_RXBUF) != 0;
             let tap = link.is_up().then(|| self.tap.clone());
@@ -282,19 +278,8 @@ impl VirtioDevice for NetDevice {
             let handler = handler.with_metadata(self.metadata.as_ref());
             DeviceWorker::spawn(ThreadKind::Device, &self.name, handler, fatal_error_callback)
         };
-        match spawned {
-            Ok(worker) => {
-                self.worker = Some(worker);
-                Ok(())
-            }
-            Err(source) => {
-                self.reset();
-                Err(ActivateError::Host {
-                    what: "the thread of a network device",
-                    source,
-                })
-            }
-        }
+        self.worker = Some(spawned.inspect_err(|_| self.reset())?);
+        Ok(())
     }
 
     fn reset(&mut self) {
@@ -507,16 +492,7 @@ impl MutEventSubscriber for FrameHandler {
         let timers = [&self.limiters.rx, &self.limiters.tx].into_iter().flatten();
         let timers = timers.map(|limiter| limiter.as_raw_fd());
         let metadata = self.metadata.as_ref().map(AsRawFd::as_raw_fd);
-        for fd in kicks.chain(timers).chain(metadata) {
-            if let Err(e) = ops.add(Events::new_raw(fd, EventSet::IN)) {
-                guest_log!(
-                    Error,
-                    "{}: a queue is not processed: {}",
-                    self.link.name,
-                    error_line(&e)
-                );
-            }
-        }
+        watch_readable(ops, &self.link.name, kicks.chain(timers).chain(metadata));
         self.send(ops);
         self.receive(ops);
     }
@@ -582,7 +558,7 @@ mod tests {
         let mut lane = Direction::new(driver.active(), |queue| queue.size());
         let pause = lane.end_batch(&link, Err(FrameQueueError::Head(16)));
         assert!(matches!(pause, BatchEnd::NoBuffer) && lane.queue.is_none());
-        assert!(seen.needs_reset.load(Ordering::Acquire));
+        assert!(seen.needs_reset());
         assert_eq!(seen.changed.read().unwrap(), 1);
     }
     /// Number of frames of a test. The socket pair holds as many.
@@ -627,10 +603,8 @@ mod tests {
         let start = Instant::now();
         for head in 0..FRAMES {
             let at = BUFFERS + 0x1000 * u64::from(head);
-            transmit.write(head, &[Descriptor::new(at, FRAME_BYTES, 0, 0)]);
-            transmit.offer(head);
-            receive.write(head, &[Descriptor::new(at + 0x800, 2048, 2, 0)]);
-            receive.offer(head);
+            transmit.offer_chain(head, &[Descriptor::new(at, FRAME_BYTES, 0, 0)]);
+            receive.offer_chain(head, &[Descriptor::new(at + 0x800, 2048, 2, 0)]);
             far.send(&[0; FRAME_BYTES as usize]).unwrap();
         }
         transmit.active.kick.write(1).unwrap();
@@ -638,13 +612,7 @@ mod tests {
         for _ in 0..FRAMES {
             assert_eq!(far.recv(&mut [0; 2048]).unwrap(), FRAME_BYTES as usize);
         }
-        while receive.used().len() < usize::from(FRAMES) {
-            assert!(
-                start.elapsed() < Duration::from_secs(30),
-                "the timer wakes no direction"
-            );
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        receive.wait_until_used(FRAMES.into());
         // 500 bytes of each frame count. The second frame waits for one token, the others for all.
         let took = start.elapsed();
         assert!(

@@ -104,7 +104,6 @@ impl VirtioDevice for FsDevice {
     }
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
-        let host = |what| move |source| ActivateError::Host { what, source };
         let fatal_error_callback = activation.fatal_error_callback.clone();
         let session = BackendSession::new(
             self.name.clone(),
@@ -112,9 +111,12 @@ impl VirtioDevice for FsDevice {
             self.first.take(),
             activation,
         )
-        .map_err(host("what a shared directory's thread needs"))?;
-        let worker = DeviceWorker::spawn(ThreadKind::Socket, &self.name, session, fatal_error_callback);
-        self.worker = Some(worker.map_err(host("the thread of a shared directory"))?);
+        .map_err(|source| ActivateError::Host {
+            what: "what a shared directory's thread needs",
+            source,
+        })?;
+        let worker = DeviceWorker::spawn(ThreadKind::Socket, &self.name, session, fatal_error_callback)?;
+        self.worker = Some(worker);
         Ok(())
     }
 

@@ -303,7 +303,6 @@ impl VirtioDevice for VsockDevice {
     }
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
-        let host = |what| move |source| ActivateError::Host { what, source };
         let mut queues = activation.queues.into_iter();
         let (Some(Some(rx)), Some(Some(tx))) = (queues.next(), queues.next()) else {
             return Err(ActivateError::Driver(
@@ -326,13 +325,13 @@ impl VirtioDevice for VsockDevice {
         let muxer = ConnectionMuxer::new(self.cid.into(), dialer, FIRST_TOKEN);
         let queues = VsockQueues::new(activation.memory, rx, tx, self.listener.clone(), muxer, timer);
         let queues = queues.with_config_notifier(activation.config_change);
-        let worker = DeviceWorker::spawn(
+        let callback = activation.fatal_error_callback;
+        self.worker = Some(DeviceWorker::spawn(
             ThreadKind::Socket,
-            self.name(),
+            "vsock",
             queues,
-            activation.fatal_error_callback,
-        );
-        self.worker = Some(worker.map_err(host("starting a thread"))?);
+            callback,
+        )?);
         Ok(())
     }
 

@@ -45,8 +45,7 @@ impl<'m> Guest<'m> {
         let mut receive = Driver::at(memory, ENTRIES, 0x1000);
         for head in 0..CHAINS {
             let buffer = Descriptor::new(Self::receive_buffer(head.into()), 2048, WRITE, 0);
-            receive.write(head, &[buffer]);
-            receive.offer(head);
+            receive.offer_chain(head, &[buffer]);
         }
         let mut device = Loopback::new(Medium::Ethernet);
         let mac = EthernetAddress([2, 0, 0, 0, 0, 9]);
@@ -78,9 +77,8 @@ impl<'m> Guest<'m> {
         self.memory.write_slice(&bytes, GuestAddress(address)).unwrap();
         let length = u32::try_from(bytes.len()).unwrap();
         self.transmit
-            .write(head, &[Descriptor::new(address, length, 0, 0)]);
-        self.transmit.offer(head);
-        self.transmit.active.kick.write(1).unwrap();
+            .offer_chain(head, &[Descriptor::new(address, length, 0, 0)]);
+        self.transmit.kick();
         self.sent += 1;
     }
 
