@@ -492,7 +492,7 @@ mod tests {
 
     use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
-    use crate::protocol::{ClientRole, FailureKind, VmState};
+    use crate::protocol::FailureKind;
     use crate::socket_dir::Socket;
 
     use super::*;
@@ -500,22 +500,8 @@ mod tests {
     fn info(name: &str) -> VmInfo {
         VmInfo {
             protocol: PROTOCOL,
-            version: "1".into(),
             name: name.into(),
-            pid: 1,
-            vcpus: 1,
-            max_vcpus: 0,
-            pmu: "off".into(),
-            guest: "none".into(),
-            console: String::new(),
-            virtio_console: String::new(),
-            threads: Vec::new(),
-            state: VmState::Running,
-            parked: 0,
-            uptime_ms: 0,
-            role: ClientRole::Operator,
-            settings: None,
-            moved_from: None,
+            ..VmInfo::default()
         }
     }
 

@@ -1,15 +1,18 @@
 //! Peer credentials of sockets, connection attempts with a timeout, and sealed memory files.
-#![expect(unsafe_code, reason = "asks who is at the other end, and seals memory files")]
+#![expect(unsafe_code, reason = "takes over an inherited descriptor by its number")]
 
-use std::ffi::CString;
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::mem::size_of;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
+
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, SockaddrStorage, UnixAddr, UnixCredentials};
+use nix::sys::socket::{getsockopt, sockopt};
+use nix::unistd::Uid;
 
 /// Returns the user ID of the peer, as recorded by the kernel when the connection was made
 /// (`SO_PEERCRED`, unix(7)).
@@ -17,13 +20,13 @@ use std::time::Duration;
 /// # Errors
 /// Returns the error of `getsockopt(2)`.
 pub fn peer_uid(stream: &UnixStream) -> io::Result<u32> {
-    peer(stream).map(|peer| peer.uid)
+    peer(stream).map(|peer| peer.uid())
 }
 
 /// Returns the process ID of the peer if it is stopped (`SIGSTOP`, or by a debugger). Returns
 /// `None` for a process in another PID namespace.
 pub fn stopped(stream: &UnixStream) -> Option<u32> {
-    let pid = u32::try_from(peer(stream).ok()?.pid)
+    let pid = u32::try_from(peer(stream).ok()?.pid())
         .ok()
         .filter(|pid| *pid != 0)?;
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -32,30 +35,8 @@ pub fn stopped(stream: &UnixStream) -> Option<u32> {
     matches!(state, 'T' | 't').then_some(pid)
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "the size of a small struct")]
-fn peer(stream: &UnixStream) -> io::Result<libc::ucred> {
-    let mut cred = libc::ucred {
-        pid: 0,
-        uid: u32::MAX,
-        gid: u32::MAX,
-    };
-    let mut len = size_of::<libc::ucred>() as libc::socklen_t;
-    // SAFETY: `cred` and `len` are live locals. `len` is the size of `cred`, and the kernel does
-    // not write beyond it.
-    let result = unsafe {
-        libc::getsockopt(
-            stream.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_PEERCRED,
-            (&raw mut cred).cast(),
-            &mut len,
-        )
-    };
-    if result == 0 && len as usize == size_of::<libc::ucred>() {
-        Ok(cred)
-    } else {
-        Err(io::Error::last_os_error())
-    }
+fn peer(stream: &UnixStream) -> io::Result<UnixCredentials> {
+    Ok(getsockopt(stream, sockopt::PeerCredentials)?)
 }
 
 /// Connects like [`UnixStream::connect`], but waits up to `patience` while the listener's backlog
@@ -63,33 +44,17 @@ fn peer(stream: &UnixStream) -> io::Result<libc::ucred> {
 ///
 /// # Errors
 /// Returns the error of `connect(2)`, or [`io::ErrorKind::WouldBlock`] on timeout.
-#[expect(clippy::cast_possible_truncation, reason = "the size of a small struct")]
 pub fn connect_within(path: &Path, patience: Duration) -> io::Result<UnixStream> {
-    let bytes = path.as_os_str().as_bytes();
-    let mut address = libc::sockaddr_un {
-        sun_family: libc::AF_UNIX as libc::sa_family_t,
-        sun_path: [0; 108],
-    };
-    // The path must be NUL-terminated.
-    if bytes.len() >= address.sun_path.len() || bytes.contains(&0) {
-        return Err(io::ErrorKind::InvalidInput.into());
-    }
-    for (to, from) in address.sun_path.iter_mut().zip(bytes) {
-        *to = from.cast_signed();
-    }
-    // SAFETY: `socket` takes integers only.
-    let fd = unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the descriptor was just created and has no other owner.
-    let stream = unsafe { UnixStream::from_raw_fd(fd) };
+    let address = UnixAddr::new(path)?;
+    let socket = socket::socket(
+        AddressFamily::Unix,
+        SockType::Stream,
+        SockFlag::SOCK_CLOEXEC,
+        None,
+    )?;
+    let stream = UnixStream::from(socket);
     stream.set_write_timeout(Some(patience))?;
-    let size = size_of::<libc::sockaddr_un>() as libc::socklen_t;
-    // SAFETY: `address` is a live local, `size` is its size, and its path is NUL-terminated.
-    if unsafe { libc::connect(stream.as_raw_fd(), (&raw const address).cast(), size) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
+    socket::connect(stream.as_raw_fd(), &address)?;
     Ok(stream)
 }
 
@@ -99,7 +64,6 @@ pub fn connect_within(path: &Path, patience: Duration) -> io::Result<UnixStream>
 /// # Errors
 /// Returns the error of the system call, [`io::ErrorKind::InvalidInput`] for a socket of another type,
 /// and [`io::ErrorKind::NotConnected`].
-#[expect(clippy::cast_possible_truncation, reason = "the size of an integer")]
 pub fn inherited_stream(number: RawFd) -> io::Result<UnixStream> {
     // SAFETY: the call takes integers, and fails unless the descriptor is open.
     let copy = unsafe { libc::fcntl(number, libc::F_DUPFD_CLOEXEC, 3) };
@@ -108,37 +72,16 @@ pub fn inherited_stream(number: RawFd) -> io::Result<UnixStream> {
     }
     // SAFETY: the descriptor was just created and has no other owner.
     let stream = unsafe { UnixStream::from_raw_fd(copy) };
-    let mut kind: libc::c_int = 0;
-    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: `kind` and `len` are live locals, and `len` is the size of `kind`.
-    let result = unsafe {
-        libc::getsockopt(
-            copy,
-            libc::SOL_SOCKET,
-            libc::SO_TYPE,
-            (&raw mut kind).cast(),
-            &mut len,
-        )
-    };
-    if result != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    if kind != libc::SOCK_STREAM {
+    if getsockopt(&stream, sockopt::SockType)? != SockType::Stream {
         return Err(io::ErrorKind::InvalidInput.into());
     }
-    let mut address = [0u8; 128];
-    let mut len = address.len() as libc::socklen_t;
-    // SAFETY: `address` and `len` are live locals, and `len` is the size of `address`.
-    match unsafe { libc::getpeername(copy, address.as_mut_ptr().cast(), &mut len) } {
-        0 => Ok(stream),
-        _ => Err(io::Error::last_os_error()),
-    }
+    socket::getpeername::<SockaddrStorage>(copy)?;
+    Ok(stream)
 }
 
 /// Returns the effective user ID of this process.
 pub fn own_uid() -> u32 {
-    // SAFETY: `geteuid` has no parameters and cannot fail.
-    unsafe { libc::geteuid() }
+    Uid::effective().as_raw()
 }
 
 /// Creates a sealed memory file with the contents `text`, which no recipient can modify.
@@ -146,20 +89,12 @@ pub fn own_uid() -> u32 {
 /// # Errors
 /// Returns the error of `memfd_create(2)`, of the write, or of the sealing.
 pub fn sealed_text(name: &str, text: &[u8]) -> io::Result<File> {
-    let name = CString::new(name)?;
-    // SAFETY: `name` is a live, NUL-terminated C string.
-    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the descriptor was just created and has no other owner.
-    let mut file = unsafe { File::from_raw_fd(fd) };
+    let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
+    let mut file = File::from(memfd_create(name, flags)?);
     file.write_all(text)?;
-    let seals = libc::F_SEAL_WRITE | libc::F_SEAL_GROW | libc::F_SEAL_SHRINK | libc::F_SEAL_SEAL;
-    // SAFETY: the descriptor is open, and F_ADD_SEALS takes an integer.
-    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
+    let seals =
+        SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_SEAL;
+    fcntl(&file, FcntlArg::F_ADD_SEALS(seals))?;
     Ok(file)
 }
 

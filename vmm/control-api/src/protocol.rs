@@ -256,7 +256,7 @@ pub enum Call {
 }
 
 /// Sampling parameters.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SamplingParams {
     /// Sampling period in events, or sampling frequency in Hz.
     pub rate: u64,
@@ -371,7 +371,7 @@ pub enum FailureKind {
 }
 
 /// Description of a VM.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VmInfo {
     /// Protocol version of the VM.
     pub protocol: u32,
@@ -417,7 +417,7 @@ pub struct VmInfo {
 }
 
 /// Settings of a VM that decide what its guest can count.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VmSettings {
     /// Backing of the guest's counters, in the syntax of `run --backing`.
     pub backing: String,
@@ -433,10 +433,11 @@ pub struct VmSettings {
 }
 
 /// State of a VM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum VmState {
     /// The vCPUs run.
+    #[default]
     Running,
     /// The vCPUs are parked, or about to be.
     Paused,
@@ -455,7 +456,7 @@ impl std::fmt::Display for VmState {
 }
 
 /// Role of a client, which determines its permissions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ClientRole {
     /// Everything: root.
@@ -464,6 +465,7 @@ pub enum ClientRole {
     Operator,
     /// Only observing and counting is allowed, through the observers' socket; no request that
     /// changes the VM or reveals its memory.
+    #[default]
     Observer,
 }
 
@@ -481,7 +483,7 @@ pub struct PluggedVcpuEvents {
 }
 
 /// Result of opening an event on a vCPU or on the VM.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct OpenedEvent {
     /// Number of the event on this connection; `None` if the event cannot be counted.
     pub handle: Option<u32>,
@@ -517,7 +519,7 @@ pub struct OpenedEvent {
 }
 
 /// A reading of an event.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct EventReading {
     /// Number of the event.
     pub handle: u32,
@@ -699,7 +701,7 @@ pub struct GuestViews {
 }
 
 /// PMU programming of the guest on one vCPU.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VcpuView {
     /// The vCPU.
     pub vcpu: u32,
@@ -753,7 +755,7 @@ impl CodeInfo {
 }
 
 /// A counter of the guest.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct GuestCounter {
     /// Name of the counter, such as gp0 or fixed1.
     pub counter: String,

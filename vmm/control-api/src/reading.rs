@@ -3,7 +3,7 @@
 use crate::protocol::EventReading;
 
 /// The change of an event between two readings.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReadingDelta {
     /// Increase of the count, scaled to the enabled time.
     pub count: u64,
@@ -27,11 +27,7 @@ impl EventReading {
         }
         if self.gone && before.is_some_and(|before| before.running_ns == self.running_ns) {
             // The vCPU was not present in this interval.
-            return Some(ReadingDelta {
-                count: 0,
-                enabled_ns: 0,
-                running_ns: 0,
-            });
+            return Some(ReadingDelta::default());
         }
         let of = |r: &Self| (r.value, r.enabled_ns, r.running_ns, r.estimate);
         growth(of(self), before.map(of))

@@ -58,7 +58,7 @@ macro_rules! requests {
     };
     (@one $(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)+ } => $reply:ty) => {
         $(#[$doc])*
-        #[derive(Clone, Debug, PartialEq, Eq)]
+        #[derive(Clone, Debug, Default, PartialEq, Eq)]
         pub struct $name {
             $($(#[$field_doc])* pub $field: $type,)+
         }

@@ -15,6 +15,7 @@ use crate::host::StopCallback;
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{GuestViews, SnapshotId, VcpuView};
 use control_api::request;
+use perf_core::SharePolicy;
 
 /// Maximum length of a console line in bytes. Longer lines are split.
 const MAX_LINE: u64 = 64 << 10;
@@ -34,6 +35,13 @@ const VIEW_TIMEOUT: Duration = Duration::from_secs(10);
 const SIGNAL_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Timeout for the VM to end after its guest has ended.
 const END_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Sharing policies, each of which a guest is measured under.
+pub(crate) const SHARE_POLICIES: [SharePolicy; 3] = [
+    SharePolicy::GuestFirst,
+    SharePolicy::OperatorFirst,
+    SharePolicy::Strict,
+];
 
 /// Error of measuring with a VM.
 #[derive(Debug, thiserror::Error)]
@@ -71,16 +79,11 @@ pub enum ChildError {
 }
 
 fn told(messages: &[String]) -> String {
-    messages
-        .last()
-        .map(|line| {
-            format!(
-                ": {}",
-                line.trim_start_matches("perfvisor: ")
-                    .trim_start_matches("error: ")
-            )
-        })
-        .unwrap_or_default()
+    let text = |line: &String| {
+        let line = line.trim_start_matches("perfvisor: ");
+        format!(": {}", line.trim_start_matches("error: "))
+    };
+    messages.last().map(text).unwrap_or_default()
 }
 
 fn console_excerpt(console: &[String]) -> String {
@@ -260,6 +263,14 @@ impl ChildVm {
         }
     }
 
+    /// Sets the sharing policy of the VM.
+    ///
+    /// # Errors
+    /// Returns [`ChildError::Client`] if the request fails.
+    pub fn share(&mut self, policy: SharePolicy) -> Result<(), ChildError> {
+        Ok(self.client()?.call(request::Share { policy })?)
+    }
+
     /// Opens another connection to the VM's control socket.
     ///
     /// # Errors
@@ -343,40 +354,33 @@ impl Drop for ChildVm {
     }
 }
 
-/// Forwards the guest's lines until the console closes or the receiver is dropped.
-fn read_lines(stream: impl Read, sender: &SyncSender<String>) {
+/// Passes lines to `take`, with long ones split, until the stream ends or `take` returns `false`.
+fn split_lines(stream: impl Read, mut take: impl FnMut(String) -> bool) {
     let mut reader = BufReader::new(stream);
     let mut line = Vec::new();
-    loop {
-        line.clear();
-        match (&mut reader).take(MAX_LINE).read_until(b'\n', &mut line) {
-            Ok(0) | Err(_) => return,
-            Ok(_) => {}
-        }
-        let text = String::from_utf8_lossy(&line);
-        if sender.send(text.trim_end().to_owned()).is_err() {
+    while let Ok(1..) = (&mut reader).take(MAX_LINE).read_until(b'\n', &mut line) {
+        if !take(String::from_utf8_lossy(&line).trim_end().to_owned()) {
             return;
         }
+        line.clear();
     }
 }
 
+/// Forwards the guest's lines until the console closes or the receiver is dropped.
+fn read_lines(stream: impl Read, sender: &SyncSender<String>) {
+    split_lines(stream, |line| sender.send(line).is_ok());
+}
+
 fn keep_messages(stream: impl Read, kept: &Mutex<VecDeque<String>>) {
-    let mut reader = BufReader::new(stream);
-    let mut line = Vec::new();
-    loop {
-        line.clear();
-        match (&mut reader).take(MAX_LINE).read_until(b'\n', &mut line) {
-            Ok(0) | Err(_) => return,
-            Ok(_) => {}
-        }
-        let text = String::from_utf8_lossy(&line).trim_end().to_owned();
+    split_lines(stream, |text| {
         log::debug!("the VM says: {text}");
         let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.push_back(text);
         if kept.len() > MAX_MESSAGES {
             kept.pop_front();
         }
-    }
+        true
+    });
 }
 
 #[cfg(test)]

@@ -156,6 +156,13 @@ pub struct OperatorEvents<'a> {
     pub period: Option<u64>,
 }
 
+impl<'a> OperatorEvents<'a> {
+    /// Returns events to count.
+    pub fn counting(events: &'a str) -> Self {
+        Self { events, period: None }
+    }
+}
+
 /// The operator's results of a measurement.
 #[derive(Debug)]
 pub struct OperatorResults {

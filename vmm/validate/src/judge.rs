@@ -86,6 +86,13 @@ pub struct Expectation {
     pub tolerance: Tolerance,
 }
 
+impl Expectation {
+    /// Creates an expectation.
+    pub fn new(value: u64, tolerance: Tolerance) -> Self {
+        Self { value, tolerance }
+    }
+}
+
 /// All available values of one count.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Evidence {
@@ -95,6 +102,17 @@ pub struct Evidence {
     pub host: Option<Expectation>,
     /// Independently known value, if there is one.
     pub expected: Option<Expectation>,
+}
+
+impl Evidence {
+    /// Returns the evidence for a count that the host does not see.
+    pub fn of_guest(guest: Option<u64>, expected: Expectation) -> Self {
+        Self {
+            guest,
+            host: None,
+            expected: Some(expected),
+        }
+    }
 }
 
 /// Returns the verdict and, for a failure, the reason.

@@ -247,10 +247,8 @@ impl Gate {
 
     /// Returns the same count as an exact expectation.
     fn host_exactly(&self, cpu: usize) -> Option<Expectation> {
-        self.host(cpu).map(|value| Expectation {
-            value,
-            tolerance: super::judge::Tolerance::Exact,
-        })
+        self.host(cpu)
+            .map(|value| Expectation::new(value, super::judge::Tolerance::Exact))
     }
 }
 

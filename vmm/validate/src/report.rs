@@ -451,17 +451,11 @@ mod tests {
     fn time_dependent_rows_show_their_spread() {
         assert!(!row(5, 6).of_time);
         let timed = |guest, host: Option<u64>, basis| {
-            let exactly = |value| Expectation {
-                value,
-                tolerance: Tolerance::Exact,
-            };
+            let exactly = |value| Expectation::new(value, Tolerance::Exact);
             let seen = Evidence {
                 guest: Some(guest),
                 host: host.map(exactly),
-                expected: Some(Expectation {
-                    value: 100,
-                    tolerance: Tolerance::Percent(5.0),
-                }),
+                expected: Some(Expectation::new(100, Tolerance::Percent(5.0))),
             };
             ValidationRow::new(CheckKind::Counting, "cycles", "clock", "busy").judged(&seen, basis)
         };
@@ -485,14 +479,7 @@ mod tests {
     }
 
     fn row(guest: u64, expected: u64) -> ValidationRow {
-        let seen = Evidence {
-            guest: Some(guest),
-            host: None,
-            expected: Some(Expectation {
-                value: expected,
-                tolerance: Tolerance::Exact,
-            }),
-        };
+        let seen = Evidence::of_guest(Some(guest), Expectation::new(expected, Tolerance::Exact));
         ValidationRow::new(CheckKind::Counting, "instructions", "exact", "busy").judged(&seen, "known")
     }
 

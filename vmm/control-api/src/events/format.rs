@@ -242,11 +242,20 @@ pub fn mean_and_error(values: &[f64]) -> (f64, Option<f64>) {
 mod tests {
     use super::*;
 
-    const FULL: CountResult = CountResult::Value {
-        count: 1_234_567_890,
-        enabled_ns: 1000,
-        running_ns: 1000,
-    };
+    const fn counted(count: u64, enabled_ns: u64, running_ns: u64) -> CountResult {
+        CountResult::Value {
+            count,
+            enabled_ns,
+            running_ns,
+        }
+    }
+
+    const FULL: CountResult = counted(1_234_567_890, 1000, 1000);
+
+    /// Formats a line of a number of events.
+    fn line(event: &str, counted: CountResult, note: Option<&str>, doubt: CountUncertainty) -> String {
+        stat_line(event, &counted, CountUnit::Count, note, doubt)
+    }
 
     #[test]
     fn numbers_are_grouped_by_thousands() {
@@ -267,102 +276,59 @@ mod tests {
 
     #[test]
     fn lines_have_perf_stats_columns() {
+        let silent = CountUncertainty::Silent;
         assert_eq!(
-            stat_line("cycles", &FULL, CountUnit::Count, None, CountUncertainty::Silent),
+            line("cycles", FULL, None, silent),
             "     1,234,567,890      cycles"
         );
+        let (note, unit) = (Some("0.5 CPUs utilized"), CountUnit::Nanoseconds);
         assert_eq!(
-            stat_line(
-                "task-clock",
-                &CountResult::Value {
-                    count: 2_000_000,
-                    enabled_ns: 1,
-                    running_ns: 1
-                },
-                CountUnit::Nanoseconds,
-                Some("0.5 CPUs utilized"),
-                CountUncertainty::Silent
-            ),
+            stat_line("task-clock", &counted(2_000_000, 1, 1), unit, note, silent),
             "              2.00 msec task-clock                       # 0.5 CPUs utilized"
-        );
-        let scaled = CountResult::Value {
-            count: 500,
-            enabled_ns: 1000,
-            running_ns: 250,
-        };
-        assert_eq!(
-            stat_line(
-                "branches",
-                &scaled,
-                CountUnit::Count,
-                None,
-                CountUncertainty::Error(1.5)
-            ),
-            format!(
-                "               500      {:<67}  ( +-  1.50% )  (25.00%)",
-                "branches"
-            )
         );
         // An unknown uncertainty is not shown as a number.
         for (doubt, text) in [
+            (CountUncertainty::Error(1.5), "( +-  1.50% )"),
             (CountUncertainty::Within(12.5), "( within 12.50% )"),
             (CountUncertainty::Unknown, "( +- unknown )"),
         ] {
-            let line = stat_line("branches", &scaled, CountUnit::Count, None, doubt);
-            assert!(line.ends_with(&format!("  {text}  (25.00%)")), "{line}");
+            assert_eq!(
+                line("branches", counted(500, 1000, 250), None, doubt),
+                format!("               500      {:<67}  {text}  (25.00%)", "branches")
+            );
         }
     }
 
     #[test]
     fn uncounted_event_shows_no_number() {
         for c in [CountResult::NotSupported, CountResult::NotCounted] {
-            let line = stat_line(
-                "cycles",
-                &c,
-                CountUnit::Count,
-                Some("3.0 GHz"),
-                CountUncertainty::Error(1.0),
-            );
+            let line = line("cycles", c, Some("3.0 GHz"), CountUncertainty::Error(1.0));
             assert!(!line.chars().any(|c| c.is_ascii_digit()), "{line}");
         }
-        assert_eq!(
-            stat_line(
-                "cycles",
-                &CountResult::NotSupported,
-                CountUnit::Count,
-                None,
-                CountUncertainty::Silent
-            ),
-            "   <not supported>      cycles"
+        let line = line(
+            "cycles",
+            CountResult::NotSupported,
+            None,
+            CountUncertainty::Silent,
         );
+        assert_eq!(line, "   <not supported>      cycles");
     }
 
     #[test]
     fn csv_quotes_names_that_contain_separator() {
+        let csv = |event, counted, error, derived, separator| {
+            csv_line(event, &counted, CountUnit::Count, error, derived, separator)
+        };
         assert_eq!(
-            csv_line("cycles", &FULL, CountUnit::Count, None, None, ","),
+            csv("cycles", FULL, None, None, ","),
             "1234567890,,cycles,1000,100.00,,"
         );
         assert_eq!(
-            csv_line(
-                "cpu/event=1,umask=2/",
-                &CountResult::NotCounted,
-                CountUnit::Count,
-                None,
-                None,
-                ","
-            ),
+            csv("cpu/event=1,umask=2/", CountResult::NotCounted, None, None, ","),
             "<not counted>,,\"cpu/event=1,umask=2/\",0,0.00,,"
         );
         assert_eq!(
-            csv_line(
-                "cycles",
-                &FULL,
-                CountUnit::Count,
-                Some(2.0),
-                Some((2.5, "GHz")),
-                ";"
-            ),
+            csv("cycles", FULL, Some(2.0), Some((2.5, "GHz")), ";"),
             "1234567890;;cycles;2.00%;1000;100.00;2.500;GHz"
         );
     }

@@ -1,41 +1,15 @@
-//! Tests of the serialized requests and of the intervals between readings.
+//! Tests of the request parser and of the intervals between readings.
 
 use super::*;
 use proptest::prelude::*;
 
-#[test]
-fn requests_serialize_as_documented() {
-    let text = |call| serde_json::to_string(&RequestLine { id: 3, call }).unwrap();
-    assert_eq!(text(Call::Status), r#"{"id":3,"call":"status"}"#);
-    assert_eq!(
-        text(Call::Hello { protocol: 1 }),
-        r#"{"id":3,"call":"hello","protocol":1}"#
-    );
-    let open = r#"{"id":1,"call":"open","events":"{cycles,kvm:exits}","vcpus":[0]}"#;
-    let open: RequestLine = serde_json::from_str(open).unwrap();
-    assert_eq!(
-        open.call,
-        Call::Open {
-            events: "{cycles,kvm:exits}".into(),
-            vcpus: Some(vec![0]),
-            whole: false,
-            sampling: None
-        }
-    );
-}
-
 fn reading(value: u64, enabled_ns: u64, running_ns: u64, estimate: Option<u64>) -> EventReading {
     EventReading {
-        handle: 0,
         value,
         enabled_ns,
         running_ns,
         estimate,
-        standard_error: None,
-        bound: None,
-        failed: false,
-        gone: false,
-        vcpus: Vec::new(),
+        ..EventReading::default()
     }
 }
 

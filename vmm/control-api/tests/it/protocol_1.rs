@@ -3,7 +3,9 @@
 //! Other programs send and expect these lines. Changing one changes the protocol and requires a new
 //! version, unless the change only adds optional fields.
 
-use control_api::protocol::{Call, Failure, FailureKind, PROTOCOL, ReplyLine, RequestLine};
+use control_api::protocol::{
+    BranchStacks, Call, CodeInfo, Failure, FailureKind, PROTOCOL, ReplyLine, RequestLine, SamplingParams,
+};
 use control_api::rate_limit::TokenBucketLimit;
 use control_api::request::{self, Request};
 use perf_core::SharePolicy;
@@ -11,17 +13,17 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// Checks that a request serializes to `line` and is parsed from it.
+/// Checks that request 7 serializes to an object with `fields` after the ID and is parsed from it.
 #[track_caller]
-fn asks(request: impl Into<Call>, line: &str) {
+fn asks(request: impl Into<Call>, fields: &str) {
     let call = request.into();
-    let sent = serde_json::to_string(&RequestLine {
+    let line = format!("{{\"id\":7,{fields}}}");
+    let request = RequestLine {
         id: 7,
         call: call.clone(),
-    })
-    .unwrap();
-    assert_eq!(sent, line);
-    let understood: RequestLine = serde_json::from_str(line).unwrap();
+    };
+    assert_eq!(serde_json::to_string(&request).unwrap(), line);
+    let understood: RequestLine = serde_json::from_str(&line).unwrap();
     assert_eq!((understood.id, understood.call), (7, call));
 }
 
@@ -64,48 +66,47 @@ fn balloon_matches_version_1() {
 
 #[test]
 fn requests_match_version_1() {
-    asks(
-        request::Hello { protocol: 1 },
-        r#"{"id":7,"call":"hello","protocol":1}"#,
-    );
-    asks(request::Status, r#"{"id":7,"call":"status"}"#);
-    asks(request::Pause, r#"{"id":7,"call":"pause"}"#);
-    asks(request::Resume, r#"{"id":7,"call":"resume"}"#);
-    asks(request::Stop, r#"{"id":7,"call":"stop"}"#);
-    asks(request::Powerdown, r#"{"id":7,"call":"powerdown"}"#);
+    asks(request::Hello { protocol: 1 }, r#""call":"hello","protocol":1"#);
+    asks(request::Status, r#""call":"status""#);
+    asks(request::Pause, r#""call":"pause""#);
+    asks(request::Resume, r#""call":"resume""#);
+    asks(request::Stop, r#""call":"stop""#);
+    asks(request::Powerdown, r#""call":"powerdown""#);
     for (policy, name) in [
         (SharePolicy::GuestFirst, "guest-first"),
         (SharePolicy::OperatorFirst, "operator-first"),
         (SharePolicy::Strict, "strict"),
     ] {
-        let line = format!(r#"{{"id":7,"call":"share","policy":"{name}"}}"#);
-        asks(request::Share { policy }, &line);
+        asks(
+            request::Share { policy },
+            &format!(r#""call":"share","policy":"{name}""#),
+        );
         assert_eq!(name.parse(), Ok(policy));
     }
     asks(
         request::Balloon { size_mib: 256 },
-        r#"{"id":7,"call":"balloon","size_mib":256}"#,
+        r#""call":"balloon","size_mib":256"#,
     );
     asks(
         request::BalloonStatistics { interval_s: 5 },
-        r#"{"id":7,"call":"balloon_statistics","interval_s":5}"#,
+        r#""call":"balloon_statistics","interval_s":5"#,
     );
     let toml = "mode = \"allow\"".to_owned();
     asks(
         request::Filter { toml },
-        r#"{"id":7,"call":"filter","toml":"mode = \"allow\""}"#,
+        r#""call":"filter","toml":"mode = \"allow\"""#,
     );
     let data = serde_json::json!({"a": null, "b": [1]});
     asks(
         request::MmdsPut { data: data.clone() },
-        r#"{"id":7,"call":"mmds_put","data":{"a":null,"b":[1]}}"#,
+        r#""call":"mmds_put","data":{"a":null,"b":[1]}"#,
     );
     asks(
         request::MmdsPatch { data },
-        r#"{"id":7,"call":"mmds_patch","data":{"a":null,"b":[1]}}"#,
+        r#""call":"mmds_patch","data":{"a":null,"b":[1]}"#,
     );
-    asks(request::MmdsGet, r#"{"id":7,"call":"mmds_get"}"#);
-    asks(request::RateLimiters, r#"{"id":7,"call":"rate_limiters"}"#);
+    asks(request::MmdsGet, r#""call":"mmds_get""#);
+    asks(request::RateLimiters, r#""call":"rate_limiters""#);
     let limit = |one_time_burst| TokenBucketLimit {
         size: 10,
         one_time_burst,
@@ -117,7 +118,7 @@ fn requests_match_version_1() {
             bandwidth: None,
             ops: Some(limit(0)),
         },
-        r#"{"id":7,"call":"rate_limit","name":"disk0","ops":{"size":10,"refill_ms":1000}}"#,
+        r#""call":"rate_limit","name":"disk0","ops":{"size":10,"refill_ms":1000}"#,
     );
     asks(
         request::RateLimit {
@@ -125,20 +126,20 @@ fn requests_match_version_1() {
             bandwidth: Some(limit(5)),
             ops: None,
         },
-        r#"{"id":7,"call":"rate_limit","name":"net0-rx","bandwidth":{"size":10,"one_time_burst":5,"refill_ms":1000}}"#,
+        r#""call":"rate_limit","name":"net0-rx","bandwidth":{"size":10,"one_time_burst":5,"refill_ms":1000}"#,
     );
-    asks(request::Enable, r#"{"id":7,"call":"enable"}"#);
-    asks(request::Disable, r#"{"id":7,"call":"disable"}"#);
-    asks(request::Counts, r#"{"id":7,"call":"counts"}"#);
-    asks(request::Read, r#"{"id":7,"call":"read"}"#);
-    asks(request::Close, r#"{"id":7,"call":"close"}"#);
+    asks(request::Enable, r#""call":"enable""#);
+    asks(request::Disable, r#""call":"disable""#);
+    asks(request::Counts, r#""call":"counts""#);
+    asks(request::Read, r#""call":"read""#);
+    asks(request::Close, r#""call":"close""#);
     asks(
         request::Ring {
             vcpu: 1,
             pages: 64,
             overwrite: false,
         },
-        r#"{"id":7,"call":"ring","vcpu":1,"pages":64}"#,
+        r#""call":"ring","vcpu":1,"pages":64"#,
     );
     asks(
         request::Ring {
@@ -146,26 +147,26 @@ fn requests_match_version_1() {
             pages: 64,
             overwrite: true,
         },
-        r#"{"id":7,"call":"ring","vcpu":1,"pages":64,"overwrite":true}"#,
+        r#""call":"ring","vcpu":1,"pages":64,"overwrite":true"#,
     );
     asks(
         request::HostRing { handle: 3 },
-        r#"{"id":7,"call":"host_ring","handle":3}"#,
+        r#""call":"host_ring","handle":3"#,
     );
     asks(
         request::ThreadSwitches { vcpu: 1 },
-        r#"{"id":7,"call":"thread_switches","vcpu":1}"#,
+        r#""call":"thread_switches","vcpu":1"#,
     );
     asks(
         request::Chains { handle: 3, every: 8 },
-        r#"{"id":7,"call":"chains","handle":3,"every":8}"#,
+        r#""call":"chains","handle":3,"every":8"#,
     );
-    asks(request::RingLosses, r#"{"id":7,"call":"ring_losses"}"#);
-    asks(request::Kernel, r#"{"id":7,"call":"kernel"}"#);
-    asks(request::Symbols, r#"{"id":7,"call":"symbols"}"#);
+    asks(request::RingLosses, r#""call":"ring_losses""#);
+    asks(request::Kernel, r#""call":"kernel""#);
+    asks(request::Symbols, r#""call":"symbols""#);
     asks(
         request::ProcessCode { pid: 12 },
-        r#"{"id":7,"call":"process_code","pid":12}"#,
+        r#""call":"process_code","pid":12"#,
     );
     asks(
         request::ProcessMemory {
@@ -173,32 +174,29 @@ fn requests_match_version_1() {
             address: 4096,
             bytes: 64,
         },
-        r#"{"id":7,"call":"process_memory","pid":12,"address":4096,"bytes":64}"#,
+        r#""call":"process_memory","pid":12,"address":4096,"bytes":64"#,
     );
-    asks(request::Snapshot, r#"{"id":7,"call":"snapshot"}"#);
+    asks(request::Snapshot, r#""call":"snapshot""#);
     asks(
         request::SnapshotMemory { offset: 4096 },
-        r#"{"id":7,"call":"snapshot_memory","offset":4096}"#,
+        r#""call":"snapshot_memory","offset":4096"#,
     );
-    asks(request::SnapshotState, r#"{"id":7,"call":"snapshot_state"}"#);
-    asks(
-        request::SnapshotShareDisks,
-        r#"{"id":7,"call":"snapshot_share_disks"}"#,
-    );
+    asks(request::SnapshotState, r#""call":"snapshot_state""#);
+    asks(request::SnapshotShareDisks, r#""call":"snapshot_share_disks""#);
     asks(
         request::SnapshotEnd { stop: true },
-        r#"{"id":7,"call":"snapshot_end","stop":true}"#,
+        r#""call":"snapshot_end","stop":true"#,
     );
-    asks(request::MigrationStart, r#"{"id":7,"call":"migration_start"}"#);
+    asks(request::MigrationStart, r#""call":"migration_start""#);
     asks(
         request::MigrationMemory { offset: 4096 },
-        r#"{"id":7,"call":"migration_memory","offset":4096}"#,
+        r#""call":"migration_memory","offset":4096"#,
     );
-    asks(request::MigrationCommit, r#"{"id":7,"call":"migration_commit"}"#);
-    asks(request::GuestView, r#"{"id":7,"call":"guest_view"}"#);
+    asks(request::MigrationCommit, r#""call":"migration_commit""#);
+    asks(request::GuestView, r#""call":"guest_view""#);
     asks(
         request::GuestViewResult { generation: 5 },
-        r#"{"id":7,"call":"guest_view_result","generation":5}"#,
+        r#""call":"guest_view_result","generation":5"#,
     );
 }
 
@@ -206,29 +204,23 @@ fn requests_match_version_1() {
 fn open_request_omits_defaults() {
     let open = request::Open {
         events: "{cycles,kvm:exits}".into(),
-        vcpus: None,
-        whole: false,
-        sampling: None,
+        ..Default::default()
     };
-    asks(
-        open.clone(),
-        r#"{"id":7,"call":"open","events":"{cycles,kvm:exits}"}"#,
-    );
+    asks(open.clone(), r#""call":"open","events":"{cycles,kvm:exits}""#);
     let whole = request::Open {
         whole: true,
         ..open.clone()
     };
     asks(
         whole,
-        r#"{"id":7,"call":"open","events":"{cycles,kvm:exits}","whole":true}"#,
+        r#""call":"open","events":"{cycles,kvm:exits}","whole":true"#,
     );
-    let sampling = control_api::protocol::SamplingParams {
+    let sampling = SamplingParams {
         rate: 999,
         frequency: true,
         callchain: true,
         chain_every: 1,
-        stack_bytes: 0,
-        branches: None,
+        ..Default::default()
     };
     let sampled = request::Open {
         vcpus: Some(vec![0, 2]),
@@ -237,11 +229,11 @@ fn open_request_omits_defaults() {
     };
     asks(
         sampled,
-        r#"{"id":7,"call":"open","events":"{cycles,kvm:exits}","vcpus":[0,2],"sampling":{"rate":999,"frequency":true,"callchain":true}}"#,
+        r#""call":"open","events":"{cycles,kvm:exits}","vcpus":[0,2],"sampling":{"rate":999,"frequency":true,"callchain":true}"#,
     );
     let branches = request::Open {
-        sampling: Some(control_api::protocol::SamplingParams {
-            branches: Some(control_api::protocol::BranchStacks {
+        sampling: Some(SamplingParams {
+            branches: Some(BranchStacks {
                 filter: 10,
                 depth: 32,
                 overhead_permille: 50,
@@ -252,19 +244,18 @@ fn open_request_omits_defaults() {
     };
     asks(
         branches,
-        r#"{"id":7,"call":"open","events":"{cycles,kvm:exits}","sampling":{"rate":999,"frequency":true,"callchain":true,"branches":{"filter":10,"depth":32,"overhead_permille":50}}}"#,
+        r#""call":"open","events":"{cycles,kvm:exits}","sampling":{"rate":999,"frequency":true,"callchain":true,"branches":{"filter":10,"depth":32,"overhead_permille":50}}"#,
     );
     let sampled = request::Open {
-        sampling: Some(control_api::protocol::SamplingParams {
+        sampling: Some(SamplingParams {
             chain_every: 8,
-            stack_bytes: 0,
             ..sampling
         }),
         ..open
     };
     asks(
         sampled,
-        r#"{"id":7,"call":"open","events":"{cycles,kvm:exits}","sampling":{"rate":999,"frequency":true,"callchain":true,"chain_every":8}}"#,
+        r#""call":"open","events":"{cycles,kvm:exits}","sampling":{"rate":999,"frequency":true,"callchain":true,"chain_every":8}"#,
     );
 }
 
@@ -346,32 +337,26 @@ fn reply_is_result_or_failure() {
 /// Calls added to version 1 later. A client that does not use them does not receive their replies.
 #[test]
 fn vcpu_hotplug_messages_match_version_1() {
-    asks(
-        request::Vcpus { count: 3 },
-        r#"{"id":7,"call":"vcpus","count":3}"#,
-    );
-    asks(request::VcpuPlug, r#"{"id":7,"call":"vcpu_plug"}"#);
-    asks(request::VcpusWithdraw, r#"{"id":7,"call":"vcpus_withdraw"}"#);
-    asks(request::Joined, r#"{"id":7,"call":"joined"}"#);
-    asks(request::Exits, r#"{"id":7,"call":"exits"}"#);
+    asks(request::Vcpus { count: 3 }, r#""call":"vcpus","count":3"#);
+    asks(request::VcpuPlug, r#""call":"vcpu_plug""#);
+    asks(request::VcpusWithdraw, r#""call":"vcpus_withdraw""#);
+    asks(request::Joined, r#""call":"joined""#);
+    asks(request::Exits, r#""call":"exits""#);
     let code = request::Code {
         cr3: 4096,
         address: 16,
         length: 2,
     };
-    asks(
-        code,
-        r#"{"id":7,"call":"code","cr3":4096,"address":16,"length":2}"#,
-    );
+    asks(code, r#""call":"code","cr3":4096,"address":16,"length":2"#);
     answers::<request::Code>(r#"{"address":16,"hex":"90c3"}"#);
-    let info = control_api::protocol::CodeInfo::new(16, &[0x90, 0xc3]);
+    let info = CodeInfo::new(16, &[0x90, 0xc3]);
     assert_eq!(
         (info.hex.as_str(), info.bytes()),
         ("90c3", Some(vec![0x90, 0xc3]))
     );
     for hex in ["9", "9g", "é"] {
         let hex = hex.to_owned();
-        assert_eq!(control_api::protocol::CodeInfo { address: 0, hex }.bytes(), None);
+        assert_eq!(CodeInfo { address: 0, hex }.bytes(), None);
     }
     answers::<request::VcpuPlug>(
         r#"{"present":[0,1],"max":4,"unnoticed":[1],"asked_for":[],"leaving":[],"refused":[{"vcpu":2,"status":130}]}"#,
@@ -409,23 +394,21 @@ fn optional_fields_are_accepted() {
         (less.vcpu, less.exits, less.pmi_nmi, less.context),
         (1, 9, 0, None)
     );
-    let sampling = control_api::protocol::SamplingParams {
+    let sampling = SamplingParams {
         rate: 1000,
-        frequency: false,
         callchain: true,
         chain_every: 1,
         stack_bytes: 8192,
-        branches: None,
+        ..Default::default()
     };
     let open = request::Open {
         events: "cycles".into(),
-        vcpus: None,
-        whole: false,
         sampling: Some(sampling),
+        ..Default::default()
     };
     asks(
         open,
-        r#"{"id":7,"call":"open","events":"cycles","sampling":{"rate":1000,"frequency":false,"callchain":true,"stack_bytes":8192}}"#,
+        r#""call":"open","events":"cycles","sampling":{"rate":1000,"frequency":false,"callchain":true,"stack_bytes":8192}"#,
     );
     for request in ["resume", "stop", "powerdown", "pause", "hello"] {
         answers_status(request);

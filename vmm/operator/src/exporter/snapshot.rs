@@ -554,7 +554,7 @@ impl Snapshot {
 mod tests {
     use super::*;
     use control_api::balloon::{BalloonInfo, BalloonStatistics};
-    use control_api::protocol::{ClientRole, GuestCounter, VmSettings};
+    use control_api::protocol::{GuestCounter, VmInfo, VmSettings};
 
     fn snapshot() -> Snapshot {
         let counter = |counter: &str, event: Option<&str>, backing: Option<&str>| GuestCounter {
@@ -602,23 +602,10 @@ mod tests {
         Snapshot {
             label: "a".into(),
             vm: VmInfo {
-                protocol: 1,
                 version: "0".into(),
-                name: "a".into(),
-                pid: 1,
-                vcpus: 1,
-                max_vcpus: 1,
-                pmu: "amd".into(),
                 guest: "a \"b\\c\"\nd".into(),
-                console: "tty".into(),
-                virtio_console: String::new(),
-                threads: Vec::new(),
                 state: VmState::Paused,
-                parked: 1,
-                uptime_ms: 1500,
-                role: ClientRole::Admin,
-                settings: None,
-                moved_from: None,
+                ..VmInfo::default()
             },
             vcpus: vec![counts],
             views: vec![view],
@@ -668,10 +655,6 @@ mod tests {
             ..BalloonStatistics::default()
         };
         with_balloon.vm.settings = Some(VmSettings {
-            backing: "clock".into(),
-            share: "strict".into(),
-            filter: String::new(),
-            memory_bytes: 1 << 25,
             balloon: Some(BalloonInfo {
                 target_bytes: 1 << 21,
                 actual_bytes: 1 << 20,
@@ -679,6 +662,7 @@ mod tests {
                 statistics: Some(statistics),
                 ..BalloonInfo::default()
             }),
+            ..VmSettings::default()
         });
         let text = encode(&[with_balloon], MetricFamilies::default());
         for line in [

@@ -563,21 +563,12 @@ mod tests {
     /// Duplicate, long and excess values are removed.
     #[test]
     fn vm_metrics_are_bounded() {
-        let vm: VmInfo = serde_json::from_str(
-            r#"{"protocol":1,"version":"1","name":"a","pid":1,"vcpus":1,"pmu":"amd","guest":"","state":"running",
-                "parked":0,"uptime_ms":0,"role":"admin"}"#,
-        )
-        .unwrap();
-        let event: OpenedEvent = serde_json::from_str(
-            r#"{"handle":1,"name":"cycles","index":1,"vcpu":0,"backing":"clock","nanoseconds":false,
-                "estimate":false,"id":1,"kind":0,"config":0}"#,
-        )
-        .unwrap();
-        let reading: EventReading = serde_json::from_str(
-            r#"{"handle":1,"value":1,"enabled_ns":1,"running_ns":1,"estimate":1,"standard_error":null,
-                "failed":false}"#,
-        )
-        .unwrap();
+        let vm = VmInfo {
+            version: "1".into(),
+            guest: "\u{fc}".repeat(1000),
+            ..VmInfo::default()
+        };
+        let (event, reading) = (OpenedEvent::default(), EventReading::default());
         let vcpu = |n: u32| VcpuCounts {
             vcpu: n % 300,
             kinds: (0..100).map(|kind| (kind.to_string(), 1)).collect(),
@@ -585,10 +576,7 @@ mod tests {
         };
         let of = sanitize(Snapshot {
             label: "a".into(),
-            vm: VmInfo {
-                guest: "\u{fc}".repeat(1000),
-                ..vm
-            },
+            vm,
             vcpus: (0..600).map(vcpu).collect(),
             views: Vec::new(),
             events: vec![(event.clone(), reading.clone()), (event, reading)],

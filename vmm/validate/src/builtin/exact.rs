@@ -11,6 +11,7 @@ use crate::report::{CheckKind, KNOWN, ReportRows, ValidationRow};
 /// Iterations of the loops, a few thousand steps.
 const ROUNDS: u64 = 1000;
 const EXACT: &str = "exact";
+const COUNTER: GuestCounterId = GuestCounterId::General(0);
 
 impl Builtin<'_> {
     pub(super) fn exact(&self, rows: &mut ReportRows<'_>) -> Result<(), ChildError> {
@@ -39,41 +40,25 @@ impl Builtin<'_> {
                 other => other,
             };
             for work in ["busy", "chase"] {
+                let name = format!("{work}, CPL0");
+                let row = ValidationRow::new(CheckKind::Counting, event.name(), EXACT, name);
+                let job = MeasurementJob::new(work, ROUNDS).counter(select | OS);
                 let Some(value) = known(counted_as, work, ROUNDS) else {
-                    let row =
-                        ValidationRow::new(CheckKind::Counting, event.name(), EXACT, format!("{work}, CPL0"));
-                    let job = MeasurementJob::new(work, ROUNDS).counter(select | OS);
                     let why = "not a property of instructions, which is what stepping sees";
                     rows.push(unbacked(guest, row, &job, why)?);
                     break;
                 };
-                let expected = Expectation {
-                    value,
-                    tolerance: Tolerance::Exact,
-                };
-                let row =
-                    ValidationRow::new(CheckKind::Counting, event.name(), EXACT, format!("{work}, CPL0"));
-                let outcome = guest.measure(&MeasurementJob::new(work, ROUNDS).counter(select | OS), None)?;
-                rows.push(judged(
-                    row,
-                    &outcome,
-                    0,
-                    GuestCounterId::General(0),
-                    expected,
-                    KNOWN,
-                ));
+                let expected = Expectation::new(value, Tolerance::Exact);
+                let outcome = guest.measure(&job, None)?;
+                rows.push(judged(row, &outcome, 0, COUNTER, expected, KNOWN));
             }
         }
         for event in [ArchEvent::Instructions, ArchEvent::Branches] {
             let (Some(select), Some(all)) = (selector(event, amd), known(event, "busy", ROUNDS)) else {
                 continue;
             };
-            let row = ValidationRow::new(
-                CheckKind::Counting,
-                format!("{}:u", event.name()),
-                EXACT,
-                "busy, CPL3",
-            );
+            let name = format!("{}:u", event.name());
+            let row = ValidationRow::new(CheckKind::Counting, name, EXACT, "busy, CPL3");
             let job = MeasurementJob::new("busy", ROUNDS).at(3).counter(select | USR);
             if !self.host.steps_user {
                 let why = "this KVM cannot single-step CPL 3";
@@ -86,19 +71,9 @@ impl Builtin<'_> {
             } else {
                 1
             };
-            let expected = Expectation {
-                value: all - around,
-                tolerance: Tolerance::Exact,
-            };
+            let expected = Expectation::new(all - around, Tolerance::Exact);
             let outcome = guest.measure(&job, None)?;
-            rows.push(judged(
-                row,
-                &outcome,
-                0,
-                GuestCounterId::General(0),
-                expected,
-                KNOWN,
-            ));
+            rows.push(judged(row, &outcome, 0, COUNTER, expected, KNOWN));
         }
         Ok(())
     }

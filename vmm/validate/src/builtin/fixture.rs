@@ -9,29 +9,19 @@ use crate::procfs::ThreadFacts;
 pub(super) fn counter(name: &str, value: u64) -> GuestCounter {
     GuestCounter {
         counter: name.into(),
-        enabled: false,
-        event: Some("cycles".into()),
-        allowed: true,
         backing: Some("clock".into()),
         value,
-        counted: Some(value),
         enabled_ns: Some(2_000_000),
         running_ns: Some(1_000_000),
         overflows: Some(0),
-        pmi_requests: Some(0),
-        counting: Some(false),
-        fallback: false,
-        uncounted_ns: Some(0),
+        ..GuestCounter::default()
     }
 }
 
 fn view(counters: Vec<GuestCounter>) -> VcpuView {
     VcpuView {
-        vcpu: 0,
-        pmis: Some(0),
-        uncounted_ns: Some(0),
-        places_lost: Some(0),
         counters,
+        ..VcpuView::default()
     }
 }
 

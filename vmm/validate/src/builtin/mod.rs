@@ -196,10 +196,9 @@ fn evidence(
     });
     Evidence {
         guest,
-        host: outcome.host(cpu, &counter.name()).map(|counter| Expectation {
-            value: counter.value,
-            tolerance: Tolerance::Exact,
-        }),
+        host: outcome
+            .host(cpu, &counter.name())
+            .map(|counter| Expectation::new(counter.value, Tolerance::Exact)),
         expected,
     }
 }
@@ -334,10 +333,7 @@ mod tests {
     /// expectation.
     #[test]
     fn guest_count_must_equal_host_count() {
-        let exactly = |value| Expectation {
-            value,
-            tolerance: Tolerance::Exact,
-        };
+        let exactly = |value| Expectation::new(value, Tolerance::Exact);
         let verdict = |guest: u64, host: u64, expected: u64| {
             let mut seen = outcome(&[guest]);
             seen.after[0].counters = vec![counter("gp0", host)];
@@ -355,10 +351,7 @@ mod tests {
     /// A missing CPU or counter in the guest's result is a failure.
     #[test]
     fn missing_guest_count_fails() {
-        let expected = Some(Expectation {
-            value: 0,
-            tolerance: Tolerance::AtLeast,
-        });
+        let expected = Some(Expectation::new(0, Tolerance::AtLeast));
         let seen = outcome(&[1]);
         for (cpu, counter) in [
             (0, GuestCounterId::General(1)),

@@ -33,13 +33,9 @@ const THRESHOLD: u64 = 1 << 24;
 fn expectation(event: ParavirtualEvent, n: u64, outcome: &Measurement) -> (Expectation, &'static str) {
     use ParavirtualEvent::*;
     let facts = outcome.facts.first().copied().unwrap_or_default();
-    let known = |value, tolerance| (Expectation { value, tolerance }, "as often as the guest did it");
-    let kernel = |value, tolerance| {
-        (
-            Expectation { value, tolerance },
-            "the host kernel's account of the vCPU's thread",
-        )
-    };
+    let known = |value, tolerance| (Expectation::new(value, tolerance), "as often as the guest did it");
+    let account = "the host kernel's account of the vCPU's thread";
+    let kernel = |value, tolerance| (Expectation::new(value, tolerance), account);
     match event {
         VmExits => known(n, Tolerance::AtLeast),
         IoExits | MmioExits | Halts => known(n, Tolerance::Exact),
@@ -113,12 +109,8 @@ impl Builtin<'_> {
     /// loop.
     fn uncounted(&self, guest: &mut MeasuringGuest, select: u64) -> Result<ValidationRow, ChildError> {
         let name = "busy, CPL3, beside an event nobody counts";
-        let row = ValidationRow::new(
-            CheckKind::Counting,
-            ParavirtualEvent::UncountedNs.name(),
-            "paravirtual",
-            name,
-        );
+        let event = ParavirtualEvent::UncountedNs.name();
+        let row = ValidationRow::new(CheckKind::Counting, event, "paravirtual", name);
         if guest.hello.gp < 2 {
             return Ok(row.unsupported("this PMU has one counter, and it takes two"));
         }
@@ -137,19 +129,10 @@ impl Builtin<'_> {
             return Ok(row.failed("somebody counts for the other counter"));
         }
         let ns = u128::from(cpu.tsc) * 1_000_000_000 / u128::from(self.host.tsc_hz.max(1));
-        let expected = Expectation {
-            value: u64::try_from(ns).unwrap_or(u64::MAX),
-            tolerance: UNCOUNTED,
-        };
+        let expected = Expectation::new(u64::try_from(ns).unwrap_or(u64::MAX), UNCOUNTED);
         let basis = "how long the loop took by the guest's TSC";
-        Ok(judged(
-            row,
-            &outcome,
-            0,
-            GuestCounterId::General(0),
-            expected,
-            basis,
-        ))
+        let counter = GuestCounterId::General(0);
+        Ok(judged(row, &outcome, 0, counter, expected, basis))
     }
 }
 
@@ -161,10 +144,7 @@ fn one(
 ) -> Result<ValidationRow, ChildError> {
     // The statistic itself, read through an operator event.
     let spec = format!("pv/{}/", event.name());
-    let operator = OperatorEvents {
-        events: &spec,
-        period: None,
-    };
+    let operator = OperatorEvents::counting(&spec);
     let outcome = guest.measure(job, Some(operator))?;
     let statistic = outcome
         .operator

@@ -29,10 +29,7 @@ fn expected_samples(all: u64, percent: u64) -> (Expectation, &'static str) {
     let expected = all * share;
     let range = Tolerance::Range(whole(expected - slack), whole((expected + slack).ceil()));
     (
-        Expectation {
-            value: whole(expected.round()),
-            tolerance: range,
-        },
+        Expectation::new(whole(expected.round()), range),
         "the function's share of the work, within 5 points or three standard deviations",
     )
 }
@@ -124,14 +121,8 @@ impl Builtin<'_> {
         let number = Tolerance::PercentAnd(5.0, 2);
         let seen = Evidence {
             guest: counted.map(|counted| counted / period),
-            host: Some(Expectation {
-                value: saw.samples.len() as u64 + saw.lost,
-                tolerance: number,
-            }),
-            expected: (backing == "clock").then_some(Expectation {
-                value: ticks / period,
-                tolerance: number,
-            }),
+            host: Some(Expectation::new(saw.samples.len() as u64 + saw.lost, number)),
+            expected: (backing == "clock").then_some(Expectation::new(ticks / period, number)),
         };
         let mut rows = vec![row.judged(&seen, CPU_TIME)];
         let hits = |name| {
@@ -165,14 +156,10 @@ fn interrupts(row: ValidationRow, outcome: &Measurement, period: u64) -> Validat
     // samples per second there are none.
     let seen = Evidence {
         guest: Some(cpu.pmis),
-        host: outcome.overflows(0, "gp0").map(|overflows| Expectation {
-            value: overflows,
-            tolerance: NUMBER,
-        }),
-        expected: Some(Expectation {
-            value: counted / period,
-            tolerance: NUMBER,
-        }),
+        host: outcome
+            .overflows(0, "gp0")
+            .map(|overflows| Expectation::new(overflows, NUMBER)),
+        expected: Some(Expectation::new(counted / period, NUMBER)),
     };
     row.judged(&seen, "a second counter's count over the period")
 }
@@ -201,14 +188,7 @@ fn held_rows(backing: &'static str, before: PmiTotals, after: PmiTotals) -> [Val
     let mean_us = (after.held_ns - before.held_ns) / held.max(1) / 1000;
     let row = |what: &str, seen, most, basis| {
         let row = ValidationRow::new(CheckKind::Sampling, "cycles", backing, what);
-        let evidence = Evidence {
-            guest: Some(seen),
-            host: None,
-            expected: Some(Expectation {
-                value: most,
-                tolerance: Tolerance::AtMost,
-            }),
-        };
+        let evidence = Evidence::of_guest(Some(seen), Expectation::new(most, Tolerance::AtMost));
         row.judged(&evidence, basis)
     };
     [
@@ -229,14 +209,7 @@ fn held_rows(backing: &'static str, before: PmiTotals, after: PmiTotals) -> [Val
 
 /// An interrupt without an overflow causes an "unknown reason" NMI message in a Linux guest.
 fn check_no_spurious(row: ValidationRow, spurious: u64) -> ValidationRow {
-    let seen = Evidence {
-        guest: Some(spurious),
-        host: None,
-        expected: Some(Expectation {
-            value: 0,
-            tolerance: Tolerance::Exact,
-        }),
-    };
+    let seen = Evidence::of_guest(Some(spurious), Expectation::new(0, Tolerance::Exact));
     row.judged(&seen, "each PMI is for an overflow that its handler finds")
 }
 
@@ -246,11 +219,7 @@ pub(crate) fn share(row: ValidationRow, hits: u64, all: u64, percent: u64) -> Va
         return row.failed("too few samples to tell");
     }
     let (expected, basis) = expected_samples(all, percent);
-    let seen = Evidence {
-        guest: Some(hits),
-        host: None,
-        expected: Some(expected),
-    };
+    let seen = Evidence::of_guest(Some(hits), expected);
     row.judged(&seen, basis)
 }
 

@@ -5,12 +5,11 @@ use perf_core::estimate::Estimator;
 use vpmu::ArchEvent;
 
 use super::{BOTH, Builtin, CPU_TIME, GuestCounterId, judged, selector};
-use crate::child::ChildError;
+use crate::child::{ChildError, SHARE_POLICIES};
 use crate::guest::{MeasurementJob, MeasuringGuest, OperatorEvents};
 use crate::judge::{Evidence, Expectation, Tolerance, whole};
 use crate::measure::measure_row;
 use crate::report::{CheckKind, ReportRows, ValidationRow};
-use control_api::request;
 
 /// CPU time of a multiplexing interval and of a contended measurement, in ms. A measurement
 /// includes programming all counters, which takes far less time.
@@ -148,14 +147,10 @@ impl Builtin<'_> {
         let Some(worst) = turns.worst(self.options.tolerance_percent) else {
             return Ok(row.failed("no event had two turns"));
         };
-        let seen = Evidence {
-            guest: Some(worst.estimate),
-            host: None,
-            expected: Some(Expectation {
-                value: turns.all,
-                tolerance: Tolerance::PercentAnd(0.0, worst.slack),
-            }),
-        };
+        let seen = Evidence::of_guest(
+            Some(worst.estimate),
+            Expectation::new(turns.all, Tolerance::PercentAnd(0.0, worst.slack)),
+        );
         let basis = "the sum over all turns; tolerance: the time not seen by what the turns' rates differ by, and that of counting";
         let row = row.judged(&seen, basis).running(worst.running_ns, turns.now_ns);
         Ok(undecided_if_wide(row, worst.slack, turns.all))
@@ -172,18 +167,12 @@ impl Builtin<'_> {
             return Ok(());
         };
         let n = self.amount(guest, "busy", 3, LENGTH_MS)?;
-        for policy in [
-            SharePolicy::GuestFirst,
-            SharePolicy::OperatorFirst,
-            SharePolicy::Strict,
-        ] {
+        for policy in SHARE_POLICIES {
+            guest.vm.share(policy)?;
             let name = policy.to_string();
-            let () = guest.vm.client()?.call(request::Share { policy })?;
             rows.push(measure_row(|| self.contended(guest, backing, select, n, &name))?);
         }
-        let policy = SharePolicy::GuestFirst;
-        let () = guest.vm.client()?.call(request::Share { policy })?;
-        Ok(())
+        guest.vm.share(SharePolicy::GuestFirst)
     }
 
     fn contended(
@@ -194,12 +183,8 @@ impl Builtin<'_> {
         n: u64,
         policy: &str,
     ) -> Result<ValidationRow, ChildError> {
-        let row = ValidationRow::new(
-            CheckKind::Contention,
-            "cycles",
-            backing,
-            format!("--share {policy}"),
-        );
+        let name = format!("--share {policy}");
+        let row = ValidationRow::new(CheckKind::Contention, "cycles", backing, name);
         let counters = u64::from(guest.hello.gp.min(8));
         // Use as many counters as the guest has, so that the operator's event does not fit on hosts
         // with few.
@@ -207,20 +192,16 @@ impl Builtin<'_> {
         for _ in 0..counters {
             job = job.counter(select | BOTH);
         }
-        let operator = OperatorEvents {
-            events: "cycles,ref-cycles,task-clock,kvm:exits",
-            period: None,
-        };
-        let outcome = guest.measure(&job, Some(operator))?;
+        let outcome = guest.measure(
+            &job,
+            Some(OperatorEvents::counting("cycles,ref-cycles,task-clock,kvm:exits")),
+        )?;
         let percent = self.options.tolerance_percent;
         let Some(saw) = &outcome.operator else {
             return Ok(row.failed("nobody counted"));
         };
         let ticks = self.cpu_ticks(&outcome, 0);
-        let expected = Expectation {
-            value: ticks,
-            tolerance: Tolerance::Percent(percent),
-        };
+        let expected = Expectation::new(ticks, Tolerance::Percent(percent));
         let index = GuestCounterId::General(0);
         if saw.opened.is_err() && policy == "strict" {
             // The operator was refused, so only the guest's count is available.
@@ -233,10 +214,9 @@ impl Builtin<'_> {
             guest: outcome.cpus.first().and_then(|cpu| cpu.c.first()).copied(),
             // The operator's event runs slightly longer: the guest waits at both ends, mostly
             // halted.
-            host: reading.estimate.map(|value| Expectation {
-                value,
-                tolerance: Tolerance::Percent(2.0 * percent),
-            }),
+            host: reading
+                .estimate
+                .map(|value| Expectation::new(value, Tolerance::Percent(2.0 * percent))),
             expected: (backing == "clock").then_some(expected),
         };
         if seen.host.is_none() {
@@ -275,14 +255,10 @@ mod tests {
     #[test]
     fn wide_tolerance_leaves_row_undecided() {
         let row = |slack| {
-            let seen = Evidence {
-                guest: Some(1100),
-                host: None,
-                expected: Some(Expectation {
-                    value: 1000,
-                    tolerance: Tolerance::PercentAnd(0.0, slack),
-                }),
-            };
+            let seen = Evidence::of_guest(
+                Some(1100),
+                Expectation::new(1000, Tolerance::PercentAnd(0.0, slack)),
+            );
             let row = ValidationRow::new(CheckKind::Multiplexing, "cycles", "clock", "turns");
             undecided_if_wide(row.judged(&seen, "time"), slack, 1000)
         };
@@ -317,9 +293,6 @@ mod tests {
     #[test]
     fn half_counting_counter_is_detected() {
         let mut turns = MultiplexedEvents::new(4, 7);
-        (0..14).for_each(|_| turns.take(TURN_NS, &[1000, 1000, 1000, 1000]));
-        assert!(within(&turns, 2.0));
-        let mut turns = MultiplexedEvents::new(4, 7);
         (0..14).for_each(|_| turns.take(TURN_NS, &[1000, 1000, 1000, 500]));
         assert!(!within(&turns, 2.0), "{:?}", turns.worst(2.0));
     }
@@ -330,26 +303,15 @@ mod tests {
     }
 
     proptest! {
-        /// For any lengths and counts there is a worst event, and its running time does not exceed
-        /// the total duration.
-        #[test]
-        fn running_time_never_exceeds_total(turns in prop::collection::vec((1u64..100, 0u64..1_000_000), 14..40)) {
-            let mut taken = MultiplexedEvents::new(4, 7);
-            for (ms, count) in turns {
-                taken.take(ms * 1_000_000, &[count; 4]);
-            }
-            let worst = taken.worst(2.0).unwrap();
-            prop_assert!(worst.running_ns <= taken.now_ns);
-        }
-
-        /// For any lengths and counts, the estimate lies within the tolerance from the uncounted
-        /// part.
+        /// For any lengths and counts there is a worst event, whose running time does not exceed the
+        /// total duration, and whose estimate lies within the tolerance from the uncounted part.
         #[test]
         fn estimates_are_within_their_slack(turns in prop::collection::vec((1u64..100, 0u64..1_000_000), 14..40)) {
             let mut taken = MultiplexedEvents::new(4, 7);
             for (ms, count) in turns {
                 taken.take(ms * 1_000_000, &[count; 4]);
             }
+            prop_assert!(taken.worst(2.0).unwrap().running_ns <= taken.now_ns);
             prop_assert!(within(&taken, 2.0), "{:?} of {}", taken.worst(2.0), taken.all);
         }
     }

@@ -92,7 +92,7 @@ impl Builtin<'_> {
         let percent = self.options.tolerance_percent;
         if let Some(value) = known(event, work, n) {
             let tolerance = Tolerance::PercentAnd(KNOWN_PERCENT, 250);
-            return Some((Expectation { value, tolerance }, KNOWN));
+            return Some((Expectation::new(value, tolerance), KNOWN));
         }
         if on_host_pmu(backing) && event != ArchEvent::RefCycles {
             // The processor's clock is not the TSC, so the reference is the host's own event on the
@@ -102,13 +102,13 @@ impl Builtin<'_> {
             let tolerance = Tolerance::PercentAnd(percent, 20_000);
             let value = reading.estimate?;
             return Some((
-                Expectation { value, tolerance },
+                Expectation::new(value, tolerance),
                 "the host's own event on the vCPU",
             ));
         }
         let value = self.cpu_ticks(outcome, cpu);
         let tolerance = Tolerance::Percent(percent);
-        Some((Expectation { value, tolerance }, CPU_TIME))
+        Some((Expectation::new(value, tolerance), CPU_TIME))
     }
 
     #[expect(clippy::too_many_arguments, reason = "each is one thing that is varied")]
@@ -129,15 +129,27 @@ impl Builtin<'_> {
         };
         let row = ValidationRow::new(CheckKind::Counting, event.name(), backing, name);
         let job = MeasurementJob::new(work, n).at(cpl).counter(select | BOTH);
-        let operator = on_host_pmu(backing).then_some(OperatorEvents {
-            events: event.name(),
-            period: None,
-        });
-        let outcome = guest.measure(&job, operator)?;
-        Ok(match self.expectation(backing, event, &outcome, work, n, 0) {
-            Some((expected, basis)) => judged(row, &outcome, 0, GuestCounterId::General(0), expected, basis),
-            None => row.failed("the host's own event was not counted"),
-        })
+        let counter = GuestCounterId::General(0);
+        self.referenced(guest, row, &job, (backing, event), (0, counter))
+    }
+
+    /// Measures `event` with a counter of guest CPU `cpu` and judges it by its expectation.
+    fn referenced(
+        &self,
+        guest: &mut MeasuringGuest,
+        row: ValidationRow,
+        job: &MeasurementJob,
+        (backing, event): (&'static str, ArchEvent),
+        (cpu, counter): (usize, GuestCounterId),
+    ) -> Result<ValidationRow, ChildError> {
+        let operator = on_host_pmu(backing).then_some(OperatorEvents::counting(event.name()));
+        let outcome = guest.measure(job, operator)?;
+        Ok(
+            match self.expectation(backing, event, &outcome, job.work, job.n, cpu) {
+                Some((expected, basis)) => judged(row, &outcome, cpu, counter, expected, basis),
+                None => row.failed("the host's own event was not counted"),
+            },
+        )
     }
 
     /// Measures Intel's fixed counters.
@@ -158,28 +170,14 @@ impl Builtin<'_> {
                 continue;
             }
             rows.push(measure_row(|| {
-                let row = ValidationRow::new(
-                    CheckKind::Counting,
-                    format!("{} (fixed {index})", event.name()),
-                    backing,
-                    "busy, CPL3",
-                );
+                let name = format!("{} (fixed {index})", event.name());
+                let row = ValidationRow::new(CheckKind::Counting, name, backing, "busy, CPL3");
                 let job = MeasurementJob {
                     fixed_control: 3 << (4 * index),
                     ..MeasurementJob::new("busy", n).at(3)
                 };
-                let operator = on_host_pmu(backing).then_some(OperatorEvents {
-                    events: event.name(),
-                    period: None,
-                });
-                let outcome = guest.measure(&job, operator)?;
-                let expected = self.expectation(backing, event, &outcome, "busy", n, 0);
-                Ok(match expected {
-                    Some((expected, basis)) => {
-                        judged(row, &outcome, 0, GuestCounterId::Fixed(index), expected, basis)
-                    }
-                    None => row.failed("the host's own event was not counted"),
-                })
+                let counter = GuestCounterId::Fixed(index);
+                self.referenced(guest, row, &job, (backing, event), (0, counter))
             })?);
         }
         Ok(())
@@ -195,19 +193,10 @@ impl Builtin<'_> {
         let row = ValidationRow::new(CheckKind::Counting, "cycles", backing, "idle (sleeps of 20 ms)");
         let outcome = guest.measure(&MeasurementJob::new("sleep", HALTS).counter(select | BOTH), None)?;
         let tsc = outcome.cpus.first().map_or(0, |cpu| cpu.tsc);
-        let expected = Expectation {
-            value: tsc * IDLE_PERCENT / 100,
-            tolerance: Tolerance::AtMost,
-        };
+        let expected = Expectation::new(tsc * IDLE_PERCENT / 100, Tolerance::AtMost);
         let basis = "a tenth of the TSC ticks that passed";
-        Ok(judged(
-            row,
-            &outcome,
-            0,
-            GuestCounterId::General(0),
-            expected,
-            basis,
-        ))
+        let counter = GuestCounterId::General(0);
+        Ok(judged(row, &outcome, 0, counter, expected, basis))
     }
 
     /// Measures `cycles:u` over work at one level, along with a counter for both levels.
@@ -219,12 +208,8 @@ impl Builtin<'_> {
         cpl: u32,
         n: u64,
     ) -> Result<ValidationRow, ChildError> {
-        let row = ValidationRow::new(
-            CheckKind::Counting,
-            "cycles:u",
-            backing,
-            format!("busy, CPL{cpl}"),
-        );
+        let name = format!("busy, CPL{cpl}");
+        let row = ValidationRow::new(CheckKind::Counting, "cycles:u", backing, name);
         let job = MeasurementJob::new("busy", n)
             .at(cpl)
             .counter(select | USR)
@@ -273,27 +258,14 @@ impl Builtin<'_> {
         let n = self.amount(guest, "busy", 3, LENGTH_MS)?;
         for cpu in 0..2 {
             rows.push(measure_row(|| {
-                let row = ValidationRow::new(
-                    CheckKind::Counting,
-                    "cycles",
-                    backing,
-                    format!("two CPUs busy, CPU {cpu}"),
-                );
+                let name = format!("two CPUs busy, CPU {cpu}");
+                let row = ValidationRow::new(CheckKind::Counting, "cycles", backing, name);
                 let job = MeasurementJob {
                     cpus: 2,
                     ..MeasurementJob::new("busy", n).at(3).counter(select | BOTH)
                 };
-                let operator = on_host_pmu(backing).then_some(OperatorEvents {
-                    events: event.name(),
-                    period: None,
-                });
-                let outcome = guest.measure(&job, operator)?;
-                Ok(match self.expectation(backing, event, &outcome, "busy", n, cpu) {
-                    Some((expected, basis)) => {
-                        judged(row, &outcome, cpu, GuestCounterId::General(0), expected, basis)
-                    }
-                    None => row.failed("the host's own event was not counted"),
-                })
+                let counter = GuestCounterId::General(0);
+                self.referenced(guest, row, &job, (backing, event), (cpu, counter))
             })?);
         }
         Ok(())

@@ -38,14 +38,19 @@ pub(crate) fn script(hello: &Value, results: &[(&str, Value)]) -> String {
     )
 }
 
-/// Starts the scripted guest in a VM whose host view of the counters is `host`.
-pub(crate) fn measuring(hello: &Value, results: &[(&str, Value)], host: Vec<u64>) -> MeasuringGuest {
-    let vm = scripted(&script(hello, results)).answered(move |call| match call {
+/// Starts a VM with this script whose host view of the counters is always `host`.
+fn viewed(script: &str, host: Vec<u64>) -> Result<MeasuringGuest, ChildError> {
+    let vm = scripted(script).answered(move |call| match call {
         Call::GuestView => Ok(json!({ "generation": 1 })),
         Call::GuestViewResult { .. } => Ok(views(std::slice::from_ref(&host))),
         other => Err(refusal(&format!("{other:?} was not expected"))),
     });
-    MeasuringGuest::wait_for_greeting(vm).unwrap()
+    MeasuringGuest::wait_for_greeting(vm)
+}
+
+/// Starts the scripted guest in a VM whose host view of the counters is `host`.
+pub(crate) fn measuring(hello: &Value, results: &[(&str, Value)], host: Vec<u64>) -> MeasuringGuest {
+    viewed(&script(hello, results), host).unwrap()
 }
 
 #[test]
@@ -147,11 +152,7 @@ fn skipped_step_is_error() {
         "echo ready; read -r go; echo ready",
     ] {
         let script = format!("echo '{}'; read -r line; {steps}; read -r line", hello(2));
-        let vm = scripted(&script).answered(|call| match call {
-            Call::GuestView => Ok(json!({ "generation": 1 })),
-            _ => Ok(views(&[vec![0]])),
-        });
-        let mut guest = MeasuringGuest::wait_for_greeting(vm).unwrap();
+        let mut guest = viewed(&script, vec![0]).unwrap();
         let error = guest.measure(&MeasurementJob::new("busy", 5), None).unwrap_err();
         assert!(matches!(error, ChildError::Answer(_)), "{steps}: {error}");
     }
@@ -166,11 +167,7 @@ fn other_lines_do_not_disturb_a_measurement() {
         hello(2),
         counted(&[9])
     );
-    let vm = scripted(&noisy).answered(|call| match call {
-        Call::GuestView => Ok(json!({ "generation": 1 })),
-        _ => Ok(views(&[vec![9]])),
-    });
-    let mut guest = MeasuringGuest::wait_for_greeting(vm).unwrap();
+    let mut guest = viewed(&noisy, vec![9]).unwrap();
     let outcome = guest.measure(&MeasurementJob::new("busy", 5), None).unwrap();
     assert_eq!(outcome.cpus[0].c, [9]);
 }
@@ -180,17 +177,9 @@ pub(crate) fn opened(handle: Option<u32>, index: u32, vcpu: u32) -> OpenedEvent 
     OpenedEvent {
         handle,
         unsupported: handle.is_none().then(|| "no slot".into()),
-        name: "cycles".into(),
         index,
         vcpu: Some(vcpu),
-        backing: "hardware".into(),
-        nanoseconds: false,
-        estimate: true,
-        id: 1,
-        kind: 0,
-        config: 0,
-        ring: false,
-        no_ring: None,
+        ..OpenedEvent::default()
     }
 }
 
@@ -202,11 +191,7 @@ pub(crate) fn reading(handle: u32, value: u64) -> EventReading {
         enabled_ns: 1000,
         running_ns: 1000,
         estimate: Some(value),
-        standard_error: None,
-        bound: None,
-        failed: false,
-        gone: false,
-        vcpus: Vec::new(),
+        ..EventReading::default()
     }
 }
 
@@ -231,10 +216,7 @@ fn operator_events_are_enabled_around_work() {
         })
     });
     let mut guest = MeasuringGuest::wait_for_greeting(vm).unwrap();
-    let operator = OperatorEvents {
-        events: "cycles,instructions",
-        period: None,
-    };
+    let operator = OperatorEvents::counting("cycles,instructions");
     let saw = guest
         .measure(&MeasurementJob::new("busy", 5), Some(operator))
         .unwrap()
@@ -266,10 +248,7 @@ fn operator_refusal_is_kept() {
         other => panic!("{other:?} of events that were refused"),
     });
     let mut guest = MeasuringGuest::wait_for_greeting(vm).unwrap();
-    let operator = OperatorEvents {
-        events: "cycles",
-        period: None,
-    };
+    let operator = OperatorEvents::counting("cycles");
     let saw = guest
         .measure(&MeasurementJob::new("busy", 5), Some(operator))
         .unwrap()

@@ -2,12 +2,11 @@
 
 use super::{CommandResult, Count, Linux, LinuxGuest, counts, perf_stat, perf_stat_of};
 use crate::builtin::on_host_pmu;
-use crate::child::ChildError;
+use crate::child::{ChildError, SHARE_POLICIES};
 use crate::guest::OperatorEvents;
 use crate::judge::{Evidence, Expectation, Tolerance, Verdict, judge_unbacked, whole};
 use crate::measure::{measure_row, measure_rows};
 use crate::report::{CheckKind, KNOWN, ReportRows, ValidationRow};
-use control_api::request;
 use perf_core::SharePolicy;
 
 /// Maximum share of the TSC for an idle guest's cycles, in percent. Timer ticks cause them.
@@ -97,11 +96,7 @@ impl Linux<'_> {
     ) -> Result<ValidationRow, ChildError> {
         let row = ValidationRow::new(CheckKind::Counting, event, backing, name);
         let command = perf_stat(&format!("-a -e {event}"), program);
-        let operator = OperatorEvents {
-            events: event,
-            period: None,
-        };
-        let done = guest.run("count", &command, Some(operator))?;
+        let done = guest.run("count", &command, Some(OperatorEvents::counting(event)))?;
         let counted = counts(&done.text);
         let count = of(&counted, event);
         let Some(gate) = &done.gate else {
@@ -110,14 +105,14 @@ impl Linux<'_> {
         let own = || {
             let value = gate.operator.as_ref()?.reading(0, 0)?.estimate?;
             let tolerance = Tolerance::PercentAnd(self.percent(), 5_000_000);
-            Some(Expectation { value, tolerance })
+            Some(Expectation::new(value, tolerance))
         };
         let (expected, basis) = if on_host_pmu(backing) && event == "cycles" {
             (own(), "the host's own event on the vCPU")
         } else {
             let value = self.host.ticks(gate.cpu_ns);
             let tolerance = Tolerance::Percent(self.percent());
-            (Some(Expectation { value, tolerance }), GUEST_CPU_TIME)
+            (Some(Expectation::new(value, tolerance)), GUEST_CPU_TIME)
         };
         let seen = Evidence {
             guest: count.and_then(|count| count.value),
@@ -138,10 +133,10 @@ impl Linux<'_> {
         let seen = Evidence {
             guest: count.and_then(|count| count.value),
             host: gate.host_exactly(0),
-            expected: Some(Expectation {
-                value: self.host.ticks(2_000_000_000) * IDLE_PERCENT / 100,
-                tolerance: Tolerance::AtMost,
-            }),
+            expected: Some(Expectation::new(
+                self.host.ticks(2_000_000_000) * IDLE_PERCENT / 100,
+                Tolerance::AtMost,
+            )),
         };
         let basis = "a tenth of the TSC ticks that passed";
         Ok(with_share(row.judged(&seen, basis), count))
@@ -203,10 +198,7 @@ impl Linux<'_> {
             let seen = Evidence {
                 guest: count.value,
                 host: done.gate.as_ref().and_then(|gate| gate.host_exactly(0)),
-                expected: known.map(|value| Expectation {
-                    value,
-                    tolerance: Tolerance::Percent(self.percent()),
-                }),
+                expected: known.map(|value| Expectation::new(value, Tolerance::Percent(self.percent()))),
             };
             rows.push(with_share(row.judged(&seen, KNOWN), Some(count)));
         }
@@ -241,14 +233,10 @@ impl Linux<'_> {
             let both = value("cycles").unwrap_or(0);
             let slack = whole(both as f64 * LEVEL_PERCENT / 100.0);
             for (event, expected) in [("cycles:u", both), ("cycles:k", 0)] {
-                let seen = Evidence {
-                    guest: value(event),
-                    host: None,
-                    expected: Some(Expectation {
-                        value: expected,
-                        tolerance: Tolerance::PercentAnd(0.0, slack),
-                    }),
-                };
+                let seen = Evidence::of_guest(
+                    value(event),
+                    Expectation::new(expected, Tolerance::PercentAnd(0.0, slack)),
+                );
                 let row = ValidationRow::new(CheckKind::Counting, event, backing, "busy loop");
                 let row = row.judged(&seen, basis);
                 batch.push(with_share(row, of(&counted, event)));
@@ -268,41 +256,27 @@ impl Linux<'_> {
         rows.extend(measure_rows(|| {
             let mut batch = Vec::new();
             let command = perf_stat("-a -A -e cycles", "threads 2 4");
-            let operator = OperatorEvents {
-                events: "cycles",
-                period: None,
-            };
-            let done = guest.run("smp", &command, Some(operator))?;
+            let done = guest.run("smp", &command, Some(OperatorEvents::counting("cycles")))?;
             let counted = counts(&done.text);
             for cpu in 0..2u32 {
-                let row = ValidationRow::new(
-                    CheckKind::Counting,
-                    "cycles",
-                    backing,
-                    format!("two CPUs busy, CPU {cpu}"),
-                );
+                let name = format!("two CPUs busy, CPU {cpu}");
+                let row = ValidationRow::new(CheckKind::Counting, "cycles", backing, name);
                 let count = counted.iter().find(|count| count.cpu == Some(cpu));
                 let Some(gate) = &done.gate else {
                     batch.push(row.failed(format!("perf did not run: status {}", done.status)));
                     continue;
                 };
                 let ns = gate.facts.get(cpu as usize).map_or(0, |facts| facts.cpu_ns);
-                let expected = (!on_host_pmu(backing)).then(|| Expectation {
-                    value: self.host.ticks(ns),
-                    tolerance: Tolerance::Percent(self.percent()),
-                });
+                let expected = (!on_host_pmu(backing))
+                    .then(|| Expectation::new(self.host.ticks(ns), Tolerance::Percent(self.percent())));
                 let operator = gate
                     .operator
                     .as_ref()
                     .and_then(|saw| saw.reading(0, cpu)?.estimate);
                 let seen = Evidence {
                     guest: count.and_then(|count| count.value),
-                    host: gate
-                        .host_exactly(cpu as usize)
-                        .or(operator.map(|value| Expectation {
-                            value,
-                            tolerance: Tolerance::Percent(2.0 * self.percent()),
-                        })),
+                    host: gate.host_exactly(cpu as usize).or(operator
+                        .map(|value| Expectation::new(value, Tolerance::Percent(2.0 * self.percent())))),
                     expected,
                 };
                 batch.push(with_share(row.judged(&seen, HOST_CPU_TIME), count));
@@ -320,33 +294,19 @@ impl Linux<'_> {
         rows: &mut ReportRows<'_>,
     ) -> Result<(), ChildError> {
         rows.push(measure_row(|| self.scaled(guest, backing))?);
-        for policy in [
-            SharePolicy::GuestFirst,
-            SharePolicy::OperatorFirst,
-            SharePolicy::Strict,
-        ] {
-            let () = guest.vm.client()?.call(request::Share { policy })?;
-            rows.push(measure_row(|| {
-                self.contended(guest, backing, &policy.to_string())
-            })?);
+        for policy in SHARE_POLICIES {
+            guest.vm.share(policy)?;
+            let name = policy.to_string();
+            rows.push(measure_row(|| self.contended(guest, backing, &name))?);
         }
-        let policy = SharePolicy::GuestFirst;
-        let () = guest.vm.client()?.call(request::Share { policy })?;
-        Ok(())
+        guest.vm.share(SharePolicy::GuestFirst)
     }
 
     fn scaled(&self, guest: &mut LinuxGuest, backing: &'static str) -> Result<ValidationRow, ChildError> {
-        let row = ValidationRow::new(
-            CheckKind::Multiplexing,
-            "cycles",
-            backing,
-            format!("{TOO_MANY} events, {TURN_MS} ms turns, worst"),
-        );
+        let name = format!("{TOO_MANY} events, {TURN_MS} ms turns, worst");
+        let row = ValidationRow::new(CheckKind::Multiplexing, "cycles", backing, name);
         let events = ["cycles"; TOO_MANY].join(",");
-        let operator = OperatorEvents {
-            events: "cycles",
-            period: None,
-        };
+        let operator = OperatorEvents::counting("cycles");
         // Each rotation causes some forty exits, during which the guest kernel has stopped its
         // counters but not the clock of its events. The kernel's default interval of 4 ms would
         // show the cost of exits instead of the scaling. On an emulated processor, where an exit
@@ -375,21 +335,12 @@ impl Linux<'_> {
         if counted.iter().all(|count| count.running_percent > 99.0) {
             return Ok(row.failed("there were counters for all of them"));
         }
-        let seen = Evidence {
-            guest: worst.and_then(|count| count.value),
-            host: None,
-            expected: Some(Expectation {
-                value: expected,
-                tolerance: Tolerance::Percent(SCALED_PERCENT),
-            }),
-        };
-        Ok(with_share(
-            row.judged(
-                &seen,
-                "an event of the operator's on the vCPU that is on all the time",
-            ),
-            worst,
-        ))
+        let seen = Evidence::of_guest(
+            worst.and_then(|count| count.value),
+            Expectation::new(expected, Tolerance::Percent(SCALED_PERCENT)),
+        );
+        let basis = "an event of the operator's on the vCPU that is on all the time";
+        Ok(with_share(row.judged(&seen, basis), worst))
     }
 
     fn contended(
@@ -398,18 +349,14 @@ impl Linux<'_> {
         backing: &'static str,
         policy: &str,
     ) -> Result<ValidationRow, ChildError> {
-        let row = ValidationRow::new(
-            CheckKind::Contention,
-            "cycles",
-            backing,
-            format!("--share {policy}"),
-        );
-        let operator = OperatorEvents {
-            events: "cycles,ref-cycles,task-clock,kvm:exits",
-            period: None,
-        };
+        let name = format!("--share {policy}");
+        let row = ValidationRow::new(CheckKind::Contention, "cycles", backing, name);
         let command = perf_stat("-a -e cycles", "spin 1.5");
-        let done = guest.run("shared", &command, Some(operator))?;
+        let done = guest.run(
+            "shared",
+            &command,
+            Some(OperatorEvents::counting("cycles,ref-cycles,task-clock,kvm:exits")),
+        )?;
         let counted = counts(&done.text);
         let count = of(&counted, "cycles");
         let Some(gate) = &done.gate else {
@@ -425,14 +372,9 @@ impl Linux<'_> {
         let seen = Evidence {
             guest: count.and_then(|count| count.value),
             // The operator's event also covers the handshake and runs slightly longer.
-            host: own.map(|value| Expectation {
-                value,
-                tolerance: Tolerance::Percent(2.0 * self.percent()),
-            }),
-            expected: (!on_host_pmu(backing)).then(|| Expectation {
-                value: self.host.ticks(gate.cpu_ns),
-                tolerance: Tolerance::Percent(self.percent()),
-            }),
+            host: own.map(|value| Expectation::new(value, Tolerance::Percent(2.0 * self.percent()))),
+            expected: (!on_host_pmu(backing))
+                .then(|| Expectation::new(self.host.ticks(gate.cpu_ns), Tolerance::Percent(self.percent()))),
         };
         Ok(with_share(row.judged(&seen, GUEST_CPU_TIME), count))
     }
@@ -453,11 +395,8 @@ impl Linux<'_> {
             ("branches:u", ROUNDS + 2 * digits + 2, 1),
         ] {
             let value = |counts: &[Count]| of(counts, event).and_then(|count| count.value);
-            let seen = |guest, value, tolerance| Evidence {
-                guest,
-                host: None,
-                expected: Some(Expectation { value, tolerance }),
-            };
+            let seen =
+                |guest, value, tolerance| Evidence::of_guest(guest, Expectation::new(value, tolerance));
             let row = ValidationRow::new(CheckKind::Counting, event, "exact", "known program, whole");
             let tolerance = Tolerance::Range(whole.saturating_sub(MISSED), whole);
             rows.push(with_share(

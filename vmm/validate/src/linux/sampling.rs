@@ -34,11 +34,7 @@ impl Linux<'_> {
     ) -> Result<Vec<ValidationRow>, ChildError> {
         let row = ValidationRow::new(CheckKind::Sampling, "cycles", backing, "perf record -c: samples");
         let record = format!("perf record -q -B -N -c {period} -e cycles -o /tmp/period gate three 3");
-        let operator = OperatorEvents {
-            events: "cycles",
-            period: None,
-        };
-        let done = guest.run("record", &record, Some(operator))?;
+        let done = guest.run("record", &record, Some(OperatorEvents::counting("cycles")))?;
         let Some(gate) = &done.gate else {
             return Ok(vec![
                 row.failed(format!("perf did not run: status {}", done.status)),
@@ -61,11 +57,8 @@ impl Linux<'_> {
         let cycles = gate.operator.as_ref().and_then(|saw| saw.reading(0, 0)?.estimate);
         let seen = Evidence {
             guest: Some(functions.iter().map(|(n, _)| n).sum()),
-            host: overflows.map(|value| Expectation { value, tolerance }),
-            expected: cycles.map(|cycles| Expectation {
-                value: cycles / period,
-                tolerance,
-            }),
+            host: overflows.map(|value| Expectation::new(value, tolerance)),
+            expected: cycles.map(|cycles| Expectation::new(cycles / period, tolerance)),
         };
         let mut rows = vec![row.judged(
             &seen,

@@ -195,10 +195,7 @@ fn gate_reads_guest_and_host_counters() {
         ..ScriptedValues::default()
     };
     let mut guest = told.prints("*", "5,,cycles,10,50.00,,\n").guest();
-    let operator = OperatorEvents {
-        events: "cycles",
-        period: None,
-    };
+    let operator = OperatorEvents::counting("cycles");
     let done = guest.run("count", "gate spin", Some(operator)).unwrap();
     let gate = done.gate.unwrap();
     assert_eq!((gate.cpu_ns, gate.host(0)), (17, Some(70)));
@@ -228,26 +225,12 @@ fn gate(before: &[u64], after: &[u64]) -> Gate {
     let views = |values: &[u64]| {
         let counter = |(n, value): (usize, &u64)| control_api::protocol::GuestCounter {
             counter: format!("gp{n}"),
-            enabled: false,
-            event: None,
-            allowed: true,
-            backing: None,
             value: *value,
-            counted: None,
-            enabled_ns: None,
-            running_ns: None,
-            overflows: None,
-            pmi_requests: None,
-            counting: None,
-            fallback: false,
-            uncounted_ns: None,
+            ..Default::default()
         };
         vec![VcpuView {
-            vcpu: 0,
-            pmis: None,
-            uncounted_ns: None,
-            places_lost: None,
             counters: values.iter().enumerate().map(counter).collect(),
+            ..VcpuView::default()
         }]
     };
     Gate {

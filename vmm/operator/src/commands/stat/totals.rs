@@ -201,14 +201,7 @@ mod tests {
             name: format!("e{index}"),
             index,
             vcpu: Some(vcpu),
-            backing: "hardware".into(),
-            nanoseconds: false,
-            estimate: false,
-            id: 0,
-            kind: 0,
-            config: 0,
-            ring: false,
-            no_ring: None,
+            ..OpenedEvent::default()
         }
     }
 
@@ -221,9 +214,7 @@ mod tests {
             estimate: (running_ns > 0).then(|| value * enabled_ns / running_ns),
             standard_error: Some(if running_ns < enabled_ns { 3.0 } else { 0.0 }),
             bound: Some(if running_ns < enabled_ns { 12.0 } else { 0.0 }),
-            failed: false,
-            gone: false,
-            vcpus: Vec::new(),
+            ..EventReading::default()
         }
     }
 

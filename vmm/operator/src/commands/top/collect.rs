@@ -439,16 +439,11 @@ mod tests {
 
     fn reading(value: u64, enabled_ns: u64, running_ns: u64) -> EventReading {
         EventReading {
-            handle: 0,
             value,
             enabled_ns,
             running_ns,
             estimate: Some(2 * value),
-            standard_error: None,
-            bound: None,
-            failed: false,
-            gone: false,
-            vcpus: Vec::new(),
+            ..EventReading::default()
         }
     }
 

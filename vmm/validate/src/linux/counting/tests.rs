@@ -90,6 +90,10 @@ fn cycles_on_hardware_are_the_hosts_own_count() {
     );
 }
 
+fn verdicts(rows: &[ValidationRow]) -> Vec<Verdict> {
+    rows.iter().map(|row| row.verdict).collect()
+}
+
 /// An event without a count or a line is a failure.
 #[test]
 fn event_without_a_count_fails() {
@@ -142,16 +146,14 @@ fn numbers(host: &HostProperties, backing: &'static str, moved: u64, lines: [&st
         moved: vec![moved],
         ..ScriptedValues::default()
     };
-    for (pattern, line) in [
+    let patterns = [
         "*-e\\ instructions*",
         "*-e\\ branches*",
         "*-e\\ branch-misses*",
         "*references*",
         "*cache-misses*",
-    ]
-    .into_iter()
-    .zip(lines)
-    {
+    ];
+    for (pattern, line) in patterns.into_iter().zip(lines) {
         told = told.prints(pattern, line);
     }
     told.rows(host, |linux, guest, rows| linux.numbers(guest, backing, rows))
@@ -178,8 +180,10 @@ fn clock_backing_must_not_count_instructions() {
         NUMBERS
     );
     use Verdict::{Fail, NotSupported};
-    let verdicts: Vec<Verdict> = rows.iter().map(|row| row.verdict).collect();
-    assert_eq!(verdicts, [NotSupported, NotSupported, Fail, Fail, NotSupported]);
+    assert_eq!(
+        verdicts(&rows),
+        [NotSupported, NotSupported, Fail, Fail, NotSupported]
+    );
     assert_eq!(rows[2].guest, Some(5), "the number that gives it away is shown");
     assert!(
         rows[3].reason.as_ref().unwrap().contains("no line"),
@@ -206,8 +210,10 @@ fn numbers_on_hardware_are_those_of_the_loop() {
         ],
     );
     use Verdict::{Fail, NotSupported, Pass};
-    let verdicts: Vec<Verdict> = rows.iter().map(|row| row.verdict).collect();
-    assert_eq!(verdicts, [Pass, NotSupported, NotSupported, NotSupported, Fail]);
+    assert_eq!(
+        verdicts(&rows),
+        [Pass, NotSupported, NotSupported, NotSupported, Fail]
+    );
     assert_eq!(rows[4].reason.as_deref(), Some("guest and host differ"));
     let fewer = "97000000,,instructions,10,100.00,,\n";
     let rows = numbers(&host, "hardware", 97_000_000, [fewer, "", "", "", ""]);
@@ -359,24 +365,26 @@ fn known_program_is_counted_to_the_last_instruction() {
             .prints("*known\\ 3000", lines(many));
         told.rows(&clock_host(), |linux, guest, rows| linux.exact(guest, rows))
     };
-    let verdicts = |rows: Vec<ValidationRow>| rows.iter().map(|row| row.verdict).collect::<Vec<_>>();
     use Verdict::{Fail, Pass};
     let whole = [2 * 1000 + 7 * 4 + 8, 1000 + 2 * 4 + 2];
     let more = |extra: u64| [whole[0] + 4000 + extra, whole[1] + 2000];
-    assert_eq!(verdicts(rows(whole, more(0))), [Pass; 4]);
-    assert_eq!(verdicts(rows(whole, more(1))), [Pass, Fail, Pass, Pass]);
+    assert_eq!(verdicts(&rows(whole, more(0))), [Pass; 4]);
+    assert_eq!(verdicts(&rows(whole, more(1))), [Pass, Fail, Pass, Pass]);
     let missed = |n: u64| [whole[0] - n, whole[1]];
-    assert_eq!(verdicts(rows(missed(2), [more(0)[0] - 2, more(0)[1]])), [Pass; 4]);
     assert_eq!(
-        verdicts(rows(missed(3), [more(0)[0] - 3, more(0)[1]])),
+        verdicts(&rows(missed(2), [more(0)[0] - 2, more(0)[1]])),
+        [Pass; 4]
+    );
+    assert_eq!(
+        verdicts(&rows(missed(3), [more(0)[0] - 3, more(0)[1]])),
         [Fail, Pass, Pass, Pass]
     );
     assert_eq!(
-        verdicts(rows([whole[0] + 1, whole[1]], more(1))),
+        verdicts(&rows([whole[0] + 1, whole[1]], more(1))),
         [Fail, Pass, Pass, Pass],
         "one too many"
     );
-    assert_eq!(verdicts(rows(more(0), whole))[1], Fail, "fewer for more rounds");
+    assert_eq!(verdicts(&rows(more(0), whole))[1], Fail, "fewer for more rounds");
 }
 
 /// The AMD driver of the guest's kernel has no ref-cycles, so a count of them is a failure.

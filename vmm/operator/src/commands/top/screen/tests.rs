@@ -5,7 +5,7 @@ use ratatui::backend::TestBackend;
 
 use super::*;
 use crate::commands::top::rows::ExitRow;
-use control_api::protocol::{ClientRole, GuestCounter, VcpuView, VmInfo, VmState};
+use control_api::protocol::{GuestCounter, VcpuView, VmInfo};
 
 fn symbol(weight: f64, pid: Option<u32>, object: &str, symbol: &str, kernel: bool) -> SymbolRow {
     SymbolRow {
@@ -34,27 +34,14 @@ fn vm(label: &str, symbols: Vec<SymbolRow>) -> ListedVm {
         overflows: Some(3),
         pmi_requests: Some(2),
         counting: Some(true),
-        fallback: false,
-        uncounted_ns: Some(0),
+        ..GuestCounter::default()
     };
     let info = VmInfo {
-        protocol: 1,
-        version: String::new(),
         name: label.into(),
-        pid: 1,
         vcpus: 2,
-        max_vcpus: 2,
         pmu: "amd".into(),
-        guest: String::new(),
-        console: String::new(),
-        virtio_console: String::new(),
-        threads: Vec::new(),
-        state: VmState::Running,
-        parked: 0,
         uptime_ms: 61_000,
-        role: ClientRole::Admin,
-        settings: None,
-        moved_from: None,
+        ..VmInfo::default()
     };
     let exit = |kvm, what: &str, time_share| ExitRow {
         kvm,
@@ -93,14 +80,12 @@ fn vm(label: &str, symbols: Vec<SymbolRow>) -> ListedVm {
         ],
         exits: vec![exit(true, "exits", None), exit(false, "kick", Some(0.25))],
         views: vec![VcpuView {
-            vcpu: 0,
             pmis: Some(0),
-            uncounted_ns: Some(0),
-            places_lost: Some(0),
             counters: vec![
                 counter(Some("cycles"), Some("clock")),
                 counter(Some("cache-misses"), Some("none")),
             ],
+            ..VcpuView::default()
         }],
     };
     ListedVm {
