@@ -76,6 +76,7 @@ pub mod exporter;
 #[cfg(feature = "commands")]
 pub mod input;
 mod kernel_map;
+mod sampling;
 pub mod session;
 #[cfg(feature = "commands")]
 pub mod signals;

@@ -5,33 +5,30 @@
 //! except by samples, each of which stops its vCPU for some microseconds.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
-use std::os::fd::AsFd;
+use std::convert::Infallible;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
-use control_api::protocol::{KernelInfo, KernelState, OpenedEvent, RingInfo, SamplingParams};
+use control_api::protocol::{OpenedEvent, SamplingParams};
 use control_api::request;
 use guest_profile::export::{
-    EventInfo, EventRate, FileMapping, NO_PID, Profile, ProfileMetadata, ProfileSample, SavedSymbol,
-    TaskName, frames,
+    EventRate, NO_PID, Profile, ProfileMetadata, ProfileSample, SavedSymbol, TaskName, frames,
 };
 use guest_profile::sample::SampleData;
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
-use perf_core::record::{Record, RecordFormat, Sample as RingSample};
-use perf_core::ring::{RingReadError, RingReader};
-use perf_core::{ReadFormat, SampleType, error_line};
+use perf_core::record::{Record, Sample as RingSample};
+use perf_core::ring::RingReadError;
 
 use crate::kernel_map::kernel_map;
+use crate::sampling::{
+    EventIds, VcpuRing, check_sampling_support, event_info, sample_mappings, wait_for_kernel,
+};
 use crate::vendor::{self, EventNameError};
 
 /// Size of the ring of each vCPU, in pages.
 const RING_PAGES: u32 = 256;
-/// Maximum number of records read from a ring per call, because a vCPU may sample as fast as the
-/// loop reads.
-const MAX_RECORDS: usize = 100_000;
 /// Time limit for the VM to find the guest kernel.
 const KERNEL_PATIENCE: Duration = Duration::from_secs(60);
 /// Polling interval of that search.
@@ -147,12 +144,9 @@ impl CountingSession {
 /// intervals and starts another.
 pub struct SamplingSession {
     client: Client,
-    rate: EventRate,
-    rings: Vec<(RingReader, RingInfo)>,
-    /// Event IDs of the profile by position in the event list.
-    listed: HashMap<u32, u64>,
-    /// Event IDs of the profile by stream ID, which differs between vCPUs.
-    ids: HashMap<u64, u64>,
+    sampling: SamplingParams,
+    rings: Vec<VcpuRing>,
+    ids: EventIds,
     /// Names of the sampled tasks by thread ID.
     tasks: HashMap<u32, String>,
     kernel: Option<KernelSymbols>,
@@ -172,30 +166,28 @@ impl SamplingSession {
     /// VM cannot sample an event, and [`SessionError::Client`] or [`SessionError::Ring`] if the VM
     /// refuses a request or its ring cannot be mapped.
     pub fn start(mut client: Client, events: &str, rate: EventRate) -> Result<Self, SessionError> {
-        let (number, frequency) = match rate {
+        let (rate, frequency) = match rate {
             EventRate::FrequencyHz(hz) => (hz, true),
             EventRate::Period(period) => (period, false),
+        };
+        let sampling = SamplingParams {
+            rate,
+            frequency,
+            callchain: true,
+            chain_every: 1,
+            ..SamplingParams::default()
         };
         let opened = client.call(request::Open {
             events: vendor::resolve_vendor_events(events)?,
             vcpus: None,
             whole: false,
-            sampling: Some(SamplingParams {
-                rate: number,
-                frequency,
-                callchain: true,
-                chain_every: 1,
-                stack_bytes: 0,
-                branches: None,
-            }),
+            sampling: Some(sampling),
         })?;
-        if let Some((event, why)) = opened.iter().find_map(|o| Some((o, o.unsupported.as_ref()?))) {
-            return Err(SessionError::NotSampled {
-                event: event.name.clone(),
-                why: why.clone(),
-            });
-        }
-        wait_for_kernel(&mut client)?;
+        check_sampling_support(&opened)?;
+        wait_for_kernel::<ClientError>(&mut client, KERNEL_PATIENCE, || {
+            std::thread::sleep(KERNEL_POLL_INTERVAL);
+            Ok(())
+        })?;
         let (symbols, text) = client.symbols()?;
         let meta = ProfileMetadata {
             thread_switches: false,
@@ -207,10 +199,9 @@ impl SamplingSession {
         };
         let mut session = Self {
             client,
-            rate,
+            sampling,
             rings: Vec::new(),
-            listed: HashMap::new(),
-            ids: HashMap::new(),
+            ids: EventIds::default(),
             tasks: HashMap::new(),
             // The VM may have no symbols.
             kernel: KernelSymbols::parse_text(&text).ok(),
@@ -238,7 +229,7 @@ impl SamplingSession {
                 continue;
             }
             // The ring of a former vCPU with the same number was drained above.
-            self.rings.retain(|(_, info)| info.vcpu != joined.vcpu);
+            self.rings.retain(|ring| ring.info.vcpu != joined.vcpu);
             self.add(&joined.events)?;
         }
         Ok(self.profile.len() - before)
@@ -272,64 +263,27 @@ impl SamplingSession {
 
     /// Adds opened events and maps the rings of their vCPUs.
     fn add(&mut self, opened: &[OpenedEvent]) -> Result<(), SessionError> {
-        for o in opened {
-            let id = *self.listed.entry(o.index).or_insert(o.id);
-            self.ids.insert(o.id, id);
-            if self.profile.event(id).is_none() {
-                self.profile.events.push(EventInfo {
-                    name: o.name.clone(),
-                    type_: o.kind,
-                    config: o.config,
-                    rate: self.rate,
-                    branch_filter: 0,
-                    has_chains: true,
-                    id,
-                });
-            }
-        }
-        let mut vcpus: Vec<u32> = opened.iter().filter_map(|o| o.vcpu).collect();
-        vcpus.sort_unstable();
-        vcpus.dedup();
-        for vcpu in vcpus {
-            let call = request::Ring {
-                vcpu,
-                pages: RING_PAGES,
-                overwrite: false,
-            };
-            let (info, memfd): (RingInfo, File) = self.client.call_with_file(call)?;
-            let reader =
-                RingReader::map(memfd.as_fd()).map_err(|source| SessionError::Ring { vcpu, source })?;
-            self.rings.push((reader, info));
-        }
+        let first = self.ids.add(opened).into_iter();
+        let events = first.map(|o| event_info(o, &self.sampling));
+        self.profile.events.extend(events);
+        let rings = VcpuRing::open_all(&mut self.client, opened, RING_PAGES, false)?;
+        self.rings.extend(rings);
         Ok(())
     }
 
     /// Moves the samples of all rings into the profile.
     fn drain(&mut self) {
         let mut rings = std::mem::take(&mut self.rings);
-        for (reader, info) in &mut rings {
-            let format = RecordFormat {
-                sample_type: SampleType::from_bits_truncate(info.sample_type),
-                read_format: ReadFormat::empty(),
-                ..RecordFormat::default()
-            };
-            let clock_offset_ns = info.clock_offset_ns.unwrap_or(0);
-            for _ in 0..MAX_RECORDS {
-                let record = match reader.next_record() {
-                    Ok(Some(raw)) => Record::decode(raw, format),
-                    Ok(None) => break,
-                    Err(e) => {
-                        log::debug!("the ring of vCPU {}: {}", info.vcpu, error_line(&e));
-                        break;
-                    }
-                };
+        for ring in &mut rings {
+            let drained = ring.drain(log::Level::Debug, |info, record| {
                 match record {
-                    Ok(Record::Sample(sample)) => self.push(&sample, clock_offset_ns),
-                    Ok(Record::Lost(lost)) => self.profile.lost += lost.lost,
-                    Ok(_) => {}
-                    Err(e) => log::debug!("a record of vCPU {}: {}", info.vcpu, error_line(&e)),
+                    Some(Record::Sample(sample)) => self.push(&sample, info.clock_offset_ns.unwrap_or(0)),
+                    Some(Record::Lost(lost)) => self.profile.lost += lost.lost,
+                    _ => {}
                 }
-            }
+                Ok::<(), Infallible>(())
+            });
+            drained.unwrap_or_else(|never| match never {});
         }
         self.rings = rings;
     }
@@ -351,17 +305,8 @@ impl SamplingSession {
                 });
             }
         }
-        for mapping in SampleData::mappings(sample.raw) {
-            self.profile.mappings.push(FileMapping {
-                time_ns,
-                pid,
-                start: mapping.start,
-                len: mapping.len,
-                file_offset: mapping.file_offset,
-                path: mapping.path.to_owned(),
-                build_id: SampleData::build_id(sample.raw, mapping.start),
-            });
-        }
+        let mappings = sample_mappings(sample.raw, pid, time_ns);
+        self.profile.mappings.extend(mappings);
         let chain: Vec<u64> = sample.callchain.iter().collect();
         self.profile.push(&ProfileSample {
             time_ns,
@@ -372,23 +317,11 @@ impl SamplingSession {
             ip: sample.ip,
             cr3: raw.cr3,
             period: sample.period,
-            event_id: self.ids.get(&sample.stream_id).copied().unwrap_or(0),
+            event_id: self.ids.of_stream(sample.stream_id).unwrap_or(0),
             ends: raw.ends,
             branches: &[],
             chain: &chain,
         });
-    }
-}
-
-/// Waits until the VM has found the guest's kernel or given up.
-fn wait_for_kernel(client: &mut Client) -> Result<(), ClientError> {
-    let until = Instant::now() + KERNEL_PATIENCE;
-    loop {
-        let info: KernelInfo = client.call(request::Kernel)?;
-        if info.state != KernelState::Looking || Instant::now() >= until {
-            return Ok(());
-        }
-        std::thread::sleep(KERNEL_POLL_INTERVAL);
     }
 }
 

@@ -31,9 +31,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
-use control_api::protocol::OpenedEvent;
-use perf_core::ring::RingReadError;
 
+use crate::session::SessionError;
 use crate::signals::StopSignals;
 use crate::vendor::EventNameError;
 pub use output::{DONE, OutputError, one_line, print, say};
@@ -64,14 +63,8 @@ pub enum OperatorCommandError {
         #[source]
         source: io::Error,
     },
-    #[error("cannot sample '{event}': {why}")]
-    NotSampled { event: String, why: String },
-    #[error("the ring of vCPU {vcpu}")]
-    Ring {
-        vcpu: u32,
-        #[source]
-        source: RingReadError,
-    },
+    #[error(transparent)]
+    Sampling(#[from] SessionError),
     #[error("the context switches of vCPU {vcpu}")]
     SwitchRing {
         vcpu: u32,
@@ -115,17 +108,6 @@ fn connect(name: Option<&str>, socket: Option<&Path>) -> Result<Client, ClientEr
             Some(pid) => select::connect_by_pid(pid),
             None => Client::connect(name),
         },
-    }
-}
-
-/// Checks that all events of a list support sampling.
-fn check_sampling_support(opened: &[OpenedEvent]) -> Result<(), OperatorCommandError> {
-    match opened.iter().find_map(|o| Some((o, o.unsupported.as_ref()?))) {
-        None => Ok(()),
-        Some((event, why)) => Err(OperatorCommandError::NotSampled {
-            event: event.name.clone(),
-            why: why.clone(),
-        }),
     }
 }
 

@@ -14,27 +14,22 @@ mod unnamed;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::IsTerminal;
-use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use perf_core::ReadFormat;
-use perf_core::SampleType;
 use perf_core::pmu::host::{GuestSampleRing, monotonic_ns};
-use perf_core::record::{Record, RecordFormat, Sample as RingSample};
-use perf_core::ring::{RingReadError, RingReader};
+use perf_core::record::{Record, Sample as RingSample};
 
 use super::all::for_each_vm;
 use super::migrate::find_moved;
 use super::select::name_or_pid;
-use super::{DONE, OperatorCommandError, WaitResult, check_sampling_support, connect, say, wait_until};
+use super::{DONE, OperatorCommandError, WaitResult, connect, say, wait_until};
 use crate::exit::ExitStatus;
+use crate::sampling::{VcpuRing, check_sampling_support, wait_for_kernel};
 use crate::signals::StopSignals;
 use crate::vendor;
 pub use args::RecordArgs;
 use control_api::client::{Client, ClientError};
-use control_api::protocol::{
-    HostRingInfo, KernelInfo, KernelState, OpenedEvent, PluggedVcpuEvents, RingInfo, SamplingParams,
-};
+use control_api::protocol::{HostRingInfo, KernelState, OpenedEvent, PluggedVcpuEvents, SamplingParams};
 use control_api::request::{self, Request};
 pub use error::RecordError;
 use guest_profile::export::NO_PID;
@@ -106,7 +101,7 @@ fn record_one(
     find_kernel(&mut client, args, signals)?;
     let names = RecordedSymbols::of(&mut client, args)?;
     let mut streams = SampleStreams::open(&mut client, args, &opened, sampling)?;
-    let clock_offset_ns = streams.rings.first().and_then(|(_, info)| info.clock_offset_ns);
+    let clock_offset_ns = streams.clock_offset_ns();
     let mut recording = Recording::start(args, &client, &opened, sampling, clock_offset_ns, names)?;
     let recorded = match sample(
         args,
@@ -328,7 +323,7 @@ struct SampledEvent {
 
 /// The sample sources of a recording.
 struct SampleStreams {
-    rings: Vec<(RingReader, RingInfo)>,
+    rings: Vec<VcpuRing>,
     lanes: Vec<SampledEvent>,
     /// Context switches of the vCPUs' threads (`--switch-events`).
     switches: Vec<VcpuSwitches>,
@@ -338,8 +333,6 @@ struct SampleStreams {
     by_stream: HashMap<u64, usize>,
     /// Statistics of the processes that the VM has left.
     left: Option<SampleTotals>,
-    /// `true` if new records overwrite the oldest ones.
-    overwrite: bool,
 }
 
 impl SampleStreams {
@@ -356,7 +349,6 @@ impl SampleStreams {
             stolen: StolenTime::default(),
             by_stream: HashMap::new(),
             left: None,
-            overwrite: args.overwrite,
         };
         let why_not = streams.add(client, args, opened, sampling)?;
         if let Some(why) = why_not {
@@ -388,11 +380,11 @@ impl SampleStreams {
         }
         // The ring of a former vCPU with the same index contains its last samples.
         for at in 0..self.rings.len() {
-            if self.rings[at].1.vcpu == vcpu {
+            if self.rings[at].info.vcpu == vcpu {
                 self.drain_ring(at, recording)?;
             }
         }
-        self.rings.retain(|(_, info)| info.vcpu != vcpu);
+        self.rings.retain(|ring| ring.info.vcpu != vcpu);
         self.drain_switches(recording)?;
         self.drop_switches(|of| of == vcpu);
         recording.join(&joined.events);
@@ -412,22 +404,11 @@ impl SampleStreams {
         opened: &[OpenedEvent],
         sampling: SamplingParams,
     ) -> Result<Option<String>, OperatorCommandError> {
-        let mut vcpus: Vec<u32> = opened.iter().filter_map(|o| o.vcpu).collect();
-        vcpus.sort_unstable();
-        vcpus.dedup();
-        for vcpu in vcpus {
-            let call = request::Ring {
-                vcpu,
-                pages: args.mmap_pages,
-                overwrite: args.overwrite,
-            };
-            let (info, memfd): (RingInfo, File) = client.call_with_file(call)?;
-            let reader = RingReader::map(memfd.as_fd())
-                .map_err(|source| OperatorCommandError::Ring { vcpu, source })?;
-            self.rings.push((reader, info));
+        for ring in VcpuRing::open_all(client, opened, args.mmap_pages, args.overwrite)? {
             if args.switch_events {
-                self.switches.push(VcpuSwitches::open(client, vcpu)?);
+                self.switches.push(VcpuSwitches::open(client, ring.info.vcpu)?);
             }
+            self.rings.push(ring);
         }
         let mut why_not: Option<String> = None;
         for o in opened {
@@ -493,10 +474,14 @@ impl SampleStreams {
         let opened = open_events(client, args)?;
         recording.join(&opened);
         self.add(client, args, &opened, args.sampling())?;
-        if let Some(offset_ns) = self.rings.first().and_then(|(_, info)| info.clock_offset_ns) {
+        if let Some(offset_ns) = self.clock_offset_ns() {
             recording.set_clock_offset(offset_ns);
         }
         Ok(true)
+    }
+
+    fn clock_offset_ns(&self) -> Option<u64> {
+        self.rings.first()?.info.clock_offset_ns
     }
 
     /// Drains all rings.
@@ -546,44 +531,21 @@ impl SampleStreams {
     }
 
     fn drain_ring(&mut self, at: usize, recording: &mut Recording) -> Result<(), RecordError> {
-        let (reader, info) = &mut self.rings[at];
-        let format = RecordFormat {
-            sample_type: SampleType::from_bits_truncate(info.sample_type),
-            read_format: ReadFormat::empty(),
-            ..RecordFormat::default()
-        };
-        // Bounds the work per vCPU, which may sample as fast as this loop reads.
-        for _ in 0..100_000 {
-            let record = match reader.next_record() {
-                Ok(Some(raw)) => Record::decode(raw, format),
-                Ok(None) => break,
-                // The reader continues in the newer half of the ring.
-                Err(RingReadError::Overrun { bytes }) if self.overwrite => {
-                    log::debug!("{bytes} bytes of vCPU {} were overwritten", info.vcpu);
-                    continue;
-                }
-                Err(e) => {
-                    log::warn!("the ring of vCPU {}: {}", info.vcpu, error_line(&e));
-                    recording.add_damaged();
-                    break;
-                }
-            };
+        let (by_stream, lanes) = (&self.by_stream, &mut self.lanes);
+        self.rings[at].drain(log::Level::Warn, |_, record| {
             match record {
-                Ok(Record::Sample(sample)) => {
-                    let lane = self.by_stream.get(&sample.stream_id);
-                    let merge = lane.map(|&at| &mut self.lanes[at].merge);
+                Some(Record::Sample(sample)) => {
+                    let lane = by_stream.get(&sample.stream_id);
+                    let merge = lane.map(|&at| &mut lanes[at].merge);
                     full(&sample, merge, recording)?;
                 }
-                Ok(Record::Lost(lost)) => recording.add_losses(lost.lost)?,
-                Ok(Record::Throttle(_)) => recording.add_throttled(1),
-                Ok(_) => {}
-                Err(e) => {
-                    log::debug!("a record of vCPU {}: {}", info.vcpu, error_line(&e));
-                    recording.add_damaged();
-                }
+                Some(Record::Lost(lost)) => recording.add_losses(lost.lost)?,
+                Some(Record::Throttle(_)) => recording.add_throttled(1),
+                Some(_) => {}
+                None => recording.add_damaged(),
             }
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     /// Writes the host kernel samples that are final at `now_ns` of the host's monotonic clock.
@@ -663,30 +625,19 @@ fn find_kernel(
     args: &RecordArgs,
     signals: &StopSignals,
 ) -> Result<(), OperatorCommandError> {
-    let until = Instant::now() + KERNEL_PATIENCE;
-    loop {
-        let info: KernelInfo = client.call(request::Kernel)?;
-        match info.state {
-            KernelState::Looking if Instant::now() < until => {}
-            KernelState::Looking => {
-                log::warn!(
-                    "the search for the guest's kernel is not finished; the first samples \
-                     have no kernel call chains"
-                );
-                return Ok(());
-            }
-            KernelState::NotFound => {
-                log::warn!("no kernel call chains and no task names: {}", info.detail);
-                return Ok(());
-            }
-            KernelState::Found if !args.quiet => {
-                log::info!("guest kernel: {}", info.detail);
-                return Ok(());
-            }
-            KernelState::Found | KernelState::Unknown => return Ok(()),
+    let info = wait_for_kernel(client, KERNEL_PATIENCE, || {
+        match wait_until(Instant::now() + DRAIN_INTERVAL, signals) {
+            WaitResult::Signal => Err(OperatorCommandError::Interrupted),
+            WaitResult::Time => Ok(()),
         }
-        if wait_until(Instant::now() + DRAIN_INTERVAL, signals) == WaitResult::Signal {
-            return Err(OperatorCommandError::Interrupted);
-        }
+    })?;
+    match info.state {
+        KernelState::Looking => log::warn!(
+            "the search for the guest's kernel is not finished; the first samples have no kernel call chains"
+        ),
+        KernelState::NotFound => log::warn!("no kernel call chains and no task names: {}", info.detail),
+        KernelState::Found if !args.quiet => log::info!("guest kernel: {}", info.detail),
+        KernelState::Found | KernelState::Unknown => {}
     }
+    Ok(())
 }

@@ -18,6 +18,7 @@ use super::code::{ProgramCache, UnwindTotals};
 use super::error::RecordError;
 use super::names::RecordedSymbols;
 use super::switch::OutputSwitch;
+use crate::sampling::{EventIds, event_info, sample_mappings};
 use crate::session::task_name;
 use crate::signals::StopSignals;
 use control_api::client::Client;
@@ -25,8 +26,8 @@ use control_api::protocol::{BranchStacks, OpenedEvent, SamplingParams};
 use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::perfdata::PerfDataWriter;
 use guest_profile::export::{
-    Branch, EventInfo, EventRate, FileMapping, NO_PID, Profile, ProfileMetadata, ProfilePerspective,
-    ProfileSample, SavedSymbol, TaskName, WallClock,
+    Branch, EventInfo, FileMapping, NO_PID, Profile, ProfileMetadata, ProfilePerspective, ProfileSample,
+    SavedSymbol, TaskName, WallClock,
 };
 use guest_profile::merge::{LightSample, SampleTask, SampleTotals};
 use guest_profile::sample::SampleData;
@@ -54,10 +55,7 @@ pub(super) struct Recording {
     stack_bytes: Option<u32>,
     /// Frame buffer for unwinding.
     frames: Vec<u64>,
-    /// Event IDs of the file by stream ID. The stream ID of an event differs between vCPUs.
-    ids: HashMap<u64, u64>,
-    /// Event IDs of the file by position in the event list.
-    listed: HashMap<u32, u64>,
+    ids: EventIds,
     first_id: u64,
     /// Process IDs and names of the tasks by thread ID.
     tasks: HashMap<u32, (u32, [u8; 16])>,
@@ -95,32 +93,9 @@ impl Recording {
         clock_offset_ns: Option<u64>,
         names: RecordedSymbols,
     ) -> Result<Self, OperatorCommandError> {
-        let mut events: Vec<(u32, EventInfo)> = Vec::new();
-        let mut ids = HashMap::new();
-        for o in opened {
-            let id = match events.iter().find(|(index, _)| *index == o.index) {
-                Some((_, event)) => event.id,
-                None => {
-                    let rate = if sampling.frequency {
-                        EventRate::FrequencyHz(sampling.rate)
-                    } else {
-                        EventRate::Period(sampling.rate)
-                    };
-                    let event = EventInfo {
-                        name: o.name.clone(),
-                        type_: o.kind,
-                        config: o.config,
-                        rate,
-                        branch_filter: sampling.branches.map_or(0, |stacks| stacks.filter),
-                        has_chains: sampling.callchain,
-                        id: o.id,
-                    };
-                    events.push((o.index, event));
-                    o.id
-                }
-            };
-            ids.insert(o.id, id);
-        }
+        let mut ids = EventIds::default();
+        let events = ids.add(opened).into_iter();
+        let events: Vec<EventInfo> = events.map(|o| event_info(o, &sampling)).collect();
         let meta = ProfileMetadata {
             thread_switches: args.switch_events,
             hostname: client.info().name.clone(),
@@ -136,8 +111,6 @@ impl Recording {
             clock: clock_offset_ns.and_then(|_| wall_clock()),
         };
         back_up_existing(&args.output)?;
-        let listed = events.iter().map(|(index, event)| (*index, event.id)).collect();
-        let events: Vec<EventInfo> = events.into_iter().map(|(_, event)| event).collect();
         let first_id = events.first().map_or(0, |e| e.id);
         let head = (meta, events);
         let writer = new_writer(&args.output, &head, &names)?;
@@ -161,7 +134,6 @@ impl Recording {
             stack_bytes,
             frames: Vec::new(),
             ids,
-            listed,
             first_id,
             tasks: HashMap::new(),
             mapped: Profile::default(),
@@ -185,11 +157,7 @@ impl Recording {
 
     /// Adds the events of a hot-plugged vCPU.
     pub(super) fn join(&mut self, opened: &[OpenedEvent]) {
-        for o in opened {
-            if let Some(id) = self.listed.get(&o.index) {
-                self.ids.insert(o.id, *id);
-            }
-        }
+        self.ids.add(opened);
     }
 
     /// Sets the difference between the clock of the file and that of further samples.
@@ -203,7 +171,7 @@ impl Recording {
     }
 
     fn event_id(&self, stream_id: u64) -> u64 {
-        self.ids.get(&stream_id).copied().unwrap_or(self.first_id)
+        self.ids.of_stream(stream_id).unwrap_or(self.first_id)
     }
 
     /// Writes a sample of the VM with weight `period`.
@@ -237,16 +205,8 @@ impl Recording {
             };
             self.writer.task(&task).map_err(RecordError::Write)?;
         }
-        for mapping in SampleData::mappings(sample.raw) {
-            self.mapping(FileMapping {
-                time_ns: self.file_ns(since_ns),
-                pid,
-                start: mapping.start,
-                len: mapping.len,
-                file_offset: mapping.file_offset,
-                path: mapping.path.to_owned(),
-                build_id: SampleData::build_id(sample.raw, mapping.start),
-            })?;
+        for mapping in sample_mappings(sample.raw, pid, self.file_ns(since_ns)) {
+            self.mapping(mapping)?;
         }
         self.chain.clear();
         self.chain.extend(sample.callchain.iter());

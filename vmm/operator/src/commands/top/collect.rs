@@ -1,14 +1,11 @@
 //! Collects the data that `perfvisor top` displays for one VM, over its control socket.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::fs::File;
-use std::os::fd::AsFd;
+use std::convert::Infallible;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use perf_core::record::{Record, RecordFormat};
-use perf_core::ring::RingReader;
-use perf_core::{ReadFormat, SampleType, error_line};
+use perf_core::record::{Record, Sample};
 
 use super::args::TopArgs;
 use super::names::{CodeLocation, LiveSymbols, MAX_LOCATIONS};
@@ -16,22 +13,21 @@ use super::rows::{ExitRow, RateCell, SymbolRow, VcpuRow, VmScreen};
 use crate::commands::exits::ExitObserver;
 use crate::commands::exits::sums::{ExitMaxima, ExitTotals};
 use crate::commands::migrate::find_moved;
-use crate::commands::{NAP, OperatorCommandError, check_sampling_support, one_line};
+use crate::commands::{NAP, OperatorCommandError, one_line};
+use crate::sampling::{VcpuRing, check_sampling_support, sample_mappings, wait_for_kernel};
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{
-    EventReading, GuestViews, KernelInfo, KernelState, OpenedEvent, PluggedVcpuEvents, RingInfo, RingLoss,
-    SamplingParams, SnapshotId, VcpuView, VmInfo,
+    EventReading, GuestViews, KernelState, OpenedEvent, PluggedVcpuEvents, RingLoss, SamplingParams,
+    SnapshotId, VcpuView, VmInfo,
 };
 use control_api::request;
-use guest_profile::export::{FileMapping, NO_PID};
+use guest_profile::export::NO_PID;
 use guest_profile::sample::SampleData;
 
 /// Events counted on each vCPU in addition to sampling, in column order.
 const COUNTED: &str = "task-clock,steal-ns,cycles,kvm:exits";
 /// Size of the ring of each vCPU, in pages.
 const RING_PAGES: u32 = 64;
-/// Maximum number of records read from a ring per update.
-const MAX_RECORDS: usize = 100_000;
 /// Factor by which weights decay per update.
 const DECAY: f64 = 7.0 / 8.0;
 /// Minimum weight of a location before it is dropped.
@@ -52,7 +48,7 @@ pub(super) enum CollectResult {
 /// The connection to a VM and the collected data.
 pub(super) struct Collector {
     client: Client,
-    rings: Vec<(RingReader, RingInfo)>,
+    rings: Vec<VcpuRing>,
     counted: Vec<OpenedEvent>,
     names: LiveSymbols,
     /// Decayed weight and number of samples of each location.
@@ -83,10 +79,8 @@ impl Collector {
         let sampling = SamplingParams {
             rate: args.frequency,
             frequency: true,
-            callchain: false,
             chain_every: 1,
-            stack_bytes: 0,
-            branches: None,
+            ..SamplingParams::default()
         };
         let sampled: Vec<OpenedEvent> = client.call(request::Open {
             events: args.event.clone(),
@@ -103,15 +97,18 @@ impl Collector {
             sampling: None,
         })?;
         let exits = ExitObserver::begin(&mut client)?;
-        wait_for_kernel(&mut client, stop)?;
-        let names = LiveSymbols::of(&mut client, args)?;
-        let mut sampled_vcpus: Vec<u32> = sampled.iter().filter_map(|o| o.vcpu).collect();
-        sampled_vcpus.sort_unstable();
-        sampled_vcpus.dedup();
-        let mut rings = Vec::new();
-        for vcpu in sampled_vcpus {
-            rings.push(ring_of(&mut client, vcpu)?);
+        let kernel = wait_for_kernel(&mut client, KERNEL_PATIENCE, || {
+            std::thread::sleep(NAP);
+            match stop.load(Ordering::Relaxed) {
+                true => Err(OperatorCommandError::Interrupted),
+                false => Ok(()),
+            }
+        })?;
+        if kernel.state == KernelState::NotFound {
+            log::info!("no task names: {}", kernel.detail);
         }
+        let names = LiveSymbols::of(&mut client, args)?;
+        let rings = VcpuRing::open_all(&mut client, &sampled, RING_PAGES, false)?;
         let () = client.call(request::Enable)?;
         let before = client.call(request::Read)?;
         Ok(Self {
@@ -179,75 +176,61 @@ impl Collector {
     /// drained before.
     fn join(&mut self, joined: &[PluggedVcpuEvents]) -> Result<(), OperatorCommandError> {
         for of_vcpu in joined {
-            self.rings.retain(|(_, info)| info.vcpu != of_vcpu.vcpu);
+            self.rings.retain(|ring| ring.info.vcpu != of_vcpu.vcpu);
             match &of_vcpu.refused {
                 Some(why) => log::warn!("vCPU {} was added but is not sampled: {why}", of_vcpu.vcpu),
-                None => self.rings.push(ring_of(&mut self.client, of_vcpu.vcpu)?),
+                None => {
+                    let rings = VcpuRing::open_all(&mut self.client, &of_vcpu.events, RING_PAGES, false)?;
+                    self.rings.extend(rings);
+                }
             }
         }
         Ok(())
     }
 
     fn drain(&mut self) {
-        for at in 0..self.rings.len() {
-            let format = RecordFormat {
-                sample_type: SampleType::from_bits_truncate(self.rings[at].1.sample_type),
-                read_format: ReadFormat::empty(),
-                ..RecordFormat::default()
-            };
-            for _ in 0..MAX_RECORDS {
-                let (reader, info) = &mut self.rings[at];
-                let record = match reader.next_record() {
-                    Ok(Some(raw)) => Record::decode(raw, format),
-                    Ok(None) => break,
-                    Err(e) => {
-                        log::debug!("the ring of vCPU {}: {}", info.vcpu, error_line(&e));
-                        break;
-                    }
-                };
+        let mut rings = std::mem::take(&mut self.rings);
+        for ring in &mut rings {
+            let drained = ring.drain(log::Level::Debug, |info, record| {
                 match record {
-                    Ok(Record::Sample(sample)) => {
-                        let raw = SampleData::decode(sample.raw).unwrap_or_default();
-                        let pid = raw.task.map_or(NO_PID, |(pid, ..)| pid);
-                        if let Some((pid, tid, comm)) = raw.task {
-                            let main = pid == tid;
-                            if self.processes.len() < MAX_PROCESS_NAMES || self.processes.contains_key(&pid) {
-                                let known = self.processes.entry(pid).or_default();
-                                // The name of the main thread takes precedence.
-                                if main || known.is_empty() {
-                                    *known = comm_of(&comm);
-                                }
-                            }
-                        }
-                        for told in SampleData::mappings(sample.raw) {
-                            self.names.mapping(FileMapping {
-                                time_ns: sample.time_ns,
-                                pid,
-                                start: told.start,
-                                len: told.len,
-                                file_offset: told.file_offset,
-                                path: told.path.to_owned(),
-                                build_id: None,
-                            });
-                        }
-                        let place = CodeLocation {
-                            kernel: raw.cpl != 3,
-                            pid,
-                            ip: sample.ip,
-                        };
-                        self.samples += 1;
-                        *self.by_vcpu.entry(info.vcpu).or_default() += 1;
-                        if self.places.len() < MAX_LOCATIONS || self.places.contains_key(&place) {
-                            let entry = self.places.entry(place).or_default();
-                            entry.0 += sample.period as f64;
-                            entry.1 += 1;
-                        }
-                    }
-                    Ok(Record::Lost(lost)) => self.lost += lost.lost,
-                    Ok(_) => {}
-                    Err(e) => log::debug!("a record of vCPU {}: {}", info.vcpu, error_line(&e)),
+                    Some(Record::Sample(sample)) => self.add(info.vcpu, &sample),
+                    Some(Record::Lost(lost)) => self.lost += lost.lost,
+                    _ => {}
                 }
+                Ok::<(), Infallible>(())
+            });
+            drained.unwrap_or_else(|never| match never {});
+        }
+        self.rings = rings;
+    }
+
+    /// Adds a sample.
+    fn add(&mut self, vcpu: u32, sample: &Sample<'_>) {
+        let raw = SampleData::decode(sample.raw).unwrap_or_default();
+        let pid = raw.task.map_or(NO_PID, |(pid, ..)| pid);
+        if let Some((pid, tid, comm)) = raw.task
+            && (self.processes.len() < MAX_PROCESS_NAMES || self.processes.contains_key(&pid))
+        {
+            let known = self.processes.entry(pid).or_default();
+            // The name of the main thread takes precedence.
+            if pid == tid || known.is_empty() {
+                *known = comm_of(&comm);
             }
+        }
+        for mapping in sample_mappings(sample.raw, pid, sample.time_ns) {
+            self.names.mapping(mapping);
+        }
+        let place = CodeLocation {
+            kernel: raw.cpl != 3,
+            pid,
+            ip: sample.ip,
+        };
+        self.samples += 1;
+        *self.by_vcpu.entry(vcpu).or_default() += 1;
+        if self.places.len() < MAX_LOCATIONS || self.places.contains_key(&place) {
+            let entry = self.places.entry(place).or_default();
+            entry.0 += sample.period as f64;
+            entry.1 += 1;
         }
     }
 
@@ -382,19 +365,6 @@ impl Collector {
     }
 }
 
-/// Opens the ring of the sampling event on `vcpu`.
-fn ring_of(client: &mut Client, vcpu: u32) -> Result<(RingReader, RingInfo), OperatorCommandError> {
-    let call = request::Ring {
-        vcpu,
-        pages: RING_PAGES,
-        overwrite: false,
-    };
-    let (info, memfd): (RingInfo, File) = client.call_with_file(call)?;
-    let reader =
-        RingReader::map(memfd.as_fd()).map_err(|source| OperatorCommandError::Ring { vcpu, source })?;
-    Ok((reader, info))
-}
-
 /// Returns the rate since `before` per second, scaled by the running time.
 fn rate(now: &EventReading, before: Option<&EventReading>, seconds: f64) -> RateCell {
     let Some(growth) = now.since(before).filter(|g| g.running_ns > 0) else {
@@ -411,26 +381,6 @@ fn rate(now: &EventReading, before: Option<&EventReading>, seconds: f64) -> Rate
 fn comm_of(comm: &[u8]) -> String {
     let end = comm.iter().position(|b| *b == 0).unwrap_or(comm.len());
     one_line(&String::from_utf8_lossy(&comm[..end]))
-}
-
-/// Requests the VM to find the guest kernel and waits for a limited time.
-fn wait_for_kernel(client: &mut Client, stop: &AtomicBool) -> Result<(), OperatorCommandError> {
-    let until = Instant::now() + KERNEL_PATIENCE;
-    loop {
-        let info: KernelInfo = client.call(request::Kernel)?;
-        match info.state {
-            KernelState::Looking if Instant::now() < until => {}
-            KernelState::NotFound => {
-                log::info!("no task names: {}", info.detail);
-                return Ok(());
-            }
-            _ => return Ok(()),
-        }
-        std::thread::sleep(NAP);
-        if stop.load(Ordering::Relaxed) {
-            return Err(OperatorCommandError::Interrupted);
-        }
-    }
 }
 
 #[cfg(test)]
