@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::Output;
 
 use crate::common::operator::TestVm;
+use crate::common::vm::assert_contains;
 
 /// Records the spinning VM and returns the path of the file.
 fn recorded(vm: &TestVm, name: &str) -> PathBuf {
@@ -34,10 +35,7 @@ fn function_is_annotated_from_guest_memory() {
     let file = file.to_str().unwrap();
     let text = vm.say(&["annotate", "-i", file, "--vm", "test", "spin_hot"]);
     assert!(text.contains("# spin_hot of "), "{text}");
-    assert!(
-        text.contains("# Code: memory of the running VM test, as it is now"),
-        "{text}"
-    );
+    assert_contains(&text, "# Code: memory of the running VM test, as it is now");
     let shares: Vec<f64> = text
         .lines()
         .filter(|line| !line.starts_with('#'))
@@ -83,10 +81,8 @@ fn recording_has_no_diff_to_itself() {
     let (old, new) = (recorded(&vm, "old.data"), recorded(&vm, "new.data"));
     let (old, new) = (old.to_str().unwrap(), new.to_str().unwrap());
     let same = vm.say(&["diff", old, old]);
-    assert!(
-        same.contains("# Event 'cycles'") && same.contains("spin_hot"),
-        "{same}"
-    );
+    assert_contains(&same, "# Event 'cycles'");
+    assert_contains(&same, "spin_hot");
     let changes = |text: &str| -> Vec<f64> {
         let rows = text
             .lines()

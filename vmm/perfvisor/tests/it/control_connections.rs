@@ -53,9 +53,7 @@ fn first_client_counts_every_vcpu() {
     let mut client = Client::over(stream).unwrap();
     let opened: Result<Vec<OpenedEvent>, _> = client.call(request::Open {
         events: "cycles".into(),
-        vcpus: None,
-        whole: false,
-        sampling: None,
+        ..Default::default()
     });
     vm.kill().unwrap();
     vm.wait().unwrap();

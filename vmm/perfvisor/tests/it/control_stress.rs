@@ -76,9 +76,7 @@ fn thousand_clients_block_nobody_and_leak_nothing() {
                 };
                 let opened: Result<Vec<OpenedEvent>, _> = client.call(request::Open {
                     events: "cycles,page-faults".into(),
-                    vcpus: None,
-                    whole: false,
-                    sampling: None,
+                    ..Default::default()
                 });
                 drop((opened, client));
             }

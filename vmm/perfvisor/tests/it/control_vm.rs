@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::process::Command;
 use std::time::Duration;
 
-use crate::common::vm::{SpinningVm, eventually, ps_until_all_answer};
+use crate::common::vm::{SpinningVm, assert_contains, eventually, ps_until_all_answer};
 
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{
@@ -63,8 +63,7 @@ fn operator_commands_control_vm() {
     let out = vm.run(&["ctl", "test", "filter", filter.to_str().unwrap()]);
     assert_eq!(out.status.code(), Some(2));
 
-    assert_eq!(vm.say(&["ctl", "test", "stop"]), "test: stopped\n");
-    assert_eq!(vm.vm.child.wait().unwrap().code(), Some(0));
+    vm.vm.stop("test");
     assert!(vm.ps().is_empty());
 }
 
@@ -111,11 +110,8 @@ fn added_vcpus_stay_if_guest_does_not_respond() {
             whole: false,
             sampling: Some(SamplingParams {
                 rate: 1_000_000,
-                frequency: false,
-                callchain: false,
                 chain_every: 1,
-                stack_bytes: 0,
-                branches: None,
+                ..Default::default()
             }),
         })
         .unwrap();
@@ -195,8 +191,7 @@ fn added_vcpus_stay_if_guest_does_not_respond() {
     assert_eq!((plug.present, plug.asked_for), (vec![0, 1, 2], vec![]));
     assert_eq!(vm.say(&["ctl", "test", "vcpus", "3"]), "test: running, 3 vCPUs\n");
 
-    assert_eq!(vm.say(&["ctl", "test", "stop"]), "test: stopped\n");
-    assert_eq!(vm.vm.child.wait().unwrap().code(), Some(0));
+    vm.vm.stop("test");
 }
 
 /// vCPUs can be added up to the maximum at once, further ones are refused, and each contributes to
@@ -210,9 +205,8 @@ fn vcpus_can_be_added_up_to_maximum() {
     let opened: Vec<OpenedEvent> = client
         .call(request::Open {
             events: "pv/io-exits/".into(),
-            vcpus: None,
             whole: true,
-            sampling: None,
+            ..Default::default()
         })
         .unwrap();
     assert_eq!(opened.len(), 1);
@@ -232,8 +226,7 @@ fn vcpus_can_be_added_up_to_maximum() {
     assert!(said.contains("64"), "{said}");
     assert_eq!(vm.say(&["ctl", "test", "pause"]), "test: paused\n");
     assert_eq!(vm.ps()[0].parked, 64);
-    assert_eq!(vm.say(&["ctl", "test", "stop"]), "test: stopped\n");
-    assert_eq!(vm.vm.child.wait().unwrap().code(), Some(0));
+    vm.vm.stop("test");
 }
 
 /// With `--backing exact`, an added vCPU is single-stepped like the others, and the VM continues.
@@ -253,8 +246,7 @@ fn vcpu_can_be_added_with_exact_backing() {
     let said = String::from_utf8_lossy(&out.stderr).into_owned();
     assert_eq!(out.status.code(), Some(2), "{said}");
     assert!(said.contains("did not eject vCPU 1 within 0.1 s"), "{said}");
-    assert_eq!(vm.say(&["ctl", "test", "stop"]), "test: stopped\n");
-    assert_eq!(vm.vm.child.wait().unwrap().code(), Some(0));
+    vm.vm.stop("test");
 }
 
 /// Requests to the vCPUs of a paused VM are answered, and their events accumulate no time.
@@ -265,9 +257,7 @@ fn reading_paused_vm_keeps_events_off() {
     let opened: Vec<OpenedEvent> = client
         .call(request::Open {
             events: "cycles".into(),
-            vcpus: None,
-            whole: false,
-            sampling: None,
+            ..Default::default()
         })
         .unwrap();
     assert_eq!(opened.len(), 2);
@@ -311,9 +301,8 @@ fn vcpu_without_descriptors_is_not_added() {
     let opened: Vec<OpenedEvent> = client
         .call(request::Open {
             events,
-            vcpus: None,
             whole: true,
-            sampling: None,
+            ..Default::default()
         })
         .unwrap();
     assert!(opened.iter().all(|o| o.handle.is_some()), "{opened:?}");
@@ -392,9 +381,7 @@ fn vm_survives_client_that_exhausts_descriptors() {
     // Host events, with one descriptor each.
     let open = || request::Open {
         events: "page-faults".into(),
-        vcpus: None,
-        whole: false,
-        sampling: None,
+        ..Default::default()
     };
     let mut count = 0;
     let refused = loop {
@@ -451,9 +438,8 @@ fn hostile_client_affects_no_other_client() {
     let mut honest = vm.client();
     let open = |events: &str, sampling| request::Open {
         events: events.into(),
-        vcpus: None,
-        whole: false,
         sampling,
+        ..Default::default()
     };
     let _: Vec<OpenedEvent> = honest.call(open("cycles", None)).unwrap();
     let () = honest.call(request::Enable).unwrap();
@@ -549,9 +535,8 @@ fn client_events_end_with_connection() {
     let mut keeps = vm.client();
     let open = |events: &str, sampling| request::Open {
         events: events.into(),
-        vcpus: None,
-        whole: false,
         sampling,
+        ..Default::default()
     };
     let _: Vec<OpenedEvent> = keeps.call(open("cycles,task-clock", None)).unwrap();
     let () = keeps.call(request::Enable).unwrap();
@@ -563,8 +548,7 @@ fn client_events_end_with_connection() {
             frequency: true,
             callchain: true,
             chain_every: 10,
-            stack_bytes: 0,
-            branches: None,
+            ..Default::default()
         };
         let opened: Vec<OpenedEvent> = dies
             .call(open("cycles,cpu-clock,task-clock", Some(sampling)))
@@ -628,16 +612,13 @@ fn unavailable_processes_and_stacks_report_reason() {
         };
         let open = request::Open {
             events: "cycles".into(),
-            vcpus: None,
-            whole: false,
             sampling: Some(sampling),
+            ..Default::default()
         };
         let (kind, why) = refused(client.call(open).map(drop));
         assert_eq!(kind, FailureKind::Invalid);
-        assert!(
-            why.contains("32768") && why.contains(&stack_bytes.to_string()),
-            "{why}"
-        );
+        assert_contains(&why, "32768");
+        assert_contains(&why, &stack_bytes.to_string());
     }
 }
 
@@ -676,10 +657,8 @@ fn stat_output_formats() {
         "task-clock,cycles,kvm:no_such_statistic",
     ]);
     assert!(text.contains("Performance counter stats for VM 'test'"), "{text}");
-    assert!(
-        text.contains("msec task-clock") && text.contains("seconds time elapsed"),
-        "{text}"
-    );
+    assert_contains(&text, "msec task-clock");
+    assert_contains(&text, "seconds time elapsed");
     assert!(
         text.lines()
             .any(|l| l.contains("<not supported>") && l.contains("no_such_statistic"))

@@ -4,6 +4,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::process::{Command, Stdio};
 
 use crate::common::operator::TestVm;
+use crate::common::vm::assert_contains;
 use serde_json::Value;
 
 fn lines(text: &str) -> Vec<Value> {
@@ -93,10 +94,7 @@ fn tables_report_untimed_exits() {
     }
     assert!(reports_kvm_exit_timing(&text), "{text}");
     let without = vm.say(&["exits", "test", "-d", "0.1", "--no-trace"]);
-    assert!(
-        without.contains("KVM's exits are not timed: --no-trace"),
-        "{without}"
-    );
+    assert_contains(&without, "KVM's exits are not timed: --no-trace");
     // A VM without a PMU can be observed too.
     let Some(vm) = crate::common::vm::SpinningVm::start("bare", &["--pmu", "off"]) else {
         return;

@@ -8,7 +8,9 @@ use std::process::{Child, Command, Stdio};
 use serde_json::{Value, json};
 
 use crate::common::test_lock::{self, SharedLock};
-use crate::common::vm::{PROGRAM, StderrLines, children, eventually, has_kvm, said, stdout_of};
+use crate::common::vm::{
+    PROGRAM, StderrLines, assert_contains, children, eventually, has_kvm, said, stdout_of,
+};
 
 /// Sends a request to the API at `socket` as curl does. Returns the status and the body.
 pub fn request(socket: &Path, method: &str, path: &str, body: &Value) -> (u16, Value) {
@@ -220,10 +222,7 @@ fn snapshot_is_loaded_by_another_process() {
     let (status, fault) = source.request("PATCH", "/balloon", &json!({"amount_mib": 2}));
     assert_eq!(status, 204, "{fault}");
     let message = source.refused("PATCH", "/balloon", json!({"amount_mib": 1 << 20}));
-    assert!(
-        message.contains("amount_mib: a balloon of 1048576 MiB is larger"),
-        "{message}"
-    );
+    assert_contains(&message, "amount_mib: a balloon of 1048576 MiB is larger");
     eventually("the guest spins", || {
         std::fs::read_to_string(source.path("serial"))
             .unwrap_or_default()
@@ -235,10 +234,7 @@ fn snapshot_is_loaded_by_another_process() {
     source.patch_vm("Paused");
     let nowhere = json!({"snapshot_path": "state", "mem_file_path": "/no/such/dir/memory"});
     let message = source.refused("PUT", "/snapshot/create", nowhere);
-    assert!(
-        message.contains("/no/such/dir/memory cannot be written: No such file"),
-        "{message}"
-    );
+    assert_contains(&message, "/no/such/dir/memory cannot be written: No such file");
     // The second snapshot replaces the first one.
     for _ in 0..2 {
         source.put("/snapshot/create", files.clone());

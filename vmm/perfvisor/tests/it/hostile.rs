@@ -211,8 +211,7 @@ fn hostile_guest_and_clients_leave_vmm_unchanged() {
         vm.new_line_with("hostile: round");
         assert_eq!(vm.operator(&["ps"]).lines().count(), 2);
         assert_eq!(vm.said_count("panicked"), 0, "{:?}", vm.said());
-        vm.operator(&["ctl", "machine", "stop"]);
-        assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+        vm.stop("machine");
     }
 }
 
@@ -286,7 +285,6 @@ fn storming_guest_takes_little_from_neighbour() {
             "{:.2} % beside the vCPU",
             share(beside)
         );
-        vm.operator(&["ctl", "machine", "stop"]);
-        assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+        vm.stop("machine");
     }
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use crate::common::host::Host;
-use crate::common::vm::{PROGRAM, eventually, has_kvm};
+use crate::common::vm::{PROGRAM, assert_contains, eventually, has_kvm};
 
 /// Starts a VM and an exporter that counts `events`.
 fn exported(events: &str, path: Option<&Path>, vm_args: &[&str]) -> Option<Host> {
@@ -217,10 +217,8 @@ chmod +x "$0""#;
             .unwrap();
         let stderr = String::from_utf8_lossy(&out.stderr);
         assert_eq!(out.status.code(), Some(2), "{stderr}");
-        assert!(
-            stderr.contains("--events: ") && stderr.contains(words),
-            "{stderr}"
-        );
+        assert_contains(&stderr, "--events: ");
+        assert_contains(&stderr, words);
         assert_eq!(stderr.trim_end().lines().count(), 1, "{stderr}");
     }
     let Some(host) = exported("task-clock,made.up:u", Some(dir.path()), &[]) else {

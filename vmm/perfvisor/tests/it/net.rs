@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use crate::common::vm::{PROGRAM, has_kvm};
+use crate::common::vm::{PROGRAM, assert_contains, has_kvm};
 
 /// Returns the error line of a VM that must not start.
 fn refused(nets: &[&str]) -> String {
@@ -36,9 +36,6 @@ fn missing_tap_device_is_not_created() {
         return;
     }
     let line = refused(&["tap=pv-no-such-tap"]);
-    assert!(
-        line.contains("ip tuntap add dev pv-no-such-tap mode tap user"),
-        "{line}"
-    );
+    assert_contains(&line, "ip tuntap add dev pv-no-such-tap mode tap user");
     assert!(!std::path::Path::new("/sys/class/net/pv-no-such-tap").exists());
 }

@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use crate::common::console_vm::ConsoleVm;
 use crate::common::test_lock;
-use crate::common::vm::{PROGRAM, SpinningVm, eventually, has_kvm};
+use crate::common::vm::{PROGRAM, SpinningVm, assert_contains, eventually, has_kvm};
 
 /// Runs a VM in which a thread of this kind panics at its start. Returns the exit status and the
 /// messages.
@@ -110,10 +110,8 @@ fn emulation_failure_names_instruction() {
     eventually("the line", || vm.said_count("internal error") == 1);
     let said = vm.said();
     let line = said.iter().find(|line| line.contains("internal error")).unwrap();
-    assert!(
-        line.contains("internal error 1 (it cannot emulate an instruction) at 0x") && line.contains("CPL 0"),
-        "{line}"
-    );
+    assert_contains(&line, "internal error 1 (it cannot emulate an instruction) at 0x");
+    assert_contains(&line, "CPL 0");
     // Since Linux 5.14, KVM reports the instruction bytes.
     assert!(
         line.contains("cmpxchg16b") || line.contains("does not say at which"),

@@ -66,9 +66,7 @@ fn open(client: &mut Client) -> Result<u32, String> {
     let opened: Vec<OpenedEvent> = client
         .call(request::Open {
             events: "page-faults".into(),
-            vcpus: None,
-            whole: false,
-            sampling: None,
+            ..Default::default()
         })
         .map_err(|e| e.to_string())?;
     match &opened[0].unsupported {
@@ -156,7 +154,6 @@ fn guest_survives_counters_without_backing() {
         }
         assert_eq!(vm.said_count("panicked"), 0, "{:?}", vm.said());
         assert!(vm.said().len() < 100, "{:?}", vm.said());
-        vm.operator(&["ctl", "machine", "stop"]);
-        assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+        vm.stop("machine");
     }
 }

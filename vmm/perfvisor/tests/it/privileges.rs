@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::common::console_vm::ConsoleVm;
 use crate::common::unprivileged::UnprivilegedUser;
-use crate::common::vm::{PROGRAM, SpinningVm, children, eventually};
+use crate::common::vm::{PROGRAM, SpinningVm, assert_contains, children, eventually};
 use control_api::client::Client;
 use control_api::protocol::{EventReading, KernelState, OpenedEvent};
 use control_api::request;
@@ -115,9 +115,7 @@ fn killed_perf_broker_is_reported_once() {
     let open = |client: &mut Client| -> Result<Vec<OpenedEvent>, _> {
         client.call(request::Open {
             events: "page-faults".into(),
-            vcpus: None,
-            whole: false,
-            sampling: None,
+            ..Default::default()
         })
     };
     let before = open(&mut client).unwrap()[0].handle.expect("a counter");
@@ -132,10 +130,7 @@ fn killed_perf_broker_is_reported_once() {
     };
     for _ in 0..2 {
         let refused = open(&mut client).expect_err("no broker").to_string();
-        assert!(
-            refused.contains("the process that opens perf events has ended"),
-            "{refused}"
-        );
+        assert_contains(&refused, "the process that opens perf events has ended");
         let then = running_ns(&mut client);
         eventually("what was open goes on", || running_ns(&mut client) > then);
     }
@@ -283,10 +278,8 @@ fn vm_without_right_to_count_starts_with_what_is_allowed() {
         err.contains("set it to 1 or less") && err.lines().count() == 1,
         "{err}"
     );
-    assert!(
-        out.contains("PMIs") && !out.contains("no cycles were counted"),
-        "{out}"
-    );
+    assert_contains(&out, "PMIs");
+    assert!(!out.contains("no cycles were counted"), "{out}");
 
     let mut vm = nobody
         .perfvisor(&["run", "--name", "plain", "--memory", "32M", "--cmdline", "loop"])

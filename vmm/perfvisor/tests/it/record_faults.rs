@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use crate::common::console_vm::ConsoleVm;
-use crate::common::vm::{PROGRAM, eventually};
+use crate::common::vm::{PROGRAM, assert_contains, eventually};
 use guest_profile::export::reader;
 
 /// Arguments of a guest that computes until it is stopped.
@@ -37,8 +37,7 @@ fn killed_recorder_leaves_its_samples() {
     assert!(samples(&vm, &data) > 0);
     let report = vm.operator(&["report", "-i", data.to_str().unwrap()]);
     assert!(report.contains("cycles"), "{report}");
-    vm.operator(&["ctl", "machine", "stop"]);
-    assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+    vm.stop("machine");
 }
 
 /// Samples are kept as soon as they are drained, also in the first second of a recording.
@@ -63,8 +62,7 @@ fn recorder_killed_in_first_second_leaves_samples() {
         let times = || profile.samples().map(|sample| sample.time_ns);
         times().max().unwrap() - times().min().unwrap() < 500_000_000
     });
-    vm.operator(&["ctl", "machine", "stop"]);
-    assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+    vm.stop("machine");
 }
 
 /// A full disk ends the recording with one line that names the file, status 1 and a readable file.
@@ -97,13 +95,10 @@ fn full_disk_leaves_readable_recording() {
     }
     assert_eq!(out.status.code(), Some(1), "{said}");
     assert_eq!(said.trim().lines().count(), 1, "{said}");
-    assert!(
-        said.contains("disk/perf.data: the recording was stopped after ") && said.contains("No space left"),
-        "{said}"
-    );
+    assert_contains(&said, "disk/perf.data: the recording was stopped after ");
+    assert_contains(&said, "No space left");
     assert!(samples(&vm, &kept) > 0, "{said}");
-    vm.operator(&["ctl", "machine", "stop"]);
-    assert_eq!(vm.status(), Some(0), "{:?}", vm.said());
+    vm.stop("machine");
 }
 
 /// A recording without samples logs a warning and leaves a readable file.

@@ -10,7 +10,7 @@ use control_api::client::Client;
 use control_api::protocol::VmState;
 use control_api::request;
 
-use crate::common::vm::{PROGRAM, SpinningVm, VmProcess, eventually, said, stdout_of};
+use crate::common::vm::{PROGRAM, SpinningVm, VmProcess, assert_contains, eventually, said, stdout_of};
 
 /// Starts a VM with a spinning guest.
 fn spinning(args: &[&str]) -> Option<SpinningVm> {
@@ -366,18 +366,12 @@ fn unusable_bases_are_refused() {
         .unwrap();
     file.write_all_at(&[0x55; 8], 0x70_0000).unwrap();
     let line = refused(diff, &["--restore-base", base_path, "--restore-verify"]);
-    assert!(
-        line.contains("damaged between bytes 0x600000 and 0x800000"),
-        "{line}"
-    );
+    assert_contains(&line, "damaged between bytes 0x600000 and 0x800000");
     let new = at("new");
     let save = |base: &str| said(&mut vm.operator(&["ctl", "one", "snapshot", &new, "--diff", base]));
     let (status, line) = save(base_path);
     assert_eq!(status, Some(2), "{line}");
-    assert!(
-        line.contains("damaged between bytes 0x600000 and 0x800000"),
-        "{line}"
-    );
+    assert_contains(&line, "damaged between bytes 0x600000 and 0x800000");
     file.set_len(16 << 20).unwrap();
     assert!(save(base_path).1.contains("16777216 bytes, expected 33554432"));
     assert!(save(&at("none")).1.contains("No such file"));

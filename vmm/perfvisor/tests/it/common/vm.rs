@@ -46,6 +46,23 @@ pub fn said(command: &mut Command) -> (Option<i32>, String) {
     (out.status.code(), text)
 }
 
+/// Runs a command that must be refused with status 2 and one line, which it returns.
+#[track_caller]
+pub fn refusal(command: &mut Command) -> String {
+    let (status, text) = said(command);
+    assert_eq!(
+        (status, text.lines().count()),
+        (Some(2), 1),
+        "{command:?}: {text}"
+    );
+    text
+}
+
+#[track_caller]
+pub fn assert_contains(text: &str, part: &str) {
+    assert!(text.contains(part), "no {part:?} in {text}");
+}
+
 /// Returns the child processes of `pid`, zombies among them, with their names.
 pub fn children(pid: u32) -> Vec<(u32, String)> {
     let processes = std::fs::read_dir("/proc").unwrap().flatten();
@@ -185,6 +202,13 @@ impl VmProcess {
     pub fn descriptors(&self) -> usize {
         let files = std::fs::read_dir(format!("/proc/{}/fd", self.pid()));
         files.unwrap().count()
+    }
+
+    /// Stops the VM `name` by its operator, and checks its exit status.
+    #[track_caller]
+    pub fn stop(&mut self, name: &str) {
+        stdout_of(&mut self.command(&["ctl", name, "stop"]));
+        assert_eq!(self.wait(), Some(0), "{:?}", self.said());
     }
 
     /// Waits for the end of the process and of its standard error. Returns the exit status.
