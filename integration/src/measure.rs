@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io::Write as _;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
 use crate::artefacts;
@@ -13,46 +14,38 @@ use crate::artefacts;
 /// Number of measurements of a time or rate.
 pub const MEASUREMENTS: usize = 3;
 
-/// A measured time or rate is outside its tolerance.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct OutOfTolerance(pub String);
+/// A measured time or rate: its name, value and tolerance.
+pub type Figure = (&'static str, f64, RangeInclusive<f64>);
 
-/// Returns [`OutOfTolerance`] unless `right` is `true`.
-///
-/// # Errors
-/// Returns [`OutOfTolerance`] with the text of `what`.
-pub fn within_tolerance(right: bool, what: impl FnOnce() -> String) -> Result<(), OutOfTolerance> {
-    if right {
-        Ok(())
-    } else {
-        Err(OutOfTolerance(what()))
-    }
-}
-
-/// Takes [`MEASUREMENTS`] measurements, of which one at least must be within the tolerance: other load
-/// takes time from a guest and gives it none, so that the product is judged by the least disturbed
-/// one. The others are printed and appended to `target/integration/measurements.txt`. `once` receives
-/// the number of the measurement, starting from 0.
+/// Takes [`MEASUREMENTS`] measurements and judges all of them: the median of each figure must be within
+/// its tolerance, and the spread no wider than it. Median and spread are printed and appended to
+/// `target/integration/measurements.txt`. `once` receives the number of the measurement, starting
+/// from 0, and returns the same figures each time.
 ///
 /// # Panics
-/// Panics with the values of all measurements if all are out of tolerance.
+/// Panics with medians and spreads if one of them does not fit the tolerance.
 #[track_caller]
-pub fn measured(name: &str, once: impl FnMut(usize) -> Result<(), OutOfTolerance>) {
+pub fn measured(name: &str, once: impl FnMut(usize) -> Vec<Figure>) {
     measured_into(log_file().as_deref(), name, once);
 }
 
 #[track_caller]
-fn measured_into(file: Option<&Path>, name: &str, mut once: impl FnMut(usize) -> Result<(), OutOfTolerance>) {
-    let measured = (0..MEASUREMENTS).map(|n| (n + 1, once(n)));
-    let off: Vec<String> = measured
-        .filter_map(|(n, result)| Some(format!("[{n}] {}", result.err()?.0)))
-        .collect();
-    let result = format!("{name}: {} of {MEASUREMENTS} off: {}", off.len(), off.join("; "));
-    if !off.is_empty() {
+fn measured_into(file: Option<&Path>, name: &str, once: impl FnMut(usize) -> Vec<Figure>) {
+    let all: Vec<Vec<Figure>> = (0..MEASUREMENTS).map(once).collect();
+    let mut off = Vec::new();
+    for (n, (figure, _, tolerance)) in all[0].iter().enumerate() {
+        let mut values: Vec<f64> = all.iter().map(|figures| figures[n].1).collect();
+        values.sort_by(f64::total_cmp);
+        let (median, spread) = (values[MEASUREMENTS / 2], values[MEASUREMENTS - 1] - values[0]);
+        let (least, most) = (tolerance.start(), tolerance.end());
+        let result = format!("{name}: {figure}: {median:.4}, spread {spread:.4}, wanted {least} to {most}");
         eprintln!("{result}");
         keep(file, &result);
+        if !(tolerance.contains(&median) && spread <= most - least) {
+            off.push(result);
+        }
     }
-    assert!(off.len() < MEASUREMENTS, "{result}");
+    assert!(off.is_empty(), "{}", off.join("; "));
 }
 
 /// Number of measurements whose parts may be inconclusive because of other load. Interference rarely
@@ -71,7 +64,7 @@ pub fn measured_in_parts(mut once: impl FnMut() -> Vec<(String, bool)>) -> Vec<S
     untold.map(|(part, _)| part).collect()
 }
 
-/// Returns the file that records measurements that were out of tolerance.
+/// Returns the file that records the measurements.
 fn log_file() -> Option<PathBuf> {
     Some(artefacts::log_dir().ok()?.join("measurements.txt"))
 }
@@ -100,27 +93,29 @@ pub fn skipped(why: &str, able: bool) {
 mod tests {
     use super::*;
 
-    /// The number of measurements does not depend on their results, and the best one decides.
+    /// The number of measurements does not depend on their results, and all are judged.
     #[test]
-    fn one_of_three_measurements_must_be_within_tolerance() {
+    fn median_and_spread_must_fit_the_tolerance() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("measurements.txt");
-        let judged = |off: [bool; 3]| {
+        let judged = |values: [f64; 3]| {
             let mut taken = 0;
             let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                 measured_into(Some(&file), "unit test", |n| {
                     taken += 1;
-                    within_tolerance(!off[n], || format!("{n} is early"))
+                    vec![("ratio", values[n], 0.5..=1.5)]
                 });
             }));
-            assert_eq!(taken, 3, "{off:?}");
+            assert_eq!(taken, 3, "{values:?}");
             result.is_ok()
         };
-        assert!(judged([false; 3]) && !file.exists());
-        assert!(judged([true, false, false]));
+        assert!(judged([1.0, 1.7, 0.75]));
         let kept = std::fs::read_to_string(&file).unwrap();
-        assert_eq!(kept, "unit test: 1 of 3 off: [1] 0 is early\n");
-        assert!(judged([true, false, true]) && !judged([true; 3]));
+        assert_eq!(
+            kept,
+            "unit test: ratio: 1.0000, spread 0.9500, wanted 0.5 to 1.5\n"
+        );
+        assert!(!judged([1.6, 1.0, 1.7]) && !judged([0.5, 1.0, 1.6]) && !judged([1.0, f64::NAN, 1.0]));
     }
 
     #[test]

@@ -419,10 +419,7 @@ fn source_that_dies_leaves_the_vm_to_the_receiver() {
 
 #[test]
 fn other_addresses_and_machine_options_are_refused() {
-    let line = |args: &[&str]| {
-        let text = refusal(Command::new(PROGRAM).args(args));
-        text
-    };
+    let line = |args: &[&str]| refusal(Command::new(PROGRAM).args(args));
     let text = line(&["run", "--incoming", "tcp:1.2.3.4:5"]);
     assert!(text.contains("must be unix:PATH"), "{text}");
     let text = line(&["run", "--incoming", "unix:/a", "--memory", "1G"]);

@@ -110,8 +110,8 @@ fn emulation_failure_names_instruction() {
     eventually("the line", || vm.said_count("internal error") == 1);
     let said = vm.said();
     let line = said.iter().find(|line| line.contains("internal error")).unwrap();
-    assert_contains(&line, "internal error 1 (it cannot emulate an instruction) at 0x");
-    assert_contains(&line, "CPL 0");
+    assert_contains(line, "internal error 1 (it cannot emulate an instruction) at 0x");
+    assert_contains(line, "CPL 0");
     // Since Linux 5.14, KVM reports the instruction bytes.
     assert!(
         line.contains("cmpxchg16b") || line.contains("does not say at which"),
