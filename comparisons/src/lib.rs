@@ -1,10 +1,16 @@
 //! Shared by the comparison programs: the lab as their place, QEMU's command line, spreads, and the
 //! file of figures.
 
-use std::process::ExitCode;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::{Child, ExitCode};
+use std::time::Instant;
 
 use integration::artefacts::{describe, target_dir};
+use integration::debian::says;
+use integration::footprint::tracked;
 use integration::lab::LabOptions;
+use integration::limit::Limit;
 use integration::process::Command;
 use integration::qemu_comparison::QEMU;
 use integration::test_host::TestHost;
@@ -13,15 +19,72 @@ use serde_json::Value;
 /// Any error of a comparison.
 pub type Failure = Box<dyn std::error::Error>;
 
-/// Returns the exit code of a comparison, which fails if it returned an error or missed its goal.
+/// Returns the exit code of a comparison: 1 if it missed its goal, 2 if it returned an error.
 pub fn exit_code(name: &str, result: Result<bool, Failure>) -> ExitCode {
     result.map_or_else(
         |error| {
             eprintln!("{name}: {}", describe(&*error));
-            ExitCode::FAILURE
+            ExitCode::from(2)
         },
         |met| ExitCode::from(u8::from(!met)),
     )
+}
+
+/// Returns a function that adds `what` to an error.
+pub fn context<E: std::fmt::Display>(what: impl std::fmt::Display) -> impl Fn(E) -> Failure {
+    move |error| format!("{what}: {error}").into()
+}
+
+/// A child process. Killed on drop.
+pub struct Killed(pub Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Takes `rounds` measurements of each way, by turns. `once` receives the round and the number of the
+/// way. Prints and returns the results by the ways' names.
+///
+/// # Errors
+/// Returns the first error of `once`.
+pub fn by_turns<'w, T: std::fmt::Debug>(
+    rounds: u32,
+    ways: &[&'w str],
+    mut once: impl FnMut(usize, usize) -> Result<T, Failure>,
+) -> Result<BTreeMap<&'w str, Vec<T>>, Failure> {
+    let mut all: BTreeMap<&str, Vec<T>> = BTreeMap::new();
+    for round in 0..rounds as usize {
+        for (n, way) in ways.iter().enumerate() {
+            let result = once(round, n)?;
+            println!("{way}: {result:?}");
+            all.entry(way).or_default().push(result);
+        }
+    }
+    Ok(all)
+}
+
+/// Runs a VMM until its console contains `words`, calls `then`, and kills it. `then` receives the
+/// seconds until then.
+///
+/// # Errors
+/// Returns the error of `then`, or an error if the VMM does not print the words.
+pub fn until<T>(
+    place: &TestHost,
+    command: &Command,
+    words: &str,
+    limit: Limit,
+    then: impl FnOnce(f64) -> Result<T, Failure>,
+) -> Result<T, Failure> {
+    let started = Instant::now();
+    let mut vm = place.start(&tracked(place, command))?;
+    says(&vm, words, limit)?;
+    let result = then(started.elapsed().as_secs_f64())?;
+    vm.signal(libc::SIGKILL);
+    let _ = vm.wait(limit)?;
+    Ok(result)
 }
 
 /// Boots the lab.
@@ -45,6 +108,16 @@ pub fn spread(values: impl IntoIterator<Item = f64>) -> [f64; 3] {
     [at(0), (at(last / 2) + at(values.len() / 2)) / 2.0, at(last)]
 }
 
+/// Returns the median of the values that are not NaN.
+pub fn median(values: impl IntoIterator<Item = f64>) -> f64 {
+    spread(values)[1]
+}
+
+/// Formats a spread as `MEDIAN (LOWEST to HIGHEST)`.
+pub fn cell([least, median, most]: [f64; 3], digits: usize) -> String {
+    format!("{median:.digits$} ({least:.digits$} to {most:.digits$})")
+}
+
 /// Writes the figures to `bench/NAME.json` in the target directory.
 ///
 /// # Errors
@@ -52,9 +125,17 @@ pub fn spread(values: impl IntoIterator<Item = f64>) -> [f64; 3] {
 pub fn write_figures(name: &str, figures: &Value) -> Result<(), Failure> {
     let path = target_dir().join(format!("bench/{name}.json"));
     std::fs::create_dir_all(path.parent().unwrap_or(&path))?;
-    std::fs::write(&path, serde_json::to_string_pretty(figures)?)?;
+    write_json(&path, figures)?;
     println!("figures: {}", path.display());
     Ok(())
+}
+
+/// Writes the figures to a file.
+///
+/// # Errors
+/// Returns an error if the file cannot be written.
+pub fn write_json(path: &Path, figures: &Value) -> Result<(), Failure> {
+    std::fs::write(path, format!("{figures:#}")).map_err(context(path.display()))
 }
 
 /// Returns the command for a Linux guest under QEMU's `machine` without default devices.

@@ -8,13 +8,13 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use clap::{Parser, value_parser};
-use comparisons::{Failure, exit_code, qemu, spread, write_figures};
+use comparisons::{Failure, by_turns, cell, exit_code, qemu, spread, until, write_figures};
 use integration::artefacts::target_dir;
-use integration::debian::{CMDLINE, Debian, says};
-use integration::footprint::{footprint, tracked};
+use integration::debian::{CMDLINE, Debian};
+use integration::footprint::footprint;
 use integration::lab::LabOptions;
 use integration::limit::Limit;
 use integration::process::Command;
@@ -175,30 +175,24 @@ fn compare(asked: &Options) -> Result<bool, Failure> {
         .replace("LAB", LAB);
     place.put("/tmp/measure", 0o644, script.as_bytes())?;
 
-    let mut all: BTreeMap<&str, Vec<Figures>> = BTreeMap::new();
-    for round in 0..usize::from(rounds) {
-        for (n, &vmm) in ways.iter().enumerate() {
-            let disk = ways.len() * round + n;
-            let mut command = qemu_command(&debian, disk);
-            if vmm != THEIRS {
-                command = debian
-                    .command("compared", disk)?
-                    .args(["--memory", &format!("{GUEST_MIB}M"), "--disk", "/tmp/data.img"])
-                    .args(["--net", &format!("tap=pvtap0,mac={MAC},vhost=on")]);
-            }
-            if Some(vmm) == also.as_deref() {
-                command = command.args(asked.also.iter().flat_map(|words| words.split_whitespace()));
-            }
-            if round == 0 {
-                println!("$ {}", command.line());
-            }
-            let figures = turn(place, &command)?;
-            println!("{vmm}: {figures:?}");
-            all.entry(vmm).or_default().push(figures);
+    let all = by_turns(rounds.into(), &ways, |round, n| {
+        let (vmm, disk) = (ways[n], ways.len() * round + n);
+        let mut command = qemu_command(&debian, disk);
+        if vmm != THEIRS {
+            command = debian
+                .command("compared", disk)?
+                .args(["--memory", &format!("{GUEST_MIB}M"), "--disk", "/tmp/data.img"])
+                .args(["--net", &format!("tap=pvtap0,mac={MAC},vhost=on")]);
         }
-    }
-    let table = table(&all, &ways);
-    print!("{table}");
+        if Some(vmm) == also.as_deref() {
+            command = command.args(asked.also.iter().flat_map(|words| words.split_whitespace()));
+        }
+        if round == 0 {
+            println!("$ {}", command.line());
+        }
+        until(place, &command, "login:", LIMIT, |login| loads(place, login))
+    })?;
+    print!("{}", table(&all, &ways));
     let value = json!({ "rounds": rounds, "seconds": seconds, "place": place.describe(), "figures": all });
     write_figures("compare-disk", &value)?;
     Ok(true)
@@ -231,12 +225,9 @@ fn qemu_command(debian: &Debian, disk: usize) -> Command {
         .args(["-device", "virtio-rng-pci"])
 }
 
-/// Runs one VM from its start to the end of its measurements.
-fn turn(place: &TestHost, command: &Command) -> Result<Figures, Failure> {
-    let started = Instant::now();
-    let mut vm = place.start(&tracked(place, command))?;
-    says(&vm, "login:", LIMIT)?;
-    let mut figures = Figures::from([("login".to_owned(), started.elapsed().as_secs_f64())]);
+/// Returns the measurements of a VM that has reached its login prompt.
+fn loads(place: &TestHost, login: f64) -> Result<Figures, Failure> {
+    let mut figures = Figures::from([("login".to_owned(), login)]);
     // The memory of the VMM is measured in use, after the guest has responded to a user.
     let ssh = "chroot /debian ssh -i /tmp/key -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR";
     let ready = format!(
@@ -278,8 +269,6 @@ fn turn(place: &TestHost, command: &Command) -> Result<Figures, Failure> {
     if let Some((missing, ..)) = ROWS.iter().find(|(name, ..)| !figures.contains_key(*name)) {
         return Err(format!("no figure {missing}: {output}").into());
     }
-    vm.signal(libc::SIGKILL);
-    let _ = vm.wait(LIMIT)?;
     Ok(figures)
 }
 
@@ -300,11 +289,7 @@ fn table(all: &BTreeMap<&str, Vec<Figures>>, ways: &[&str]) -> String {
         let digits = usize::from(ours < 100.0) + usize::from(ours < 10.0);
         let cells: Vec<String> = ways
             .iter()
-            .map(|way| {
-                let [least, median, most] = of(way);
-                let cell = format!("{median:.digits$} ({least:.digits$} to {most:.digits$}) {unit}");
-                cell.trim().to_owned()
-            })
+            .map(|way| format!("{} {unit}", cell(of(way), digits)).trim().to_owned())
             .collect();
         let ratio = if more_is_better {
             ours / theirs

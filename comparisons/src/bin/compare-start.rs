@@ -5,14 +5,11 @@
 //! Kernel, initrd, command line, memory and vCPUs are the same. Prints a table of medians and
 //! writes all values to a file.
 
-use std::collections::BTreeMap;
 use std::process::ExitCode;
-use std::time::Instant;
 
 use clap::{Parser, value_parser};
-use comparisons::{Failure, exit_code, lab, qemu, spread, write_figures};
-use integration::debian::says;
-use integration::footprint::{footprint, tracked};
+use comparisons::{Failure, by_turns, cell, exit_code, lab, qemu, spread, until, write_figures};
+use integration::footprint::footprint;
 use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
 use integration::limit::Limit;
@@ -82,28 +79,19 @@ fn compare(rounds: u32) -> Result<bool, Failure> {
     for (way, command) in &ways {
         println!("{way}: $ {}", command.line());
     }
-    let mut all: BTreeMap<&str, Vec<Start>> = BTreeMap::new();
-    for _ in 0..rounds {
-        for (way, command) in &ways {
-            let start = turn(&place, command)?;
-            println!("{way}: {start:?}");
-            all.entry(way).or_default().push(start);
-        }
-    }
+    let names = ways.each_ref().map(|(way, _)| *way);
+    let all = by_turns(rounds, &names, |_, n| turn(&place, &ways[n].1))?;
     println!(
         "| | exec to the guest's init, s | resident beyond the guest's, MB | the same without pages of files, MB |"
     );
     println!("|---|---|---|---|");
     for (way, starts) in &all {
-        let cell = |what: fn(&Start) -> f64| {
-            let [least, median, most] = spread(starts.iter().map(what));
-            format!("{median:.2} ({least:.2} to {most:.2})")
-        };
+        let of = |what: fn(&Start) -> f64| cell(spread(starts.iter().map(what)), 2);
         println!(
             "| {way} | {} | {} | {} |",
-            cell(|start| start.init_s),
-            cell(|start| start.rss_kib as f64 / 1024.0),
-            cell(|start| start.anonymous_kib as f64 / 1024.0)
+            of(|start| start.init_s),
+            of(|start| start.rss_kib as f64 / 1024.0),
+            of(|start| start.anonymous_kib as f64 / 1024.0)
         );
     }
     let figures = json!({ "rounds": rounds, "place": place.describe(), "figures": all });
@@ -124,16 +112,12 @@ fn of_qemu(perfvisor: &Command, machine: &str) -> Result<Command, Failure> {
 
 /// Runs one VM until its init runs.
 fn turn(place: &TestHost, command: &Command) -> Result<Start, Failure> {
-    let started = Instant::now();
-    let mut vm = place.start(&tracked(place, command))?;
-    says(&vm, INIT, Limit::GENEROUS)?;
-    let init_s = started.elapsed().as_secs_f64();
-    let held = footprint(place, GUEST_MIB.into())?;
-    vm.signal(libc::SIGKILL);
-    let _ = vm.wait(Limit::GENEROUS)?;
-    Ok(Start {
-        init_s,
-        rss_kib: held.rss_kib,
-        anonymous_kib: held.anonymous_kib,
+    until(place, command, INIT, Limit::GENEROUS, |init_s| {
+        let held = footprint(place, GUEST_MIB.into())?;
+        Ok(Start {
+            init_s,
+            rss_kib: held.rss_kib,
+            anonymous_kib: held.anonymous_kib,
+        })
     })
 }

@@ -12,12 +12,12 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Parser, value_parser};
-use comparisons::{Failure, exit_code, spread, write_figures};
+use comparisons::{Failure, context, exit_code, median, write_figures};
 use integration::artefacts;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
 use integration::limit::Limit;
-use integration::test_host::{TestHost, TestHostError};
+use integration::test_host::TestHost;
 use serde_json::{Value, json};
 
 /// Limits for a loaded machine, on which an exit of the inner guest can take more than half a
@@ -360,11 +360,6 @@ fn slowed(exits_per_pmi: f64, events: f64, exits_per_turn: f64) -> String {
     shown(a_second * EXIT_US / 1e6 * 100.0, " %")
 }
 
-/// Returns the median of the values that are not NaN.
-fn median(values: Vec<f64>) -> f64 {
-    spread(values)[1]
-}
-
 fn table(ways: &[(&str, Vec<Figures>)]) -> String {
     let mut out = String::new();
     let _ = write!(out, "\n| medians of {} turn(s) |", ways[0].1.len());
@@ -375,12 +370,12 @@ fn table(ways: &[(&str, Vec<Figures>)]) -> String {
     for (name, of, unit, projected) in MEASURES {
         let _ = write!(out, "| {name} |");
         for (_, rounds) in ways {
-            let value = median(rounds.iter().map(of).collect());
-            let of_each = |i: usize| median(rounds.iter().map(|f| f.exits_per_pmi[i]).collect());
+            let value = median(rounds.iter().map(of));
+            let of_each = |i: usize| median(rounds.iter().map(|f| f.exits_per_pmi[i]));
             let middle = Figures {
                 exits_per_pmi: [of_each(0), of_each(1)],
-                exits_per_switch: median(rounds.iter().map(|f| f.exits_per_switch).collect()),
-                exits_per_turn: median(rounds.iter().map(|f| f.exits_per_turn).collect()),
+                exits_per_switch: median(rounds.iter().map(|f| f.exits_per_switch)),
+                exits_per_turn: median(rounds.iter().map(|f| f.exits_per_turn)),
                 ..rounds[0]
             };
             let estimate = projected.map_or("-".to_owned(), |p| p(&middle));
@@ -418,15 +413,10 @@ fn as_json(options: &Options, ways: &[(&str, Vec<Figures>)]) -> Value {
     })
 }
 
-fn measure(options: &Options, place: &TestHost) -> Result<GuestRun, TestHostError> {
+fn measure(options: &Options, place: &TestHost) -> Result<GuestRun, Failure> {
     let images = artefacts::images()?;
     let binaries = artefacts::binaries()?;
-    let read = |path: &std::path::Path| {
-        fs::read(path).map_err(|error| TestHostError::File {
-            path: path.into(),
-            message: error.to_string(),
-        })
-    };
+    let read = |path: &std::path::Path| fs::read(path).map_err(context(path.display()));
     let inner = INNER
         .replace("WORK", &options.work.to_string())
         .replace("PERIOD", &options.period.to_string())
@@ -436,11 +426,10 @@ fn measure(options: &Options, place: &TestHost) -> Result<GuestRun, TestHostErro
     let outer = OUTER.replace("ROUNDS", &rounds.join(" "));
     // The initrd contains the inner guest's script.
     let mut initrd = read(&images.initrd)?;
-    initrd.extend(script_archive(&inner).map_err(|error| TestHostError::File {
-        path: "scripts/compare".into(),
-        message: error.to_string(),
-    })?);
-    LinuxGuest::new("compare", "amd")
+    let mut archive = guest_images::cpio::CpioArchive::new(Vec::new());
+    archive.file("scripts/compare", 0o644, inner.as_bytes())?;
+    initrd.extend(archive.finish()?);
+    let run = LinuxGuest::new("compare", "amd")
         .unpacked_over(read(&images.lab_initrd)?)
         .file("bin/perfvisor", 0o755, read(&binaries.perfvisor)?)
         .file("inner/vmlinux", 0o644, read(&images.vmlinux)?)
@@ -451,13 +440,8 @@ fn measure(options: &Options, place: &TestHost) -> Result<GuestRun, TestHostErro
         .script(outer)
         .args(["--nested", "--stats"])
         .limit(LIMIT)
-        .run(place)
-}
-
-fn script_archive(script: &str) -> std::io::Result<Vec<u8>> {
-    let mut archive = guest_images::cpio::CpioArchive::new(Vec::new());
-    archive.file("scripts/compare", 0o644, script.as_bytes())?;
-    archive.finish()
+        .run(place)?;
+    Ok(run)
 }
 
 #[cfg(test)]

@@ -11,14 +11,15 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
+use std::process::{ChildStdin, Command, ExitCode, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::{Parser, value_parser};
-use comparisons::{Failure, spread};
+use comparisons::{Failure, Killed, exit_code, median, write_json};
 use integration::artefacts::beside;
+use serde_json::json;
 
 /// Maximum cost per guest with the largest number of VMs, relative to the smallest: the target of
 /// the project.
@@ -65,13 +66,7 @@ struct Turn {
 }
 
 fn main() -> ExitCode {
-    match measure(&Options::parse()) {
-        Ok(met) => ExitCode::from(u8::from(!met)),
-        Err(error) => {
-            eprintln!("many-vms: {error}");
-            ExitCode::from(2)
-        }
-    }
+    exit_code("many-vms", measure(&Options::parse()))
 }
 
 /// Returns the CPU time of all current threads of a process, in seconds
@@ -88,22 +83,18 @@ fn cpu_s(pid: u32) -> f64 {
     times.sum::<f64>() / 1e9
 }
 
-fn median(all: Vec<f64>) -> f64 {
-    spread(all)[1]
-}
-
-/// A child process with line-based input and output. Killed on drop.
+/// A child process with line-based input and output.
 struct Talker {
-    child: Child,
+    child: Killed,
     stdin: ChildStdin,
     lines: BufReader<std::process::ChildStdout>,
 }
 
 impl Talker {
     fn start(command: &mut Command) -> Result<Self, Failure> {
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
-        let stdin = child.stdin.take().ok_or("no stdin")?;
-        let lines = BufReader::new(child.stdout.take().ok_or("no stdout")?);
+        let mut child = Killed(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?);
+        let stdin = child.0.stdin.take().ok_or("no stdin")?;
+        let lines = BufReader::new(child.0.stdout.take().ok_or("no stdout")?);
         Ok(Self { child, stdin, lines })
     }
 
@@ -126,24 +117,7 @@ impl Talker {
     }
 
     fn cpu_s(&self) -> f64 {
-        cpu_s(self.child.id())
-    }
-}
-
-impl Drop for Talker {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// An operator's process. Killed on drop.
-struct Operator(Child);
-
-impl Drop for Operator {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        cpu_s(self.child.0.id())
     }
 }
 
@@ -214,17 +188,8 @@ fn guests(options: &Options, vms: usize, place: &Path) -> Result<(Vec<Talker>, f
     let mut tsc_hz = 0.0;
     for n in 0..vms {
         let name = format!("many-{n}");
-        let words = [
-            "run",
-            "--name",
-            &name,
-            "--builtin",
-            "validate",
-            "--pmu",
-            "amd",
-            "--memory",
-            "32M",
-        ];
+        let fixed = "run --builtin validate --pmu amd --memory 32M --name";
+        let words: Vec<&str> = fixed.split(' ').chain([&*name]).collect();
         let mut guest = Talker::start(&mut perfvisor(options, place, &words))?;
         let hello = guest.hear("hello").map_err(|error| format!("VM {n}: {error}"))?;
         tsc_hz = serde_json::from_str::<serde_json::Value>(&hello)?["tsc_hz"]
@@ -241,9 +206,9 @@ fn guests(options: &Options, vms: usize, place: &Path) -> Result<(Vec<Talker>, f
 }
 
 /// Starts an operator command that runs during the measurement.
-fn operator(options: &Options, place: &Path, arguments: &[&str]) -> Result<Operator, Failure> {
+fn operator(options: &Options, place: &Path, arguments: &[&str]) -> Result<Killed, Failure> {
     let mut command = perfvisor(options, place, arguments);
-    Ok(Operator(command.stdout(Stdio::null()).spawn()?))
+    Ok(Killed(command.stdout(Stdio::null()).spawn()?))
 }
 
 /// Returns the median ratio of VM to guest CPU time, and the excess CPU time per VM as a fraction
@@ -343,7 +308,7 @@ fn measure(options: &Options) -> Result<bool, Failure> {
             unobserved[n].push(turn_unobserved(options, vms.into(), place.path())?);
         }
     }
-    let of = |n: usize, what: fn(&Turn) -> f64| median(turns[n].iter().map(what).collect());
+    let of = |n: usize, what: fn(&Turn) -> f64| median(turns[n].iter().map(what));
     println!(
         "VMs  CPU s a guest  over its own time  with no operator  beyond it, of a CPU  exporter, of a CPU for a VM  record --all, the same  scrapes"
     );
@@ -360,7 +325,7 @@ fn measure(options: &Options) -> Result<bool, Failure> {
             100.0 * exporter,
             100.0 * recorder
         );
-        rows.push(serde_json::json!({
+        rows.push(json!({
             "vms": vms, "guest_cpu_s": guest_s, "over_own_time": ratio, "unobserved_over_own_time": alone,
             "beyond_own_time_per_s": of(n, |t| t.beyond),
             "exporter_cpu_per_vm": exporter, "recorder_cpu_per_vm": recorder, "scrapes": scrapes,
@@ -378,12 +343,8 @@ fn measure(options: &Options) -> Result<bool, Failure> {
     let more_unobserved = median(unobserved[last].clone()) / median(unobserved[0].clone());
     println!("the same with no operator: {more_unobserved:.3}");
     if let Some(path) = &options.json {
-        fs::write(
-            path,
-            serde_json::to_string_pretty(
-                &serde_json::json!({ "rows": rows, "more": more, "more_unobserved": more_unobserved }),
-            )?,
-        )?;
+        let figures = json!({ "rows": rows, "more": more, "more_unobserved": more_unobserved });
+        write_json(path, &figures)?;
     }
     Ok(met)
 }

@@ -50,7 +50,7 @@ pub(crate) fn pin(guest: &MeasuredGuest) {
         taskset.status().is_ok_and(|s| s.success())
     };
     let others: Vec<String> = others.iter().map(u32::to_string).collect();
-    let (others, vm) = (others.join(","), guest.child.id().to_string());
+    let (others, vm) = (others.join(","), guest.child.0.id().to_string());
     if !(set(&others, &["-a", &vm]) && set(&first.to_string(), &[&tid]) && set(&others, &[&own])) {
         eprintln!("overhead: the vCPU could not be kept on a CPU of its own");
     }

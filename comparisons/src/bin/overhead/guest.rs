@@ -1,11 +1,13 @@
 //! The sampled guest, which reports its own progress.
 
-use std::io::{self, BufRead, BufReader};
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+
+use comparisons::{Failure, Killed, context};
 
 /// Length of a window with or without sampling. The guest prints a line every 50 ms.
 pub(crate) const WINDOW: Duration = Duration::from_millis(320);
@@ -13,21 +15,6 @@ pub(crate) const WINDOW: Duration = Duration::from_millis(320);
 const SETTLES: Duration = Duration::from_millis(15);
 /// Minimum number of lines in a valid window.
 const FEWEST_LINES: usize = 3;
-
-/// Errors of starting and reading the guest.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum MeasuredGuestError {
-    #[error("cannot create a directory")]
-    Directory(#[source] io::Error),
-    #[error("{}", .0.display())]
-    Program(PathBuf, #[source] io::Error),
-    #[error("the guest does not start")]
-    Silent,
-    #[error("the VM has no vCPU thread")]
-    NoThread,
-    #[error("the guest has exited")]
-    Ended,
-}
 
 /// Progress of the guest according to its own output.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -68,7 +55,7 @@ impl GuestPace {
 
 pub(crate) struct MeasuredGuest {
     perfvisor: PathBuf,
-    pub(crate) child: Child,
+    pub(crate) child: Killed,
     pub(crate) name: String,
     pub(crate) runtime: tempfile::TempDir,
     /// Thread ID of the vCPU.
@@ -79,17 +66,10 @@ pub(crate) struct MeasuredGuest {
     console_ended: Arc<AtomicBool>,
 }
 
-impl Drop for MeasuredGuest {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
 impl MeasuredGuest {
     /// Starts the guest, and a thread that reads its console.
-    pub(crate) fn start(perfvisor: &Path) -> Result<Self, MeasuredGuestError> {
-        let runtime = tempfile::tempdir().map_err(MeasuredGuestError::Directory)?;
+    pub(crate) fn start(perfvisor: &Path) -> Result<Self, Failure> {
+        let runtime = tempfile::tempdir().map_err(context("cannot create a directory"))?;
         let name = "overhead".to_owned();
         let mut child = Command::new(perfvisor)
             .args(["run", "--name", &name, "--memory", "32M", "--cmdline", "gaps"])
@@ -98,27 +78,27 @@ impl MeasuredGuest {
             .stdout(Stdio::piped())
             .stderr(Stdio::inherit())
             .spawn()
-            .map_err(|source| MeasuredGuestError::Program(perfvisor.to_owned(), source))?;
+            .map_err(context(perfvisor.display()))?;
         let console = child.stdout.take();
         let mut guest = Self {
             perfvisor: perfvisor.to_owned(),
-            child,
+            child: Killed(child),
             name,
             runtime,
             tid: 0,
             told: Arc::default(),
             console_ended: Arc::default(),
         };
-        let mut console = BufReader::new(console.ok_or(MeasuredGuestError::Silent)?);
+        let mut console = BufReader::new(console.ok_or("the guest has no console")?);
         loop {
             let mut line = String::new();
             match console.read_line(&mut line) {
                 Ok(n) if n > 0 && line.trim() == "gaps" => break,
                 Ok(n) if n > 0 => {}
-                _ => return Err(MeasuredGuestError::Silent),
+                _ => return Err("the guest does not start".into()),
             }
         }
-        guest.tid = vcpu_thread(guest.child.id()).ok_or(MeasuredGuestError::NoThread)?;
+        guest.tid = vcpu_thread(guest.child.0.id()).ok_or("the VM has no vCPU thread")?;
         let (told, ended) = (guest.told.clone(), guest.console_ended.clone());
         std::thread::spawn(move || {
             for line in console.lines().map_while(Result::ok) {
@@ -138,9 +118,9 @@ impl MeasuredGuest {
     }
 
     /// Returns the progress in the next window, after the effects of the last switch have passed.
-    pub(crate) fn paced(&self) -> Result<Option<GuestPace>, MeasuredGuestError> {
+    pub(crate) fn paced(&self) -> Result<Option<GuestPace>, Failure> {
         if self.console_ended.load(Ordering::Relaxed) {
-            return Err(MeasuredGuestError::Ended);
+            return Err("the guest has exited".into());
         }
         std::thread::sleep(SETTLES);
         Ok(self.pace())

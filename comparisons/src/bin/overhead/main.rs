@@ -29,40 +29,19 @@ mod sampling_method;
 use std::process::ExitCode;
 
 use clap::Parser;
-use integration::artefacts::describe;
+use comparisons::{Failure, context, exit_code};
 
 use crate::cpus::{pin, raise_priority};
-use crate::guest::{GuestPace, MeasuredGuest, MeasuredGuestError};
+use crate::guest::{GuestPace, MeasuredGuest};
 use crate::options::Options;
-use crate::report::{ReportError, RoundSlowdowns, report};
-use crate::sampling::{ActiveSampling, SamplingError};
-use crate::sampling_method::SamplingMethod;
-
-/// Errors of the comparison.
-#[derive(Debug, thiserror::Error)]
-enum OverheadError {
-    #[error(transparent)]
-    Guest(#[from] MeasuredGuestError),
-    #[error("{}", .0.name())]
-    Way(SamplingMethod, #[source] SamplingError),
-    #[error("too few reports of the guest")]
-    TooLittle,
-    #[error(transparent)]
-    Report(#[from] ReportError),
-}
+use crate::report::{RoundSlowdowns, report};
+use crate::sampling::ActiveSampling;
 
 fn main() -> ExitCode {
-    let options = Options::parse();
-    match measure(&options) {
-        Ok(met) => ExitCode::from(u8::from(!met)),
-        Err(error) => {
-            eprintln!("overhead: {}", describe(&error));
-            ExitCode::from(2)
-        }
-    }
+    exit_code("overhead", measure(&Options::parse()))
 }
 
-fn measure(options: &Options) -> Result<bool, OverheadError> {
+fn measure(options: &Options) -> Result<bool, Failure> {
     raise_priority();
     let guest = MeasuredGuest::start(&options.perfvisor)?;
     pin(&guest);
@@ -74,16 +53,16 @@ fn measure(options: &Options) -> Result<bool, OverheadError> {
         ways.rotate_left(round as usize % n);
         let mut ready = Vec::new();
         for way in ways {
-            let sampling = ActiveSampling::prepare(way, &guest, options.hz).map_err(of(way))?;
+            let sampling = ActiveSampling::prepare(way, &guest, options.hz).map_err(context(way.name()))?;
             ready.push((way, sampling));
         }
         let mut before = guest.paced()?;
         for _ in 0..options.cycles {
             let mut cycle = RoundSlowdowns::new();
             for (way, sampling) in &mut ready {
-                sampling.switch(true).map_err(of(*way))?;
+                sampling.switch(true).map_err(context(way.name()))?;
                 let with = guest.paced()?;
-                sampling.switch(false).map_err(of(*way))?;
+                sampling.switch(false).map_err(context(way.name()))?;
                 let after = guest.paced()?;
                 if let (Some(before), Some(with), Some(after)) = (before, with, after)
                     && let Some(without) = GuestPace::mean(&[before, after])
@@ -95,16 +74,11 @@ fn measure(options: &Options) -> Result<bool, OverheadError> {
             cycles.push(cycle);
         }
         for (way, sampling) in ready {
-            sampling.stop().map_err(of(way))?;
+            sampling.stop().map_err(context(way.name()))?;
         }
     }
     if cycles.iter().all(|cycle| cycle.len() < options.ways.0.len()) {
-        return Err(OverheadError::TooLittle);
+        return Err("too few reports of the guest".into());
     }
-    Ok(report(options, &cycles)?)
-}
-
-/// Returns a function that wraps an error of `way`.
-fn of(way: SamplingMethod) -> impl Fn(SamplingError) -> OverheadError {
-    move |error| OverheadError::Way(way, error)
+    report(options, &cycles)
 }

@@ -1,8 +1,8 @@
 //! Prints the results as a table and as JSON, and compares them with the targets of the project.
 
 use std::collections::BTreeMap;
-use std::io;
-use std::path::PathBuf;
+
+use comparisons::{Failure, write_json};
 
 use crate::figures::{MethodCost, Ratio, Slowdown};
 use crate::guest::WINDOW;
@@ -13,17 +13,12 @@ use crate::sampling_method::SamplingMethod;
 const MOST_D_TO_C: f64 = 1.2;
 const MOST_E_TO_B: f64 = 1.5;
 
-/// Error of writing the file with the results.
-#[derive(Debug, thiserror::Error)]
-#[error("{}", .0.display())]
-pub(crate) struct ReportError(PathBuf, #[source] io::Error);
-
 /// Slowdown in one round by letter of the method, in percent: by the time in which the guest did
 /// not run, and by the work done.
 pub(crate) type RoundSlowdowns = BTreeMap<char, [f64; 2]>;
 
 /// Prints the results and writes them to the requested file. Returns whether the targets are met.
-pub(crate) fn report(options: &Options, cycles: &[RoundSlowdowns]) -> Result<bool, ReportError> {
+pub(crate) fn report(options: &Options, cycles: &[RoundSlowdowns]) -> Result<bool, Failure> {
     println!(
         "Slowdown of a CPL3 loop sampled at {} Hz, {} ms with sampling against {} ms before and after; {} rounds of {} turns of each:\n",
         options.hz,
@@ -86,7 +81,7 @@ pub(crate) fn report(options: &Options, cycles: &[RoundSlowdowns]) -> Result<boo
             "slowdown_percent": costs.iter().map(|(way, cost)| (way.letter(), cost)).collect::<BTreeMap<_, _>>(),
             "d_to_c": d_to_c.flatten(), "e_to_b": e_to_b.flatten(),
         });
-        std::fs::write(path, format!("{json:#}")).map_err(|source| ReportError(path.clone(), source))?;
+        write_json(path, &json)?;
     }
     // Methods that were not measured do not fail.
     let met =

@@ -1,46 +1,22 @@
 //! Sampling methods that can be switched on and off.
 
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use perf_core::pmu::PmuError;
+use comparisons::{Failure, Killed, context};
 use perf_core::pmu::host::{GuestSampleRing, GuestSampler};
 
 use crate::guest::MeasuredGuest;
 use crate::sampling_method::SamplingMethod;
 
+const RING: &str = "ring of the perf event";
 /// Time limit for a program to start or to execute a command.
 const PATIENCE: Duration = Duration::from_secs(20);
-
-/// Errors of a sampling method.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum SamplingError {
-    #[error("perf event")]
-    Event(#[from] PmuError),
-    #[error("ring of the perf event")]
-    Ring(#[source] io::Error),
-    #[error("signal of the perf event")]
-    Signal(#[source] io::Error),
-    #[error("cannot switch the perf event")]
-    Switch(#[source] io::Error),
-    #[error("mkfifo failed")]
-    NoPipe,
-    #[error("pipes")]
-    Pipe(#[source] io::Error),
-    #[error("cannot start the program")]
-    Program(#[source] io::Error),
-    #[error("no acknowledgment of '{0}'")]
-    NoAnswer(&'static str),
-    #[error("the program exited: {0}")]
-    Ended(ExitStatus),
-    #[error("the program failed with {0}")]
-    Failed(ExitStatus),
-}
 
 /// A prepared sampling method, which can be switched on and off.
 pub(crate) enum ActiveSampling {
@@ -51,7 +27,7 @@ pub(crate) enum ActiveSampling {
 
 /// A `record` process that is controlled through a pipe.
 pub(crate) struct ControlledRecord {
-    child: Child,
+    child: Killed,
     ctl: File,
     answers: mpsc::Receiver<()>,
     /// Write end of the acknowledgment pipe, to end the thread that reads from it.
@@ -60,12 +36,8 @@ pub(crate) struct ControlledRecord {
 
 impl ActiveSampling {
     /// Prepares `way`, switched off.
-    pub(crate) fn prepare(
-        way: SamplingMethod,
-        guest: &MeasuredGuest,
-        hz: u64,
-    ) -> Result<Self, SamplingError> {
-        let clock = || GuestSampler::clock(guest.tid, 1_000_000_000 / hz);
+    pub(crate) fn prepare(way: SamplingMethod, guest: &MeasuredGuest, hz: u64) -> Result<Self, Failure> {
+        let clock = || GuestSampler::clock(guest.tid, 1_000_000_000 / hz).map_err(context("perf event"));
         let hz = hz.to_string();
         match way {
             SamplingMethod::Perf if has_perf() => {
@@ -85,11 +57,8 @@ impl ActiveSampling {
             // Reads the same event in the same way.
             SamplingMethod::Perf => {
                 let sampler = clock()?;
-                let fd = sampler
-                    .as_fd()
-                    .try_clone_to_owned()
-                    .map_err(SamplingError::Ring)?;
-                let mut samples = GuestSampleRing::map(fd, 6).map_err(SamplingError::Ring)?;
+                let fd = sampler.as_fd().try_clone_to_owned().map_err(context(RING))?;
+                let mut samples = GuestSampleRing::map(fd, 6).map_err(context(RING))?;
                 let stop = Arc::new(AtomicBool::new(false));
                 let stopped = stop.clone();
                 std::thread::spawn(move || {
@@ -105,7 +74,7 @@ impl ActiveSampling {
                 // Signal with which the VMM makes a vCPU check its run state.
                 sampler
                     .also_signal(guest.tid, libc::SIGUSR1)
-                    .map_err(SamplingError::Signal)?;
+                    .map_err(context("signal of the perf event"))?;
                 Ok(Self::Event(sampler))
             }
             SamplingMethod::EveryChain | SamplingMethod::Default => {
@@ -120,11 +89,7 @@ impl ActiveSampling {
     }
 
     /// Starts `command`, the `record` command of perf or Perfvisor, which share these options.
-    fn process(
-        mut command: Command,
-        way: SamplingMethod,
-        guest: &MeasuredGuest,
-    ) -> Result<Self, SamplingError> {
+    fn process(mut command: Command, way: SamplingMethod, guest: &MeasuredGuest) -> Result<Self, Failure> {
         let directory = guest.runtime.path();
         let file = |what: &str| directory.join(format!("{what}-{}", way.letter()));
         let (ctl, ack) = (file("ctl"), file("ack"));
@@ -132,7 +97,7 @@ impl ActiveSampling {
             let _ = std::fs::remove_file(pipe);
             let made = Command::new("mkfifo").arg(pipe).status();
             if !made.is_ok_and(|status| status.success()) {
-                return Err(SamplingError::NoPipe);
+                return Err("mkfifo failed".into());
             }
         }
         let both = |path| {
@@ -140,11 +105,11 @@ impl ActiveSampling {
                 .read(true)
                 .write(true)
                 .open(path)
-                .map_err(SamplingError::Pipe)
+                .map_err(context("pipes"))
         };
         let pipes = format!("fifo:{},{}", ctl.display(), ack.display());
         let (ctl, ack) = (both(&ctl)?, both(&ack)?);
-        let end = ack.try_clone().map_err(SamplingError::Pipe)?;
+        let end = ack.try_clone().map_err(context("pipes"))?;
         let (answer, answers) = mpsc::channel();
         std::thread::spawn(move || {
             for line in BufReader::new(ack).lines() {
@@ -163,9 +128,9 @@ impl ActiveSampling {
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
-            .map_err(SamplingError::Program)?;
+            .map_err(context("cannot start the program"))?;
         let mut record = ControlledRecord {
-            child,
+            child: Killed(child),
             ctl,
             answers,
             end,
@@ -176,25 +141,25 @@ impl ActiveSampling {
     }
 
     /// Starts or stops sampling and waits for the acknowledgment.
-    pub(crate) fn switch(&mut self, on: bool) -> Result<(), SamplingError> {
+    pub(crate) fn switch(&mut self, on: bool) -> Result<(), Failure> {
         match self {
-            Self::Event(sampler) | Self::Drained(sampler, _) => {
-                sampler.set_enabled(on).map_err(SamplingError::Switch)
-            }
+            Self::Event(sampler) | Self::Drained(sampler, _) => sampler
+                .set_enabled(on)
+                .map_err(context("cannot switch the perf event")),
             Self::Process(record) => record.say(if on { "enable" } else { "disable" }),
         }
     }
 
     /// Terminates the sampling.
-    pub(crate) fn stop(self) -> Result<(), SamplingError> {
+    pub(crate) fn stop(self) -> Result<(), Failure> {
         match self {
             Self::Event(_) => {}
             Self::Drained(_, stop) => stop.store(true, Ordering::Relaxed),
             Self::Process(mut record) => {
                 record.say("stop")?;
-                let status = record.child.wait().map_err(SamplingError::Program)?;
+                let status = record.child.0.wait()?;
                 if !status.success() {
-                    return Err(SamplingError::Failed(status));
+                    return Err(format!("the program failed with {status}").into());
                 }
             }
         }
@@ -204,17 +169,19 @@ impl ActiveSampling {
 
 impl ControlledRecord {
     /// Sends a command and waits for the acknowledgment.
-    fn say(&mut self, word: &'static str) -> Result<(), SamplingError> {
-        writeln!(self.ctl, "{word}").map_err(SamplingError::Pipe)?;
+    fn say(&mut self, word: &'static str) -> Result<(), Failure> {
+        writeln!(self.ctl, "{word}").map_err(context("pipes"))?;
         let until = Instant::now() + PATIENCE;
         loop {
             match self.answers.recv_timeout(Duration::from_millis(100)) {
                 Ok(()) => return Ok(()),
-                Err(_) if Instant::now() > until => return Err(SamplingError::NoAnswer(word)),
+                Err(_) if Instant::now() > until => {
+                    return Err(format!("no acknowledgment of '{word}'").into());
+                }
                 Err(_) => {}
             }
-            if let Ok(Some(status)) = self.child.try_wait() {
-                return Err(SamplingError::Ended(status));
+            if let Ok(Some(status)) = self.child.0.try_wait() {
+                return Err(format!("the program exited: {status}").into());
             }
         }
     }
@@ -222,8 +189,6 @@ impl ControlledRecord {
 
 impl Drop for ControlledRecord {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
         let _ = self.end.write_all(b"end\n");
     }
 }
