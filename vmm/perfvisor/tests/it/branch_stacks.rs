@@ -6,24 +6,9 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use test_support::skip;
-use vmm::kvm::execution;
-use vmm::kvm::stepping::Stepping;
 
+use crate::common::stepping::host_for_branches as host;
 use crate::common::vm::{PROGRAM, VmProcess, said, stdout_of};
-
-/// Returns the stepping features of the host; `None` if kernel code cannot be stepped.
-fn host() -> Option<Stepping> {
-    let Ok(kvm) = vmm::kvm::host::open() else {
-        skip::skipped("no usable /dev/kvm here", false);
-        return None;
-    };
-    let host = execution::probe(&kvm).unwrap().stepping;
-    if !host.kernel || host.user && !host.blocks_interrupts {
-        skip::skipped("this KVM does not step", false);
-        return None;
-    }
-    Some(host)
-}
 
 /// A branch: source and target.
 type Edge = (u64, u64);
@@ -182,16 +167,8 @@ fn filter_and_depth_select_branches() {
         return;
     }
     let Some(vm) = BranchingVm::start(&[]) else { return };
-    vm.record(&[
-        "-j",
-        "ind_call,k",
-        "--branch-depth",
-        "4",
-        "-d",
-        "2",
-        "--branch-overhead",
-        "50%",
-    ]);
+    let options = "-j ind_call,k --branch-depth 4 -d 2 --branch-overhead 50%";
+    vm.record(&options.split(' ').collect::<Vec<_>>());
     let stacks = vm.stacks();
     assert!(stacks.iter().any(|stack| stack.len() == 4), "{stacks:x?}");
     assert!(stacks.iter().all(|stack| stack.len() <= 4));

@@ -82,7 +82,7 @@ impl Source {
 
     /// Checks that the guest of the source runs and that its disk is locked.
     fn assert_goes_on(&self) {
-        assert!(state_of(&self.vm, "one").starts_with("one: running"));
+        assert!(self.vm.state_of("one").starts_with("one: running"));
         self.vm.assert_counted_and_sampled("one", "cycles,task-clock");
         self.assert_disk_is_locked();
     }
@@ -114,10 +114,6 @@ fn interrupt(process: &Killed) {
     assert!(status.unwrap().success());
 }
 
-fn state_of(vm: &VmProcess, name: &str) -> String {
-    said(&mut vm.command(&["ctl", name, "status"])).1
-}
-
 /// The guest runs and can be counted where it has moved, with its disk, and the source has ended. It can
 /// move again.
 #[test]
@@ -137,7 +133,7 @@ fn guest_moves_with_its_disk() {
     assert!(status == Some(0) && text.starts_with(&expected), "{text}");
     assert_eq!(source.vm.wait(), Some(0));
     assert!(fs::metadata(source.path("in")).is_err(), "the socket is removed");
-    let text = state_of(&receiver, "two");
+    let text = receiver.state_of("two");
     assert!(text.starts_with("two: running, 2 vCPUs\n"), "{text}");
     source.assert_disk_is_locked();
 
@@ -145,10 +141,7 @@ fn guest_moves_with_its_disk() {
     let address = source.address();
     stdout_of(&mut receiver.command(&["ctl", "two", "migrate", &address]));
     assert_eq!(receiver.wait(), Some(0));
-    let args = ["stat", "two", "-x,", "-e", "cycles", "-d", "0.5"];
-    let text = stdout_of(&mut again.command(&args));
-    let count = text.split(',').next().and_then(|count| count.parse::<f64>().ok());
-    assert!(count.is_some_and(|count| count > 0.0), "{text}");
+    again.assert_counts_cycles("two");
 }
 
 /// `stat` prints intervals of both processes, says that the VM has moved, and adds the counts of both.
@@ -248,9 +241,9 @@ fn paused_vm_stays_paused() {
     stdout_of(&mut source.vm.operator(&["ctl", "one", "pause"]));
     let receiver = source.receiver(&["--disk", &source.path("disk")]);
     assert_eq!(source.migrate().0, Some(0));
-    assert!(state_of(&receiver, "two").starts_with("two: paused, 1 vCPU\n"));
+    assert!(receiver.state_of("two").starts_with("two: paused, 1 vCPU\n"));
     stdout_of(&mut receiver.command(&["ctl", "two", "resume"]));
-    assert!(state_of(&receiver, "two").starts_with("two: running, 1 vCPU\n"));
+    assert!(receiver.state_of("two").starts_with("two: running, 1 vCPU\n"));
 }
 
 /// Both processes say in one line why a VM cannot move, and it goes on where it was.
@@ -377,14 +370,12 @@ fn receiver_that_disappears_leaves_a_running_vm() {
     client.call_with_file(request::SnapshotState).unwrap();
     client.call(request::SnapshotShareDisks).unwrap();
     source.assert_disk_is_locked();
-    assert!(state_of(&source.vm, "one").starts_with("one: paused"));
+    assert!(source.vm.state_of("one").starts_with("one: paused"));
     drop((client, stream));
     let out = ctl.wait_with_output().unwrap();
     let text = String::from_utf8(out.stderr).unwrap();
     assert_contains(&text, "the process that received one has ended without an answer");
-    eventually("it runs", || {
-        state_of(&source.vm, "one").starts_with("one: running")
-    });
+    source.vm.await_state("one: running");
     source.assert_goes_on();
 }
 
@@ -413,7 +404,7 @@ fn source_that_dies_leaves_the_vm_to_the_receiver() {
         "{}",
         String::from_utf8_lossy(&out.stderr)
     );
-    assert!(state_of(&receiver, "two").starts_with("two: running, 1 vCPU\n"));
+    assert!(receiver.state_of("two").starts_with("two: running, 1 vCPU\n"));
     source.assert_disk_is_locked();
 }
 

@@ -1,10 +1,9 @@
 //! A jailed VM in its PID namespace, as seen from outside: the started process stands for the VM,
 //! and IDs that operators see are valid on the host.
-#![expect(unsafe_code, reason = "sends signals, and leads a session in a child")]
+#![expect(unsafe_code, reason = "sends signals")]
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
-use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -12,20 +11,12 @@ use std::process::{Command, Stdio};
 use serde_json::Value;
 
 use crate::common::console_vm::ConsoleVm;
-use crate::common::pty::pseudo_terminal;
+use crate::common::process::is_root;
+use crate::common::pty::shell_on_terminal;
 use crate::common::test_lock;
 use crate::common::vm::{
     PROGRAM, SpinningVm, VmProcess, children, eventually, has_kvm, ps_until_all_answer, said,
 };
-use test_support::skip::skipped;
-
-fn is_root() -> bool {
-    let own = fs::metadata("/proc/self").is_ok_and(|meta| meta.uid() == 0);
-    if !own {
-        skipped("only root has a jail with a PID namespace", false);
-    }
-    own
-}
 
 fn send(pid: u32, signal: libc::c_int) {
     // SAFETY: the process is the supervisor, which has not been waited for, or its child.
@@ -201,25 +192,8 @@ fn jailed_vm_without_name_is_named_after_started_process() {
 
 /// Runs `perfvisor run` with `args` as a job in the foreground of a new session on a terminal.
 fn job_on_terminal(runtime: &Path, args: &str) -> (std::process::Child, File) {
-    let (master, slave) = pseudo_terminal();
     let script = format!("{PROGRAM} run --memory 32M {args}; echo status=$?; read -r line; echo got=$line");
-    let mut shell = Command::new("/bin/sh");
-    shell
-        .args(["-c", &script])
-        .env("XDG_RUNTIME_DIR", runtime)
-        .stdin(slave.try_clone().unwrap())
-        .stdout(slave.try_clone().unwrap())
-        .stderr(slave);
-    let own_terminal = || {
-        // SAFETY: both calls take integers. The process leads no group, so it can lead a session.
-        if unsafe { libc::setsid() < 0 || libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 } {
-            return Err(std::io::Error::last_os_error());
-        }
-        Ok(())
-    };
-    // SAFETY: between fork and exec, the closure only makes system calls and allocates nothing.
-    unsafe { shell.pre_exec(own_terminal) };
-    (shell.spawn().unwrap(), File::from(master))
+    shell_on_terminal(&script, runtime)
 }
 
 /// Reads from the terminal until `part` has appeared.

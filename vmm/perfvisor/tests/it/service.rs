@@ -1,14 +1,12 @@
 //! A VM as a service: power button, signals, background execution, service manager and CPU pinning.
-#![expect(unsafe_code, reason = "sends signals, and leads a session in a child")]
+#![expect(unsafe_code, reason = "sends signals")]
 
-use std::fs::File;
 use std::os::unix::net::UnixDatagram;
-use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::common::console_vm::ConsoleVm;
-use crate::common::pty::pseudo_terminal;
+use crate::common::pty::shell_on_terminal;
 use crate::common::test_lock;
 use crate::common::vm::{PROGRAM, assert_contains, eventually, has_kvm};
 
@@ -192,31 +190,13 @@ fn background_vm_is_not_stopped_by_sigttou() {
     }
     let _lock = test_lock::shared();
     let dir = tempfile::tempdir().unwrap();
-    let (master, slave) = pseudo_terminal();
     let out = dir.path().join("out");
     let script = format!(
         "set -m; stty tostop; {PROGRAM} run --memory 32M --cmdline 'reset=cf9' & wait $!; echo status=$? >{}",
         out.display()
     );
-    let mut shell = Command::new("/bin/sh");
-    shell
-        .args(["-c", &script])
-        .env("XDG_RUNTIME_DIR", dir.path())
-        .stdin(slave.try_clone().unwrap())
-        .stdout(slave.try_clone().unwrap())
-        .stderr(slave);
-    let own_terminal = || {
-        // SAFETY: both calls take integers. The process leads no group, so it can lead a session.
-        if unsafe { libc::setsid() < 0 || libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 } {
-            return Err(std::io::Error::last_os_error());
-        }
-        Ok(())
-    };
-    // SAFETY: between fork and exec, the closure only makes system calls and allocates nothing.
-    unsafe { shell.pre_exec(own_terminal) };
-    let mut shell = shell.spawn().unwrap();
+    let (mut shell, mut terminal) = shell_on_terminal(&script, dir.path());
     // The terminal must be read, or its buffer fills.
-    let mut terminal = File::from(master);
     std::thread::spawn(move || std::io::copy(&mut terminal, &mut std::io::sink()));
     eventually("the VM has ended and was not stopped", || {
         shell.try_wait().unwrap().is_some()

@@ -35,10 +35,6 @@ fn restore(dir: &Path, options: &[&str]) -> VmProcess {
     VmProcess::spawn(Command::new(PROGRAM), "two", &args, Stdio::null()).unwrap()
 }
 
-fn state_of(vm: &VmProcess, name: &str) -> String {
-    said(&mut vm.command(&["ctl", name, "status"])).1
-}
-
 /// Runs `perfvisor run --restore` for a snapshot that must be refused, and returns the error line.
 fn refused(dir: &Path, options: &[&str]) -> String {
     let runtime = tempfile::tempdir().unwrap();
@@ -69,24 +65,17 @@ fn restored_guest_and_source_both_run() {
     let memory = fs::metadata(dir.join("memory")).unwrap();
     assert_eq!(memory.len(), 32 << 20);
     assert!(memory.blocks() * 512 <= 4 << 20, "{} blocks", memory.blocks());
-    assert!(state_of(&vm, "one").starts_with("one: running, 2 vCPUs\n"));
+    assert!(vm.state_of("one").starts_with("one: running, 2 vCPUs\n"));
     vm.assert_counted_and_sampled("one", "cycles,task-clock");
 
     let restored = restore(&dir, &["--restore-verify"]);
-    eventually("it runs", || {
-        state_of(&restored, "two").starts_with("two: running, 2 vCPUs\n")
-    });
-    let args = ["stat", "two", "-x,", "-e", "cycles", "-d", "0.5"];
-    let text = stdout_of(&mut restored.command(&args));
-    let count = text.split(',').next().and_then(|count| count.parse::<f64>().ok());
-    assert!(count.is_some_and(|count| count > 0.0), "{text}");
+    restored.await_state("two: running, 2 vCPUs\n");
+    restored.assert_counts_cycles("two");
     // A restored VM can be saved again.
     let again = restored.runtime.path().join("again");
     stdout_of(&mut restored.command(&["ctl", "two", "snapshot", again.to_str().unwrap()]));
     let mut other = restore(&again, &["--clone"]);
-    eventually("it runs", || {
-        state_of(&other, "two").starts_with("two: running, 2 vCPUs\n")
-    });
+    other.await_state("two: running, 2 vCPUs\n");
     stdout_of(&mut other.command(&["ctl", "two", "stop"]));
     assert_eq!(other.wait(), Some(0));
 }
@@ -97,9 +86,7 @@ fn snapshot_can_end_the_vm() {
     let dir = take(&vm, &["--stop"]);
     assert_eq!(vm.wait(), Some(0));
     let restored = restore(&dir, &[]);
-    eventually("it runs", || {
-        state_of(&restored, "two").starts_with("two: running, 1 vCPU\n")
-    });
+    restored.await_state("two: running, 1 vCPU\n");
 }
 
 /// A restored guest keeps its branch records, whatever the default is here, and a guest without them
@@ -113,9 +100,7 @@ fn branch_records_follow_the_guest() {
         let dir = take(&vm, &["--stop"]);
         assert_eq!(vm.wait(), Some(0));
         let restored = restore(&dir, &[]);
-        eventually("it runs", || {
-            state_of(&restored, "two").starts_with("two: running, 1 vCPU\n")
-        });
+        restored.await_state("two: running, 1 vCPU\n");
         let again = restored.runtime.path().join("again");
         stdout_of(&mut restored.command(&["ctl", "two", "snapshot", again.to_str().unwrap()]));
         let state = fs::read(again.join("state")).unwrap();
@@ -160,7 +145,7 @@ fn failed_snapshot_leaves_nothing_behind() {
         left.iter().all(|name| name == "saved" || name == "perfvisor"),
         "{left:?}"
     );
-    assert!(state_of(&vm, "one").starts_with("one: running"));
+    assert!(vm.state_of("one").starts_with("one: running"));
 }
 
 /// A client that disappears in the middle of a snapshot leaves a running VM, and nobody else can take
@@ -234,7 +219,7 @@ fn second_restore_with_the_same_disk_is_refused() {
     let dir = take(&vm, &["--stop"]);
     assert_eq!(vm.wait(), Some(0));
     let first = restore(&dir, &["--disk", &disk]);
-    let runs = || state_of(&first, "two").starts_with("two: running");
+    let runs = || first.state_of("two").starts_with("two: running");
     eventually("it runs", runs);
     assert!(refused(&dir, &["--disk", &disk]).contains("disk: in use by "));
     assert!(refused(&dir, &[]).contains("2 virtio devices, this machine has 1"));
@@ -258,7 +243,7 @@ fn unsupported_parts_are_named() {
         "{line}"
     );
     assert!(!dir.exists());
-    assert!(state_of(&vm, "one").starts_with("one: running"));
+    assert!(vm.state_of("one").starts_with("one: running"));
 }
 
 /// A diff contains only pages that changed since its base, and is restored above the base.
@@ -275,9 +260,7 @@ fn diff_restores_above_its_base() {
     assert!(changed <= 64 << 10 && changed < full, "{changed} of {full} bytes");
 
     let restored = restore(&diff, &["--restore-base", base_path, "--restore-verify"]);
-    eventually("it runs", || {
-        state_of(&restored, "two").starts_with("two: running, 1 vCPU\n")
-    });
+    restored.await_state("two: running, 1 vCPU\n");
     // A VM that was restored from a diff can be saved as a diff of the same base.
     let again = restored.runtime.path().join("again");
     let args = [
@@ -315,9 +298,7 @@ fn diff_of_a_diff_restores_above_all_its_bases() {
         .into_iter()
         .flat_map(|base| ["--restore-base", base]);
     let restored = restore(third, &bases.chain(["--restore-verify"]).collect::<Vec<_>>());
-    eventually("it runs", || {
-        state_of(&restored, "two").starts_with("two: running, 1 vCPU\n")
-    });
+    restored.await_state("two: running, 1 vCPU\n");
 
     let refused = |bases: [&str; 2]| {
         let bases = bases.iter().flat_map(|base| ["--restore-base", base]);
@@ -376,5 +357,5 @@ fn unusable_bases_are_refused() {
     assert!(save(base_path).1.contains("16777216 bytes, expected 33554432"));
     assert!(save(&at("none")).1.contains("No such file"));
     assert!(!Path::new(&new).exists());
-    assert!(state_of(&vm, "one").starts_with("one: running"));
+    assert!(vm.state_of("one").starts_with("one: running"));
 }

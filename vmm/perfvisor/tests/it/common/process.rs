@@ -9,7 +9,10 @@ use test_support::skip::skipped;
 pub fn is_root() -> bool {
     let own = fs::metadata("/proc/self").is_ok_and(|meta| meta.uid() == 0);
     if !own {
-        skipped("only root has a jail without a user namespace", false);
+        skipped(
+            "only root has a jail without a user namespace and with a PID namespace",
+            false,
+        );
     }
     own
 }

@@ -1,10 +1,13 @@
 //! Pseudo-terminals.
-#![expect(unsafe_code, reason = "ioctl(2)")]
+#![expect(unsafe_code, reason = "ioctl(2), and a child that leads a session")]
 
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command};
 
 /// Returns the master and the slave of a new pseudo-terminal. In contrast to openpty(3),
 /// concurrently started children do not inherit the descriptors, which would keep the terminal
@@ -26,6 +29,28 @@ pub fn pseudo_terminal() -> (OwnedFd, OwnedFd) {
     assert!(slave >= 0, "{}", io::Error::last_os_error());
     // SAFETY: the call returned a new descriptor, which nothing else owns.
     (master.into(), unsafe { OwnedFd::from_raw_fd(slave) })
+}
+
+/// Runs a shell script as the leader of a session on a new terminal. Returns the shell and the master.
+pub fn shell_on_terminal(script: &str, runtime: &Path) -> (Child, File) {
+    let (master, slave) = pseudo_terminal();
+    let mut shell = Command::new("/bin/sh");
+    shell
+        .args(["-c", script])
+        .env("XDG_RUNTIME_DIR", runtime)
+        .stdin(slave.try_clone().unwrap())
+        .stdout(slave.try_clone().unwrap())
+        .stderr(slave);
+    let own_terminal = || {
+        // SAFETY: both calls take integers. The process leads no group, so it can lead a session.
+        if unsafe { libc::setsid() < 0 || libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 } {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec, the closure only makes system calls and allocates nothing.
+    unsafe { shell.pre_exec(own_terminal) };
+    (shell.spawn().unwrap(), File::from(master))
 }
 
 /// Sets the size of the terminal's window, in characters.

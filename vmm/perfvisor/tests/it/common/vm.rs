@@ -204,6 +204,25 @@ impl VmProcess {
         files.unwrap().count()
     }
 
+    /// Returns the output of `perfvisor ctl NAME status`.
+    pub fn state_of(&self, name: &str) -> String {
+        said(&mut self.command(&["ctl", name, "status"])).1
+    }
+
+    /// Waits until the status of the VM begins with `state`, which begins with the VM's name.
+    pub fn await_state(&self, state: &str) {
+        let name = state.split(':').next().unwrap();
+        eventually(state, || self.state_of(name).starts_with(state));
+    }
+
+    /// Asserts that cycles of the VM are counted.
+    pub fn assert_counts_cycles(&self, name: &str) {
+        let args = ["stat", name, "-x,", "-e", "cycles", "-d", "0.5"];
+        let text = stdout_of(&mut self.command(&args));
+        let count = text.split(',').next().and_then(|count| count.parse::<f64>().ok());
+        assert!(count.is_some_and(|count| count > 0.0), "{text}");
+    }
+
     /// Stops the VM `name` by its operator, and checks its exit status.
     #[track_caller]
     pub fn stop(&mut self, name: &str) {

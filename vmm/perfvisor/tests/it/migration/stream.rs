@@ -46,7 +46,7 @@ fn writer(files: &tempfile::TempDir) -> Option<VmProcess> {
     fs::write(&path, kernel(&WRITER)).unwrap();
     let args = ["--kernel", path.to_str().unwrap(), "--console", "none"];
     let vm = VmProcess::spawn(Command::new(PROGRAM), "one", &args, Stdio::null())?;
-    eventually("it runs", || state_of(&vm, "one").starts_with("one: running"));
+    vm.await_state("one: running");
     Some(vm)
 }
 
@@ -102,7 +102,7 @@ fn memory_is_consistent_under_a_guest_that_writes_it() {
         eventually("the guest checks its memory", || {
             vm.child.try_wait().unwrap().is_some() || cpu_time(&vcpu) >= until
         });
-        let status = state_of(&vm, &name);
+        let status = vm.state_of(&name);
         assert!(status.starts_with(&format!("{name}: running")), "{status}");
     }
     assert!(
@@ -150,7 +150,7 @@ fn guest_that_writes_too_fast_goes_on() {
         std::thread::scope(|scope| {
             let rounds = scope.spawn(|| receive_slowly(&listener));
             let text = refusal(&mut vm.command(&[&args[..], options].concat()));
-            assert!(state_of(&vm, "one").starts_with("one: running"));
+            assert!(vm.state_of("one").starts_with("one: running"));
             (rounds.join().unwrap(), text)
         })
     };
@@ -175,7 +175,7 @@ fn vm_moves_over_inherited_sockets() {
     let out = command.stdin(socket(ours)).output().unwrap();
     assert_eq!(out.status.code(), Some(0), "{out:?}");
     assert_eq!(vm.wait(), Some(0));
-    assert!(state_of(&receiver, "two").starts_with("two: running"));
+    assert!(receiver.state_of("two").starts_with("two: running"));
 
     let (status, text) = said(&mut receiver.command(&["ctl", "two", "migrate", "fd:0"]));
     assert!(
@@ -288,7 +288,7 @@ impl Source {
     }
 
     fn assert_runs(&self) {
-        assert!(state_of(&self.vm, "one").starts_with("one: running"));
+        assert!(self.vm.state_of("one").starts_with("one: running"));
         let before = self.vm.cpu_time();
         eventually("the guest goes on", || self.vm.cpu_time() > before);
     }
@@ -351,7 +351,7 @@ fn exactly_one_process_runs_the_vm_wherever_the_stream_is_cut() {
         assert_eq!((status, text.lines().count()), (Some(2), 1), "{text}");
         assert_contains(&text, "one may run at its destination, and is paused here: ");
         assert_eq!(receiver.wait(), Some(2));
-        assert!(state_of(&source.vm, "one").starts_with("one: paused"));
+        assert!(source.vm.state_of("one").starts_with("one: paused"));
         assert!(
             source
                 .vm
@@ -376,19 +376,19 @@ fn exactly_one_process_runs_the_vm_wherever_the_stream_is_cut() {
         status == Some(2) && text.contains("one may run at its destination, and is paused here: "),
         "{text}"
     );
-    assert!(state_of(&receiver, "two").starts_with("two: running"));
-    assert!(state_of(&source.vm, "one").starts_with("one: paused"));
+    assert!(receiver.state_of("two").starts_with("two: running"));
+    assert!(source.vm.state_of("one").starts_with("one: paused"));
     let (status, text) = said(&mut source.vm.operator(&["ctl", "one", "resume"]));
     assert!(
         status == Some(2)
             && text.contains("the image of disk0 is used by another process, where the VM may run"),
         "{text}"
     );
-    assert!(state_of(&source.vm, "one").starts_with("one: paused"));
+    assert!(source.vm.state_of("one").starts_with("one: paused"));
     stdout_of(&mut source.vm.operator(&["ctl", "one", "stop"]));
     assert_eq!(source.vm.wait(), Some(0));
     source.assert_disk_is_locked();
-    assert!(state_of(&receiver, "two").starts_with("two: running"));
+    assert!(receiver.state_of("two").starts_with("two: running"));
 }
 
 /// The reason of a refusal that the destination can see in advance comes before the pause.
@@ -460,7 +460,7 @@ fn killed_ctl_leaves_a_running_vm() {
     fs::remove_file(source.path("in")).unwrap();
     let receiver = source.receiver(&["--disk", &source.path("disk")]);
     stdout_of(&mut source.vm.operator(&args));
-    assert!(state_of(&receiver, "two").starts_with("two: running"));
+    assert!(receiver.state_of("two").starts_with("two: running"));
 }
 
 /// A hostile source gets one line, and the receiver neither starts nor allocates anything.
