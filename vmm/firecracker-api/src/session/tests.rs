@@ -1,7 +1,7 @@
 use mmds::config::MAX_SIZE_LIMIT;
 
 use super::*;
-use crate::http::Method;
+use crate::http::Method::{self, Get, Patch, Put};
 
 /// A backend that records calls and refuses what it is told to.
 #[derive(Default)]
@@ -137,22 +137,47 @@ fn session() -> TestSession {
     Session::new(TestBackend::default(), "web".into(), "0.2.0".into())
 }
 
-/// Sends a request. Returns status and body.
-fn send(session: &mut TestSession, method: Method, path: &str, body: &str) -> (u16, String) {
-    let response = session.answer(&Request {
-        method,
-        path: path.into(),
-        body: body.as_bytes().to_vec(),
-        keep_alive: true,
-    });
-    (response.status, response.body.unwrap_or_default())
+impl TestSession {
+    /// Sends a request. Returns status and body.
+    fn send(&mut self, method: Method, path: &str, body: &str) -> (u16, String) {
+        let response = self.answer(&Request {
+            method,
+            path: path.into(),
+            body: body.as_bytes().to_vec(),
+            keep_alive: true,
+        });
+        (response.status, response.body.unwrap_or_default())
+    }
+
+    /// Sends PUT requests, which must succeed.
+    #[track_caller]
+    fn put(&mut self, calls: &[(&str, &str)]) {
+        for (path, body) in calls {
+            assert_eq!(self.send(Put, path, body).0, 204, "{path}");
+        }
+    }
+
+    /// Sends PATCH requests, which must succeed.
+    #[track_caller]
+    fn patch(&mut self, calls: &[(&str, &str)]) {
+        for (path, body) in calls {
+            assert_eq!(self.send(Patch, path, body).0, 204, "{path}");
+        }
+    }
+
+    /// Sends a request, which must be refused for `reason`.
+    #[track_caller]
+    fn refuse(&mut self, method: Method, path: &str, body: &str, reason: &str) {
+        let (status, fault) = self.send(method, path, body);
+        assert!(status == 400 && fault.contains(reason), "{path} {body}: {fault}");
+    }
 }
 
 const KERNEL: &str = r#"{"kernel_image_path":"/k"}"#;
 const START: &str = r#"{"action_type":"InstanceStart"}"#;
 
 fn state(session: &mut TestSession) -> String {
-    let (status, body) = send(session, Method::Get, "/", "");
+    let (status, body) = session.send(Get, "/", "");
     assert_eq!(status, 200);
     let value: serde_json::Value = serde_json::from_str(&body).unwrap();
     assert_eq!(value["id"], "web");
@@ -163,29 +188,24 @@ fn state(session: &mut TestSession) -> String {
 fn life_cycle_passes_through_all_states() {
     let mut session = session();
     assert_eq!(state(&mut session), "Not started");
-    let (status, fault) = send(&mut session, Method::Put, "/actions", START);
-    assert!(status == 400 && fault.contains("boot-source"), "{fault}");
-    assert_eq!(send(&mut session, Method::Put, "/boot-source", KERNEL).0, 204);
+    session.refuse(Put, "/actions", START, "boot-source");
+    session.put(&[("/boot-source", KERNEL)]);
     let metrics = r#"{"metrics_path":"/m"}"#;
-    assert_eq!(send(&mut session, Method::Put, "/metrics", metrics).0, 204);
-    assert_eq!(send(&mut session, Method::Put, "/metrics", metrics).0, 400);
-    assert_eq!(send(&mut session, Method::Put, "/actions", START).0, 204);
+    session.put(&[("/metrics", metrics)]);
+    assert_eq!(session.send(Put, "/metrics", metrics).0, 400);
+    session.put(&[("/actions", START)]);
     assert_eq!(state(&mut session), "Running");
     for wanted in ["Paused", "Resumed"] {
         let body = format!("{{\"state\":\"{wanted}\"}}");
-        assert_eq!(send(&mut session, Method::Patch, "/vm", &body).0, 204);
+        session.patch(&[("/vm", &body)]);
     }
     let flush = r#"{"action_type":"FlushMetrics"}"#;
-    assert_eq!(send(&mut session, Method::Put, "/actions", flush).0, 204);
-    let (status, fault) = send(
-        &mut session,
-        Method::Put,
+    session.put(&[("/actions", flush)]);
+    session.refuse(
+        Put,
         "/actions",
         r#"{"action_type":"SendCtrlAltDel"}"#,
-    );
-    assert!(
-        status == 400 && fault.contains("SendCtrlAltDel: the guest handles no"),
-        "{fault}"
+        "SendCtrlAltDel: the guest handles no",
     );
     assert_eq!(session.backend().calls, ["start", "pause", "resume", "flush"]);
     assert!(session.backend().options.contains(&"--pmu=auto".to_owned()));
@@ -195,51 +215,31 @@ fn life_cycle_passes_through_all_states() {
 fn calls_are_refused_in_the_wrong_state() {
     let mut session = session();
     let after = [
-        (Method::Patch, "/vm", r#"{"state":"Paused"}"#),
-        (Method::Put, "/actions", r#"{"action_type":"FlushMetrics"}"#),
-        (Method::Put, "/actions", r#"{"action_type":"SendCtrlAltDel"}"#),
-        (Method::Patch, "/drives/a", r#"{"drive_id":"a"}"#),
-        (Method::Patch, "/balloon", r#"{"amount_mib":1}"#),
-        (Method::Get, "/balloon/statistics", ""),
-        (
-            Method::Patch,
-            "/balloon/statistics",
-            r#"{"stats_polling_interval_s":1}"#,
-        ),
-        (Method::Patch, "/network-interfaces/a", r#"{"iface_id":"a"}"#),
+        (Patch, "/vm", r#"{"state":"Paused"}"#),
+        (Put, "/actions", r#"{"action_type":"FlushMetrics"}"#),
+        (Put, "/actions", r#"{"action_type":"SendCtrlAltDel"}"#),
+        (Patch, "/drives/a", r#"{"drive_id":"a"}"#),
+        (Patch, "/balloon", r#"{"amount_mib":1}"#),
+        (Get, "/balloon/statistics", ""),
+        (Patch, "/balloon/statistics", r#"{"stats_polling_interval_s":1}"#),
+        (Patch, "/network-interfaces/a", r#"{"iface_id":"a"}"#),
     ];
     for (method, path, body) in after {
-        let (status, fault) = send(&mut session, method, path, body);
-        assert!(
-            status == 400 && fault.contains("not supported before"),
-            "{path}: {fault}"
-        );
+        session.refuse(method, path, body, "not supported before");
     }
-    send(&mut session, Method::Put, "/boot-source", KERNEL);
-    send(&mut session, Method::Put, "/actions", START);
+    session.send(Put, "/boot-source", KERNEL);
+    session.send(Put, "/actions", START);
     for (method, path, body) in [
-        (Method::Put, "/boot-source", KERNEL),
-        (Method::Put, "/actions", START),
-        (
-            Method::Put,
-            "/machine-config",
-            r#"{"vcpu_count":1,"mem_size_mib":64}"#,
-        ),
-        (Method::Patch, "/machine-config", r#"{"vcpu_count":1}"#),
-        (Method::Put, "/pmu", "{}"),
-        (Method::Put, "/entropy", "{}"),
-        (
-            Method::Put,
-            "/balloon",
-            r#"{"amount_mib":1,"deflate_on_oom":true}"#,
-        ),
-        (Method::Put, "/logger", "{}"),
+        (Put, "/boot-source", KERNEL),
+        (Put, "/actions", START),
+        (Put, "/machine-config", r#"{"vcpu_count":1,"mem_size_mib":64}"#),
+        (Patch, "/machine-config", r#"{"vcpu_count":1}"#),
+        (Put, "/pmu", "{}"),
+        (Put, "/entropy", "{}"),
+        (Put, "/balloon", r#"{"amount_mib":1,"deflate_on_oom":true}"#),
+        (Put, "/logger", "{}"),
     ] {
-        let (status, fault) = send(&mut session, method, path, body);
-        assert!(
-            status == 400 && fault.contains("not supported after"),
-            "{path}: {fault}"
-        );
+        session.refuse(method, path, body, "not supported after");
     }
     assert_eq!(state(&mut session), "Running");
 }
@@ -247,42 +247,27 @@ fn calls_are_refused_in_the_wrong_state() {
 #[test]
 fn failed_calls_change_nothing() {
     let mut session = session();
-    let (status, fault) = send(
-        &mut session,
-        Method::Put,
+    session.refuse(
+        Put,
         "/boot-source",
         r#"{"kernel_image_path":"/missing"}"#,
+        "kernel_image_path: /missing: not found",
     );
-    assert!(
-        status == 400 && fault.contains("kernel_image_path: /missing: not found"),
-        "{fault}"
-    );
-    let (status, fault) = send(&mut session, Method::Put, "/pmu", r#"{"model":"wrong"}"#);
-    assert!(status == 400 && fault.contains("--pmu=wrong"), "{fault}");
-    assert_eq!(
-        send(&mut session, Method::Get, "/pmu", "")
-            .1
-            .matches("auto")
-            .count(),
-        1
-    );
-    send(&mut session, Method::Put, "/boot-source", KERNEL);
+    session.refuse(Put, "/pmu", r#"{"model":"wrong"}"#, "--pmu=wrong");
+    assert_eq!(session.send(Get, "/pmu", "").1.matches("auto").count(), 1);
+    session.send(Put, "/boot-source", KERNEL);
     session.backend().refuses_start = true;
-    let (status, fault) = send(&mut session, Method::Put, "/actions", START);
-    assert!(
-        status == 400 && fault.contains("InstanceStart: no KVM"),
-        "{fault}"
-    );
+    session.refuse(Put, "/actions", START, "InstanceStart: no KVM");
     assert_eq!(state(&mut session), "Not started");
     session.backend().refuses_start = false;
-    assert_eq!(send(&mut session, Method::Put, "/actions", START).0, 204);
+    session.put(&[("/actions", START)]);
 }
 
 /// The limits of a running VM change together with the configuration, or not at all.
 #[test]
 fn limiters_of_a_running_vm_are_changed() {
     let mut session = session();
-    for (path, body) in [
+    session.put(&[
         ("/boot-source", KERNEL),
         (
             "/drives/a",
@@ -297,24 +282,22 @@ fn limiters_of_a_running_vm_are_changed() {
             r#"{"iface_id":"e","host_dev_name":"tap0"}"#,
         ),
         ("/actions", START),
-    ] {
-        assert_eq!(send(&mut session, Method::Put, path, body).0, 204, "{path}");
-    }
+    ]);
     let limiter = r#"{"ops":{"size":5,"refill_time":100}}"#;
     let drive = |id: &str| format!(r#"{{"drive_id":"{id}","rate_limiter":{limiter}}}"#);
     let interface = format!(r#"{{"iface_id":"e","tx_rate_limiter":{limiter},"rx_rate_limiter":{limiter}}}"#);
-    assert_eq!(send(&mut session, Method::Patch, "/drives/a", &drive("a")).0, 204);
+    session.patch(&[("/drives/a", &drive("a"))]);
     let path = "/network-interfaces/e";
-    assert_eq!(send(&mut session, Method::Patch, path, &interface).0, 204);
+    session.patch(&[(path, &interface)]);
     let names = session.backend().limited.iter().map(|change| change.name.clone());
     assert_eq!(names.collect::<Vec<_>>(), ["disk0", "net0-rx", "net0-tx"]);
-    let (status, fault) = send(&mut session, Method::Patch, "/drives/b", &drive("b"));
-    assert!(
-        status == 400 && fault.contains("rate_limiter: the VM does not respond"),
-        "{fault}"
+    session.refuse(
+        Patch,
+        "/drives/b",
+        &drive("b"),
+        "rate_limiter: the VM does not respond",
     );
-    let config: VmConfig =
-        serde_json::from_str(&send(&mut session, Method::Get, "/vm/config", "").1).unwrap();
+    let config: VmConfig = serde_json::from_str(&session.send(Get, "/vm/config", "").1).unwrap();
     let limits = config
         .drives
         .iter()
@@ -330,51 +313,41 @@ fn limiters_of_a_running_vm_are_changed() {
 const SAVE: &str = r#"{"snapshot_path":"/s","mem_file_path":"/m","snapshot_type":"Full"}"#;
 const LOAD: &str = r#"{"snapshot_path":"/s","mem_backend":{"backend_type":"File","backend_path":"/m"}}"#;
 
-/// Sends a request that is refused. Returns the body.
-#[track_caller]
-fn refused(session: &mut TestSession, path: &str, body: &str) -> String {
-    let (status, fault) = send(session, Method::Put, path, body);
-    assert_eq!(status, 400, "{body}: {fault}");
-    fault
-}
-
 /// A snapshot has the devices of the source, with other tap devices if the client names them.
 #[test]
 fn snapshot_is_created_while_paused_and_loaded_with_its_devices() {
     let mut source = session();
-    assert!(refused(&mut source, "/snapshot/create", SAVE).contains("not supported before"));
+    source.refuse(Put, "/snapshot/create", SAVE, "not supported before");
     let drive = r#"{"drive_id":"a","is_root_device":false,"path_on_host":"/d","is_read_only":true}"#;
     let tap = r#"{"iface_id":"e0","host_dev_name":"tap0","guest_mac":"02:00:00:00:00:01"}"#;
-    for (path, body) in [
+    source.put(&[
         ("/boot-source", KERNEL),
         ("/drives/a", drive),
         ("/network-interfaces/e0", tap),
         ("/vsock", r#"{"guest_cid":7,"uds_path":"/v"}"#),
         ("/logger", r#"{"level":"Warning"}"#),
         ("/actions", START),
-    ] {
-        assert_eq!(send(&mut source, Method::Put, path, body).0, 204, "{path}");
-    }
-    assert!(refused(&mut source, "/snapshot/create", SAVE).contains("must be paused"));
-    send(&mut source, Method::Patch, "/vm", r#"{"state":"Paused"}"#);
+    ]);
+    source.refuse(Put, "/snapshot/create", SAVE, "must be paused");
+    source.send(Patch, "/vm", r#"{"state":"Paused"}"#);
     let diff = SAVE.replace("Full", "Diff");
-    assert!(refused(&mut source, "/snapshot/create", &diff).contains("snapshot_type: unsupported"));
+    source.refuse(Put, "/snapshot/create", &diff, "snapshot_type: unsupported");
     let full = SAVE.replace("/s", "/full");
-    assert!(refused(&mut source, "/snapshot/create", &full).contains("No space left"));
-    assert_eq!(send(&mut source, Method::Put, "/snapshot/create", SAVE).0, 204);
+    source.refuse(Put, "/snapshot/create", &full, "No space left");
+    source.put(&[("/snapshot/create", SAVE)]);
     assert_eq!(source.backend().options, ["/s", "/m"]);
     assert_eq!(state(&mut source), "Paused");
-    assert!(refused(&mut source, "/snapshot/load", LOAD).contains("not supported after"));
+    source.refuse(Put, "/snapshot/load", LOAD, "not supported after");
 
     let mut target = session();
     target.backend().saved = source.backend().saved.clone();
     let with = |fields: &str| format!("{},{fields}}}", LOAD.strip_suffix('}').unwrap());
     let unknown = with(r#""network_overrides":[{"iface_id":"e1","host_dev_name":"tap7"}]"#);
-    assert!(refused(&mut target, "/snapshot/load", &unknown).contains("no interface 'e1'"));
+    target.refuse(Put, "/snapshot/load", &unknown, "no interface 'e1'");
     let load = with(
         r#""network_overrides":[{"iface_id":"e0","host_dev_name":"tap7"}],"vsock_override":{"uds_path":"/w"}"#,
     );
-    assert_eq!(send(&mut target, Method::Put, "/snapshot/load", &load).0, 204);
+    target.put(&[("/snapshot/load", &load)]);
     assert_eq!(state(&mut target), "Paused");
     let options = [
         "--disk=/d,ro",
@@ -385,7 +358,7 @@ fn snapshot_is_created_while_paused_and_loaded_with_its_devices() {
         "--restore-paused",
     ];
     assert_eq!(target.backend().options, options);
-    let config = send(&mut target, Method::Get, "/vm/config", "").1;
+    let config = target.send(Get, "/vm/config", "").1;
     assert!(config.contains("tap7") && !config.contains("Warning"), "{config}");
 }
 
@@ -420,14 +393,13 @@ fn load_is_refused_with_other_devices_and_unsupported_fields() {
             "either mem_backend or mem_file_path",
         ),
     ] {
-        let fault = refused(&mut session, "/snapshot/load", &body);
-        assert!(fault.contains(reason), "{body}: {fault}");
+        session.refuse(Put, "/snapshot/load", &body, reason);
     }
     session.backend().refuses_start = true;
-    assert!(refused(&mut session, "/snapshot/load", LOAD).contains("snapshot/load: no KVM"));
+    session.refuse(Put, "/snapshot/load", LOAD, "snapshot/load: no KVM");
     session.backend().refuses_start = false;
-    send(&mut session, Method::Put, "/boot-source", KERNEL);
-    assert!(refused(&mut session, "/snapshot/load", LOAD).contains("was configured"));
+    session.send(Put, "/boot-source", KERNEL);
+    session.refuse(Put, "/snapshot/load", LOAD, "was configured");
     assert_eq!(state(&mut session), "Not started");
     assert!(session.backend().calls.is_empty());
 }
@@ -438,49 +410,42 @@ const BALLOON: &str = r#"{"amount_mib":2,"deflate_on_oom":true,"stats_polling_in
 #[test]
 fn balloon_is_configured_and_changed() {
     let mut session = session();
-    let (status, fault) = send(&mut session, Method::Get, "/balloon", "");
-    assert!(status == 400 && fault.contains("no balloon"), "{fault}");
+    session.refuse(Get, "/balloon", "", "no balloon");
     let hinting = BALLOON.replace('}', r#","free_page_hinting":true}"#);
-    assert!(refused(&mut session, "/balloon", &hinting).contains("free_page_hinting: unsupported"));
-    assert!(refused(&mut session, "/balloon", r#"{"amount_mib":2}"#).contains("deflate_on_oom"));
-    assert!(refused(&mut session, "/balloon", &BALLOON.replace("2,", "-2,")).contains("invalid value"));
-    for (path, body) in [
+    session.refuse(Put, "/balloon", &hinting, "free_page_hinting: unsupported");
+    session.refuse(Put, "/balloon", r#"{"amount_mib":2}"#, "deflate_on_oom");
+    session.refuse(Put, "/balloon", &BALLOON.replace("2,", "-2,"), "invalid value");
+    session.put(&[
         ("/boot-source", KERNEL),
         ("/balloon", BALLOON),
         ("/actions", START),
-    ] {
-        assert_eq!(send(&mut session, Method::Put, path, body).0, 204, "{path}");
-    }
+    ]);
     let option = "--balloon=size=2,deflate-on-oom=on,stats=5,free-page-reporting=off";
     assert!(session.backend().options.contains(&option.to_owned()));
-    let patch = |session: &mut TestSession, path: &str, body: &str| send(session, Method::Patch, path, body);
-    assert_eq!(patch(&mut session, "/balloon", r#"{"amount_mib":64}"#).0, 204);
-    let (status, fault) = patch(&mut session, "/balloon", r#"{"amount_mib":129}"#);
-    assert!(
-        status == 400 && fault.contains("amount_mib: larger than"),
-        "{fault}"
+    session.patch(&[("/balloon", r#"{"amount_mib":64}"#)]);
+    session.refuse(
+        Patch,
+        "/balloon",
+        r#"{"amount_mib":129}"#,
+        "amount_mib: larger than",
     );
     let interval = r#"{"stats_polling_interval_s":1}"#;
-    assert_eq!(patch(&mut session, "/balloon/statistics", interval).0, 204);
-    let (status, fault) = patch(
-        &mut session,
+    session.patch(&[("/balloon/statistics", interval)]);
+    session.refuse(
+        Patch,
         "/balloon/statistics",
         r#"{"stats_polling_interval_s":0}"#,
-    );
-    assert!(
-        status == 400 && fault.contains("cannot be enabled or disabled"),
-        "{fault}"
+        "cannot be enabled or disabled",
     );
     assert_eq!(session.backend().calls, ["start", "balloon", "interval"]);
-    let (status, body) = send(&mut session, Method::Get, "/balloon", "");
+    let (status, body) = session.send(Get, "/balloon", "");
     let expected = r#"{"amount_mib":64,"deflate_on_oom":true,"stats_polling_interval_s":1,"free_page_hinting":false,"free_page_reporting":false}"#;
     assert_eq!((status, body.as_str()), (200, expected));
-    let (status, body) = send(&mut session, Method::Get, "/balloon/statistics", "");
+    let (status, body) = session.send(Get, "/balloon/statistics", "");
     let expected =
         r#"{"target_pages":512,"actual_pages":256,"target_mib":2,"actual_mib":1,"free_memory":4096}"#;
     assert_eq!((status, body.as_str()), (200, expected));
-    let (status, fault) = patch(&mut session, "/balloon/hinting/start", "{}");
-    assert!(status == 400 && fault.contains("unsupported"), "{fault}");
+    session.refuse(Patch, "/balloon/hinting/start", "{}", "unsupported");
 }
 
 /// A VM whose statistics were disabled at the start never has any.
@@ -488,43 +453,35 @@ fn balloon_is_configured_and_changed() {
 fn statistics_of_the_balloon_must_be_enabled_before_the_start() {
     let mut session = session();
     let without = BALLOON.replace(r#","stats_polling_interval_s":5"#, "");
-    for (path, body) in [
+    session.put(&[
         ("/boot-source", KERNEL),
         ("/balloon", without.as_str()),
         ("/actions", START),
-    ] {
-        assert_eq!(send(&mut session, Method::Put, path, body).0, 204, "{path}");
-    }
-    let (status, fault) = send(&mut session, Method::Get, "/balloon/statistics", "");
-    assert!(status == 400 && fault.contains("were not enabled"), "{fault}");
+    ]);
+    session.refuse(Get, "/balloon/statistics", "", "were not enabled");
     let change = |seconds: u16| format!("{{\"stats_polling_interval_s\":{seconds}}}");
-    let (status, fault) = send(&mut session, Method::Patch, "/balloon/statistics", &change(1));
-    assert!(status == 400 && fault.contains("cannot be enabled"), "{fault}");
+    session.refuse(Patch, "/balloon/statistics", &change(1), "cannot be enabled");
     let path = "/balloon/statistics";
-    assert_eq!(send(&mut session, Method::Patch, path, &change(0)).0, 204);
+    session.patch(&[(path, &change(0))]);
 }
 
 /// A restored VM has the balloon of the snapshot, with the size it had then.
 #[test]
 fn balloon_survives_a_snapshot() {
     let mut source = session();
-    for (path, body) in [
+    source.put(&[
         ("/boot-source", KERNEL),
         ("/balloon", BALLOON),
         ("/actions", START),
-    ] {
-        assert_eq!(send(&mut source, Method::Put, path, body).0, 204, "{path}");
-    }
-    for (path, body) in [
+    ]);
+    source.patch(&[
         ("/balloon", r#"{"amount_mib":64}"#),
         ("/vm", r#"{"state":"Paused"}"#),
-    ] {
-        assert_eq!(send(&mut source, Method::Patch, path, body).0, 204, "{path}");
-    }
-    assert_eq!(send(&mut source, Method::Put, "/snapshot/create", SAVE).0, 204);
+    ]);
+    source.put(&[("/snapshot/create", SAVE)]);
     let mut target = session();
     target.backend().saved = source.backend().saved.clone();
-    assert_eq!(send(&mut target, Method::Put, "/snapshot/load", LOAD).0, 204);
+    target.put(&[("/snapshot/load", LOAD)]);
     // The state file has the option.
     assert!(
         !target
@@ -533,42 +490,34 @@ fn balloon_survives_a_snapshot() {
             .iter()
             .any(|option| option.contains("balloon"))
     );
-    let (status, body) = send(&mut target, Method::Get, "/balloon", "");
+    let (status, body) = target.send(Get, "/balloon", "");
     assert!(status == 200 && body.contains(r#""amount_mib":64"#), "{body}");
-    assert_eq!(
-        send(&mut target, Method::Patch, "/balloon", r#"{"amount_mib":1}"#).0,
-        204
-    );
+    target.patch(&[("/balloon", r#"{"amount_mib":1}"#)]);
 }
 
 #[test]
 fn metadata_is_passed_to_the_vm_at_its_start() {
     let mut session = session().with_metadata_limit(20);
-    assert_eq!(send(&mut session, Method::Get, "/mmds", ""), (200, "null".into()));
-    let (status, fault) = send(&mut session, Method::Patch, "/mmds", r#"{"a":"b"}"#);
-    assert!(
-        status == 400 && fault.contains("The MMDS data store is not initialized."),
-        "{fault}"
+    assert_eq!(session.send(Get, "/mmds", ""), (200, "null".into()));
+    session.refuse(
+        Patch,
+        "/mmds",
+        r#"{"a":"b"}"#,
+        "The MMDS data store is not initialized.",
     );
     let long = format!("\"{}\"", "x".repeat(20));
-    assert_eq!(send(&mut session, Method::Put, "/mmds", &long).0, 413);
-    assert_eq!(
-        send(&mut session, Method::Put, "/mmds", r#"{"a":"b","c":1}"#).0,
-        204
-    );
-    assert_eq!(send(&mut session, Method::Patch, "/mmds", r#"{"c":null}"#).0, 204);
+    assert_eq!(session.send(Put, "/mmds", &long).0, 413);
+    session.put(&[("/mmds", r#"{"a":"b","c":1}"#)]);
+    session.patch(&[("/mmds", r#"{"c":null}"#)]);
     let config = r#"{"network_interfaces":["eth0"]}"#;
-    let (status, fault) = send(&mut session, Method::Put, "/mmds/config", config);
-    assert!(status == 400 && fault.contains("eth0"), "{fault}");
+    session.refuse(Put, "/mmds/config", config, "eth0");
     let interface = r#"{"iface_id":"eth0","host_dev_name":"tap0"}"#;
-    for (path, body) in [
+    session.put(&[
         ("/network-interfaces/eth0", interface),
         ("/mmds/config", config),
         ("/boot-source", KERNEL),
         ("/actions", START),
-    ] {
-        assert_eq!(send(&mut session, Method::Put, path, body).0, 204, "{path}");
-    }
+    ]);
     let backend = session.backend();
     assert_eq!(backend.metadata, Some(serde_json::json!({"a": "b"})));
     assert!(
@@ -583,24 +532,24 @@ fn metadata_is_passed_to_the_vm_at_its_start() {
         !backend.options.concat().contains("\"a\""),
         "metadata is secret, and a command line is not"
     );
-    assert_eq!(send(&mut session, Method::Put, "/mmds/config", config).0, 400);
-    assert_eq!(send(&mut session, Method::Put, "/mmds", "7").0, 204);
-    assert_eq!(send(&mut session, Method::Get, "/mmds", ""), (200, "7".into()));
-    assert_eq!(send(&mut session, Method::Patch, "/mmds", "{}").0, 400);
+    assert_eq!(session.send(Put, "/mmds/config", config).0, 400);
+    session.put(&[("/mmds", "7")]);
+    assert_eq!(session.send(Get, "/mmds", ""), (200, "7".into()));
+    assert_eq!(session.send(Patch, "/mmds", "{}").0, 400);
     // Messages that the VM could not read are not sent to it.
     let asked = session.backend().calls.len();
     let deep = format!("{}{}", "[".repeat(101), "]".repeat(101));
     let large = format!("\"{}\"", "x".repeat(MAX_SIZE_LIMIT));
     for (method, body, status) in [
-        (Method::Put, &deep, 413),
-        (Method::Put, &large, 413),
-        (Method::Patch, &deep, 400),
-        (Method::Patch, &large, 413),
+        (Put, &deep, 413),
+        (Put, &large, 413),
+        (Patch, &deep, 400),
+        (Patch, &large, 413),
     ] {
-        assert_eq!(send(&mut session, method, "/mmds", body).0, status);
+        assert_eq!(session.send(method, "/mmds", body).0, status);
     }
     assert_eq!(session.backend().calls.len(), asked);
-    let (_, config) = send(&mut session, Method::Get, "/vm/config", "");
+    let (_, config) = session.send(Get, "/vm/config", "");
     assert!(
         config.contains(r#""mmds-config":{"network_interfaces":["eth0"]"#),
         "{config}"
@@ -611,13 +560,8 @@ fn metadata_is_passed_to_the_vm_at_its_start() {
 #[test]
 fn metadata_without_a_service_stays_in_the_api() {
     let mut session = session();
-    for (path, body) in [("/boot-source", KERNEL), ("/mmds", "{}"), ("/actions", START)] {
-        assert_eq!(send(&mut session, Method::Put, path, body).0, 204, "{path}");
-    }
+    session.put(&[("/boot-source", KERNEL), ("/mmds", "{}"), ("/actions", START)]);
     assert_eq!(session.backend().metadata, None);
-    assert_eq!(send(&mut session, Method::Patch, "/mmds", r#"{"a":1}"#).0, 204);
-    assert_eq!(
-        send(&mut session, Method::Get, "/mmds", ""),
-        (200, r#"{"a":1}"#.into())
-    );
+    session.patch(&[("/mmds", r#"{"a":1}"#)]);
+    assert_eq!(session.send(Get, "/mmds", ""), (200, r#"{"a":1}"#.into()));
 }
