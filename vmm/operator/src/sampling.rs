@@ -15,11 +15,39 @@ use perf_core::record::{Record, RecordFormat};
 use perf_core::ring::{RingReadError, RingReader};
 use perf_core::{SampleType, error_line};
 
-use crate::session::SessionError;
+use crate::vendor::EventNameError;
 
 /// Maximum number of records read from a ring per call, because a vCPU may sample as fast as the
 /// loop reads.
 const MAX_RECORDS: usize = 100_000;
+
+/// Errors of a session.
+#[derive(Debug, thiserror::Error)]
+pub enum SessionError {
+    /// The VM cannot be reached, refused a request, or has ended.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    /// The event list is invalid or contains an unknown name.
+    #[error(transparent)]
+    Events(#[from] EventNameError),
+    /// The VM cannot sample an event.
+    #[error("cannot sample '{event}': {why}")]
+    NotSampled {
+        /// Name of the event.
+        event: String,
+        /// Reason that the VM gave.
+        why: String,
+    },
+    /// The ring of a vCPU cannot be mapped.
+    #[error("the ring of vCPU {vcpu}")]
+    Ring {
+        /// vCPU number.
+        vcpu: u32,
+        /// Error of mapping the ring.
+        #[source]
+        source: RingReadError,
+    },
+}
 
 /// Checks that all events of a list support sampling.
 pub(crate) fn check_sampling_support(opened: &[OpenedEvent]) -> Result<(), SessionError> {

@@ -19,13 +19,13 @@ use guest_profile::sample::SampleData;
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 use perf_core::record::{Record, Sample as RingSample};
-use perf_core::ring::RingReadError;
 
 use crate::kernel_map::kernel_map;
+pub use crate::sampling::SessionError;
 use crate::sampling::{
     EventIds, VcpuRing, check_sampling_support, event_info, sample_mappings, wait_for_kernel,
 };
-use crate::vendor::{self, EventNameError};
+use crate::vendor;
 
 /// Size of the ring of each vCPU, in pages.
 const RING_PAGES: u32 = 256;
@@ -33,34 +33,6 @@ const RING_PAGES: u32 = 256;
 const KERNEL_PATIENCE: Duration = Duration::from_secs(60);
 /// Polling interval of that search.
 const KERNEL_POLL_INTERVAL: Duration = Duration::from_millis(20);
-
-/// Errors of a session.
-#[derive(Debug, thiserror::Error)]
-pub enum SessionError {
-    /// The VM cannot be reached, refused a request, or has ended.
-    #[error(transparent)]
-    Client(#[from] ClientError),
-    /// The event list is invalid or contains an unknown name.
-    #[error(transparent)]
-    Events(#[from] EventNameError),
-    /// The VM cannot sample an event.
-    #[error("cannot sample '{event}': {why}")]
-    NotSampled {
-        /// Name of the event.
-        event: String,
-        /// Reason that the VM gave.
-        why: String,
-    },
-    /// The ring of a vCPU cannot be mapped.
-    #[error("the ring of vCPU {vcpu}")]
-    Ring {
-        /// vCPU number.
-        vcpu: u32,
-        /// Error of mapping the ring.
-        #[source]
-        source: RingReadError,
-    },
-}
 
 /// Connects to the VM of this user with the given name, or without a name to the only VM.
 ///

@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 
 use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
 
-use crate::session::SessionError;
+use crate::sampling::SessionError;
 use crate::signals::StopSignals;
 use crate::vendor::EventNameError;
 pub use output::{DONE, OutputError, one_line, print, say};
