@@ -62,6 +62,14 @@ impl LimiterChange {
     }
 }
 
+/// Adds a device, or replaces the one with the same identifier.
+fn put_device<T>(devices: &mut Vec<T>, new: T, id: fn(&T) -> &str) {
+    match devices.iter_mut().find(|old| id(old) == id(&new)) {
+        Some(old) => *old = new,
+        None => devices.push(new),
+    }
+}
+
 impl Resources {
     /// Returns the configuration that `config` describes.
     ///
@@ -255,14 +263,7 @@ impl Resources {
             let message = format!("is_root_device: '{}' is the root device already", root.drive_id);
             return Err(Fault::bad(message));
         }
-        match self
-            .drives
-            .iter_mut()
-            .find(|other| other.drive_id == drive.drive_id)
-        {
-            Some(old) => *old = drive,
-            None => self.drives.push(drive),
-        }
+        put_device(&mut self.drives, drive, |drive| &drive.drive_id);
         Ok(())
     }
 
@@ -304,14 +305,7 @@ impl Resources {
                 )));
             }
         }
-        match self
-            .interfaces
-            .iter_mut()
-            .find(|other| other.iface_id == interface.iface_id)
-        {
-            Some(old) => *old = interface,
-            None => self.interfaces.push(interface),
-        }
+        put_device(&mut self.interfaces, interface, |interface| &interface.iface_id);
         Ok(())
     }
 
