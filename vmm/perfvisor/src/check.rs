@@ -18,8 +18,8 @@ use operator::exit::ExitStatus;
 use perf_core::error_line;
 use virtio_devices::net::vhost::{VhostError, VhostNetBackend};
 use vmm::kvm::cpuid;
-use vmm::kvm::execution;
-use vmm::kvm::host::{self, HostError, KvmCapabilities};
+use vmm::kvm::execution::{self, KvmCapabilities};
+use vmm::kvm::host::{self, HostError};
 use vmm::kvm::rotation_cost::{self, RotationCost};
 use vmm::kvm::stepping::Stepping;
 use vmm::kvm::vpmu_probe::{self, KvmPmuOffer, KvmVpmuModelError, KvmVpmuUnavailable};
@@ -170,7 +170,7 @@ impl HostReport {
             .ok()
             .filter(|_| perf.slots() > 0)
             .map(|kvm| rotation_cost::probe(kvm, &perf));
-        let kvm = opened.and_then(|kvm| host::facts(&kvm));
+        let kvm = opened.and_then(|kvm| execution::facts(&kvm));
         let resolve = |name, numbers: Option<CounterNumbers>| {
             let model = PmuModel::resolve(name, numbers, None, &mut cpuid::read_host)?;
             Ok::<_, ModelError>(fit(model, numbers.is_some(), BackingPolicy::Auto, None, &perf))

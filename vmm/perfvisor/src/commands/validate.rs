@@ -170,7 +170,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
 /// Probes the host, and returns whether it can run Linux guests.
 fn probe_host(pmu: &str, own: Option<&KvmPmuOffer>) -> Result<(HostProperties, bool), ValidateError> {
     let kvm = host::open()?;
-    let facts = host::facts(&kvm)?;
+    let facts = execution::facts(&kvm)?;
     let tsc_hz = host::tsc_hz(&kvm)?;
     let probe = HostProbe::run();
     let stepping = execution::probe(&kvm)?.stepping;

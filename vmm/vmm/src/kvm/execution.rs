@@ -1,13 +1,14 @@
-//! Probes how this host's KVM runs guest code, in one VM.
+//! Probes how this host's KVM runs guest code, in one VM, and its capabilities.
 
+use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-use kvm_bindings::KVM_MAX_CPUID_ENTRIES;
-use kvm_ioctls::{Kvm, VcpuExit};
+use kvm_bindings::{KVM_CAP_BINARY_STATS_FD, KVM_MAX_CPUID_ENTRIES};
+use kvm_ioctls::{Cap, Kvm, VcpuExit};
 use perf_core::error_line;
 
 use super::cpuid;
-use super::host::{HostError, LEAVE};
+use super::host::{self, HostError, KvmFlavour, LEAVE};
 use super::stepping::{self, Stepping};
 use super::tiny::TinyGuest;
 
@@ -67,4 +68,78 @@ fn probe_stepping(kvm: &Kvm, guest: &mut TinyGuest) -> Result<Stepping, HostErro
         user: stepping::probe_user(guest)?,
         ..kernel
     })
+}
+
+/// Properties of this host's KVM.
+#[derive(Clone, Copy, Debug, serde::Serialize)]
+pub struct KvmCapabilities {
+    /// The method by which KVM runs guest code.
+    pub flavour: KvmFlavour,
+    /// `true` if an unmodified Linux kernel can run. Probed with an instruction that every kernel
+    /// uses and that KVM's emulator does not support.
+    pub runs_linux: bool,
+    /// `true` if KVM can forward MSR accesses to user space (`KVM_CAP_X86_USER_SPACE_MSR` and the
+    /// MSR filter).
+    pub traps_msrs: bool,
+    /// `true` if KVM's own vPMU can be disabled per VM (`KVM_CAP_PMU_CAPABILITY`).
+    pub can_disable_own_pmu: bool,
+    /// `true` if RDPMC raises #GP while KVM's own vPMU is off, probed by executing RDPMC. Otherwise
+    /// KVM returns the value of a counter that does not count the guest.
+    pub rdpmc_faults: bool,
+    /// `true` if KVM offers binary statistics (`KVM_CAP_BINARY_STATS_FD`).
+    pub binary_stats: bool,
+    /// `true` if KVM can store guest registers at each exit (`KVM_CAP_SYNC_REGS`).
+    pub sync_regs: bool,
+    /// Maximum number of vCPUs of a VM.
+    pub max_vcpus: usize,
+}
+
+/// Probes KVM. Takes about one millisecond.
+///
+/// # Errors
+/// Returns [`HostError::Probe`] if KVM refuses a call that every VM needs.
+pub fn facts(kvm: &Kvm) -> Result<KvmCapabilities, HostError> {
+    let interprets_kernels = probe(kvm)?.interprets_kernels;
+    Ok(KvmCapabilities {
+        flavour: flavour(interprets_kernels),
+        runs_linux: !interprets_kernels,
+        traps_msrs: kvm.check_extension(Cap::X86UserSpaceMsr) && kvm.check_extension(Cap::X86MsrFilter),
+        can_disable_own_pmu: host::kvm_vpmu_can_be_disabled(kvm),
+        rdpmc_faults: host::rdpmc_faults(kvm)?,
+        binary_stats: kvm.check_extension_raw(u64::from(KVM_CAP_BINARY_STATS_FD)) > 0,
+        sync_regs: host::syncs_registers(kvm),
+        max_vcpus: kvm.get_max_vcpus(),
+    })
+}
+
+fn flavour(interprets_kernels: bool) -> KvmFlavour {
+    let module = |name: &str| Path::new("/sys/module").join(name).exists();
+    if interprets_kernels {
+        KvmFlavour::SoftwareOnly
+    } else if module("kvm_amd") {
+        KvmFlavour::Svm
+    } else if module("kvm_intel") {
+        KvmFlavour::Vmx
+    } else if std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains("AuthenticAMD")) {
+        KvmFlavour::Svm
+    } else {
+        KvmFlavour::Vmx
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn interpreting_kvm_does_not_run_linux() {
+        let Ok(kvm) = host::open() else {
+            eprintln!("SKIP: there is no KVM here");
+            return;
+        };
+        let facts = facts(&kvm).unwrap();
+        let interprets = probe(&kvm).unwrap().interprets_kernels;
+        assert_eq!(facts.runs_linux, !interprets);
+        assert_eq!(facts.flavour == KvmFlavour::SoftwareOnly, interprets);
+    }
 }

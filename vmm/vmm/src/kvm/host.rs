@@ -1,21 +1,15 @@
-//! Probes the KVM of this host: hardware virtualisation or software only, and the capabilities that
-//! the vPMU needs.
+//! Opens the KVM of this host, and probes it for what the vPMU needs.
 
 use std::fmt;
 use std::io;
-use std::path::Path;
 use std::sync::Arc;
 
-use kvm_bindings::{
-    KVM_CAP_BINARY_STATS_FD, KVM_CAP_PMU_CAPABILITY, KVM_CAP_SPLIT_IRQCHIP, KVM_PMU_CAP_DISABLE,
-    kvm_enable_cap,
-};
+use kvm_bindings::{KVM_CAP_PMU_CAPABILITY, KVM_CAP_SPLIT_IRQCHIP, KVM_PMU_CAP_DISABLE, kvm_enable_cap};
 pub use kvm_ioctls::Kvm;
 use kvm_ioctls::{Cap, VcpuExit};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::call::KvmIoctlError;
-use super::execution;
 use super::memslot::{MemorySlotError, MemorySlots};
 use super::vm_fd::VmFd;
 
@@ -96,48 +90,6 @@ pub fn open() -> Result<Kvm, HostError> {
         12 => Ok(kvm),
         version => Err(HostError::ApiVersion(version)),
     }
-}
-
-/// Properties of this host's KVM.
-#[derive(Clone, Copy, Debug, serde::Serialize)]
-pub struct KvmCapabilities {
-    /// The method by which KVM runs guest code.
-    pub flavour: KvmFlavour,
-    /// `true` if an unmodified Linux kernel can run. Probed with an instruction that every kernel
-    /// uses and that KVM's emulator does not support.
-    pub runs_linux: bool,
-    /// `true` if KVM can forward MSR accesses to user space (`KVM_CAP_X86_USER_SPACE_MSR` and the
-    /// MSR filter).
-    pub traps_msrs: bool,
-    /// `true` if KVM's own vPMU can be disabled per VM (`KVM_CAP_PMU_CAPABILITY`).
-    pub can_disable_own_pmu: bool,
-    /// `true` if RDPMC raises #GP while KVM's own vPMU is off, probed by executing RDPMC. Otherwise
-    /// KVM returns the value of a counter that does not count the guest.
-    pub rdpmc_faults: bool,
-    /// `true` if KVM offers binary statistics (`KVM_CAP_BINARY_STATS_FD`).
-    pub binary_stats: bool,
-    /// `true` if KVM can store guest registers at each exit (`KVM_CAP_SYNC_REGS`).
-    pub sync_regs: bool,
-    /// Maximum number of vCPUs of a VM.
-    pub max_vcpus: usize,
-}
-
-/// Probes KVM. Takes about one millisecond.
-///
-/// # Errors
-/// Returns [`HostError::Probe`] if KVM refuses a call that every VM needs.
-pub fn facts(kvm: &Kvm) -> Result<KvmCapabilities, HostError> {
-    let interprets_kernels = execution::probe(kvm)?.interprets_kernels;
-    Ok(KvmCapabilities {
-        flavour: flavour(interprets_kernels),
-        runs_linux: !interprets_kernels,
-        traps_msrs: kvm.check_extension(Cap::X86UserSpaceMsr) && kvm.check_extension(Cap::X86MsrFilter),
-        can_disable_own_pmu: kvm_vpmu_can_be_disabled(kvm),
-        rdpmc_faults: rdpmc_faults(kvm)?,
-        binary_stats: kvm.check_extension_raw(u64::from(KVM_CAP_BINARY_STATS_FD)) > 0,
-        sync_regs: syncs_registers(kvm),
-        max_vcpus: kvm.get_max_vcpus(),
-    })
 }
 
 /// Returns the default TSC frequency of a guest in Hz (KVM_GET_TSC_KHZ).
@@ -223,21 +175,6 @@ pub fn rdpmc_faults(kvm: &Kvm) -> Result<bool, HostError> {
     reaches_next_instruction(kvm, [0x0f, 0x33]).map(|goes_on| !goes_on)
 }
 
-fn flavour(interprets_kernels: bool) -> KvmFlavour {
-    let module = |name: &str| Path::new("/sys/module").join(name).exists();
-    if interprets_kernels {
-        KvmFlavour::SoftwareOnly
-    } else if module("kvm_amd") {
-        KvmFlavour::Svm
-    } else if module("kvm_intel") {
-        KvmFlavour::Vmx
-    } else if std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains("AuthenticAMD")) {
-        KvmFlavour::Svm
-    } else {
-        KvmFlavour::Vmx
-    }
-}
-
 /// Runs an instruction in real mode without an interrupt vector table. Returns whether the next
 /// instruction is reached. A fault ends the probe.
 fn reaches_next_instruction(kvm: &Kvm, [first, second]: [u8; 2]) -> Result<bool, HostError> {
@@ -279,17 +216,5 @@ mod tests {
         };
         assert!(reaches_next_instruction(&kvm, [0x90, 0x90]).unwrap(), "two NOPs");
         assert!(!reaches_next_instruction(&kvm, [0x0f, 0x0b]).unwrap(), "UD2");
-    }
-
-    #[test]
-    fn interpreting_kvm_does_not_run_linux() {
-        let Ok(kvm) = open() else {
-            eprintln!("SKIP: there is no KVM here");
-            return;
-        };
-        let facts = facts(&kvm).unwrap();
-        let interprets = execution::probe(&kvm).unwrap().interprets_kernels;
-        assert_eq!(facts.runs_linux, !interprets);
-        assert_eq!(facts.flavour == KvmFlavour::SoftwareOnly, interprets);
     }
 }
